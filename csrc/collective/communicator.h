@@ -1,0 +1,48 @@
+// Collectives among fixed ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "collective/board.h"
+#include "core/reduce.h"
+
+namespace torch_ring {
+
+class SharedArena;
+
+/// All ranks call the same function in the same order with arguments that agree; the engine sees to
+/// that (engine/agreement.h). Buffers need no alignment beyond their dtype's.
+///
+/// Thread: one at a time. Blocking: until this rank's part is done, bounded by the timeout.
+/// Errors: Error kinds kPeerLost, kTimeout, kInternal; after one, the communicator is unusable.
+/// Results are the same bits on all ranks and on every run.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual Board& board() = 0;
+
+  /// output[i] = the reduction of input[i] over the ranks; `input` may be `output`.
+  /// `shared_offsets`: empty, or for every rank where its in-place buffer lies in its arena()
+  /// (then input == output and nothing is staged).
+  virtual void allreduce(const void* input, void* output, std::size_t count,
+                         const Reduction& reduction,
+                         std::span<const std::int64_t> shared_offsets = {}) = 0;
+
+  /// `data` of every rank becomes root's.
+  virtual void broadcast(void* data, std::size_t bytes, int root) = 0;
+
+  /// `output` becomes the ranks' inputs one after the other; rank r gives bytes[r] bytes.
+  virtual void allgather(const void* input, void* output, std::span<const std::size_t> bytes) = 0;
+
+  virtual void barrier() = 0;
+
+  /// Memory from which allreduce() needs no copy, or null if there is no such memory.
+  virtual SharedArena* arena() { return nullptr; }
+};
+
+}  // namespace torch_ring

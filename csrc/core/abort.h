@@ -1,0 +1,39 @@
+// The one cause that ends a job on this rank.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+
+#include "core/error.h"
+
+namespace torch_ring {
+
+/// Set once, by whoever notices first (the watchdog, a wait whose deadline passed); seen by every
+/// wait loop.
+/// Thread: any. Blocking: no.
+class Abort {
+ public:
+  /// Records `cause` if none is recorded yet. Returns whether it was the first.
+  bool raise(Error cause) {
+    const std::scoped_lock lock(mutex_);
+    if (cause_) return false;
+    cause_.emplace(std::move(cause));
+    raised_.store(true, std::memory_order_release);
+    return true;
+  }
+
+  bool raised() const noexcept { return raised_.load(std::memory_order_acquire); }
+
+  /// Throws the cause if there is one.
+  void check() const {
+    if (raised()) throw *cause_;  // written once, before the release store that raised() acquired
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Error> cause_;
+  std::atomic<bool> raised_{false};
+};
+
+}  // namespace torch_ring

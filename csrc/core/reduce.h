@@ -1,0 +1,59 @@
+// The arithmetic of a reduction. Every communicator reduces through these three functions, so that
+// the numbers do not depend on the transport's path through the data.
+//
+// 16-bit floats are accumulated in float32. A floating-point result is scaled once, in the
+// accumulation dtype; integers are scaled in float64 and truncated toward zero.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/types.h"
+
+namespace torch_ring {
+
+struct Scaling {
+  double prescale = 1.0;     // multiplies every input before it is reduced
+  double postscale = 1.0;    // multiplies the result
+  std::int64_t divisor = 1;  // divides the result: the number of ranks of an Average
+};
+
+/// What is computed: `op` is never kAverage or kAdasum here (Average is Sum with a divisor).
+struct Reduction {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  Scaling scaling;
+};
+
+/// The dtype of partial results: float32 for 16-bit floats, the dtype itself otherwise.
+constexpr DType accumulation_dtype(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+}
+
+/// outputs[j][i] = post(op over r of pre(inputs[r][i])), for every j. Inputs are reduced in the
+/// order given. An output may be one of the inputs; otherwise they do not overlap.
+/// `streaming`: the outputs will be read by another core: store them past the cache when large.
+void reduce(std::span<void* const> outputs, std::span<const void* const> inputs, std::size_t count,
+            const Reduction& reduction, bool streaming = false);
+
+/// The first half of reduce(): partial[i] = op over r of pre(inputs[r][i]), `partial` being of
+/// accumulation_dtype(reduction.dtype).
+void reduce_partial(void* partial, std::span<const void* const> inputs, std::size_t count,
+                    const Reduction& reduction);
+
+/// partial[i] = op(partial[i], other[i]), both of accumulation_dtype(reduction.dtype).
+void combine_partial(void* partial, const void* other, std::size_t count,
+                     const Reduction& reduction);
+
+/// The second half of reduce(): outputs[j][i] = post(partial[i]) in reduction.dtype. One output may
+/// be `partial` itself when the two dtypes are the same.
+void finish_partial(std::span<void* const> outputs, const void* partial, std::size_t count,
+                    const Reduction& reduction);
+
+/// A copy that will be read by another core: past the cache when `bytes` is large (DESIGN.md,
+/// decision 5), by plain stores otherwise. All of it is visible to whoever acquires a flag that is
+/// released afterwards.
+void copy_streaming(void* to, const void* from, std::size_t bytes);
+
+}  // namespace torch_ring

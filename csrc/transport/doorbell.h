@@ -1,0 +1,56 @@
+// Wakes one sleeping rank.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <span>
+
+#include "core/fd.h"
+
+struct pollfd;
+
+namespace torch_ring {
+
+using Clock = std::chrono::steady_clock;
+
+/// An eventfd and the flag that says whether anybody sleeps on it. The flag lies where every ringer
+/// sees it: in the sleeper's shared segment, or in private memory when only threads ring.
+///
+/// No wake-up is lost: the sleeper stores `asleep` and then looks at the data once more, a ringer
+/// stores the data and then looks at `asleep`; all four are sequentially consistent, so at least
+/// one of the two sees the other.
+class Doorbell {
+ public:
+  Doorbell() = default;
+  Doorbell(Fd event_fd, std::atomic<std::uint32_t>* asleep)
+      : event_fd_(std::move(event_fd)), asleep_(asleep) {}
+
+  /// A new non-blocking eventfd. Throws Error(kInternal).
+  static Fd make_event_fd();
+
+  /// Wakes the sleeper if there is one. Call after a seq_cst store of what it waits for.
+  /// Thread: any. Blocking: no.
+  void ring() const noexcept {
+    if (asleep_->load(std::memory_order_seq_cst) != 0) ring_always();
+  }
+  void ring_always() const noexcept;
+
+  /// Sleeps until rung, until one of `fds` is ready, or until `deadline`, unless ready() holds
+  /// already. At most 15 `fds`.
+  /// Thread: only the owner, one at a time. Blocking: until `deadline`.
+  template <class Ready>
+  void sleep(Ready&& ready, Clock::time_point deadline, std::span<const pollfd> fds = {}) const {
+    asleep_->store(1, std::memory_order_seq_cst);
+    if (!ready()) poll_until(deadline, fds);
+    asleep_->store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  void poll_until(Clock::time_point deadline, std::span<const pollfd> fds) const;
+
+  Fd event_fd_;
+  std::atomic<std::uint32_t>* asleep_ = nullptr;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,77 @@
+// How this rank waits: spin, then yield, then sleep; always until a deadline, always abortable.
+#pragma once
+
+#include <poll.h>
+#include <sched.h>
+
+#include <string>
+
+#include "core/abort.h"
+#include "transport/doorbell.h"
+
+namespace torch_ring {
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+/// Thread: only the thread that drives the communicator. Blocking: as each function says.
+/// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`.
+class Waiter {
+ public:
+  /// `may_spin`: every rank of the host has a core of its own.
+  Waiter(const Abort& abort, const Doorbell& doorbell, bool may_spin,
+         std::chrono::milliseconds timeout)
+      : abort_(abort), doorbell_(doorbell), may_spin_(may_spin), timeout_(timeout) {}
+
+  /// Returns when ready() holds. `describe` gives the text of the timeout's error: who is waited
+  /// for, and how far we came. While it sleeps it also wakes for `fds`.
+  template <class Ready, class Describe>
+  void wait(Ready&& ready, Describe&& describe, std::span<const pollfd> fds = {}) const {
+    if (ready()) return;
+    const auto deadline = Clock::now() + timeout_;
+    while (!wait_until(ready, deadline, fds)) {
+      if (Clock::now() >= deadline) throw Error(ErrorKind::kTimeout, describe());
+    }
+  }
+
+  /// Returns whether ready() holds, at `deadline` at the latest; may return false earlier (a ring
+  /// for somebody else's reason). Throws only the Abort's cause.
+  template <class Ready>
+  bool wait_until(Ready&& ready, Clock::time_point deadline,
+                  std::span<const pollfd> fds = {}) const {
+    // A wake-up costs 12 to 19 us (README.md): spinning a little longer than that is never worse
+    // than twice the best. A yield lets another rank of an oversubscribed host run instead.
+    const int spins = may_spin_ ? kSpins : 0;
+    for (int i = 0; i < spins; ++i) {
+      if (ready()) return true;
+      pause_cpu();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      abort_.check();
+      if (ready()) return true;
+      ::sched_yield();
+    }
+    doorbell_.sleep([&] { return abort_.raised() || ready(); }, deadline, fds);
+    abort_.check();
+    return ready();
+  }
+
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  const Abort& abort() const { return abort_; }
+
+ private:
+  static constexpr int kSpins = 2000;  // about 40 us with the pause of a current x86 core
+  static constexpr int kYields = 20;
+
+  const Abort& abort_;
+  const Doorbell& doorbell_;
+  const bool may_spin_;
+  const std::chrono::milliseconds timeout_;
+};
+
+}  // namespace torch_ring

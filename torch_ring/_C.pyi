@@ -1,0 +1,97 @@
+"""The native module: engine, communicators and gradient hooks (csrc/bindings)."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+BUILT_FOR_TORCH: str
+"""The torch version that the module was compiled against."""
+
+def make_memory() -> int:
+    """Return a new memfd for a rank's shared memory (grown by the engine). Errors: OSError."""
+
+def make_doorbell() -> int:
+    """Return a new eventfd."""
+
+def lane_peers(rank: int, host_of: Sequence[int]) -> list[int]:
+    """Return the ranks with which `rank` needs a data connection: the same lane of other hosts."""
+
+class Engine:
+    """Runs the collectives of one world. Takes ownership of every descriptor that it is given.
+
+    Args:
+        rank, size: this process.
+        host_of: host index of every rank, hosts numbered in order of their first rank.
+        labels: what to call every rank in messages, "rank 2 (10.0.0.7, pid 4711)".
+        may_spin: whether every rank of this host has a core of its own.
+        data: per rank, a connected authenticated socket; -1 where `lane_peers` does not ask for it.
+        memory, doorbells: per rank of this host (self included) its memfd and eventfd; else -1.
+        control: per rank a connected authenticated socket for the watchdog; -1 for self.
+        timeout_s ...: see torch_ring.config.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host_of: Sequence[int],
+        labels: Sequence[str],
+        may_spin: bool,
+        data: Sequence[int],
+        memory: Sequence[int],
+        doorbells: Sequence[int],
+        control: Sequence[int],
+        *,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+        stall_warning_s: float,
+        fusion_window_s: float,
+        fusion_threshold_bytes: int,
+        log: Callable[[str], None],
+    ) -> None: ...
+    def allreduce(
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+    ) -> Work:
+        """Submit. `output` may be `tensor`. An empty name is numbered."""
+
+    def broadcast(self, tensor: Tensor, output: Tensor, root: int, name: str) -> Work: ...
+    def allgather(self, tensor: Tensor, name: str) -> Work: ...
+    def barrier(self, name: str) -> Work: ...
+    def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
+        """Return an uninitialised tensor whose allreduce in place copies nothing.
+
+        An ordinary tensor where there is no shared memory (one rank, TCP only).
+        """
+
+    def has_shared_memory(self) -> bool: ...
+    def overlaps(self) -> bool:
+        """Whether reducing during backward can pay: some of the way is a network."""
+
+    def shutdown(self) -> None:
+        """Say goodbye, stop the threads, free everything. Idempotent."""
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors, touch nothing else."""
+
+class Work:
+    """The pending result of a submitted collective."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> Tensor:
+        """Block (interruptible, GIL released) and return the output tensor, or raise its error."""
+
+class GradientHooks:
+    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h)."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        on_bucket_full: Callable[[int], None] | None,
+        on_backward_end: Callable[[], None],
+    ) -> None: ...
