@@ -57,12 +57,18 @@ class Engine:
         op: int,
         prescale: float,
         postscale: float,
+        awaited: bool = False,
     ) -> Work:
-        """Submit. `output` may be `tensor`. An empty name is numbered."""
+        """Submit. `output` may be `tensor`. An empty name is numbered.
 
-    def broadcast(self, tensor: Tensor, output: Tensor, root: int, name: str) -> Work: ...
-    def allgather(self, tensor: Tensor, name: str) -> Work: ...
-    def barrier(self, name: str) -> Work: ...
+        `awaited` (here and below): the caller is about to wait, so that no thread is woken.
+        """
+
+    def broadcast(
+        self, tensor: Tensor, output: Tensor, root: int, name: str, awaited: bool = False
+    ) -> Work: ...
+    def allgather(self, tensor: Tensor, name: str, awaited: bool = False) -> Work: ...
+    def barrier(self, name: str, awaited: bool = False) -> Work: ...
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 

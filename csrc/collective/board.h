@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "transport/doorbell.h"
+#include "core/clock.h"
 
 namespace torch_ring {
 

@@ -3,14 +3,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "collective/board.h"
 #include "core/reduce.h"
 
 namespace torch_ring {
-
-class SharedArena;
 
 /// All ranks call the same function in the same order with arguments that agree; the engine sees to
 /// that (engine/agreement.h). Buffers need no alignment beyond their dtype's.
@@ -27,8 +26,8 @@ class Communicator {
   virtual Board& board() = 0;
 
   /// output[i] = the reduction of input[i] over the ranks; `input` may be `output`.
-  /// `shared_offsets`: empty, or for every rank where its in-place buffer lies in its arena()
-  /// (then input == output and nothing is staged).
+  /// `shared_offsets`: empty, or every rank's shared_offset() of its buffer (then input == output
+  /// and nothing is staged).
   virtual void allreduce(const void* input, void* output, std::size_t count,
                          const Reduction& reduction,
                          std::span<const std::int64_t> shared_offsets = {}) = 0;
@@ -41,8 +40,13 @@ class Communicator {
 
   virtual void barrier() = 0;
 
-  /// Memory from which allreduce() needs no copy, or null if there is no such memory.
-  virtual SharedArena* arena() { return nullptr; }
+  /// Memory from which allreduce() in place needs no copy, freed with its last owner (which may
+  /// outlive the communicator); null if there is no such memory. Thread: any.
+  /// Errors: Error(kInternal) when there is none left.
+  virtual std::shared_ptr<void> allocate_shared(std::size_t) { return nullptr; }
+
+  /// Where [data, data + bytes) lies in such memory of this rank, or -1. Thread: any.
+  virtual std::int64_t shared_offset(const void*, std::size_t) const { return -1; }
 };
 
 }  // namespace torch_ring

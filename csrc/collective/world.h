@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/communicator.h"
+#include "core/abort.h"
 #include "core/config.h"
 #include "core/fd.h"
 
@@ -38,7 +39,7 @@ struct World {
 /// The communicator that fits: one rank, one host (shared memory), one rank a host (ring), or
 /// shared memory inside hosts and rings across them. Takes `data`, `memory` and `doorbells`.
 /// The references must outlive it.
-std::unique_ptr<Communicator> make_communicator(World& world, const EngineConfig& config,
+std::shared_ptr<Communicator> make_communicator(World& world, const EngineConfig& config,
                                                 const Abort& abort);
 
 }  // namespace torch_ring

@@ -2,17 +2,15 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <span>
 
+#include "core/clock.h"
 #include "core/fd.h"
 
 struct pollfd;
 
 namespace torch_ring {
-
-using Clock = std::chrono::steady_clock;
 
 /// An eventfd and the flag that says whether anybody sleeps on it. The flag lies where every ringer
 /// sees it: in the sleeper's shared segment, or in private memory when only threads ring.

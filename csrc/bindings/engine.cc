@@ -1,0 +1,219 @@
+#include "bindings/engine.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <memory>
+
+#include "bindings/tensors.h"
+#include "collective/world.h"
+#include "engine/engine.h"
+
+namespace py = pybind11;
+
+namespace torch_ring {
+
+namespace {
+
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
+}
+
+std::vector<Fd> own(const std::vector<int>& fds) {
+  std::vector<Fd> owned;
+  for (const int fd : fds) owned.emplace_back(fd);
+  return owned;
+}
+
+/// Lets Python handle signals (Ctrl-C) while a thread waits without the GIL.
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+/// A work, its engine, and the tensor that it will give.
+class PyWork {
+ public:
+  PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work,
+         std::shared_ptr<at::Tensor> result)
+      : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
+
+  bool done() const { return work_->done(); }
+
+  at::Tensor wait() const {
+    {
+      const py::gil_scoped_release no_gil;
+      engine_->wait(*work_, check_signals);
+    }
+    return *result_;
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Work> work_;
+  std::shared_ptr<at::Tensor> result_;
+};
+
+class PyEngine {
+ public:
+  PyEngine(World world, const EngineConfig& config, py::function log)
+      : pid_(::getpid()), size_(world.size), hosts_(world.host_count()) {
+    for (const auto* fds : {&world.control, &world.data}) {
+      for (const Fd& fd : *fds) remember(fd);
+    }
+    auto abort = std::make_shared<Abort>();
+    Engine::Options options{config, world.labels, std::move(world.control),
+                            // Owned by the engine's thread too, but destroyed with the GIL: see
+                            // shutdown().
+                            [log = std::move(log)](const std::string& text) {
+                              const py::gil_scoped_acquire gil;
+                              log(text);
+                            }};
+    communicator_ = make_communicator(world, config, *abort);
+    engine_ = std::make_shared<Engine>(communicator_, abort, std::move(options));
+  }
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  ~PyEngine() { shutdown(); }
+
+  PyWork submit(Request request, std::shared_ptr<at::Tensor> result, bool awaited) const {
+    if (!engine_) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
+    const auto mode = awaited ? Engine::Mode::kAwaited : Engine::Mode::kAsynchronous;
+    std::shared_ptr<Work> work;
+    {
+      const py::gil_scoped_release no_gil;
+      work = engine_->submit(std::move(request), mode);
+    }
+    return {engine_, std::move(work), std::move(result)};
+  }
+
+  PyWork allreduce(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
+                   double prescale, double postscale, bool awaited) const {
+    return submit(allreduce_request(tensor, output, std::move(name), op, prescale, postscale),
+                  std::make_shared<at::Tensor>(output), awaited);
+  }
+
+  PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
+                   bool awaited) const {
+    return submit(broadcast_request(tensor, output, root, size_, std::move(name)),
+                  std::make_shared<at::Tensor>(output), awaited);
+  }
+
+  PyWork allgather(const at::Tensor& tensor, std::string name, bool awaited) const {
+    auto result = std::make_shared<at::Tensor>();
+    Request request = allgather_request(tensor, result, std::move(name));
+    return submit(std::move(request), std::move(result), awaited);
+  }
+
+  PyWork barrier(std::string name, bool awaited) const {
+    return submit(barrier_request(std::move(name)), std::make_shared<at::Tensor>(), awaited);
+  }
+
+  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) const {
+    if (!THPDtype_Check(dtype.ptr())) throw py::type_error("dtype must be a torch.dtype");
+    const auto options =
+        at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+    const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(shape)) *
+                              options.dtype().itemsize();
+    std::shared_ptr<void> memory = communicator_ ? communicator_->allocate_shared(bytes) : nullptr;
+    if (!memory) return at::empty(shape, options);
+    void* data = memory.get();
+    return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
+  }
+
+  bool has_shared_memory() const { return size_ > hosts_; }
+  bool overlaps() const { return hosts_ > 1; }
+
+  void shutdown() {
+    if (::getpid() != pid_) return abandon();
+    if (!engine_) return;
+    {
+      const py::gil_scoped_release no_gil;  // its threads may be about to log
+      engine_->close();
+    }
+    connections_.clear();
+    engine_.reset();
+    communicator_.reset();
+  }
+
+  /// Forgets the parent's threads, locks and memory without touching them, and closes its
+  /// connections: as long as a child holds them, nobody notices that the parent has died.
+  void abandon() {
+    for (const auto& [fd, inode] : connections_) {
+      struct stat status {};
+      // The number may be another file's by now, when the parent has closed the connection.
+      if (::fstat(fd, &status) == 0 && status.st_ino == inode) ::close(fd);
+    }
+    connections_.clear();
+    if (engine_) new std::shared_ptr<Engine>(std::move(engine_));
+    if (communicator_) new std::shared_ptr<Communicator>(std::move(communicator_));
+  }
+
+ private:
+  void remember(const Fd& fd) {
+    struct stat status {};
+    if (fd && ::fstat(fd.get(), &status) == 0) connections_.emplace_back(fd.get(), status.st_ino);
+  }
+
+  const pid_t pid_;
+  const int size_;
+  const int hosts_;
+  std::vector<std::pair<int, ino_t>> connections_;
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Engine> engine_;
+};
+
+std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_of,
+                                      std::vector<std::string> labels, bool may_spin,
+                                      const std::vector<int>& data, const std::vector<int>& memory,
+                                      const std::vector<int>& doorbells,
+                                      const std::vector<int>& control, double timeout_s,
+                                      double heartbeat_timeout_s, double stall_warning_s,
+                                      double fusion_window_s, std::size_t fusion_threshold_bytes,
+                                      py::function log) {
+  World world;
+  world.data = own(data);  // first: whatever goes wrong now, they are closed
+  world.memory = own(memory);
+  world.doorbells = own(doorbells);
+  world.control = own(control);
+  world.rank = rank;
+  world.size = size;
+  world.host_of = std::move(host_of);
+  world.labels = std::move(labels);
+  world.may_spin = may_spin;
+  EngineConfig config;
+  config.timeout = milliseconds_of(timeout_s);
+  config.heartbeat_timeout = milliseconds_of(heartbeat_timeout_s);
+  config.stall_warning = milliseconds_of(stall_warning_s);
+  config.fusion_window = std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
+  config.fusion_threshold_bytes = fusion_threshold_bytes;
+  return std::make_unique<PyEngine>(std::move(world), config, std::move(log));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<PyWork>(module, "Work").def("done", &PyWork::done).def("wait", &PyWork::wait);
+  py::class_<PyEngine>(module, "Engine")
+      .def(py::init(&make_engine), py::arg("rank"), py::arg("size"), py::arg("host_of"),
+           py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
+           py::arg("doorbells"), py::arg("control"), py::kw_only(), py::arg("timeout_s"),
+           py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
+           py::arg("fusion_threshold_bytes"), py::arg("log"))
+      .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"),
+           py::arg("name"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
+           py::arg("awaited") = false)
+      .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"),
+           py::arg("root"), py::arg("name"), py::arg("awaited") = false)
+      .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
+           py::arg("awaited") = false)
+      .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("awaited") = false)
+      .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
+      .def("has_shared_memory", &PyEngine::has_shared_memory)
+      .def("overlaps", &PyEngine::overlaps)
+      .def("shutdown", &PyEngine::shutdown)
+      .def("abandon", &PyEngine::abandon);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,67 @@
+// The Python module: torch_ring/_C.pyi says what each function promises.
+#include <torch/extension.h>
+#include <torch/version.h>
+
+#include "bindings/engine.h"
+#include "bindings/gradients.h"
+#include "collective/world.h"
+#include "transport/doorbell.h"
+#include "transport/shared_memory.h"
+
+namespace py = pybind11;
+
+namespace torch_ring {
+
+namespace {
+
+const char* python_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kInvalidArgument:
+      return "InvalidArgumentError";
+    case ErrorKind::kMismatch:
+      return "MismatchError";
+    case ErrorKind::kPeerLost:
+      return "PeerLostError";
+    case ErrorKind::kTimeout:
+      return "TimeoutError";
+    case ErrorKind::kInternal:
+      break;
+  }
+  return "RingError";
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const auto type = py::module_::import("torch_ring.errors").attr(python_name(error.kind()));
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+std::vector<int> lane_peers(int rank, std::vector<int> host_of) {
+  World world;
+  world.rank = rank;
+  world.size = static_cast<int>(host_of.size());
+  world.host_of = std::move(host_of);
+  std::vector<int> peers;
+  for (int peer = 0; peer < world.size; ++peer) {
+    if (world.needs_data(peer)) peers.push_back(peer);
+  }
+  return peers;
+}
+
+}  // namespace
+
+}  // namespace torch_ring
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace torch_ring;
+  py::register_exception_translator(&translate);
+  module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
+  module.def("make_memory", [] { return SharedMemory::create().release(); });
+  module.def("make_doorbell", [] { return Doorbell::make_event_fd().release(); });
+  module.def("lane_peers", &lane_peers, py::arg("rank"), py::arg("host_of"));
+  bind_engine(module);
+  bind_gradients(module);
+}

@@ -1,0 +1,27 @@
+// How a buffer is divided among ranks.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+namespace torch_ring {
+
+/// A run of elements.
+struct Range {
+  std::size_t begin = 0;
+  std::size_t count = 0;
+};
+
+/// Chunk `index` of `parts`: chunks cover `count` elements in order, all but the last ones are
+/// equal, and every boundary is a multiple of 64 elements, so that no two ranks write to one cache
+/// line of an aligned buffer. The last chunks may be short or empty.
+constexpr Range chunk_of(std::size_t count, int parts, int index) {
+  constexpr std::size_t kMultiple = 64;
+  const std::size_t share = (count + static_cast<std::size_t>(parts) - 1) /
+                            static_cast<std::size_t>(parts);
+  const std::size_t chunk = (share + kMultiple - 1) / kMultiple * kMultiple;
+  const std::size_t begin = std::min(count, chunk * static_cast<std::size_t>(index));
+  return {begin, std::min(chunk, count - begin)};
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,56 @@
+// A Board for several hosts: shared memory inside them, TCP between their leaders.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "collective/host.h"
+#include "collective/shm_board.h"
+#include "collective/tcp_board.h"
+
+namespace torch_ring {
+
+/// In a round the ranks of a host post in shared memory; when all have, their leader (host index 0)
+/// posts their entries as one to the other leaders, and writes what comes back, the entries of all
+/// ranks, to its memory, where its host reads them. World slot r % 2 is free for round r + 2 for
+/// the reason given in shm_board.h.
+///
+///   a host's entry and a world slot:  for every rank  u64 bytes | the bytes | padding to 8
+class HierarchicalBoard : public Board {
+ public:
+  /// `ranks_of_host`: by host; `leaders` is null on ranks that do not lead. All outlive the board.
+  HierarchicalBoard(Host& host, std::vector<std::vector<int>> ranks_of_host, TcpBoard* leaders);
+
+  /// How large the entries may be so that those of `size` ranks fit a world slot.
+  static std::size_t entry_capacity(int size);
+  /// The largest entry of a host with that many ranks.
+  static std::size_t host_capacity(int size, int local_size);
+
+  std::size_t capacity() const override { return local_.capacity(); }
+  void post(std::span<const std::byte> entry) override;
+  bool peer_posted() override;
+  bool complete() override;
+  std::span<const std::byte> entry(int rank) const override {
+    return entries_[static_cast<std::size_t>(rank)];
+  }
+  std::vector<int> missing() const override;
+  void wait_until(Clock::time_point deadline) override;
+  void wake() override;
+
+ private:
+  void gather();
+  void publish();
+  void index();
+
+  Host& host_;
+  const std::vector<std::vector<int>> ranks_of_host_;
+  TcpBoard* const leaders_;
+  ShmBoard local_;
+  bool open_ = false;      // posted to and not complete
+  bool gathered_ = false;  // the leader has posted its host's entries
+  std::vector<std::byte> gathered_entries_;
+  std::vector<std::span<const std::byte>> entries_;  // by rank, in the leader's world slot
+  std::atomic<bool> woken_{false};
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,150 @@
+#include "collective/hierarchical_communicator.h"
+
+#include <cstring>
+#include <numeric>
+
+namespace torch_ring {
+
+namespace {
+
+// A private tensor goes through shared memory in blocks of this size: large enough that a ring
+// step's latency does not show, small enough to stay in a last-level cache.
+constexpr std::size_t kBlockBytes = 8u << 20;
+
+std::vector<std::vector<int>> all_hosts(const World& world) {
+  std::vector<std::vector<int>> hosts;
+  for (int host = 0; host < world.host_count(); ++host) hosts.push_back(world.ranks_of_host(host));
+  return hosts;
+}
+
+}  // namespace
+
+HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineConfig& config,
+                                                   const Abort& abort)
+    : rank_(world.rank),
+      size_(world.size),
+      host_of_(world.host_of),
+      ranks_of_host_(all_hosts(world)),
+      lanes_(world.lanes()),
+      shm_(world, config, abort),
+      block_(shm_.allocate_shared(kBlockBytes)),
+      block_offset_(shm_.shared_offset(block_.get(), kBlockBytes)) {
+  const int lane = shm_.rank();
+  if (lane < lanes_) {
+    std::vector<std::unique_ptr<Connection>> connections;
+    for (const auto& ranks : ranks_of_host_) {
+      const auto peer = static_cast<std::size_t>(ranks[static_cast<std::size_t>(lane)]);
+      connections.push_back(static_cast<int>(peer) == rank_
+                                ? nullptr
+                                : std::make_unique<Connection>(std::move(world.data[peer]),
+                                                               world.labels[peer]));
+    }
+    std::size_t longest_host = 0;
+    for (const auto& ranks : ranks_of_host_) longest_host = std::max(longest_host, ranks.size());
+    lane_ = std::make_unique<RingCommunicator>(
+        host_of_[static_cast<std::size_t>(rank_)], std::move(connections), shm_.host().waiter(),
+        HierarchicalBoard::host_capacity(size_, static_cast<int>(longest_host)));
+  }
+  board_ = std::make_unique<HierarchicalBoard>(shm_.host(), ranks_of_host_,
+                                               leads() ? &lane_->board() : nullptr);
+}
+
+void HierarchicalCommunicator::allreduce(const void* input, void* output, std::size_t count,
+                                         const Reduction& reduction,
+                                         std::span<const std::int64_t> shared_offsets) {
+  if (count == 0) return;
+  const auto& local_ranks = ranks_of_host_[static_cast<std::size_t>(
+      host_of_[static_cast<std::size_t>(rank_)])];
+  std::vector<std::byte*> buffers;
+  for (int peer = 0; peer < shm_.size(); ++peer) {
+    const auto global = static_cast<std::size_t>(local_ranks[static_cast<std::size_t>(peer)]);
+    const std::int64_t offset = shared_offsets.empty() ? block_offset_ : shared_offsets[global];
+    buffers.push_back(shm_.host().memory(peer).at(static_cast<std::size_t>(offset)));
+  }
+  if (!shared_offsets.empty()) {
+    allreduce_in_place(buffers, count, reduction);
+    return;
+  }
+  const std::size_t item = size_of(reduction.dtype);
+  for (const Range block : ranges_of(count, kBlockBytes / item)) {
+    const std::size_t begin = block.begin * item;
+    copy_streaming(block_.get(), static_cast<const std::byte*>(input) + begin, block.count * item);
+    shm_.barrier();
+    allreduce_in_place(buffers, block.count, reduction);
+    std::memcpy(static_cast<std::byte*>(output) + begin, block_.get(), block.count * item);
+  }
+}
+
+void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> buffers,
+                                                  std::size_t count, const Reduction& reduction) {
+  const int lane = shm_.rank();
+  if (lane < lanes_) {
+    const Range chunk = chunk_of(count, lanes_, lane);
+    std::vector<void*> outputs;
+    for (std::byte* buffer : buffers) {
+      outputs.push_back(buffer + chunk.begin * size_of(reduction.dtype));
+    }
+    const std::vector<const void*> inputs(outputs.begin(), outputs.end());
+    partial_.resize(chunk.count * size_of(accumulation_dtype(reduction.dtype)));
+    reduce_partial(partial_.data(), inputs, chunk.count, reduction);
+    lane_->allreduce_partial(partial_.data(), chunk.count, reduction);
+    finish_partial(outputs, partial_.data(), chunk.count, reduction);
+  }
+  shm_.barrier();
+}
+
+void HierarchicalCommunicator::broadcast(void* data, std::size_t bytes, int root) {
+  if (bytes == 0) return;
+  const int root_host = host_of_[static_cast<std::size_t>(root)];
+  const bool at_root = host_of_[static_cast<std::size_t>(rank_)] == root_host;
+  if (at_root) {
+    const auto& ranks = ranks_of_host_[static_cast<std::size_t>(root_host)];
+    const auto index = std::find(ranks.begin(), ranks.end(), root) - ranks.begin();
+    shm_.broadcast(data, bytes, static_cast<int>(index));
+  }
+  if (leads()) lane_->broadcast(data, bytes, root_host);
+  if (!at_root) shm_.broadcast(data, bytes, 0);
+}
+
+void HierarchicalCommunicator::allgather(const void* input, void* output,
+                                         std::span<const std::size_t> bytes) {
+  // The parts in the order of hosts: this host's are gathered in shared memory, the leaders gather
+  // the hosts', every host takes the whole from its leader.
+  std::vector<std::size_t> host_bytes(ranks_of_host_.size(), 0);
+  std::vector<std::size_t> local_bytes;
+  const int own_host = host_of_[static_cast<std::size_t>(rank_)];
+  std::size_t own_begin = 0;
+  for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
+    for (const int rank : ranks_of_host_[host]) {
+      const std::size_t part = bytes[static_cast<std::size_t>(rank)];
+      host_bytes[host] += part;
+      if (static_cast<int>(host) == own_host) local_bytes.push_back(part);
+    }
+    if (static_cast<int>(host) < own_host) own_begin += host_bytes[host];
+  }
+  std::vector<std::byte> whole(std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}));
+  shm_.allgather(input, whole.data() + own_begin, local_bytes);
+  if (leads()) lane_->allgather(whole.data() + own_begin, whole.data(), host_bytes);
+  shm_.broadcast(whole.data(), whole.size(), 0);
+
+  std::vector<std::size_t> begins(bytes.size(), 0);
+  std::exclusive_scan(bytes.begin(), bytes.end(), begins.begin(), std::size_t{0});
+  const std::byte* from = whole.data();
+  for (const auto& ranks : ranks_of_host_) {
+    for (const int rank : ranks) {
+      const auto index = static_cast<std::size_t>(rank);
+      if (bytes[index] > 0) {
+        std::memcpy(static_cast<std::byte*>(output) + begins[index], from, bytes[index]);
+      }
+      from += bytes[index];
+    }
+  }
+}
+
+void HierarchicalCommunicator::barrier() {
+  shm_.barrier();
+  if (leads()) lane_->barrier();
+  shm_.barrier();
+}
+
+}  // namespace torch_ring

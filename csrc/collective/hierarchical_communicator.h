@@ -1,0 +1,57 @@
+// Collectives among several hosts with several ranks each.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collective/hierarchical_board.h"
+#include "collective/ring_communicator.h"
+#include "collective/shm_communicator.h"
+
+namespace torch_ring {
+
+/// Shared memory inside hosts and a ring across them per lane: with L lanes, local rank j < L
+/// reduces chunk j of its host, takes it around the ring of the j-th ranks of all hosts, and gives
+/// it to its host. For S bytes on h hosts the network carries 2 S (h - 1) / h bytes a host,
+/// whatever the number of ranks there, on L connections at once.
+class HierarchicalCommunicator : public Communicator {
+ public:
+  HierarchicalCommunicator(World& world, const EngineConfig& config, const Abort& abort);
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  Board& board() override { return *board_; }
+  void allreduce(const void* input, void* output, std::size_t count, const Reduction& reduction,
+                 std::span<const std::int64_t> shared_offsets) override;
+  void broadcast(void* data, std::size_t bytes, int root) override;
+  void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void barrier() override;
+  std::shared_ptr<void> allocate_shared(std::size_t bytes) override {
+    return shm_.allocate_shared(bytes);
+  }
+  std::int64_t shared_offset(const void* data, std::size_t bytes) const override {
+    return shm_.shared_offset(data, bytes);
+  }
+
+ private:
+  bool leads() const { return shm_.rank() == 0; }
+
+  /// Allreduce of buffers that lie in the shared memory of every rank, `buffers` being those of
+  /// this host; all ranks have written theirs.
+  void allreduce_in_place(std::span<std::byte* const> buffers, std::size_t count,
+                          const Reduction& reduction);
+
+  const int rank_;
+  const int size_;
+  const std::vector<int> host_of_;
+  const std::vector<std::vector<int>> ranks_of_host_;
+  const int lanes_;
+  ShmCommunicator shm_;
+  std::unique_ptr<RingCommunicator> lane_;  // null on ranks that drive no network
+  std::unique_ptr<HierarchicalBoard> board_;
+  std::shared_ptr<void> block_;   // shared memory through which private tensors go
+  std::int64_t block_offset_;     // the same on every rank: it is the first allocation
+  std::vector<std::byte> partial_;  // scratch: a chunk on its way around the ring
+};
+
+}  // namespace torch_ring

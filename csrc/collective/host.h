@@ -1,0 +1,81 @@
+// The ranks of one host: their memories, their doorbells, and how to wait for them.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/world.h"
+#include "transport/shared_memory.h"
+#include "transport/waiter.h"
+
+namespace torch_ring {
+
+/// Thread: the driving thread, but for wake(). Blocking: wait_all() and barrier().
+class Host {
+ public:
+  /// Takes the memories and doorbells of this host's ranks from `world`.
+  Host(World& world, const EngineConfig& config, const Abort& abort);
+
+  int index() const { return index_; }  // of this rank among the ranks of its host
+  int size() const { return static_cast<int>(memories_.size()); }
+  int rank_of(int index) const { return ranks_[static_cast<std::size_t>(index)]; }
+  const std::string& label(int index) const { return labels_[static_cast<std::size_t>(index)]; }
+
+  const SharedMemory& memory(int index) const {
+    return *memories_[static_cast<std::size_t>(index)];
+  }
+  std::shared_ptr<const SharedMemory> own_memory() const {
+    return memories_[static_cast<std::size_t>(index_)];
+  }
+  SegmentHeader& header(int index) const { return memory(index).header(); }
+  SegmentHeader& own() const { return header(index_); }
+  const Waiter& waiter() const { return waiter_; }
+
+  /// Stores `value` to one of this rank's counters and wakes the peers that sleep.
+  void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) const {
+    // The seq_cst store is a Doorbell's first half; it also releases what was written before.
+    counter.store(value, std::memory_order_seq_cst);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != index_) doorbells_[static_cast<std::size_t>(peer)].ring();
+    }
+  }
+
+  using Counter = std::atomic<std::uint64_t> SegmentHeader::*;
+
+  /// Whether every rank's `counter` has reached `value`.
+  bool all_reached(Counter counter, std::uint64_t value) const {
+    return first_behind(counter, value) < 0;
+  }
+  /// A rank (host index) whose `counter` is below `value`, or -1.
+  int first_behind(Counter counter, std::uint64_t value) const {
+    for (int peer = 0; peer < size(); ++peer) {
+      // acquire: what the peer wrote before it published is visible after this load
+      if ((header(peer).*counter).load(std::memory_order_acquire) < value) return peer;
+    }
+    return -1;
+  }
+
+  void wait_all(Counter counter, std::uint64_t value, const char* doing) const;
+  void wait_one(int peer, Counter counter, std::uint64_t value, const char* doing) const;
+
+  /// Cost: one store and size - 1 polled lines a rank.
+  void barrier();
+
+  /// Ends this rank's sleep. Thread: any.
+  void wake() const { doorbells_[static_cast<std::size_t>(index_)].ring(); }
+
+ private:
+  std::string silent(int peer, const char* doing) const;
+
+  int index_ = 0;
+  std::vector<int> ranks_;
+  std::vector<std::string> labels_;
+  std::vector<std::shared_ptr<const SharedMemory>> memories_;
+  std::vector<Doorbell> doorbells_;
+  Waiter waiter_;
+  std::uint64_t barriers_ = 0;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,32 @@
+#include "collective/local_communicator.h"
+
+#include <array>
+#include <cstring>
+
+namespace torch_ring {
+
+void LocalCommunicator::allreduce(const void* input, void* output, std::size_t count,
+                                  const Reduction& reduction, std::span<const std::int64_t>) {
+  const std::array<void*, 1> outputs{output};
+  const std::array<const void*, 1> inputs{input};
+  reduce(outputs, inputs, count, reduction);
+}
+
+void LocalCommunicator::allgather(const void* input, void* output,
+                                  std::span<const std::size_t> bytes) {
+  if (output != input && bytes[0] > 0) std::memcpy(output, input, bytes[0]);
+}
+
+void LocalCommunicator::wait_until(Clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, deadline, [&] { return woken_; });
+  woken_ = false;
+}
+
+void LocalCommunicator::wake() {
+  const std::scoped_lock lock(mutex_);
+  woken_ = true;
+  changed_.notify_one();
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,57 @@
+#include "collective/plan.h"
+
+#include <algorithm>
+
+namespace torch_ring {
+
+namespace {
+
+/// `rank` + `distance` around the ring, for any distance above -2 * size.
+int around(int rank, int distance, int size) { return (rank + distance + 2 * size) % size; }
+
+}  // namespace
+
+std::vector<Range> ranges_of(std::size_t count, std::size_t longest) {
+  std::vector<Range> ranges;
+  for (std::size_t begin = 0; begin < count; begin += longest) {
+    ranges.push_back({begin, std::min(longest, count - begin)});
+  }
+  return ranges;
+}
+
+std::vector<Range> ranges_of(std::span<const std::size_t> counts) {
+  std::vector<Range> ranges;
+  std::size_t begin = 0;
+  for (const std::size_t count : counts) {
+    ranges.push_back({begin, count});
+    begin += count;
+  }
+  return ranges;
+}
+
+std::vector<RingStep> reduce_scatter_steps(int rank, int size) {
+  std::vector<RingStep> steps;
+  for (int step = 0; step < size - 1; ++step) {
+    steps.push_back({around(rank, -1 - step, size), around(rank, -2 - step, size)});
+  }
+  return steps;
+}
+
+std::vector<RingStep> allgather_steps(int rank, int size) {
+  std::vector<RingStep> steps;
+  for (int step = 0; step < size - 1; ++step) {
+    steps.push_back({around(rank, -step, size), around(rank, -1 - step, size)});
+  }
+  return steps;
+}
+
+std::vector<BruckStep> bruck_steps(int rank, int size) {
+  std::vector<BruckStep> steps;
+  for (int distance = 1; distance < size; distance *= 2) {
+    steps.push_back({around(rank, -distance, size), around(rank, distance, size),
+                     std::min(distance, size - distance)});
+  }
+  return steps;
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,163 @@
+#include "collective/ring_communicator.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace torch_ring {
+
+namespace {
+
+// A piece that is reduced, or forwarded, while the next one travels: it stays in the L2 cache, and
+// takes much longer than a system call.
+constexpr std::size_t kSegmentBytes = 256u << 10;
+
+// A tensor passes through the ring in blocks, which bound the scratch memory: one chunk of what is
+// received, and for 16-bit floats one block of partial results.
+constexpr std::size_t kChunkBytes = 4u << 20;
+constexpr std::size_t kBlockBytes = 64u << 20;
+
+std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
+const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
+
+/// At least `bytes` bytes of scratch memory.
+std::byte* at_least(std::vector<std::byte>& scratch, std::size_t bytes) {
+  if (scratch.size() < bytes) scratch.resize(bytes);
+  return scratch.data();
+}
+
+std::vector<Connection*> raw(const std::vector<std::unique_ptr<Connection>>& connections) {
+  std::vector<Connection*> pointers;
+  for (const auto& connection : connections) pointers.push_back(connection.get());
+  return pointers;
+}
+
+}  // namespace
+
+RingCommunicator::RingCommunicator(int rank, std::vector<std::unique_ptr<Connection>> connections,
+                                   const Waiter& waiter, std::size_t board_capacity)
+    : rank_(rank),
+      connections_(std::move(connections)),
+      waiter_(waiter),
+      board_(rank, raw(connections_), waiter, board_capacity) {}
+
+void RingCommunicator::allreduce(const void* input, void* output, std::size_t count,
+                                 const Reduction& reduction, std::span<const std::int64_t>) {
+  const std::size_t item = size_of(reduction.dtype);
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t ranks = static_cast<std::size_t>(size());
+  const std::size_t block_bytes = std::min(kChunkBytes * ranks, kBlockBytes);
+
+  for (const Range block : ranges_of(count, block_bytes / partial_item)) {
+    const std::byte* in = bytes_of(input) + block.begin * item;
+    std::byte* out = bytes_of(output) + block.begin * item;
+    std::byte* partial = partial_item == item
+                             ? out
+                             : at_least(partials_, std::min(count * partial_item, block_bytes));
+
+    reduce_scatter(partial, in, block.count, reduction);
+
+    const Range own = chunk_of(block.count, size(), rank());
+    const std::array<void*, 1> finished{out + own.begin * item};
+    finish_partial(finished, partial + own.begin * partial_item, own.count, reduction);
+
+    std::vector<Range> chunks;
+    for (int i = 0; i < size(); ++i) {
+      const Range chunk = chunk_of(block.count, size(), i);
+      chunks.push_back({chunk.begin * item, chunk.count * item});
+    }
+    gather_chunks(out, chunks);
+  }
+}
+
+void RingCommunicator::allreduce_partial(void* partial, std::size_t count,
+                                         const Reduction& reduction) {
+  allreduce(partial, partial, count,
+            {accumulation_dtype(reduction.dtype), reduction.op, Scaling{}});
+}
+
+/// Makes this rank's chunk of `partial` the reduction of all ranks' `input`. The other chunks are
+/// left with intermediate results.
+void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input, std::size_t count,
+                                      const Reduction& reduction) {
+  const std::size_t item = size_of(reduction.dtype);
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const auto chunk = [&](int index) { return chunk_of(count, size(), index); };
+
+  // This rank's own values, read when they are first needed.
+  const auto load = [&](Range range) {
+    if (partial == input && reduction.scaling.prescale == 1.0) return;
+    const std::array<const void*, 1> own{input + range.begin * item};
+    reduce_partial(partial + range.begin * partial_item, own, range.count, reduction);
+  };
+
+  const std::vector<RingStep> steps = reduce_scatter_steps(rank(), size());
+  load(chunk(steps.empty() ? rank() : steps.front().send));
+
+  for (const RingStep& step : steps) {
+    const Range outgoing = chunk(step.send);
+    const Range incoming = chunk(step.receive);
+    const std::size_t bytes = incoming.count * partial_item;
+    std::byte* const arriving = at_least(received_, bytes);
+    std::size_t reduced = 0;
+    exchange(next(), {partial + outgoing.begin * partial_item, outgoing.count * partial_item},
+             prev(), {arriving, bytes}, waiter_, [&](std::size_t arrived_bytes) {
+               const std::size_t arrived = arrived_bytes / partial_item;
+               const bool all = arrived == incoming.count;
+               if (!all && arrived - reduced < kSegmentBytes / partial_item) return;
+               const Range segment{incoming.begin + reduced, arrived - reduced};
+               load(segment);
+               combine_partial(partial + segment.begin * partial_item,
+                               arriving + reduced * partial_item, segment.count, reduction);
+               reduced = arrived;
+             });
+  }
+}
+
+/// Brings every rank every chunk of `data`; at first it holds its own.
+void RingCommunicator::gather_chunks(std::byte* data, std::span<const Range> chunks) {
+  const auto chunk = [&](int index) {
+    const Range range = chunks[static_cast<std::size_t>(index)];
+    return std::span(data + range.begin, range.count);
+  };
+  for (const RingStep& step : allgather_steps(rank(), size())) {
+    exchange(next(), chunk(step.send), prev(), chunk(step.receive), waiter_);
+  }
+}
+
+void RingCommunicator::allgather(const void* input, void* output,
+                                 std::span<const std::size_t> bytes) {
+  const std::vector<Range> chunks = ranges_of(bytes);
+  const Range own = chunks[static_cast<std::size_t>(rank())];
+  std::byte* const to = bytes_of(output) + own.begin;
+  if (to != input && own.count > 0) std::memcpy(to, input, own.count);
+  gather_chunks(bytes_of(output), chunks);
+}
+
+void RingCommunicator::broadcast(void* data, std::size_t bytes, int root) {
+  // A chain from the root: a rank passes one segment on while it receives the next.
+  const bool first = rank() == root;
+  const bool last = (rank() + 1) % size() == root;
+  const std::vector<Range> segments = ranges_of(bytes, kSegmentBytes);
+  const auto segment = [&](std::size_t index) {
+    return std::span(bytes_of(data) + segments[index].begin, segments[index].count);
+  };
+  std::span<std::byte> arrived;
+  for (std::size_t i = 0; i <= segments.size(); ++i) {
+    const std::span<std::byte> due = i < segments.size() ? segment(i) : std::span<std::byte>{};
+    exchange(next(), last ? std::span<std::byte>{} : arrived, prev(),
+             first ? std::span<std::byte>{} : due, waiter_);
+    arrived = due;
+  }
+}
+
+void RingCommunicator::barrier() {
+  std::byte token{};
+  for (const BruckStep& step : bruck_steps(rank(), size())) {
+    std::byte arrived{};
+    exchange(connections_[static_cast<std::size_t>(step.to)].get(), {&token, 1},
+             connections_[static_cast<std::size_t>(step.from)].get(), {&arrived, 1}, waiter_);
+  }
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,199 @@
+#include "collective/shm_communicator.h"
+
+#include <array>
+#include <cstring>
+
+#include "collective/chunk.h"
+
+namespace torch_ring {
+
+namespace {
+
+// Below this, a second flag costs more than reducing everything on every rank does.
+constexpr std::size_t kOneShotBytes = 32u << 10;
+
+std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
+const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
+
+}  // namespace
+
+ShmCommunicator::ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort)
+    : host_(world, config, abort),
+      board_(host_),
+      arena_(std::make_shared<SharedArena>(host_.own_memory())) {}
+
+std::shared_ptr<void> ShmCommunicator::allocate_shared(std::size_t bytes) {
+  return {arena_->allocate(bytes), [arena = arena_](void* data) { arena->free(data); }};
+}
+
+std::byte* ShmCommunicator::slot(int index, std::uint64_t segment) const {
+  return host_.memory(index).at(SharedMemory::kStaging +
+                                segment % SharedMemory::kSegments * SharedMemory::kSegmentBytes);
+}
+
+std::byte* ShmCommunicator::claim(std::uint64_t segment) const {
+  if (segment > 2) host_.wait_all(&SegmentHeader::staged, segment - 2, "staging");
+  return slot(rank(), segment);
+}
+
+void ShmCommunicator::allreduce(const void* input, void* output, std::size_t count,
+                                const Reduction& reduction,
+                                std::span<const std::int64_t> shared_offsets) {
+  if (count == 0) return;
+  if (!shared_offsets.empty()) {
+    allreduce_shared(count, reduction, shared_offsets);
+  } else if (count * size_of(reduction.dtype) <= kOneShotBytes) {
+    allreduce_one_shot(input, output, count, reduction);
+  } else {
+    allreduce_pipelined(input, output, count, reduction);
+  }
+}
+
+void ShmCommunicator::allreduce_shared(std::size_t count, const Reduction& reduction,
+                                       std::span<const std::int64_t> offsets) {
+  // Every rank has written its buffer: it did so before it agreed to this collective.
+  const Range part = chunk_of(count, size(), rank());
+  std::vector<void*> buffers;
+  for (int peer = 0; peer < size(); ++peer) {
+    buffers.push_back(host_.memory(peer).at(static_cast<std::size_t>(offsets[peer])) +
+                      part.begin * size_of(reduction.dtype));
+  }
+  const std::vector<const void*> inputs(buffers.begin(), buffers.end());
+  reduce(buffers, inputs, part.count, reduction, true);
+  host_.barrier();
+}
+
+void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::size_t count,
+                                         const Reduction& reduction) {
+  const std::uint64_t segment = ++segment_;
+  copy_streaming(claim(segment), input, count * size_of(reduction.dtype));
+  host_.publish(host_.own().staged, segment);
+  host_.wait_all(&SegmentHeader::staged, segment, "allreduce");
+
+  std::vector<const void*> inputs;
+  for (int peer = 0; peer < size(); ++peer) inputs.push_back(slot(peer, segment));
+  inputs[static_cast<std::size_t>(rank())] = input;
+  const std::array<void*, 1> outputs{output};
+  reduce(outputs, inputs, count, reduction);
+  // No publish of `reduced`: it may jump, and only the pipelined path waits for it.
+}
+
+/// One pipelined allreduce: its arguments, and the three stages of a segment.
+struct ShmCommunicator::Pipeline {
+  ShmCommunicator& comm;
+  const std::byte* input;
+  std::byte* output;
+  const Reduction& reduction;
+  std::size_t count;
+  std::size_t segment_count;  // elements of a segment
+  std::uint64_t first;        // number of the first segment
+
+  std::size_t item() const { return size_of(reduction.dtype); }
+
+  Range segment(std::size_t index) const {
+    const std::size_t begin = index * segment_count;
+    return {begin, std::min(segment_count, count - begin)};
+  }
+
+  /// Calls copy(bytes offset in the segment, bytes offset in the tensor, bytes) for the parts of a
+  /// segment that other ranks reduce: what lies before this rank's part, and what lies after it.
+  template <class Copy>
+  void for_others_parts(std::size_t index, Copy&& copy) const {
+    const Range whole = segment(index);
+    const Range mine = chunk_of(whole.count, comm.size(), comm.rank());
+    const std::size_t end = mine.begin + mine.count;
+    copy(0, whole.begin * item(), mine.begin * item());
+    copy(end * item(), (whole.begin + end) * item(), (whole.count - end) * item());
+  }
+
+  void stage(std::size_t index) const {
+    std::byte* to = comm.claim(first + index);
+    for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
+      copy_streaming(to + in_segment, input + in_tensor, bytes);
+    });
+    comm.host_.publish(comm.host_.own().staged, first + index);
+  }
+
+  void reduce_part(std::size_t index) const {
+    comm.host_.wait_all(&SegmentHeader::staged, first + index, "allreduce");
+    const Range whole = segment(index);
+    const Range mine = chunk_of(whole.count, comm.size(), comm.rank());
+    std::vector<void*> outputs;
+    std::vector<const void*> inputs;
+    for (int peer = 0; peer < comm.size(); ++peer) {
+      std::byte* theirs = comm.slot(peer, first + index) + mine.begin * item();
+      const std::size_t own = (whole.begin + mine.begin) * item();
+      outputs.push_back(peer == comm.rank() ? output + own : theirs);
+      inputs.push_back(peer == comm.rank() ? input + own : theirs);
+    }
+    reduce(outputs, inputs, mine.count, reduction, true);
+    comm.host_.publish(comm.host_.own().reduced, first + index);
+  }
+
+  void collect(std::size_t index) const {
+    comm.host_.wait_all(&SegmentHeader::reduced, first + index, "allreduce");
+    const std::byte* from = comm.slot(comm.rank(), first + index);
+    for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
+      std::memcpy(output + in_tensor, from + in_segment, bytes);
+    });
+  }
+};
+
+void ShmCommunicator::allreduce_pipelined(const void* input, void* output, std::size_t count,
+                                          const Reduction& reduction) {
+  const std::size_t item = size_of(reduction.dtype);
+  const std::size_t segment_count = SharedMemory::kSegmentBytes / item;
+  const std::size_t segments = (count + segment_count - 1) / segment_count;
+  const Pipeline pipeline{*this,     bytes_of(input), bytes_of(output), reduction,
+                          count,     segment_count,   segment_ + 1};
+  segment_ += segments;
+  for (std::size_t i = 0; i < segments + 2; ++i) {
+    if (i < segments) pipeline.stage(i);
+    if (i >= 1 && i - 1 < segments) pipeline.reduce_part(i - 1);
+    if (i >= 2) pipeline.collect(i - 2);
+  }
+}
+
+void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
+  for (std::size_t begin = 0; begin < bytes; begin += SharedMemory::kSegmentBytes) {
+    const std::size_t part = std::min(SharedMemory::kSegmentBytes, bytes - begin);
+    const std::uint64_t segment = ++segment_;
+    if (rank() == root) {
+      copy_streaming(claim(segment), bytes_of(data) + begin, part);
+    } else {
+      host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
+      std::memcpy(bytes_of(data) + begin, slot(root, segment), part);
+    }
+    host_.publish(host_.own().staged, segment);
+  }
+}
+
+void ShmCommunicator::allgather(const void* input, void* output,
+                                std::span<const std::size_t> bytes) {
+  std::vector<std::size_t> begins(bytes.size(), 0);
+  for (std::size_t i = 1; i < bytes.size(); ++i) begins[i] = begins[i - 1] + bytes[i - 1];
+  const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
+
+  for (std::size_t done = 0; done < longest; done += SharedMemory::kSegmentBytes) {
+    const auto part_of = [&](int peer) {
+      const std::size_t all = bytes[static_cast<std::size_t>(peer)];
+      return std::min(SharedMemory::kSegmentBytes, all - std::min(all, done));
+    };
+    const auto target = [&](int peer) {
+      return bytes_of(output) + begins[static_cast<std::size_t>(peer)] + done;
+    };
+    const std::uint64_t segment = ++segment_;
+    const std::byte* own = bytes_of(input) + done;
+    const std::size_t own_bytes = part_of(rank());
+    if (own_bytes > 0) copy_streaming(claim(segment), own, own_bytes);
+    host_.publish(host_.own().staged, segment);
+    if (own_bytes > 0 && target(rank()) != own) std::memcpy(target(rank()), own, own_bytes);
+    host_.wait_all(&SegmentHeader::staged, segment, "allgather");
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank() || part_of(peer) == 0) continue;
+      std::memcpy(target(peer), slot(peer, segment), part_of(peer));
+    }
+  }
+}
+
+}  // namespace torch_ring

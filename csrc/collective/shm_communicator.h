@@ -1,0 +1,69 @@
+// Collectives among the ranks of one host.
+#pragma once
+
+#include <memory>
+
+#include "collective/communicator.h"
+#include "collective/host.h"
+#include "collective/shm_board.h"
+#include "transport/shared_arena.h"
+
+namespace torch_ring {
+
+/// Three ways through an allreduce of S bytes among n ranks, by what must move between cores:
+///
+///   shared     both buffers are in the arena: each rank reduces its n-th in place, in all buffers
+///              at once. 2S/n read and written by each rank, no copy, one barrier.
+///   one-shot   small: each rank stages S and reduces all of it. One flag.
+///   pipelined  each rank stages what the others will reduce, (n-1)S/n; reduces its n-th inside the
+///              peers' segments, so that a line that was read is the line that is written; copies
+///              the rest out of its own segment. Two flags a segment, and the three stages of
+///              neighbouring segments overlap.
+///
+/// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
+/// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
+///
+/// A slot is free without a flag of its own: a rank that has published staged = g has finished every
+/// read of segments before g - 1, so that when all have published g + 2, the slot of segment g can
+/// take segment g + kSegments. claim() holds that rule; in the pipeline it never waits.
+class ShmCommunicator : public Communicator {
+ public:
+  ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort);
+
+  int rank() const override { return host_.index(); }
+  int size() const override { return host_.size(); }
+  Board& board() override { return board_; }
+  void allreduce(const void* input, void* output, std::size_t count, const Reduction& reduction,
+                 std::span<const std::int64_t> shared_offsets) override;
+  void broadcast(void* data, std::size_t bytes, int root) override;
+  void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void barrier() override { host_.barrier(); }
+  std::shared_ptr<void> allocate_shared(std::size_t bytes) override;
+  std::int64_t shared_offset(const void* data, std::size_t bytes) const override {
+    return arena_->offset_of(data, bytes);
+  }
+
+  // For the hierarchical communicator, which adds a network to this host.
+  Host& host() { return host_; }
+
+ private:
+  struct Pipeline;
+
+  void allreduce_shared(std::size_t count, const Reduction& reduction,
+                        std::span<const std::int64_t> offsets);
+  void allreduce_one_shot(const void* input, void* output, std::size_t count,
+                          const Reduction& reduction);
+  void allreduce_pipelined(const void* input, void* output, std::size_t count,
+                           const Reduction& reduction);
+
+  /// This rank's slot for a new segment, once nobody reads what it held.
+  std::byte* claim(std::uint64_t segment) const;
+  std::byte* slot(int index, std::uint64_t segment) const;
+
+  Host host_;
+  ShmBoard board_;
+  std::shared_ptr<SharedArena> arena_;
+  std::uint64_t segment_ = 0;  // the last one used by any collective; the same on all ranks
+};
+
+}  // namespace torch_ring

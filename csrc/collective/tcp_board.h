@@ -1,0 +1,84 @@
+// A Board over connections: Bruck's allgather, advanced without blocking.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "collective/board.h"
+#include "collective/plan.h"
+#include "transport/connection.h"
+
+namespace torch_ring {
+
+/// A step is one frame in each direction. No rank is the source of two steps, so a connection
+/// carries at most one frame a round each way, in the order of the rounds, whoever posts when.
+///
+///   frame:  u64 round | u64 bytes of what follows | an entry per rank
+///   entry:  u64 bytes | the bytes | padding to a multiple of 8
+///
+/// Data travels on the same connections. Therefore the collectives that a round agreed on run
+/// before the next post(), on every rank, and before peer_posted() is asked, which would take their
+/// bytes for a frame. Never is more read than the frame that is due.
+class TcpBoard : public Board {
+ public:
+  static constexpr std::size_t kEntryBytes = 64u << 10;
+
+  /// `connections[r]` leads to rank r, null at `rank` itself; they and `waiter` outlive the board.
+  /// `capacity` is the largest entry: more than kEntryBytes when one entry carries those of a host.
+  TcpBoard(int rank, std::vector<Connection*> connections, const Waiter& waiter,
+           std::size_t capacity = kEntryBytes);
+
+  std::size_t capacity() const override { return capacity_; }
+  void post(std::span<const std::byte> entry) override;
+  bool peer_posted() override;
+  bool complete() override;
+  std::span<const std::byte> entry(int rank) const override;
+  /// Also names ranks that have posted if their entries travel with those of one that has not.
+  std::vector<int> missing() const override;
+  void wait_until(Clock::time_point deadline) override;
+  void wake() override;
+
+  /// What a sleeper that waits for this board polls. It stays valid, and complete() and post() keep
+  /// it up to date, also while a Waiter holds it.
+  std::span<const pollfd> fds() const { return fds_; }
+
+ private:
+  struct Header {
+    std::uint64_t round = 0;
+    std::uint64_t bytes = 0;
+  };
+  struct Frame {
+    std::vector<std::byte> bytes;
+    std::size_t sent = 0;
+  };
+
+  bool flush();
+  void begin_step();
+  bool receive_frame();
+  void begin_entries(const Connection& from, int count);
+  void index_entries(const Connection& from, int count);
+  void update_fds();
+  Connection& connection(int rank) const { return *connections_[static_cast<std::size_t>(rank)]; }
+
+  const int rank_;
+  const std::vector<Connection*> connections_;
+  const std::vector<BruckStep> steps_;
+  const Waiter& waiter_;
+  const std::size_t capacity_;
+
+  std::uint64_t round_ = 0;
+  bool open_ = false;            // posted to and not complete
+  std::size_t step_ = 0;         // whose frame is due
+  std::vector<Frame> frames_;    // to send, by step; empty before their step
+  std::size_t received_ = 0;     // bytes of the frame that is due, with its header
+  Header header_;                // of that frame
+  std::vector<std::byte> held_;  // the entries of the ranks rank, rank + 1, ..., as in a frame
+  std::vector<std::size_t> at_;  // where each complete entry begins in held_
+  std::vector<pollfd> fds_;      // by step, and one more; fd -1 where there is nothing to wait for
+  std::atomic<bool> woken_{false};
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,326 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+
+namespace torch_ring {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// How often a waiting thread looks at the clock and lets its caller handle signals.
+constexpr milliseconds kLookAround{50};
+
+// A rank that has waited this long with nothing new tells the others, so that all find out when
+// everybody waits for something else. Mismatches are reported within a second.
+constexpr milliseconds kBlockedAfter{200};
+
+// What a departing rank has posted may be on its way; after this it is not.
+constexpr milliseconds kDepartureGrace{250};
+
+constexpr std::size_t kNameBytes = 4096;
+
+/// What an Interrupt threw, on its way to the caller of wait().
+struct Interrupted {
+  std::exception_ptr cause;
+};
+
+void call(const Engine::Interrupt& interrupt) {
+  try {
+    if (interrupt) interrupt();
+  } catch (...) {
+    throw Interrupted{std::current_exception()};
+  }
+}
+
+double seconds(Clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort,
+               Options options)
+    : communicator_(std::move(communicator)),
+      abort_(std::move(abort)),
+      config_(options.config),
+      labels_(options.labels),
+      log_(std::move(options.log)),
+      board_(communicator_->board()),
+      agreement_(communicator_->size(), labels_),
+      executor_(*communicator_, config_.fusion_threshold_bytes),
+      watchdog_(std::make_unique<Watchdog>(communicator_->rank(), std::move(options.control),
+                                           labels_, config_.heartbeat_timeout, *abort_,
+                                           [this] {
+                                             const Lock lock(mutex_);
+                                             changed_.notify_all();
+                                             board_.wake();
+                                           })),
+      thread_([this] { run(); }) {}
+
+void Engine::close() {
+  {
+    const Lock lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down"));
+    changed_.notify_all();
+    board_.wake();
+  }
+  thread_.join();
+  watchdog_.reset();
+}
+
+std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
+  if (request.fingerprint.name.starts_with('#')) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "the name '" + request.fingerprint.name + "' is reserved: it begins with #");
+  }
+  if (request.fingerprint.name.size() > kNameBytes) {
+    throw Error(ErrorKind::kInvalidArgument, "a name is longer than 4096 bytes");
+  }
+  auto work = std::make_shared<Work>(std::move(request));
+  Fingerprint& fingerprint = work->request_.fingerprint;
+  work->submitted_ = Clock::now();
+
+  const Lock lock(mutex_);
+  abort_->check();
+  if (fingerprint.name.empty()) fingerprint.name = "#" + std::to_string(++numbered_);
+  work->key_ = key_of(fingerprint);
+  if (!in_flight_.emplace(work->key_, work.get()).second) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "rank " + std::to_string(communicator_->rank()) + ": " + fingerprint.describe() +
+                    " is in flight already: a name is free again when its operation is done");
+  }
+  const auto self = std::this_thread::get_id();
+  if (submitter_ == std::thread::id()) submitter_ = self;
+  several_submitters_ = several_submitters_ || submitter_ != self;
+  queue_.push_back(work);
+  queued_bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
+  if (driving_) {
+    board_.wake();
+  } else if (mode == Mode::kAsynchronous) {
+    changed_.notify_all();
+  }
+  return work;
+}
+
+void Engine::wait(Work& work, const Interrupt& interrupt) {
+  Lock lock(mutex_);
+  while (!work.done()) {
+    if (!driving_) {
+      drive_in_turn(lock, &work, interrupt);
+      continue;
+    }
+    ++waiters_;
+    board_.wake();
+    changed_.wait_for(lock, kLookAround, [&] { return work.done() || !driving_; });
+    --waiters_;
+    lock.unlock();
+    if (interrupt) interrupt();
+    lock.lock();
+  }
+  lock.unlock();
+  work.check();
+}
+
+void Engine::run() {
+  Lock lock(mutex_);
+  while (!closing_) {
+    changed_.wait(lock, [&] { return closing_ || (!driving_ && waiters_ == 0 && !idle()); });
+    // The fusion window: more may come, unless there is enough already or somebody waits (then
+    // that thread drives).
+    changed_.wait_for(lock, config_.fusion_window, [&] {
+      return closing_ || driving_ || queued_bytes_ >= config_.fusion_threshold_bytes;
+    });
+    if (!driving_ && !closing_) drive_in_turn(lock, nullptr, {});
+  }
+  changed_.wait(lock, [&] { return !driving_; });
+  fail_all();
+}
+
+void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt) {
+  driving_ = true;
+  lock.unlock();
+  std::exception_ptr interrupted;
+  try {
+    drive(target, interrupt);
+  } catch (const Error& error) {
+    if (abort_->raise(error)) watchdog_->announce(error);
+  } catch (const Interrupted& caught) {
+    interrupted = caught.cause;
+  } catch (const std::exception& error) {  // out of memory, say: the ranks are out of step
+    const Error cause(ErrorKind::kInternal, error.what());
+    if (abort_->raise(cause)) watchdog_->announce(cause);
+  }
+  lock.lock();
+  driving_ = false;
+  if (abort_->raised()) fail_all();
+  if (waiters_ > 0 || !idle() || closing_) changed_.notify_all();
+  if (interrupted) {
+    lock.unlock();
+    std::rethrow_exception(interrupted);
+  }
+}
+
+void Engine::drive(const Work* target, const Interrupt& interrupt) {
+  const auto since = Clock::now();
+  bool told_blocked = false;
+  while (target == nullptr || !target->done()) {
+    abort_->check();
+    const bool hand_over = take_queue();
+    const bool blocked = target != nullptr && outbox_.empty() && !several_submitters_ &&
+                         Clock::now() - since > kBlockedAfter;
+    if (round_open_) {
+      if (board_.complete()) {
+        finish_round();
+        continue;
+      }
+    } else if (!outbox_.empty() || (blocked && !told_blocked && !pending_.empty()) ||
+               (!pending_.empty() && board_.peer_posted())) {
+      told_blocked = blocked;
+      announce_outbox(blocked);
+      continue;
+    } else if (target == nullptr && pending_.empty()) {
+      return;
+    }
+    if (target == nullptr && hand_over) return;
+    board_.wait_until(Clock::now() + kLookAround);
+    look_around();
+    call(interrupt);
+  }
+}
+
+/// Moves what was submitted to the outbox. Returns whether the engine's thread should leave.
+bool Engine::take_queue() {
+  const Lock lock(mutex_);
+  outbox_.insert(outbox_.end(), queue_.begin(), queue_.end());
+  queue_.clear();
+  queued_bytes_ = 0;
+  return waiters_ > 0 || closing_;
+}
+
+void Engine::announce_outbox(bool blocked) {
+  entry_.clear(blocked);
+  while (!outbox_.empty()) {
+    Work& work = *outbox_.front();
+    const Request& request = work.request();
+    const Bytes fingerprint = encode(request.fingerprint);
+    Announcement announcement;
+    announcement.fingerprint = fingerprint;
+    announcement.rows = request.rows;
+    announcement.carries = Executor::rides_along(request, communicator_->size());
+    if (announcement.carries) {
+      announcement.payload = Executor::payload_of(request, communicator_->rank());
+    }
+    announcement.shared_offset = executor_.shared_offset(request);
+    const std::size_t needed = EntryWriter::bytes_needed(announcement);
+    if (entry_.bytes().size() + needed > board_.capacity()) {
+      if (entry_.count() > 0) break;  // the rest goes into the next round
+      throw Error(ErrorKind::kInternal, request.fingerprint.describe() + " does not fit an entry");
+    }
+    entry_.append(announcement);
+    pending_.emplace(work.key_, std::move(outbox_.front()));
+    outbox_.pop_front();
+  }
+  board_.post(entry_.bytes());
+  round_open_ = true;
+}
+
+void Engine::finish_round() {
+  round_open_ = false;
+  std::vector<ByteSpan> entries;
+  for (int rank = 0; rank < communicator_->size(); ++rank) entries.push_back(board_.entry(rank));
+  const std::vector<Decision> decisions = agreement_.round(entries);
+
+  std::vector<Job> jobs;
+  std::vector<std::shared_ptr<Work>> works;
+  for (const Decision& decision : decisions) {
+    const auto mine = pending_.find(decision.key);
+    if (mine == pending_.end()) continue;  // others were waiting for it, and gave up
+    if (decision.mismatch) {
+      settle(*mine->second, *decision.mismatch);
+      pending_.erase(mine);
+      continue;
+    }
+    jobs.push_back({&mine->second->request(), &decision});
+    works.push_back(mine->second);
+  }
+  executor_.run(jobs, [&](std::size_t i) {
+    const std::string key = works[i]->key_;
+    settle(*works[i], std::nullopt);
+    pending_.erase(key);
+  });
+}
+
+void Engine::settle(Work& work, std::optional<Error> error) {
+  if (!error && work.request().finish) work.request().finish();
+  const Lock lock(mutex_);
+  in_flight_.erase(work.key_);
+  if (error) {
+    error.emplace(error->kind(), "rank " + std::to_string(communicator_->rank()) + ": " +
+                                     work.request().fingerprint.describe() + ": " + error->what());
+  }
+  work.complete(std::move(error));
+  if (waiters_ > 0) changed_.notify_all();
+}
+
+/// With the lock held, nobody driving, and the abort raised.
+void Engine::fail_all() {
+  std::optional<Error> cause;
+  try {
+    abort_->check();
+  } catch (const Error& error) {
+    cause = error;
+  }
+  const auto fail = [&](Work& work) {
+    in_flight_.erase(work.key_);
+    work.complete(Error(cause->kind(), "rank " + std::to_string(communicator_->rank()) + ": " +
+                                           work.request().fingerprint.describe() + ": " +
+                                           cause->what()));
+  };
+  for (const auto& work : queue_) fail(*work);
+  for (const auto& work : outbox_) fail(*work);
+  for (const auto& [key, work] : pending_) fail(*work);
+  queue_.clear();
+  outbox_.clear();
+  pending_.clear();
+  changed_.notify_all();
+}
+
+void Engine::look_around() {
+  if (pending_.empty() || (round_open_ && board_.complete())) return;
+  const auto now = Clock::now();
+  if (const auto departure = watchdog_->departure();
+      departure && now - departure->since > kDepartureGrace) {
+    throw Error(ErrorKind::kPeerLost, labels_[static_cast<std::size_t>(departure->rank)] +
+                                          " has left: it called shutdown() or exited");
+  }
+  for (const auto& [key, work] : pending_) {
+    const auto age = now - work->submitted_;
+    if (age > config_.timeout) {
+      throw Error(ErrorKind::kTimeout, late_ranks(*work) + " within " +
+                                           std::to_string(seconds(config_.timeout)) + " s");
+    }
+    if (config_.stall_warning.count() > 0 && age > config_.stall_warning && !work->warned_) {
+      work->warned_ = true;
+      log_("rank " + std::to_string(communicator_->rank()) + " has waited " +
+           std::to_string(static_cast<int>(seconds(age))) + " s for " +
+           work->request().fingerprint.describe() + ": " + late_ranks(*work));
+    }
+  }
+}
+
+/// "rank 2 (pid 7) has not submitted it (it waits for allreduce 'b' float32 [3] Sum)"
+std::string Engine::late_ranks(const Work& work) const {
+  std::vector<int> late = agreement_.missing(work.key_);
+  if (late.empty() && round_open_) late = board_.missing();
+  std::string text;
+  for (const int rank : late) {
+    text += (text.empty() ? "" : ", ") + labels_[static_cast<std::size_t>(rank)] +
+            " has not submitted it (it waits for " + agreement_.waits_for(rank) + ")";
+  }
+  return text.empty() ? "not every rank has submitted it" : text;
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,113 @@
+// Queues requests, agrees on them with the other ranks, and runs them.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/config.h"
+#include "engine/agreement.h"
+#include "engine/executor.h"
+#include "engine/request.h"
+#include "engine/watchdog.h"
+
+namespace torch_ring {
+
+/// One thread at a time *drives*: it posts entries, completes rounds and runs collectives. A thread
+/// that waits for a result drives itself, because waking another one costs more than a small
+/// allreduce; the engine's own thread drives when there are requests that nobody waits for.
+///
+///   submit -> queue_ -> outbox_ (taken by the driver) -> pending_ (announced) -> settled
+///
+/// Thread: any. Blocking: wait() only.
+/// Errors: a failed collective is its work's error. After a fatal one (Error::fatal()) every
+/// pending and every later request fails with the same cause.
+class Engine {
+ public:
+  using Log = std::function<void(const std::string&)>;
+  /// Called now and then while a thread waits; what it throws ends the wait, not the work.
+  using Interrupt = std::function<void()>;
+
+  struct Options {
+    EngineConfig config;
+    std::vector<std::string> labels;  // by rank
+    std::vector<Fd> control;          // by rank: the watchdog's connections
+    Log log;                          // takes a warning; Thread: any
+  };
+
+  /// `abort` is the one that the communicator's waits see.
+  Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort,
+         Options options);
+  ~Engine() { close(); }
+
+  /// Fails what is pending and whatever comes later, says goodbye to the peers, joins the threads.
+  void close();
+
+  enum class Mode {
+    kAsynchronous,  // started by the engine after the fusion window
+    kAwaited,       // the caller is about to wait(): nobody else is woken
+  };
+  /// Errors: Error(kInvalidArgument) when the name is in flight or reserved; the fatal cause.
+  std::shared_ptr<Work> submit(Request request, Mode mode);
+
+  /// Blocks until the work is done, driving if nobody does. Throws the work's error.
+  void wait(Work& work, const Interrupt& interrupt);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  void run();  // the engine's thread
+  /// Drives until `target` is done (or, without a target, until there is nothing to do or somebody
+  /// waits who can drive instead). Takes and gives back the role; `lock` is released meanwhile.
+  void drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt);
+  bool idle() const { return queue_.empty() && outbox_.empty() && pending_.empty(); }
+  void fail_all();
+
+  // By the driver, without the lock:
+  void drive(const Work* target, const Interrupt& interrupt);
+  bool take_queue();
+  void announce_outbox(bool blocked);
+  void finish_round();
+  void settle(Work& work, std::optional<Error> error);
+  void look_around();
+  std::string late_ranks(const Work& work) const;
+
+  const std::shared_ptr<Communicator> communicator_;
+  const std::shared_ptr<Abort> abort_;
+  const EngineConfig config_;
+  const std::vector<std::string> labels_;
+  const Log log_;
+  Board& board_;
+
+  // The driver's alone:
+  Agreement agreement_;
+  Executor executor_;
+  EntryWriter entry_;
+  std::deque<std::shared_ptr<Work>> outbox_;
+  std::map<std::string, std::shared_ptr<Work>> pending_;
+  bool round_open_ = false;
+
+  std::mutex mutex_;  // guards what follows; never held while driving
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<Work>> queue_;
+  std::size_t queued_bytes_ = 0;
+  std::unordered_map<std::string, Work*> in_flight_;
+  std::uint64_t numbered_ = 0;
+  std::thread::id submitter_;  // the only thread that has submitted anything...
+  bool several_submitters_ = false;  // ...unless there were several
+  bool driving_ = false;
+  int waiters_ = 0;  // threads that wait for the driver
+  bool closing_ = false;
+
+  std::unique_ptr<Watchdog> watchdog_;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,61 @@
+// What a rank writes on the board: the requests that are new, in bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/request.h"
+
+namespace torch_ring {
+
+using Bytes = std::vector<std::byte>;
+using ByteSpan = std::span<const std::byte>;
+
+/// One request as its rank announces it. The spans point into the entry.
+///
+///   u32 bytes of the fingerprint | u32 bytes of the payload | i64 rows | i64 shared offset
+///   fingerprint | payload, at a multiple of 8 bytes | padding to a multiple of 8 bytes
+struct Announcement {
+  ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
+  ByteSpan payload;                 // the tensor's bytes when they ride along, else empty
+  std::int64_t rows = 0;            // of an allgather
+  std::int64_t shared_offset = -1;  // where an in-place buffer lies in shared memory
+  bool carries = false;             // whether the payload rides along (it may be empty)
+};
+
+Bytes encode(const Fingerprint& fingerprint);
+
+/// Errors: Error(kInternal) on bytes that encode() did not make.
+Fingerprint decode(ByteSpan fingerprint);
+
+/// An entry under construction.
+class EntryWriter {
+ public:
+  /// Begins an empty entry.
+  void clear(bool blocked);
+  void append(const Announcement& announcement);
+  static std::size_t bytes_needed(const Announcement& announcement);
+
+  ByteSpan bytes() const { return bytes_; }
+  std::size_t count() const { return count_; }
+
+ private:
+  Bytes bytes_;
+  std::uint32_t count_ = 0;
+};
+
+/// A received entry. Every size is checked before it is used.
+struct Entry {
+  bool blocked = false;  // the rank has nothing new, and its only thread waits for a result
+  std::vector<Announcement> announcements;
+};
+
+/// Errors: Error(kInternal) when the bytes are not an entry.
+Entry parse_entry(ByteSpan bytes);
+
+/// The only announcement of an entry that has exactly one; nothing is allocated.
+std::optional<Announcement> parse_single(ByteSpan bytes);
+
+}  // namespace torch_ring

@@ -1,0 +1,73 @@
+// Runs what has been agreed.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "collective/communicator.h"
+#include "engine/agreement.h"
+#include "engine/fusion.h"
+
+namespace torch_ring {
+
+/// A decision and this rank's request for it.
+struct Job {
+  const Request* request;
+  const Decision* decision;
+};
+
+/// Thread: the driving thread. Blocking: as the communicator.
+/// Errors: the communicator's; Error(kInternal) on data that rode along with a wrong size.
+class Executor {
+ public:
+  Executor(Communicator& communicator, std::size_t fusion_threshold_bytes)
+      : communicator_(communicator), fusion_threshold_bytes_(fusion_threshold_bytes) {}
+
+  /// Whether the tensor of a request is so small that it rides along with the agreement.
+  static bool rides_along(const Request& request, int size);
+  /// What rides along: this rank's tensor, or nothing.
+  static ByteSpan payload_of(const Request& request, int rank);
+  /// Where the buffer of an in-place allreduce lies in shared memory, or -1.
+  std::int64_t shared_offset(const Request& request) const;
+
+  /// Runs the jobs of one round in order, allreduces fused; calls done(index of the job) when its
+  /// output is written.
+  template <class Done>
+  void run(std::span<const Job> jobs, Done&& done) {
+    std::vector<std::size_t> allreduces;
+    for (std::size_t i = 0; i < jobs.size(); ++i) {
+      if (fuses(jobs[i])) {
+        allreduces.push_back(i);
+      } else {
+        run_one(jobs[i]);
+        done(i);
+      }
+    }
+    if (allreduces.empty()) return;
+    std::vector<const Fingerprint*> fingerprints;
+    for (const std::size_t i : allreduces) fingerprints.push_back(&jobs[i].request->fingerprint);
+    for (const auto& group : plan_fusion(fingerprints, fusion_threshold_bytes_)) {
+      std::vector<const Request*> requests;
+      for (const std::size_t member : group) {
+        requests.push_back(jobs[allreduces[member]].request);
+      }
+      allreduce_fused(requests);
+      for (const std::size_t member : group) done(allreduces[member]);
+    }
+  }
+
+ private:
+  static bool fuses(const Job& job);
+  Reduction reduction_of(const Fingerprint& fingerprint) const;
+  void run_one(const Job& job);
+  void run_carried(const Request& request, const Decision& decision);
+  void allgather(const Request& request, const Decision& decision);
+  void allreduce_fused(std::span<const Request* const> requests);
+
+  Communicator& communicator_;
+  const std::size_t fusion_threshold_bytes_;
+  std::vector<std::byte> fusion_buffer_;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,91 @@
+// What is submitted, and its pending result.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/error.h"
+#include "core/types.h"
+
+namespace torch_ring {
+
+enum class Collective : std::uint8_t { kAllreduce, kBroadcast, kAllgather, kBarrier };
+
+const char* name_of(Collective collective);
+
+/// The part of a request on which all ranks must agree.
+struct Fingerprint {
+  Collective collective = Collective::kAllreduce;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  std::uint8_t device = 0;  // c10::DeviceType, which this layer only compares
+  std::int32_t root = -1;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  std::vector<std::int64_t> shape;  // of an allgather: without the first dimension
+  std::string name;                 // empty: numbered by the engine
+
+  /// Elements of `shape`.
+  std::size_t count() const;
+
+  /// "allreduce 'a' float32 [3] Average": what errors call it.
+  std::string describe() const;
+
+  bool operator==(const Fingerprint&) const = default;
+};
+
+/// The buffers belong to the caller and stay valid until the work is done.
+struct Request {
+  Fingerprint fingerprint;
+  std::int64_t rows = 0;  // of an allgather: this rank's first dimension
+
+  const void* input = nullptr;
+  void* output = nullptr;  // may be `input`; of an allgather: see `allocate`
+
+  /// Of an allgather: called once with every rank's rows, returns the memory of the result.
+  /// Thread: the driving one.
+  std::function<void*(std::span<const std::int64_t> rows)> allocate;
+
+  /// Called when the output is written, before the work is done. Thread: the driving one.
+  std::function<void()> finish;
+};
+
+/// The pending result of a request. Made by Engine::submit().
+/// Thread: any. Blocking: no.
+class Work {
+ public:
+  explicit Work(Request request) : request_(std::move(request)) {}
+
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+  /// Throws the work's error, if it failed. Only when done().
+  void check() const {
+    if (error_) throw *error_;
+  }
+
+  const Request& request() const noexcept { return request_; }
+
+ private:
+  friend class Engine;
+
+  void complete(std::optional<Error> error) {
+    error_ = std::move(error);
+    done_.store(true, std::memory_order_release);  // publishes error_ and the output to done()
+  }
+
+  Request request_;
+  std::string key_;  // "<collective>.<name>": under what the ranks match it
+  Clock::time_point submitted_;
+  bool warned_ = false;  // a stall was reported
+  std::optional<Error> error_;
+  std::atomic<bool> done_{false};
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,150 @@
+#include "transport/connection.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <iomanip>
+#include <sstream>
+#include <system_error>
+
+#include "core/error.h"
+
+namespace torch_ring {
+
+namespace {
+
+// The most that one call moves, so that neither direction of an exchange waits long for the other
+// and what was received is still in the cache when it is reduced.
+constexpr std::size_t kMoveBytes = 256u << 10;
+
+void make_non_blocking(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0 || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw_errno("fcntl(O_NONBLOCK)");
+}
+
+bool is_tcp(int fd) {
+  int protocol = 0;
+  socklen_t bytes = sizeof protocol;
+  return ::getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &bytes) == 0 &&
+         protocol == IPPROTO_TCP;
+}
+
+bool try_later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+[[noreturn]] void throw_failed(const std::string& peer, int error) {
+  throw Error(ErrorKind::kPeerLost,
+              "connection to " + peer + " failed: " + std::generic_category().message(error));
+}
+
+/// "1.2 of 4.5 MiB"
+std::string progress(std::size_t done, std::size_t all) {
+  constexpr std::array<const char*, 4> kUnits{"bytes", "KiB", "MiB", "GiB"};
+  double scale = 1;
+  std::size_t unit = 0;
+  for (; unit + 1 < kUnits.size() && static_cast<double>(all) >= scale * 1024; ++unit) {
+    scale *= 1024;
+  }
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(unit == 0 ? 0 : 1) << static_cast<double>(done) / scale
+       << " of " << static_cast<double>(all) / scale << ' ' << kUnits[unit];
+  return text.str();
+}
+
+/// One direction of an exchange.
+template <class Byte>
+struct Transfer {
+  Connection* connection;
+  std::span<Byte> bytes;
+  std::size_t done = 0;
+
+  bool finished() const { return done == bytes.size(); }
+
+  /// Moves what can be moved now; returns whether that was anything.
+  bool move() {
+    if (finished()) return false;
+    const auto next = bytes.subspan(done, std::min(kMoveBytes, bytes.size() - done));
+    try {
+      std::size_t moved = 0;
+      if constexpr (std::is_const_v<Byte>) {
+        moved = connection->try_send(next);
+      } else {
+        moved = connection->try_receive(next);
+      }
+      done += moved;
+      return moved > 0;
+    } catch (const Error& error) {
+      throw Error(error.kind(), error.what() + (" after " + described()));
+    }
+  }
+
+  std::string described() const {
+    return progress(done, bytes.size()) + (std::is_const_v<Byte> ? " sent" : " received");
+  }
+};
+
+}  // namespace
+
+Connection::Connection(Fd socket, std::string peer)
+    : socket_(std::move(socket)), peer_(std::move(peer)) {
+  make_non_blocking(fd());
+  const int on = 1;
+  if (is_tcp(fd()) && ::setsockopt(fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0) {
+    throw_errno("setsockopt(TCP_NODELAY)");
+  }
+}
+
+std::size_t Connection::try_send(std::span<const std::byte> bytes) {
+  const auto sent = ::send(fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  if (sent >= 0) return static_cast<std::size_t>(sent);
+  if (!try_later(errno)) throw_failed(peer_, errno);
+  return 0;
+}
+
+std::size_t Connection::try_receive(std::span<std::byte> bytes) {
+  if (bytes.empty()) return 0;  // recv() would return 0, which is otherwise the end of the stream
+  const auto received = ::recv(fd(), bytes.data(), bytes.size(), 0);
+  if (received > 0) return static_cast<std::size_t>(received);
+  if (received == 0) throw Error(ErrorKind::kPeerLost, "connection to " + peer_ + " closed");
+  if (!try_later(errno)) throw_failed(peer_, errno);
+  return 0;
+}
+
+bool Connection::readable() const {
+  pollfd socket{fd(), POLLIN, 0};
+  return ::poll(&socket, 1, 0) > 0;
+}
+
+void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* from,
+              std::span<std::byte> incoming, const Waiter& waiter,
+              const std::function<void(std::size_t)>& received) {
+  Transfer<const std::byte> send{to, outgoing};
+  Transfer<std::byte> receive{from, incoming};
+
+  const auto silence = [&] {
+    std::ostringstream text;
+    text << "no progress for " << static_cast<double>(waiter.timeout().count()) / 1000 << " s:";
+    if (!send.finished()) text << ' ' << send.described() << " to " << to->peer();
+    if (!send.finished() && !receive.finished()) text << ',';
+    if (!receive.finished()) text << ' ' << receive.described() << " from " << from->peer();
+    return text.str();
+  };
+
+  while (!send.finished() || !receive.finished()) {
+    const std::size_t before = send.done + receive.done;
+    const auto moved = [&] {
+      send.move();
+      if (receive.move() && received) received(receive.done);
+      return send.done + receive.done > before;
+    };
+    const std::array<pollfd, 2> fds{pollfd{send.finished() ? -1 : to->fd(), POLLOUT, 0},
+                                    pollfd{receive.finished() ? -1 : from->fd(), POLLIN, 0}};
+    waiter.wait(moved, silence, fds);
+  }
+}
+
+}  // namespace torch_ring

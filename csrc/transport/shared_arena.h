@@ -1,0 +1,37 @@
+// Bucket memory: allocations in a rank's own shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "transport/shared_memory.h"
+
+namespace torch_ring {
+
+/// A first-fit allocator of whole pages. The peers have mapped the whole arena from the start, so
+/// an allocation is announced to nobody: an offset is enough to find it.
+/// Thread: any. Blocking: no.
+class SharedArena {
+ public:
+  /// `memory` stays alive as long as the arena does.
+  explicit SharedArena(std::shared_ptr<const SharedMemory> memory);
+
+  /// Errors: Error(kInternal) when the host has no more memory.
+  void* allocate(std::size_t bytes);
+  void free(void* data) noexcept;
+
+  /// The offset of [data, data + bytes) from the beginning of the memory, or -1 if it lies
+  /// elsewhere.
+  std::int64_t offset_of(const void* data, std::size_t bytes) const noexcept;
+
+ private:
+  const std::shared_ptr<const SharedMemory> memory_;
+  std::mutex mutex_;
+  std::map<std::size_t, std::size_t> free_;  // offset -> bytes, neighbours joined
+  std::map<std::size_t, std::size_t> used_;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,146 @@
+// What the ranks decide from the same entries: pure, no threads.
+#include "engine/agreement.h"
+
+#include "engine/fusion.h"
+#include "harness.h"
+
+namespace torch_ring {
+namespace {
+
+Fingerprint allreduce(const std::string& name, std::vector<std::int64_t> shape = {3}) {
+  Fingerprint fingerprint;
+  fingerprint.shape = std::move(shape);
+  fingerprint.name = name;
+  return fingerprint;
+}
+
+Fingerprint broadcast(const std::string& name, int root) {
+  Fingerprint fingerprint = allreduce(name);
+  fingerprint.collective = Collective::kBroadcast;
+  fingerprint.root = root;
+  return fingerprint;
+}
+
+/// A rank's entry with these requests.
+Bytes entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
+  EntryWriter writer;
+  writer.clear(blocked);
+  for (const Fingerprint& request : requests) {
+    const Bytes fingerprint = encode(request);
+    Announcement announcement;
+    announcement.fingerprint = fingerprint;
+    writer.append(announcement);
+  }
+  return {writer.bytes().begin(), writer.bytes().end()};
+}
+
+std::vector<Decision> round(Agreement& agreement, const std::vector<Bytes>& entries) {
+  const std::vector<ByteSpan> spans(entries.begin(), entries.end());
+  return agreement.round(spans);
+}
+
+std::vector<std::string> keys(const std::vector<Decision>& decisions) {
+  std::vector<std::string> keys;
+  for (const Decision& decision : decisions) keys.push_back(decision.key);
+  return keys;
+}
+
+using Keys = std::vector<std::string>;
+
+Agreement among(int size) {
+  std::vector<std::string> labels;
+  for (int rank = 0; rank < size; ++rank) labels.push_back("rank " + std::to_string(rank));
+  return {size, labels};
+}
+
+TEST(fingerprints_survive_their_encoding) {
+  Fingerprint fingerprint = broadcast("layer.0.weight", 2);
+  fingerprint.dtype = DType::kBFloat16;
+  fingerprint.prescale = 0.5;
+  fingerprint.shape = {4, 0, 7};
+  CHECK(decode(encode(fingerprint)) == fingerprint);
+}
+
+TEST(broken_entries_are_refused) {
+  const Bytes whole = entry({allreduce("a"), allreduce("b")});
+  for (std::size_t bytes = 0; bytes < whole.size(); bytes += 3) {
+    CHECK_THROWS(parse_entry(ByteSpan(whole).first(bytes)), ErrorKind::kInternal, "broken entry");
+  }
+  CHECK_EQ(parse_entry(whole).announcements.size(), 2u);
+}
+
+TEST(equal_requests_are_decided_at_once) {
+  Agreement agreement = among(3);
+  const Bytes a = entry({allreduce("a")});
+  CHECK_EQ(keys(round(agreement, {a, a, a})), Keys{"allreduce.a"});
+  CHECK(agreement.empty());
+}
+
+TEST(order_does_not_matter_names_do) {
+  Agreement agreement = among(2);
+  CHECK_EQ(keys(round(agreement, {entry({allreduce("a")}), entry({allreduce("b")})})), Keys{});
+  CHECK_EQ(keys(round(agreement, {entry({allreduce("b")}), entry({})})), Keys{"allreduce.b"});
+  CHECK_EQ(keys(round(agreement, {entry({}), entry({allreduce("a")})})), Keys{"allreduce.a"});
+}
+
+TEST(decisions_come_in_the_order_of_the_first_announcement) {
+  Agreement agreement = among(2);
+  const auto decisions = round(agreement, {entry({allreduce("z"), allreduce("a")}),
+                                           entry({allreduce("a"), allreduce("z")})});
+  CHECK_EQ(keys(decisions), (Keys{"allreduce.z", "allreduce.a"}));
+}
+
+TEST(a_mismatch_names_both_sides_and_leaves_nothing_behind) {
+  Agreement agreement = among(3);
+  const auto decisions =
+      round(agreement, {entry({allreduce("a", {3})}), entry({allreduce("a", {3})}),
+                        entry({allreduce("a", {4})})});
+  CHECK_EQ(decisions.size(), 1u);
+  const std::string what = decisions[0].mismatch->what();
+  CHECK(what.find("rank 0: allreduce 'a' float32 [3]") != std::string::npos);
+  CHECK(what.find("rank 2: allreduce 'a' float32 [4]") != std::string::npos);
+  const Bytes again = entry({allreduce("a", {5})});
+  CHECK(!round(agreement, {again, again, again})[0].mismatch);
+}
+
+TEST(numbered_requests_of_different_collectives_disagree_at_once) {
+  Agreement agreement = among(2);
+  const auto decisions =
+      round(agreement, {entry({allreduce("#1")}), entry({broadcast("#1", 0)})});
+  CHECK(decisions.at(0).mismatch.has_value());
+}
+
+TEST(ranks_that_all_wait_for_something_else_are_told) {
+  Agreement agreement = among(2);
+  CHECK(round(agreement, {entry({allreduce("a")}), entry({broadcast("b", 1)})}).empty());
+  CHECK(round(agreement, {entry({}, true), entry({}, false)}).empty());
+  const auto decisions = round(agreement, {entry({}, true), entry({}, true)});
+  CHECK_EQ(keys(decisions), (Keys{"allreduce.a", "broadcast.b"}));
+  const std::string what = decisions[0].mismatch->what();
+  CHECK(what.find("rank 0: allreduce 'a'") != std::string::npos);
+  CHECK(what.find("rank 1: broadcast 'b' float32 [3] root 1") != std::string::npos);
+  CHECK(agreement.empty());
+}
+
+TEST(who_is_missing_is_known) {
+  Agreement agreement = among(3);
+  round(agreement, {entry({allreduce("a")}), entry({}), entry({allreduce("a"), allreduce("b")})});
+  CHECK_EQ(agreement.missing("allreduce.a"), std::vector<int>{1});
+  CHECK_EQ(agreement.waits_for(1), std::string("nothing"));
+  CHECK_EQ(agreement.waits_for(2), std::string("allreduce 'a' float32 [3] Sum and 1 more"));
+}
+
+TEST(fusion_groups_by_kind_and_size) {
+  const Fingerprint small = allreduce("s", {10});
+  const Fingerprint large = allreduce("l", {1000});
+  Fingerprint other = allreduce("o", {10});
+  other.dtype = DType::kInt32;
+  using Groups = std::vector<std::vector<std::size_t>>;
+  const std::vector<const Fingerprint*> requests{&small, &other, &small, &large, &small};
+  CHECK_EQ(plan_fusion(requests, 120), (Groups{{0, 2, 4}, {1}, {3}}));
+  CHECK_EQ(plan_fusion(requests, 80), (Groups{{0, 2}, {1}, {3}, {4}}));
+  CHECK_EQ(plan_fusion({}, 80), Groups{});
+}
+
+}  // namespace
+}  // namespace torch_ring

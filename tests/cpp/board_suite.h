@@ -1,0 +1,132 @@
+// What every Board does, whatever lies beneath.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <latch>
+#include <random>
+#include <thread>
+
+#include "test_world.h"
+
+namespace torch_ring::test {
+
+using Entry = std::vector<std::byte>;
+
+/// A wait that ends by this, and not by what it waits for, is a hang.
+constexpr Clock::time_point kNever = Clock::time_point::max();
+
+/// The entry that `rank` posts in `round`: every rank can tell what to expect of the others.
+inline Entry entry_of(int rank, int round, std::size_t capacity) {
+  std::mt19937 random(static_cast<unsigned>(round * 1000 + rank));
+  const std::size_t longest = round % 16 == 15 ? capacity : random() % 4 == 0 ? 0 : 200;
+  Entry entry(round % 32 == 31 ? capacity : random() % (longest + 1));
+  for (std::byte& byte : entry) byte = static_cast<std::byte>(random());
+  return entry;
+}
+
+inline void wait_complete(Board& board) {
+  while (!board.complete()) board.wait_until(kNever);
+}
+
+inline Entry entry_at(const Board& board, int rank) {
+  const auto entry = board.entry(rank);
+  return {entry.begin(), entry.end()};
+}
+
+inline void board_rounds(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    std::mt19937 random(static_cast<unsigned>(communicator.rank()));
+    for (int round = 0; round < 100; ++round) {
+      for (auto pauses = random() % 8; pauses > 0; --pauses) std::this_thread::yield();
+      board.post(entry_of(communicator.rank(), round, board.capacity()));
+      wait_complete(board);
+      CHECK(board.missing().empty());
+      for (int rank = 0; rank < size; ++rank) {
+        CHECK_EQ(entry_at(board, rank), entry_of(rank, round, board.capacity()));
+      }
+    }
+  });
+}
+
+inline void board_entries_are_aligned(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    board.post(Entry(static_cast<std::size_t>(5 + communicator.rank())));
+    wait_complete(board);
+    for (int rank = 0; rank < size; ++rank) {
+      CHECK_EQ(reinterpret_cast<std::uintptr_t>(board.entry(rank).data()) % 8, 0u);
+    }
+  });
+}
+
+inline void board_rouses_the_idle(const Layout& layout, int size) {
+  std::barrier all(size);
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    for (int round = 0; round < 10; ++round) {
+      CHECK(!board.peer_posted());
+      all.arrive_and_wait();
+      if (communicator.rank() != round % size) {
+        while (!board.peer_posted()) board.wait_until(kNever);
+      }
+      board.post({});
+      wait_complete(board);
+      all.arrive_and_wait();
+    }
+  });
+}
+
+inline void board_names_the_missing(const Layout& layout, int size) {
+  const int late = size - 1;
+  std::latch seen(late);
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    const int rank = communicator.rank();
+    if (rank == late) {
+      seen.wait();
+      board.post({});
+    } else {
+      board.post({});
+      board.wait_until(Clock::now() + std::chrono::milliseconds(20));
+      CHECK(!board.complete());
+      const std::vector<int> missing = board.missing();
+      CHECK_EQ(std::count(missing.begin(), missing.end(), late), 1);
+      CHECK_EQ(std::count(missing.begin(), missing.end(), rank), 0);
+      seen.count_down();
+    }
+    wait_complete(board);
+    CHECK_EQ(board.missing(), std::vector<int>{});
+  });
+}
+
+inline void board_wakes(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    board.wake();
+    board.wait_until(kNever);  // the wake that came before
+    std::atomic<bool> awake{false};
+    std::thread waker([&] {
+      while (!awake) {
+        board.wake();
+        std::this_thread::yield();
+      }
+    });
+    board.wait_until(kNever);
+    awake = true;
+    waker.join();
+  });
+}
+
+/// Registers the suite; returns true, to initialise a static with.
+inline bool add_board_suite(const Layout& layout) {
+  add_for_sizes(layout, "board: all ranks see the same entries", board_rounds);
+  add_for_sizes(layout, "board: entries are aligned to 8 bytes", board_entries_are_aligned);
+  add_for_sizes(layout, "board: an idle rank learns of a post", board_rouses_the_idle);
+  add_for_sizes(layout, "board: a late rank is missing", board_names_the_missing);
+  add_for_sizes(layout, "board: wake() ends a wait", board_wakes);
+  return true;
+}
+
+}  // namespace torch_ring::test

@@ -1,0 +1,267 @@
+// What every Communicator does, whatever lies beneath.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <latch>
+#include <random>
+
+#include "board_suite.h"
+#include "elements.h"
+
+namespace torch_ring::test {
+
+constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
+
+/// Element i on rank r: i * size + r, kept so small that no result leaves the range of any dtype.
+inline double value_at(std::size_t i, int rank, int size, ReduceOp op) {
+  const std::size_t value = i * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank);
+  return op == ReduceOp::kProduct ? 1.0 + static_cast<double>(value % 3)
+                                  : static_cast<double>(value % 29);
+}
+
+/// The reduction of element i over the ranks.
+inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
+  const auto value = [&](int rank) {
+    const double number = value_at(i, rank, size, op);
+    return dtype == DType::kBool ? static_cast<double>(number != 0) : number;
+  };
+  double result = value(0);
+  for (int rank = 1; rank < size; ++rank) {
+    if (op == ReduceOp::kSum) result += value(rank);
+    if (op == ReduceOp::kProduct) result *= value(rank);
+    if (op == ReduceOp::kMin) result = std::min(result, value(rank));
+    if (op == ReduceOp::kMax) result = std::max(result, value(rank));
+  }
+  return dtype == DType::kBool ? static_cast<double>(result != 0) : result;
+}
+
+inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op, std::size_t count,
+                            bool in_place) {
+  const int size = communicator.size();
+  Elements input(dtype, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    input.set(i, value_at(i, communicator.rank(), size, op));
+  }
+  Elements other(dtype, in_place ? 0 : count);
+  const std::vector<std::byte> before = input.bytes();
+  Elements& output = in_place ? input : other;
+  communicator.allreduce(input.data(), output.data(), count, {dtype, op, {}});
+  for (std::size_t i = 0; i < count; ++i) {
+    if (output.at(i) == reduced_at(i, size, op, dtype)) continue;
+    fail(__FILE__, __LINE__,
+         std::string(name_of(dtype)) + ' ' + name_of(op) + ", " + std::to_string(count) +
+             " elements: [" + std::to_string(i) + "] is " + shown(output.at(i)) + ", not " +
+             shown(reduced_at(i, size, op, dtype)));
+  }
+  CHECK(in_place || input.bytes() == before);
+}
+
+inline void allreduce_all(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    const auto ranks = static_cast<std::size_t>(size);
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+      for (const ReduceOp op : kOps) {
+        for (const std::size_t count :
+             {std::size_t{0}, std::size_t{1}, ranks - 1, ranks, 64 * ranks + 1, 10'007 * ranks}) {
+          check_allreduce(communicator, static_cast<DType>(dtype), op, count, count % 2 == 0);
+        }
+      }
+    }
+  });
+}
+
+inline void allreduce_long(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kUInt8}) {
+      check_allreduce(communicator, dtype, ReduceOp::kSum, 2'300'003, dtype != DType::kUInt8);
+    }
+  });
+}
+
+inline void allreduce_scaled(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    constexpr std::size_t kCount = 1000;
+    const Scaling scaling{.prescale = 0.5, .postscale = 8.0, .divisor = size};
+    for (const DType dtype :
+         {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+      Elements data(dtype, kCount);
+      for (std::size_t i = 0; i < kCount; ++i) {
+        data.set(i, value_at(i, communicator.rank(), size, ReduceOp::kSum));
+      }
+      communicator.allreduce(data.data(), data.data(), kCount, {dtype, ReduceOp::kSum, scaling});
+      const double tolerance = size_of(dtype) == 2 ? 1.0 / 256 : 1e-6;  // half a unit of bfloat16
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const double exact = reduced_at(i, size, ReduceOp::kSum, dtype) * 4 / size;
+        CHECK(std::fabs(data.at(i) - exact) <= tolerance * exact);
+      }
+    }
+  });
+}
+
+inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    // In float16, 2048 + 1 is 2048: whoever rounds in between loses the ones.
+    constexpr std::size_t kCount = 1000;
+    Elements data(DType::kFloat16, kCount);
+    const double largest = 2048 - (size - 1) % 2;  // the sum is even, so float16 can hold it
+    for (std::size_t i = 0; i < kCount; ++i) {
+      const bool chosen =
+          i % static_cast<std::size_t>(size) == static_cast<std::size_t>(communicator.rank());
+      data.set(i, chosen ? largest : 1);
+    }
+    communicator.allreduce(data.data(), data.data(), kCount, {DType::kFloat16, ReduceOp::kSum, {}});
+    for (std::size_t i = 0; i < kCount; ++i) CHECK_EQ(data.at(i), largest + size - 1);
+  });
+}
+
+inline void allreduce_same_bits(const Layout& layout, int size) {
+  constexpr std::size_t kCount = 200'003;
+  std::vector<std::vector<std::byte>> results[2];
+  for (auto& result : results) {
+    result.resize(static_cast<std::size_t>(size));
+    run_world(layout, size, [&](Communicator& communicator, Abort&) {
+      std::mt19937 random(static_cast<unsigned>(communicator.rank()));
+      std::normal_distribution<double> normal;
+      Elements data(DType::kFloat32, kCount);
+      for (std::size_t i = 0; i < kCount; ++i) data.set(i, normal(random));
+      communicator.allreduce(data.data(), data.data(), kCount,
+                             {DType::kFloat32, ReduceOp::kSum, {.divisor = size}});
+      result[static_cast<std::size_t>(communicator.rank())] = data.bytes();
+    });
+  }
+  for (const auto& result : results) {
+    for (const auto& bytes : result) CHECK(bytes == results[0][0]);
+  }
+}
+
+inline void broadcast_from_every_root(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    for (const std::size_t bytes : {0, 1, 1000, 1'300'001}) {
+      for (int root = 0; root < size; ++root) {
+        const auto value = [&](std::size_t i, int rank) {
+          return static_cast<std::byte>(i * 7 + i / 256 + static_cast<std::size_t>(rank));
+        };
+        std::vector<std::byte> data(bytes);
+        for (std::size_t i = 0; i < bytes; ++i) data[i] = value(i, communicator.rank());
+        communicator.broadcast(data.data(), bytes, root);
+        for (std::size_t i = 0; i < bytes; ++i) CHECK(data[i] == value(i, root));
+      }
+    }
+  });
+}
+
+inline void allgather_ragged(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    const auto value = [](std::size_t i, int rank) {
+      return static_cast<std::byte>(i * 7 + i / 256 + static_cast<std::size_t>(rank) * 50);
+    };
+    for (const std::size_t scale : {0, 1, 500, 450'001}) {
+      for (int empty = 0; empty <= size; ++empty) {  // at `size` there is none
+        std::vector<std::size_t> bytes;
+        for (int rank = 0; rank < size; ++rank) {
+          bytes.push_back(rank == empty ? 0 : scale * static_cast<std::size_t>(rank + 1));
+        }
+        std::vector<std::byte> input(bytes[static_cast<std::size_t>(communicator.rank())]);
+        for (std::size_t i = 0; i < input.size(); ++i) input[i] = value(i, communicator.rank());
+        std::size_t all = 0;
+        for (const std::size_t part : bytes) all += part;
+        std::vector<std::byte> output(all);
+        communicator.allgather(input.data(), output.data(), bytes);
+        std::size_t at = 0;
+        for (int rank = 0; rank < size; ++rank) {
+          for (std::size_t i = 0; i < bytes[static_cast<std::size_t>(rank)]; ++i) {
+            CHECK(output[at++] == value(i, rank));
+          }
+        }
+      }
+    }
+  });
+}
+
+inline void barrier_holds_all(const Layout& layout, int size) {
+  std::atomic<int> entered{0};
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    for (int round = 1; round <= 50; ++round) {
+      ++entered;
+      communicator.barrier();
+      CHECK(entered >= round * size);
+    }
+  });
+}
+
+inline void everything_in_turns(const Layout& layout, int size) {
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    for (int round = 0; round < 20; ++round) {
+      board.post(entry_of(communicator.rank(), round, 1000));
+      wait_complete(board);
+      check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum, round % 2 ? 100'003 : 10,
+                      true);
+      std::byte token{static_cast<unsigned char>(communicator.rank())};
+      communicator.broadcast(&token, 1, round % size);
+      CHECK_EQ(static_cast<int>(token), round % size);
+      if (round % 3 == 0) communicator.barrier();
+      CHECK_EQ(entry_at(board, size - 1), entry_of(size - 1, round, 1000));
+    }
+  });
+}
+
+inline void silence_is_a_timeout(const Layout& layout, int size) {
+  EngineConfig config;
+  config.timeout = std::chrono::milliseconds(50);
+  std::latch failed(size - 1);
+  run_world(
+      layout, size,
+      [&](Communicator& communicator, Abort&) {
+        if (communicator.rank() == 0) return failed.wait();
+        Elements data(DType::kFloat32, 100'000);
+        const auto allreduce = [&] {
+          communicator.allreduce(data.data(), data.data(), data.count(), {});
+        };
+        CHECK_THROWS(allreduce(), ErrorKind::kTimeout, "no progress for 0.05");
+        failed.arrive_and_wait();
+      },
+      config);
+}
+
+inline void an_abort_ends_a_wait(const Layout& layout, int size) {
+  std::latch failed(size - 1);
+  run_world(layout, size, [&](Communicator& communicator, Abort& abort) {
+    if (communicator.rank() == 0) return failed.wait();
+    std::thread watchdog([&] {
+      abort.raise(Error(ErrorKind::kPeerLost, "rank 0 was killed"));
+      communicator.board().wake();
+    });
+    Elements data(DType::kFloat32, 100'000);
+    const auto allreduce = [&] {
+      communicator.allreduce(data.data(), data.data(), data.count(), {});
+    };
+    CHECK_THROWS(allreduce(), ErrorKind::kPeerLost, "rank 0 was killed");
+    watchdog.join();
+    failed.arrive_and_wait();
+  });
+}
+
+/// Registers the suite, and the board's; returns true, to initialise a static with.
+inline bool add_communicator_suite(const Layout& layout) {
+  const auto add = [&](const char* name, void (*body)(const Layout&, int)) {
+    add_for_sizes(layout, name, body);
+  };
+  add("allreduce of every dtype, op and edge", allreduce_all);
+  add("allreduce longer than many segments", allreduce_long);
+  add("allreduce scales before and after", allreduce_scaled);
+  add("allreduce accumulates 16-bit floats in float32", allreduce_accumulates_in_float32);
+  add("allreduce gives the same bits on all ranks and runs", allreduce_same_bits);
+  add("broadcast from every root", broadcast_from_every_root);
+  add("allgather of ragged and empty parts", allgather_ragged);
+  add("barrier holds all until the last", barrier_holds_all);
+  add("agreement and data in turns", everything_in_turns);
+  Layout with_peers = layout;
+  std::erase(with_peers.sizes, 1);
+  add_for_sizes(with_peers, "silence is a timeout", silence_is_a_timeout);
+  add_for_sizes(with_peers, "an abort ends a wait with its cause", an_abort_ends_a_wait);
+  return add_board_suite(layout);
+}
+
+}  // namespace torch_ring::test

@@ -1,0 +1,150 @@
+#include "transport/connection.h"
+
+#include <latch>
+#include <optional>
+
+#include "test_world.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+constexpr std::size_t kMiB = 1u << 20;
+
+using Bytes = std::vector<std::byte>;
+
+Bytes pattern(std::size_t bytes, int seed) {
+  Bytes data(bytes);
+  for (std::size_t i = 0; i < bytes; ++i) data[i] = static_cast<std::byte>(i * 31 + i / 255 + seed);
+  return data;
+}
+
+/// Two ranks, each with its connection to the other and its way to wait.
+struct End {
+  End(Fd socket, int peer, std::chrono::milliseconds timeout)
+      : waiting(timeout),
+        connection(std::move(socket), "rank " + std::to_string(peer) + " (a thread)") {}
+
+  void exchange(std::span<const std::byte> outgoing, std::span<std::byte> incoming,
+                const std::function<void(std::size_t)>& received = {}) {
+    torch_ring::exchange(&connection, outgoing, &connection, incoming, waiting.waiter, received);
+  }
+
+  Waiting waiting;
+  Connection connection;
+};
+
+struct Pair {
+  explicit Pair(Sockets sockets, std::chrono::milliseconds timeout = patient().timeout) {
+    auto [zero, one] = socket_pair(sockets);
+    ends[0].emplace(std::move(zero), 1, timeout);
+    ends[1].emplace(std::move(one), 0, timeout);
+  }
+  std::optional<End> ends[2];
+};
+
+void exchange_both_ways(Sockets sockets) {
+  Pair pair(sockets);
+  // Much more than the sockets hold: whoever only sent would block for ever.
+  const Bytes data[2] = {pattern(9 * kMiB + 1, 0), pattern(5 * kMiB + 3, 1)};
+  run_ranks(2, [&](int rank) {
+    Bytes incoming(data[1 - rank].size());
+    std::size_t last = 0;
+    pair.ends[rank]->exchange(data[rank], incoming, [&](std::size_t bytes) {
+      CHECK(bytes > last);
+      last = bytes;
+    });
+    CHECK_EQ(last, incoming.size());
+    CHECK(incoming == data[1 - rank]);
+  });
+}
+
+}  // namespace
+
+TEST(connection_exchange_both_ways_unix) { exchange_both_ways(Sockets::kUnix); }
+TEST(connection_exchange_both_ways_tcp) { exchange_both_ways(Sockets::kTcp); }
+
+TEST(connection_exchange_in_one_direction_or_none) {
+  Pair pair(Sockets::kTcp);
+  const Bytes data = pattern(kMiB, 0);
+  run_ranks(2, [&](int rank) {
+    Bytes incoming(rank == 0 ? 0 : kMiB);
+    pair.ends[rank]->exchange({data.data(), rank == 0 ? kMiB : 0}, incoming);
+    if (rank == 1) CHECK(incoming == data);
+  });
+  exchange(nullptr, {}, nullptr, {}, pair.ends[0]->waiting.waiter);
+}
+
+TEST(connection_readable_when_bytes_or_the_end_have_come) {
+  Pair pair(Sockets::kTcp);
+  std::byte byte{7};
+  CHECK(!pair.ends[0]->connection.readable());
+  CHECK_EQ(pair.ends[0]->connection.try_receive({&byte, 1}), 0u);
+  pair.ends[1]->exchange({&byte, 1}, {});
+  CHECK(pair.ends[0]->connection.readable());
+  pair.ends[0]->exchange({}, {&byte, 1});
+  CHECK(!pair.ends[0]->connection.readable());
+  pair.ends[1].reset();
+  CHECK(pair.ends[0]->connection.readable());
+  CHECK_EQ(pair.ends[0]->connection.try_receive({}), 0u);
+}
+
+TEST(connection_the_end_comes_after_the_last_byte) {
+  for (const Sockets sockets : {Sockets::kUnix, Sockets::kTcp}) {
+    Pair pair(sockets);
+    const Bytes data = pattern(1000, 0);
+    pair.ends[1]->exchange(data, {});
+    pair.ends[1].reset();
+    Bytes incoming(1000);
+    pair.ends[0]->exchange({}, incoming);
+    CHECK(incoming == data);
+    CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
+                 "connection to rank 1 (a thread) closed after 0 of 1000 bytes received");
+  }
+}
+
+TEST(connection_a_lost_peer_is_named_with_the_progress) {
+  Pair pair(Sockets::kTcp);
+  const Bytes data = pattern(3 * kMiB / 2, 0);
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) {
+      pair.ends[1]->exchange(data, {});
+      pair.ends[1].reset();
+    } else {
+      Bytes incoming(4 * kMiB);
+      CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
+                   "connection to rank 1 (a thread) closed after 1.5 of 4.0 MiB received");
+    }
+  });
+  CHECK_THROWS(
+      {
+        while (true) pair.ends[0]->exchange(data, {});
+      },
+      ErrorKind::kPeerLost, "connection to rank 1 (a thread) failed: ");
+}
+
+TEST(connection_a_silent_peer_is_a_timeout_with_the_progress) {
+  Pair pair(Sockets::kTcp, std::chrono::milliseconds(50));
+  Bytes incoming(3000);
+  pair.ends[1]->exchange(pattern(1000, 0), {});
+  CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kTimeout,
+               "no progress for 0.05 s: 1.0 of 2.9 KiB received from rank 1 (a thread)");
+}
+
+TEST(connection_an_abort_ends_an_exchange_with_its_cause) {
+  Pair pair(Sockets::kUnix);
+  std::latch waiting(1);
+  run_ranks(2, [&](int rank) {
+    End& end = *pair.ends[0];
+    if (rank == 0) {
+      Bytes incoming(1);
+      waiting.count_down();
+      CHECK_THROWS(end.exchange({}, incoming), ErrorKind::kPeerLost, "rank 7 was killed");
+    } else {
+      waiting.wait();
+      end.waiting.abort.raise(Error(ErrorKind::kPeerLost, "rank 7 was killed"));
+      end.waiting.doorbell.ring_always();
+    }
+  });
+}

@@ -1,0 +1,133 @@
+#include "harness.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace torch_ring::test {
+
+namespace {
+
+// A hang, and not a slow machine: the longest test takes seconds, also under a sanitizer.
+constexpr std::chrono::seconds kHung{45};
+
+struct Test {
+  std::string name;
+  std::function<void()> body;
+};
+
+std::vector<Test>& tests() {
+  static std::vector<Test> all;  // of the program, as the tests are: static initialisers fill it
+  return all;
+}
+
+const char* running = "";
+
+[[noreturn]] void end_hung(const std::vector<bool>& done) {
+  std::string ranks;
+  for (std::size_t i = 0; i < done.size(); ++i) {
+    if (!done[i]) ranks += " " + std::to_string(i);
+  }
+  std::printf("HUNG    %s: still running: rank%s\n", running, ranks.c_str());
+  std::fflush(stdout);
+  std::_Exit(1);
+}
+
+bool run(const Test& test) {
+  running = test.name.c_str();
+  try {
+    test.body();
+    std::printf("passed  %s\n", running);
+    return true;
+  } catch (const std::exception& error) {
+    std::printf("FAILED  %s\n%s\n", running, error.what());
+    return false;
+  }
+}
+
+bool selected(const Test& test, const std::vector<const char*>& filters) {
+  for (const char* filter : filters) {
+    if (test.name.find(filter) != std::string::npos) return true;
+  }
+  return filters.empty();
+}
+
+}  // namespace
+
+bool add_test(std::string name, std::function<void()> body) {
+  tests().push_back({std::move(name), std::move(body)});
+  return true;
+}
+
+void fail(const char* file, int line, const std::string& what) {
+  throw CheckFailed(std::string(file) + ":" + std::to_string(line) + ": " + what);
+}
+
+void run_ranks(int ranks, const std::function<void(int)>& fn) {
+  const auto count = static_cast<std::size_t>(ranks);
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<bool> done(count, false);
+  std::string errors;
+
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < count; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::string error;
+      try {
+        fn(static_cast<int>(rank));
+      } catch (const std::exception& thrown) {
+        error = "rank " + std::to_string(rank) + ": " + thrown.what() + "\n";
+      }
+      const std::scoped_lock lock(mutex);
+      errors += error;
+      done[rank] = true;
+      changed.notify_one();
+    });
+  }
+  {
+    std::unique_lock lock(mutex);
+    const auto all_done = [&] { return done == std::vector<bool>(count, true); };
+    if (!changed.wait_for(lock, kHung, all_done)) end_hung(done);
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (!errors.empty()) throw CheckFailed(errors);
+}
+
+}  // namespace torch_ring::test
+
+/// Usage: [--list] [PART OF A NAME]...
+int main(int argc, char** argv) {
+  using namespace torch_ring::test;
+  bool list = false;
+  std::vector<const char*> filters;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--list") == 0) {
+      list = true;
+    } else {
+      filters.push_back(argv[i]);
+    }
+  }
+
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  int passed = 0;
+  int failed = 0;
+  for (const Test& test : tests()) {
+    if (!selected(test, filters)) continue;
+    if (list) {
+      std::printf("%s\n", test.name.c_str());
+    } else if (run(test)) {
+      ++passed;
+    } else {
+      ++failed;
+    }
+  }
+  if (list) return 0;
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed > 0 || passed == 0 ? 1 : 0;
+}

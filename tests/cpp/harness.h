@@ -1,0 +1,80 @@
+// A test harness of one page: a newcomer has g++ and nothing else.
+//
+//   TEST(name) { CHECK(a); CHECK_EQ(a, b); CHECK_THROWS(f(), ErrorKind::kPeerLost, "rank 1"); }
+//
+// A failed check throws, so a test ends at its first one. Names of tests are sentences.
+#pragma once
+
+#include <functional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace torch_ring::test {
+
+class CheckFailed : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Registers a test; TEST does so for a fixed name. Returns true, to initialise a static with.
+bool add_test(std::string name, std::function<void()> body);
+
+/// Runs fn(0) ... fn(ranks - 1), each in a thread of its own, and waits for all. Throws CheckFailed
+/// with what every rank threw. Ranks that are still running after 45 s end the program with
+/// their names: a thread cannot be killed.
+void run_ranks(int ranks, const std::function<void(int rank)>& fn);
+
+[[noreturn]] void fail(const char* file, int line, const std::string& what);
+
+template <class T>
+std::string shown(const T& value) {
+  if constexpr (requires(std::ostream& out) { out << value; }) {
+    std::ostringstream text;
+    text << std::boolalpha << value;
+    return text.str();
+  } else if constexpr (requires { value.begin(); }) {
+    std::string text = "[";
+    for (const auto& item : value) text += (text.size() > 1 ? ", " : "") + shown(item);
+    return text + "]";
+  } else {
+    return "(a value)";
+  }
+}
+
+template <class A, class B>
+void check_equal(const char* file, int line, const char* text, const A& a, const B& b) {
+  if (!(a == b)) fail(file, line, std::string(text) + ": " + shown(a) + " is not " + shown(b));
+}
+
+template <class Fn>
+void check_throws(const char* file, int line, Fn&& fn, ErrorKind kind, const std::string& part) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    if (error.kind() != kind) fail(file, line, "an error of another kind: " + what);
+    if (what.find(part) == std::string::npos) fail(file, line, what + "\nlacks: " + part);
+    return;
+  }
+  fail(file, line, "nothing was thrown");
+}
+
+}  // namespace torch_ring::test
+
+#define TEST(name)                                      \
+  static void test_##name();                            \
+  [[maybe_unused]] static const bool added_##name =     \
+      ::torch_ring::test::add_test(#name, test_##name); \
+  static void test_##name()
+
+#define CHECK(condition) \
+  ((condition) ? void() : ::torch_ring::test::fail(__FILE__, __LINE__, "not true: " #condition))
+
+#define CHECK_EQ(a, b) ::torch_ring::test::check_equal(__FILE__, __LINE__, #a " == " #b, a, b)
+
+#define CHECK_THROWS(expression, kind, part) \
+  ::torch_ring::test::check_throws(          \
+      __FILE__, __LINE__, [&] { static_cast<void>(expression); }, kind, part)

@@ -1,0 +1,107 @@
+#include "collective/plan.h"
+
+#include <array>
+#include <set>
+
+#include "harness.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+constexpr int kLargest = 17;
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+TEST(plan_chunks_cover_the_buffer_in_order) {
+  for (int parts = 1; parts <= kLargest; ++parts) {
+    for (const std::size_t count : {0, 1, 63, 64, 65, 64 * parts, 64 * parts + 1, 12345}) {
+      std::size_t end = 0;
+      for (int i = 0; i < parts; ++i) {
+        const Range chunk = chunk_of(count, parts, i);
+        CHECK_EQ(chunk.begin, end);
+        CHECK(end % 64 == 0 || chunk.count == 0);
+        end += chunk.count;
+      }
+      CHECK_EQ(end, count);
+    }
+  }
+}
+
+TEST(plan_ranges_cover_the_count) {
+  CHECK(ranges_of(0, 10).empty());
+  const auto ranges = ranges_of(25, 10);
+  CHECK_EQ(ranges.size(), 3u);
+  CHECK_EQ(ranges[2].begin, 20u);
+  CHECK_EQ(ranges[2].count, 5u);
+  CHECK_EQ(ranges_of(20, 10).size(), 2u);
+
+  const std::array<std::size_t, 3> ragged{4, 0, 6};
+  const auto parts = ranges_of(ragged);
+  CHECK_EQ(parts[1].begin, 4u);
+  CHECK_EQ(parts[1].count, 0u);
+  CHECK_EQ(parts[2].begin, 4u);
+  CHECK_EQ(parts[2].count, 6u);
+}
+
+// Each rank keeps, for every chunk, the ranks whose values are in it; a step adds what the previous
+// rank had of the chunk that it sends.
+TEST(plan_reduce_scatter_sums_each_rank_once) {
+  for (int size = 1; size <= kLargest; ++size) {
+    using Sums = std::vector<std::multiset<int>>;
+    std::vector<Sums> ranks(at(size));
+    for (int rank = 0; rank < size; ++rank) ranks[at(rank)].assign(at(size), {rank});
+    for (int step = 0; step < size - 1; ++step) {
+      const std::vector<Sums> before = ranks;
+      for (int rank = 0; rank < size; ++rank) {
+        const int prev = (rank + size - 1) % size;
+        const int chunk = reduce_scatter_steps(rank, size)[at(step)].receive;
+        CHECK_EQ(chunk, reduce_scatter_steps(prev, size)[at(step)].send);
+        const auto& sum = before[at(prev)][at(chunk)];
+        ranks[at(rank)][at(chunk)].insert(sum.begin(), sum.end());
+      }
+    }
+    std::multiset<int> everybody;
+    for (int rank = 0; rank < size; ++rank) everybody.insert(rank);
+    for (int rank = 0; rank < size; ++rank) CHECK_EQ(ranks[at(rank)][at(rank)], everybody);
+  }
+}
+
+TEST(plan_allgather_passes_on_only_what_has_come) {
+  for (int size = 1; size <= kLargest; ++size) {
+    for (int rank = 0; rank < size; ++rank) {
+      std::set<int> has{rank};
+      const auto steps = allgather_steps(rank, size);
+      const auto sent_to_us = allgather_steps((rank + size - 1) % size, size);
+      for (std::size_t i = 0; i < steps.size(); ++i) {
+        CHECK(has.contains(steps[i].send));
+        CHECK_EQ(steps[i].receive, sent_to_us[i].send);
+        CHECK(has.insert(steps[i].receive).second);
+      }
+      CHECK_EQ(has.size(), at(size));
+    }
+  }
+}
+
+TEST(plan_bruck_brings_every_entry_once_from_distinct_ranks) {
+  for (int size = 1; size <= kLargest; ++size) {
+    for (int rank = 0; rank < size; ++rank) {
+      const auto steps = bruck_steps(rank, size);
+      std::set<int> sources;
+      int held = 1;
+      for (std::size_t i = 0; i < steps.size(); ++i) {
+        CHECK_EQ(steps[i].from, (rank + held) % size);  // where the next entries begin
+        CHECK(steps[i].count <= held);                  // both have what they send
+        CHECK_EQ(bruck_steps(steps[i].from, size)[i].to, rank);
+        CHECK_EQ(bruck_steps(steps[i].from, size)[i].count, steps[i].count);
+        CHECK(sources.insert(steps[i].from).second);
+        held += steps[i].count;
+      }
+      CHECK_EQ(held, size);
+    }
+  }
+  CHECK_EQ(bruck_steps(0, 1 << 14).size(), 14u);  // one less than a Doorbell can poll
+}

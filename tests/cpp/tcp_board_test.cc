@@ -1,0 +1,110 @@
+#include "collective/tcp_board.h"
+
+#include <optional>
+
+#include "board_suite.h"
+#include "test_world.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+/// Rank 0 of two is a board; the test is rank 1, byte by byte.
+struct Peer {
+  Peer() {
+    auto [here, there] = unix_pair();
+    connection.emplace(std::move(here), "rank 1 (a thread)");
+    us.emplace(std::move(there), "rank 0 (a thread)");
+    board.emplace(0, std::vector<Connection*>{nullptr, &*connection}, waiting.waiter, 1000);
+  }
+
+  void send(const std::vector<std::uint64_t>& words) {
+    const auto bytes = std::as_bytes(std::span(words));
+    CHECK_EQ(us->try_send(bytes), bytes.size());
+  }
+
+  Waiting waiting;
+  std::optional<Connection> connection;
+  std::optional<Connection> us;
+  std::optional<TcpBoard> board;
+};
+
+void check_garbled(const std::vector<std::uint64_t>& frame, const std::string& what) {
+  Peer peer;
+  peer.board->post({});
+  peer.send(frame);
+  CHECK_THROWS(peer.board->complete(), ErrorKind::kPeerLost,
+               "rank 1 (a thread) sent a garbled frame: " + what);
+}
+
+}  // namespace
+
+TEST(tcp_board_takes_a_frame_in_any_pieces_and_not_a_byte_more) {
+  Peer peer;
+  peer.board->post({});
+  const std::vector<std::uint64_t> frame{1, 16, 5, 0x0807060504030201};
+  for (const std::byte& byte : std::as_bytes(std::span(frame))) {
+    CHECK(!peer.board->complete());
+    CHECK_EQ(peer.board->missing(), std::vector<int>{1});
+    CHECK_EQ(peer.us->try_send({&byte, 1}), 1u);
+  }
+  peer.send({42});  // data that follows
+  CHECK(peer.board->complete());
+  CHECK_EQ(peer.board->entry(1).size(), 5u);
+  CHECK(peer.board->entry(1)[4] == std::byte{5});
+  std::uint64_t data = 0;
+  CHECK_EQ(peer.connection->try_receive(std::as_writable_bytes(std::span(&data, 1))), 8u);
+  CHECK_EQ(data, 42u);
+}
+
+TEST(tcp_board_refuses_impossible_frames) {
+  check_garbled({1, 1ull << 60}, "1152921504606846976 bytes for 1 entries");
+  check_garbled({1, 0}, "0 bytes for 1 entries");
+  check_garbled({1, 1016, 0}, "1016 bytes for 1 entries");
+  check_garbled({2, 8, 0}, "of round 2 in round 1");
+  check_garbled({1, 8, 1}, "an entry that does not fit");
+  check_garbled({1, 8, 1ull << 63}, "an entry that does not fit");
+  check_garbled({1, 8, ~0ull}, "an entry that does not fit");
+  check_garbled({1, 16, 0, 0}, "more than its entries");
+}
+
+TEST(tcp_board_a_round_outlives_a_peer_that_finished_it) {
+  Peer peer;
+  peer.board->post({});
+  peer.send({1, 8, 0});
+  std::vector<std::byte> taken(100);
+  CHECK_EQ(peer.us->try_receive(taken), 24u);
+  peer.us.reset();
+  CHECK(peer.board->complete());
+  CHECK(peer.board->peer_posted());  // the end of the stream is worth a look
+  const auto next = [&] {
+    peer.board->post({});
+    wait_complete(*peer.board);
+  };
+  CHECK_THROWS(next(), ErrorKind::kPeerLost, "connection to rank 1 (a thread) ");
+}
+
+TEST(tcp_board_waits_on_what_moves_the_round) {
+  Peer peer;
+  const auto polled = [&] {
+    std::vector<int> events;
+    for (const pollfd& fd : peer.board->fds()) {
+      if (fd.fd >= 0) events.push_back(fd.events);
+    }
+    return events;
+  };
+  CHECK_EQ(polled(), std::vector<int>{POLLIN});
+  const std::vector<std::byte> entry(1000);
+  int rounds = 0;
+  while (polled() == std::vector<int>{POLLIN}) {  // until the socket takes no more
+    peer.send({static_cast<std::uint64_t>(++rounds), 8, 0});
+    peer.board->post(entry);
+  }
+  CHECK_EQ(polled(), std::vector<int>{POLLOUT});
+  CHECK(!peer.board->complete());
+  std::vector<std::byte> taken(1u << 20);
+  while (peer.us->try_receive(taken) > 0) {
+  }
+  CHECK(peer.board->complete());
+}

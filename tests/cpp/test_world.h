@@ -1,0 +1,160 @@
+// Worlds for tests: the ranks are threads of this process, and every descriptor is their own.
+#pragma once
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collective/world.h"
+#include "core/abort.h"
+#include "harness.h"
+#include "transport/doorbell.h"
+#include "transport/shared_memory.h"
+#include "transport/waiter.h"
+
+namespace torch_ring::test {
+
+enum class Sockets { kUnix, kTcp };
+
+/// Two ends of one stream.
+inline std::pair<Fd, Fd> unix_pair() {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) < 0) throw_errno("socketpair");
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+/// The same over the loopback interface.
+inline std::pair<Fd, Fd> tcp_pair() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  socklen_t bytes = sizeof address;
+
+  const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (::bind(listener.get(), generic, bytes) < 0 || ::listen(listener.get(), 1) < 0 ||
+      ::getsockname(listener.get(), generic, &bytes) < 0) {
+    throw_errno("listen on the loopback interface");
+  }
+  Fd one(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (::connect(one.get(), generic, bytes) < 0) throw_errno("connect");
+  Fd other(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!other) throw_errno("accept");
+  return {std::move(one), std::move(other)};
+}
+
+inline std::pair<Fd, Fd> socket_pair(Sockets sockets) {
+  return sockets == Sockets::kTcp ? tcp_pair() : unix_pair();
+}
+
+inline Fd duplicate(const Fd& fd) {
+  const int copy = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) throw_errno("fcntl(F_DUPFD_CLOEXEC)");
+  return Fd(copy);
+}
+
+/// The worlds of all ranks, as torch_ring/mesh.py would make them; rank r is on host_of[r].
+inline std::vector<World> make_worlds(const std::vector<int>& host_of,
+                                      Sockets sockets = Sockets::kUnix) {
+  constexpr std::size_t kArenaBytes = 16u << 20;
+  const std::size_t size = host_of.size();
+  std::vector<World> worlds(size);
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    World& world = worlds[rank];
+    world.rank = static_cast<int>(rank);
+    world.size = static_cast<int>(size);
+    world.host_of = host_of;
+    world.may_spin = false;  // more threads than cores
+    for (std::size_t peer = 0; peer < size; ++peer) {
+      world.labels.push_back("rank " + std::to_string(peer) + " (a thread)");
+    }
+    world.data.resize(size);
+    world.memory.resize(size);
+    world.doorbells.resize(size);
+    world.control.resize(size);
+  }
+  for (std::size_t one = 0; one < size; ++one) {
+    const Fd memory = SharedMemory::create(kArenaBytes);
+    const Fd doorbell = Doorbell::make_event_fd();
+    for (std::size_t peer = 0; peer < size; ++peer) {
+      if (host_of[one] != host_of[peer]) continue;
+      worlds[peer].memory[one] = duplicate(memory);
+      worlds[peer].doorbells[one] = duplicate(doorbell);
+    }
+    for (std::size_t other = one + 1; other < size; ++other) {
+      std::tie(worlds[one].control[other], worlds[other].control[one]) = unix_pair();
+      if (!worlds[one].needs_data(static_cast<int>(other))) continue;
+      std::tie(worlds[one].data[other], worlds[other].data[one]) = socket_pair(sockets);
+    }
+  }
+  return worlds;
+}
+
+/// What the suites run on: which rank is on which host, and what joins the hosts. It decides which
+/// communicator make_communicator() makes.
+struct Layout {
+  std::string name;
+  std::function<std::vector<int>(int size)> host_of;
+  std::vector<int> sizes{1, 2, 3, 4};
+  Sockets sockets = Sockets::kUnix;
+  bool may_spin = false;
+};
+
+inline std::vector<int> one_host(int size) {
+  return std::vector<int>(static_cast<std::size_t>(size), 0);
+}
+inline std::vector<int> one_rank_a_host(int size) {
+  std::vector<int> host_of(static_cast<std::size_t>(size));
+  std::iota(host_of.begin(), host_of.end(), 0);
+  return host_of;
+}
+
+/// Long enough that only a hang meets it, and shorter than the harness's patience.
+inline EngineConfig patient() {
+  EngineConfig config;
+  config.timeout = std::chrono::seconds(30);
+  return config;
+}
+
+/// A rank's way to wait, for tests of what lies below a communicator.
+struct Waiting {
+  explicit Waiting(std::chrono::milliseconds timeout = patient().timeout)
+      : waiter(abort, doorbell, false, timeout) {}
+
+  Abort abort;
+  std::atomic<std::uint32_t> asleep{0};
+  Doorbell doorbell{Doorbell::make_event_fd(), &asleep};
+  Waiter waiter;
+};
+
+/// Runs `fn` on every rank of a new world, each with its communicator and its Abort.
+inline void run_world(const Layout& layout, int size,
+                      const std::function<void(Communicator&, Abort&)>& fn,
+                      const EngineConfig& config = patient()) {
+  std::vector<World> worlds = make_worlds(layout.host_of(size), layout.sockets);
+  run_ranks(size, [&](int rank) {
+    World& world = worlds[static_cast<std::size_t>(rank)];
+    world.may_spin = layout.may_spin;
+    Abort abort;
+    fn(*make_communicator(world, config, abort), abort);
+  });
+}
+
+/// Registers `body(layout, size)` for every size: "<layout> x<size>: <name>".
+inline void add_for_sizes(const Layout& layout, const std::string& name,
+                          const std::function<void(const Layout&, int size)>& body) {
+  for (const int size : layout.sizes) {
+    add_test(layout.name + " x" + std::to_string(size) + ": " + name, [=] { body(layout, size); });
+  }
+}
+
+}  // namespace torch_ring::test

@@ -1,0 +1,102 @@
+"""The bucket planner, on plans nobody thought of."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_ring.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan_buckets
+
+CPU = torch.device("cpu")
+CAPACITY_BYTES, LAST_BYTES = 1024, 256
+
+specs_and_orders = st.lists(
+    st.builds(
+        TensorSpec,
+        numel=st.integers(0, 400),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+        device=st.sampled_from([CPU, torch.device("meta")]),
+    ),
+    max_size=20,
+).flatmap(lambda specs: st.tuples(st.just(specs), st.permutations(range(len(specs)))))
+
+
+def plan(case: tuple[list[TensorSpec], list[int]]) -> tuple[Bucket, ...]:
+    specs, order = case
+    return plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES)
+
+
+def size_bytes(bucket: Bucket) -> int:
+    return bucket.numel * bucket.dtype.itemsize
+
+
+@given(specs_and_orders)
+def test_every_parameter_has_one_place_of_its_own(case):
+    specs, _ = case
+    buckets = plan(case)
+    placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
+    assert placed == list(range(len(specs)))
+    for bucket in buckets:
+        end = 0
+        for slot in bucket.slots:
+            spec = specs[slot.parameter]
+            assert (spec.dtype, spec.device, spec.numel) == (bucket.dtype, bucket.device, slot.numel)
+            assert slot.offset * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
+            assert slot.offset >= end
+            end = slot.offset + slot.numel
+        assert end <= bucket.numel
+
+
+@given(specs_and_orders)
+def test_limits_are_kept_unless_one_gradient_breaks_them(case):
+    buckets = plan(case)
+    for bucket in buckets:
+        assert size_bytes(bucket) <= CAPACITY_BYTES or len(bucket.slots) == 1
+    for kind in {(bucket.dtype, bucket.device) for bucket in buckets}:
+        last = [bucket for bucket in buckets if (bucket.dtype, bucket.device) == kind][-1]
+        assert size_bytes(last) <= LAST_BYTES or len(last.slots) == 1
+
+
+@given(specs_and_orders)
+def test_buckets_follow_the_order_of_readiness(case):
+    _, order = case
+    ready_at = {parameter: position for position, parameter in enumerate(order)}
+    buckets = plan(case)
+    within = [[ready_at[slot.parameter] for slot in bucket.slots] for bucket in buckets]
+    assert all(positions == sorted(positions) for positions in within)
+    full_at = [positions[-1] for positions in within]
+    assert full_at == sorted(full_at)
+
+
+@given(specs_and_orders)
+def test_no_two_neighbours_of_a_kind_would_fit_into_one(case):
+    """Buckets are as few as the order allows; the last of a kind is small on purpose."""
+    by_kind: dict[object, list[Bucket]] = {}
+    for bucket in plan(case):
+        by_kind.setdefault((bucket.dtype, bucket.device), []).append(bucket)
+    specs, _ = case
+    for buckets in by_kind.values():
+        for bucket, following in zip(buckets[:-2], buckets[1:-1], strict=True):
+            first = specs[following.slots[0].parameter]
+            assert size_bytes(bucket) + first.aligned_bytes > CAPACITY_BYTES
+
+
+@given(specs_and_orders, st.integers(min_value=0))
+def test_runs_cover_the_touched_and_nothing_else(case, touched):
+    for bucket in plan(case):
+        covered = [element for begin, end in bucket.runs(touched) for element in range(begin, end)]
+        assert len(covered) == len(set(covered))
+        inside = set(covered)
+        for slot in bucket.slots:
+            elements = set(range(slot.offset, slot.offset + slot.numel))
+            if touched >> slot.parameter & 1:
+                assert elements <= inside
+            else:
+                assert not elements & inside
+
+
+def test_touching_all_of_a_bucket_is_one_run():
+    specs = [TensorSpec(numel, torch.float32, CPU) for numel in (3, 5, 7)]
+    (bucket,) = plan_buckets(specs, [2, 1, 0], CAPACITY_BYTES, LAST_BYTES)
+    assert list(bucket.runs(0b111)) == [(0, bucket.numel)]
+    assert list(bucket.runs(0b101)) == [(0, 7), (32, 35)]
+    assert list(bucket.runs(0b1000)) == []

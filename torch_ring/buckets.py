@@ -1,0 +1,152 @@
+"""Which gradients are reduced together: parameters -> plan. Pure: no tensors, no communication."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGNMENT_BYTES = 64
+"""Every gradient begins on a cache line: ranks that write neighbours do not share one."""
+
+LAST_BUCKET_BYTES = 1 << 20
+"""What may be left to reduce when backward ends, if the rest was reduced while it ran."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the planner knows of a gradient."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def aligned_numel(self) -> int:
+        """Elements up to the next multiple of `ALIGNMENT_BYTES`."""
+        alignment = ALIGNMENT_BYTES // self.dtype.itemsize
+        return -(-self.numel // alignment) * alignment
+
+    @property
+    def aligned_bytes(self) -> int:
+        """The same in bytes."""
+        return self.aligned_numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter's gradient in its bucket; offset and length in elements."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that share a flat tensor of `numel` elements, in the order of `slots`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def parameters(self) -> int:
+        """The bitmap of the parameters in here: bit i is parameter i."""
+        return sum(1 << slot.parameter for slot in self.slots)
+
+    def runs(self, touched: int) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of each longest range of touched gradients, in elements.
+
+        What is not touched keeps its value because it is not sent: a gradient from an earlier step
+        would be multiplied by a Sum.
+
+        Args:
+            touched: the bitmap of the parameters to reduce.
+        """
+        if touched & self.parameters == self.parameters:
+            yield 0, self.numel
+            return
+        begin = end = -1
+        for slot in self.slots:
+            if touched >> slot.parameter & 1:
+                begin = slot.offset if begin < 0 else begin
+                end = slot.offset + slot.numel
+            elif begin >= 0:
+                yield begin, end
+                begin = -1
+        if begin >= 0:
+            yield begin, end
+
+
+def plan_buckets(
+    specs: Sequence[TensorSpec],
+    order: Sequence[int],
+    capacity_bytes: int,
+    last_bytes: int = LAST_BUCKET_BYTES,
+) -> tuple[Bucket, ...]:
+    """Pack gradients into buckets in the order in which they become ready.
+
+    A bucket holds one dtype on one device. The gradients that are ready last get a bucket of at
+    most `last_bytes`; a gradient that is larger than a limit gets a bucket of its own.
+
+    Args:
+        specs: the gradients, by parameter index.
+        order: a permutation of the parameter indices.
+        capacity_bytes: the most that goes into one bucket.
+        last_bytes: the same for the last bucket.
+
+    Returns:
+        The buckets, in the order in which they become full.
+
+    Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", VLDB 13(12), 2020, section 3.2.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for parameter in order:
+        spec = specs[parameter]
+        kinds.setdefault((spec.dtype, spec.device), []).append(parameter)
+    groups = [
+        group
+        for parameters in kinds.values()
+        for group in _split(specs, parameters, capacity_bytes, last_bytes)
+    ]
+    ready_at = {parameter: position for position, parameter in enumerate(order)}
+    groups.sort(key=lambda group: ready_at[group[-1]])
+    return tuple(_lay_out(specs, group) for group in groups)
+
+
+def _split(
+    specs: Sequence[TensorSpec], parameters: Sequence[int], capacity_bytes: int, last_bytes: int
+) -> list[list[int]]:
+    """Cut `parameters`, all of one kind, into groups that fit the limits."""
+    tail = _fitting([specs[parameter] for parameter in reversed(parameters)], last_bytes)
+    body, last = parameters[: len(parameters) - tail], parameters[len(parameters) - tail :]
+    groups: list[list[int]] = []
+    while body:
+        count = _fitting([specs[parameter] for parameter in body], capacity_bytes)
+        groups.append(list(body[:count]))
+        body = body[count:]
+    return [*groups, list(last)]
+
+
+def _fitting(specs: Sequence[TensorSpec], limit_bytes: int) -> int:
+    """Return how many of the first `specs` fit into `limit_bytes`: at least one."""
+    total = 0
+    for count, spec in enumerate(specs):
+        total += spec.aligned_bytes
+        if total > limit_bytes and count > 0:
+            return count
+    return len(specs)
+
+
+def _lay_out(specs: Sequence[TensorSpec], parameters: Sequence[int]) -> Bucket:
+    """Place gradients of one kind one after the other."""
+    slots: list[Slot] = []
+    offset = 0
+    for parameter in parameters:
+        slots.append(Slot(parameter, offset, specs[parameter].numel))
+        offset += specs[parameter].aligned_numel
+    first = specs[parameters[0]]
+    return Bucket(first.dtype, first.device, offset, tuple(slots))

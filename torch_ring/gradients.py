@@ -1,0 +1,272 @@
+"""The gradients of one optimizer: where they lie, and how they are reduced."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from torch_ring import _C
+from torch_ring.buckets import Bucket, TensorSpec, plan_buckets
+from torch_ring.compression import Compression, Compressor
+from torch_ring.passes import BackwardPasses, Report
+from torch_ring.reduce_op import Average, ReduceOp, Sum
+from torch_ring.state import require_same
+
+__all__ = ["Reducer", "Reduction"]
+
+_REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are combined.
+
+    Attributes:
+        op: Average or Sum.
+        predivide_factor: Average divides by this before the sum, by size / this after it.
+        compression: what travels in place of a bucket.
+        bucket_bytes: the most that is reduced together.
+    """
+
+    op: ReduceOp
+    predivide_factor: float
+    compression: type[Compressor]
+    bucket_bytes: int
+
+    def arguments(self, size: int) -> tuple[ReduceOp, float, float]:
+        """Return the operator, the prescale and the postscale factor of an allreduce."""
+        if self.predivide_factor == 1.0:
+            return self.op, 1.0, 1.0
+        return Sum, 1.0 / self.predivide_factor, self.predivide_factor / size
+
+    def describe(self) -> str:
+        """Return what all ranks must have in common."""
+        name = getattr(self.compression, "__qualname__", str(self.compression))
+        return f"{self.op.name}, {self.predivide_factor=}, {name}, {self.bucket_bytes=}"
+
+
+class Reducer:
+    """Keeps the gradients of one optimizer's parameters in buckets and reduces those.
+
+    Making one is collective: all ranks make theirs in the same order, of the same parameters.
+
+    Thread: the one that runs backward(), but for `start_bucket`. Errors: MismatchError, naming the
+    first parameter that is not the same on two ranks; ValueError for one that cannot be reduced.
+
+    Args:
+        passes: all reducers of this world.
+        size: the number of ranks.
+        parameters: leaves, whether they require grad now or not.
+        names: what errors call them.
+        reduction: how to combine the gradients.
+    """
+
+    def __init__(
+        self,
+        passes: BackwardPasses,
+        size: int,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        reduction: Reduction,
+    ) -> None:
+        self._specs = [
+            _spec(name, parameter) for name, parameter in zip(names, parameters, strict=True)
+        ]
+        _require_same_parameters(parameters, names, reduction)
+        self._passes = passes
+        self._engine = passes.engine
+        self._arguments = reduction.arguments(size)
+        self._compression = reduction.compression
+        self._bucket_bytes = reduction.bucket_bytes
+        self.settled = False
+        self.number = passes.register(self)
+        self.hooks = _C.GradientHooks(
+            parameters,
+            names,
+            reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
+            on_backward_end=passes.end,
+            on_bucket_full=(
+                functools.partial(passes.start_bucket, self.number)
+                if self._engine.overlaps()
+                else None
+            ),
+        )
+        self._plan: tuple[Bucket, ...] = ()
+        self._buckets: list[Tensor] = []
+        self._wires: list[Tensor | None] = []
+        self._started: dict[int, Callable[[], None]] = {}  # whole buckets, sent during the pass
+        self._unfinished: list[Callable[[], None]] = []
+        self._touched = 0
+        self._order_is_real = False
+        self._place(range(len(parameters) - 1, -1, -1))
+        _reducers.add(self)
+
+    def settle(self) -> None:
+        """Reduce whatever any rank has accumulated; see `BackwardPasses.settle`."""
+        self._passes.settle(self)
+
+    def finish_step(self) -> None:
+        """Begin the next step: nothing of it is reduced yet."""
+        self._passes.steps += 1
+        self.settled = False
+        self.hooks.restart(gradients=False)
+
+    def forget(self) -> None:
+        """Drop what has been accumulated: the gradients are zero or gone."""
+        self.settled = False
+        self.hooks.restart(gradients=True)
+
+    def average(self, loss: Tensor) -> Tensor:
+        """Return the loss of all ranks together: combined as the gradients are."""
+        reduced = loss.detach().clone()
+        op = Average if self._arguments[0] == Average or self._arguments[1] != 1.0 else Sum
+        name = f"loss.{self.number}.{self._passes.number}"
+        return self._engine.allreduce(reduced, reduced, name, op, 1.0, 1.0, awaited=True).wait()
+
+    def report(self, everything: bool) -> Report | None:
+        """See `Participant`."""
+        due, held_back = self.hooks.pending(everything)
+        bitmap = int.from_bytes(due, "little")
+        if not (bitmap or held_back or everything):
+            return None
+        order = () if self._order_is_real else tuple(self.hooks.ready_order())
+        return Report(self.number, bitmap, held_back, order)
+
+    def start_bucket(self, index: int) -> None:
+        """Start to reduce a bucket all of which is due here: other ranks will follow."""
+        if index in self._started:
+            raise RuntimeError(
+                "a backward pass failed after part of its gradients had been sent: "
+                "call shutdown() and init(), and wrap the optimizer again"
+            )
+        name = self._name(self._passes.number, index)
+        self._started[index] = self._send(name, self._buckets[index], self._wires[index])
+
+    def start(self, touched: int, number: int) -> None:
+        """See `Participant`."""
+        self._touched = touched
+        self.hooks.adopt(self._bitmap(touched))
+        for index, bucket in enumerate(self._plan):
+            if index in self._started:
+                self._unfinished.append(self._started.pop(index))
+                continue
+            for begin, end in bucket.runs(touched):
+                name = self._name(number, index, begin)
+                wire = self._wires[index]
+                self._unfinished.append(
+                    self._send(
+                        name,
+                        self._buckets[index][begin:end],
+                        None if wire is None else wire[begin:end],
+                    )
+                )
+
+    def finish(self, order: Sequence[int]) -> None:
+        """See `Participant`."""
+        unfinished, self._unfinished = self._unfinished, []
+        for complete in unfinished:
+            complete()
+        self.hooks.reduced(self._bitmap(self._touched))
+        if order and not self._order_is_real:
+            self._order_is_real = True
+            rest = set(range(len(self._specs))).difference(order)
+            self._place([*order, *sorted(rest, reverse=True)])
+
+    def _send(self, name: str, region: Tensor, wire: Tensor | None) -> Callable[[], None]:
+        """Start to reduce `region` in place; return what waits for it."""
+        if self._compression is Compression.none:
+            work = self._allreduce(name, region)
+            return lambda: _wait(work)
+        if wire is not None:
+            wire.copy_(region)
+            work = self._allreduce(name, wire)
+            return lambda: _copy(region, work.wait())
+        compressed, ctx = self._compression.compress(region)
+        work = self._allreduce(name, compressed.contiguous())
+        return lambda: _copy(region, self._compression.decompress(work.wait(), ctx))
+
+    def _allreduce(self, name: str, tensor: Tensor) -> _C.Work:
+        return self._engine.allreduce(tensor, tensor, name, *self._arguments)
+
+    def _name(self, number: int, bucket: int, begin: int = 0) -> str:
+        return f"gradients.{self.number}.{number}.{bucket}.{begin}"
+
+    def _bitmap(self, touched: int) -> bytes:
+        return touched.to_bytes((len(self._specs) + 7) // 8, "little")
+
+    def _place(self, order: Sequence[int]) -> None:
+        """Plan the buckets, and give every gradient its place in one."""
+        plan = plan_buckets(self._specs, order, self._bucket_bytes)
+        if plan == self._plan:
+            return
+        self._plan = plan
+        self._buckets = [self._memory(bucket, bucket.dtype) for bucket in plan]
+        self._wires = [self._wire(bucket) for bucket in plan]
+        places: dict[int, tuple[int, int]] = {
+            slot.parameter: (index, slot.offset)
+            for index, bucket in enumerate(plan)
+            for slot in bucket.slots
+        }
+        self.hooks.place(self._buckets, [places[i] for i in range(len(self._specs))])
+
+    def _memory(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+        if bucket.device.type != "cpu":
+            return torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
+        return self._engine.empty_shared((bucket.numel,), dtype).zero_()
+
+    def _wire(self, bucket: Bucket) -> Tensor | None:
+        """Return memory for the bucket in the dtype in which it travels, if that is known."""
+        dtype: torch.dtype | None = getattr(self._compression, "wire_dtype", None)
+        if dtype is None or dtype == bucket.dtype:
+            return None
+        return self._memory(bucket, dtype)
+
+
+def _wait(work: _C.Work) -> None:
+    work.wait()
+
+
+def _copy(region: Tensor, reduced: Tensor) -> None:
+    region.copy_(reduced)
+
+
+def _spec(name: str, parameter: Tensor) -> TensorSpec:
+    """Return what the planner needs; a complex number is two real ones."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    numel = parameter.numel()
+    if dtype.is_complex:
+        dtype, numel = dtype.to_real(), 2 * numel
+    if dtype not in _REDUCIBLE:
+        raise ValueError(f"the gradient of '{name}' has dtype {dtype}, which cannot be reduced")
+    return TensorSpec(numel, dtype, parameter.device)
+
+
+def _require_same_parameters(
+    parameters: Sequence[Tensor], names: Sequence[str], reduction: Reduction
+) -> None:
+    lines = [reduction.describe()]
+    for name, parameter in zip(names, parameters, strict=True):
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        line = f"'{name}' {dtype} {list(parameter.shape)}"
+        # The order of elements in memory is the order in which they are added up.
+        line += "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
+        lines.append(f"{line} on {parameter.device.type}")
+    require_same(lines, "the ranks wrap different optimizers")
+
+
+_reducers: WeakSet[Reducer] = WeakSet()
+
+
+def _disable_in_child() -> None:
+    """Keep a forked child (a DataLoader worker) from writing into its parent's buckets."""
+    for reducer in _reducers:
+        reducer.hooks.disable()
+
+
+os.register_at_fork(after_in_child=_disable_in_child)

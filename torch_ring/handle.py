@@ -1,0 +1,62 @@
+"""The pending result of an asynchronous operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torch_ring import _C
+
+__all__ = ["Handle", "poll", "synchronize"]
+
+
+class Handle:
+    """What an ``*_async`` operation returns; give it to :func:`synchronize` or :func:`poll`."""
+
+    __slots__ = ("_finish", "_work")
+
+    def __init__(self, work: _C.Work, finish: Callable[[Tensor], Any] | None = None) -> None:
+        self._work: _C.Work | None = work
+        self._finish = finish
+
+    def done(self) -> bool:
+        """Return whether the operation has completed, successfully or not."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> Any:
+        """Block until the operation is done and return its result.
+
+        Returns:
+            The result tensor the first time, None from then on.
+
+        Raises:
+            MismatchError: the ranks asked for different things; the job may go on.
+            PeerLostError, TimeoutError: a rank is gone, or silent.
+        """
+        if self._work is None:
+            return None
+        work, self._work = self._work, None
+        result = work.wait()
+        return result if self._finish is None else self._finish(result)
+
+
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"{handle!r} is not a handle of an asynchronous operation")
+    return handle
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether the operation is done, so that :func:`synchronize` would not block.
+
+    Raises:
+        ValueError: `handle` is not one that an ``*_async`` operation returned.
+    """
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Block until the operation is done and return its result; see :meth:`Handle.wait`."""
+    return _checked(handle).wait()

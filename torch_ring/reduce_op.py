@@ -1,0 +1,39 @@
+"""The reduction operators, by Horovod's names and numbers."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum", "resolve_op"]
+
+
+class ReduceOp(IntEnum):
+    """How an allreduce combines the ranks' tensors, elementwise."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+
+def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
+    """Return the operator that an `average` flag (deprecated) or an `op` asks for.
+
+    Raises:
+        ValueError: both are given, or `op` is unknown.
+    """
+    if op is not None:
+        if average is not None:
+            raise ValueError("give `op` or the deprecated `average`, not both")
+        return ReduceOp(op)
+    return Sum if average is False else Average
