@@ -97,6 +97,6 @@ def test_runs_cover_the_touched_and_nothing_else(case, touched):
 def test_touching_all_of_a_bucket_is_one_run():
     specs = [TensorSpec(numel, torch.float32, CPU) for numel in (3, 5, 7)]
     (bucket,) = plan_buckets(specs, [2, 1, 0], CAPACITY_BYTES, LAST_BYTES)
-    assert list(bucket.runs(0b111)) == [(0, bucket.numel)]
-    assert list(bucket.runs(0b101)) == [(0, 7), (32, 35)]
-    assert list(bucket.runs(0b1000)) == []
+    assert bucket.runs(0b111) == [(0, bucket.numel)]
+    assert bucket.runs(0b101) == [(0, 7), (32, 35)]
+    assert bucket.runs(0b1000) == []

@@ -93,11 +93,49 @@ class Work:
         """Block (interruptible, GIL released) and return the output tensor, or raise its error."""
 
 class GradientHooks:
-    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h)."""
+    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h).
+
+    In a bitmap, parameter i is bit i % 8 of byte i / 8.
+
+    Args:
+        parameters: leaves; hooked whether they require grad now or not.
+        names: what errors call them.
+        reduced_scale: multiplies a gradient that is reduced already before more is added to it.
+        on_backward_end: called at the end of each backward pass that touched a parameter; its
+            exception comes out of backward().
+        on_bucket_full: called during the pass with a bucket all of which is due.
+    """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        on_bucket_full: Callable[[int], None] | None,
+        names: Sequence[str],
+        *,
+        reduced_scale: float,
         on_backward_end: Callable[[], None],
+        on_bucket_full: Callable[[int], None] | None,
     ) -> None: ...
+    def place(self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]]) -> None:
+        """Give every parameter its (bucket, offset in elements); gradients move there."""
+
+    def pending(self, everything: bool) -> tuple[bytes, bool]:
+        """Return the bitmap of what is due, and whether there is more that is not due yet."""
+
+    def adopt(self, touched: bytes) -> None:
+        """Prepare the parameters of the bitmap to be reduced: gradients move, or become zero."""
+
+    def reduced(self, touched: bytes) -> None:
+        """Record that the parameters of the bitmap have been reduced."""
+
+    def ready_order(self) -> list[int]:
+        """Return the parameters in the order of their arrival in the current pass."""
+
+    def restart(self, *, gradients: bool) -> None:
+        """Count passes from zero; with `gradients`, forget what was accumulated."""
+
+    def set_passes_per_step(self, passes: int) -> None: ...
+    def set_synchronizing(self, synchronizing: bool) -> None:
+        """With False, nothing is ever due."""
+
+    def disable(self) -> None:
+        """Make the hooks do nothing any more."""

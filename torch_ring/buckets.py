@@ -1,10 +1,14 @@
 """Which gradients are reduced together: parameters -> plan. Pure: no tensors, no communication."""
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+__all__ = ["Bucket", "Slot", "TensorSpec", "plan_buckets"]
 
 ALIGNMENT_BYTES = 64
 """Every gradient begins on a cache line: ranks that write neighbours do not share one."""
@@ -56,8 +60,8 @@ class Bucket:
         """The bitmap of the parameters in here: bit i is parameter i."""
         return sum(1 << slot.parameter for slot in self.slots)
 
-    def runs(self, touched: int) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of each longest range of touched gradients, in elements.
+    def runs(self, touched: int) -> list[tuple[int, int]]:
+        """Return (begin, end) of each longest range of touched gradients, in elements.
 
         What is not touched keeps its value because it is not sent: a gradient from an earlier step
         would be multiplied by a Sum.
@@ -66,18 +70,16 @@ class Bucket:
             touched: the bitmap of the parameters to reduce.
         """
         if touched & self.parameters == self.parameters:
-            yield 0, self.numel
-            return
-        begin = end = -1
-        for slot in self.slots:
-            if touched >> slot.parameter & 1:
-                begin = slot.offset if begin < 0 else begin
-                end = slot.offset + slot.numel
-            elif begin >= 0:
-                yield begin, end
-                begin = -1
-        if begin >= 0:
-            yield begin, end
+            ranges = [(0, self.numel)]
+        else:
+            ranges = []
+            extends = False
+            for slot in self.slots:
+                if touched >> slot.parameter & 1:
+                    begin = ranges.pop()[0] if extends else slot.offset
+                    ranges.append((begin, slot.offset + slot.numel))
+                extends = bool(touched >> slot.parameter & 1)
+        return [(begin, end) for begin, end in ranges if begin < end]
 
 
 def plan_buckets(

@@ -1,9 +1,13 @@
 """What gradients look like on their way: `Compression.none`, `.fp16`, `.bf16`, or your own."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+__all__ = ["Compression", "Compressor"]
 
 
 class Compressor(Protocol):

@@ -15,7 +15,7 @@ from torch_ring import _C
 from torch_ring.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.compression import Compression, Compressor
 from torch_ring.passes import BackwardPasses, Report
-from torch_ring.reduce_op import Average, ReduceOp, Sum
+from torch_ring.reduce_op import ReduceOp, Sum
 from torch_ring.state import require_same
 
 __all__ = ["Reducer", "Reduction"]
@@ -81,18 +81,19 @@ class Reducer:
         _require_same_parameters(parameters, names, reduction)
         self._passes = passes
         self._engine = passes.engine
+        self._op = reduction.op
         self._arguments = reduction.arguments(size)
         self._compression = reduction.compression
         self._bucket_bytes = reduction.bucket_bytes
         self.settled = False
-        self.number = passes.register(self)
+        self.index = passes.register(self)
         self.hooks = _C.GradientHooks(
             parameters,
             names,
             reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
             on_backward_end=passes.end,
             on_bucket_full=(
-                functools.partial(passes.start_bucket, self.number)
+                functools.partial(passes.start_bucket, self.index)
                 if self._engine.overlaps()
                 else None
             ),
@@ -125,9 +126,9 @@ class Reducer:
     def average(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together: combined as the gradients are."""
         reduced = loss.detach().clone()
-        op = Average if self._arguments[0] == Average or self._arguments[1] != 1.0 else Sum
-        name = f"loss.{self.number}.{self._passes.number}"
-        return self._engine.allreduce(reduced, reduced, name, op, 1.0, 1.0, awaited=True).wait()
+        name = f"loss.{self.index}.{self._passes.number}"
+        work = self._engine.allreduce(reduced, reduced, name, self._op, 1.0, 1.0, awaited=True)
+        return work.wait()
 
     def report(self, everything: bool) -> Report | None:
         """See `Participant`."""
@@ -136,7 +137,7 @@ class Reducer:
         if not (bitmap or held_back or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
-        return Report(self.number, bitmap, held_back, order)
+        return Report(self.index, bitmap, held_back, order)
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
@@ -195,7 +196,7 @@ class Reducer:
         return self._engine.allreduce(tensor, tensor, name, *self._arguments)
 
     def _name(self, number: int, bucket: int, begin: int = 0) -> str:
-        return f"gradients.{self.number}.{number}.{bucket}.{begin}"
+        return f"gradients.{self.index}.{number}.{bucket}.{begin}"
 
     def _bitmap(self, touched: int) -> bytes:
         return touched.to_bytes((len(self._specs) + 7) // 8, "little")

@@ -21,7 +21,7 @@ class Report:
     """What one rank says about the gradients of one optimizer.
 
     Attributes:
-        participant: the optimizer's number, the same on all ranks.
+        participant: the optimizer's index, the same on all ranks.
         due: the parameters to reduce now, as a bitmap (bit i is parameter i).
         held_back: whether there are gradients that are to be reduced later in this step.
         order: parameters in the order in which their gradients became ready, if that is news.
@@ -93,6 +93,9 @@ class Participant(Protocol):
     def start(self, touched: int, number: int) -> None:
         """Start to reduce the parameters of the bitmap; `number` is the agreement's."""
 
+    def start_bucket(self, bucket: int) -> None:
+        """Start to reduce a bucket during the pass."""
+
     def finish(self, order: Sequence[int]) -> None:
         """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
 
@@ -103,7 +106,7 @@ class BackwardPasses:
 
     A backward pass may touch the parameters of several optimizers (GAN), or on this rank of other
     ones than elsewhere. So each pass ends with one agreement about all of them: what has a gradient
-    on any rank is reduced on all, in the order of the optimizers' numbers. It costs one allgather
+    on any rank is reduced on all, in the order of the optimizers' indices. It costs one allgather
     of a few bytes an optimizer and a bit a parameter.
 
     A step must not begin before the gradients of all ranks are reduced. Usually the pass before it
@@ -124,11 +127,15 @@ class BackwardPasses:
     )
 
     def register(self, participant: Participant) -> int:
-        """Return the participant's number. Call in the same order on all ranks."""
-        number = self._registered
-        self._participants[number] = participant
+        """Return the participant's index. Call in the same order on all ranks."""
+        index = self._registered
+        self._participants[index] = participant
         self._registered += 1
-        return number
+        return index
+
+    def start_bucket(self, participant: int, bucket: int) -> None:
+        """Start to reduce a bucket. Called by autograd when all of it is due here."""
+        self._participants[participant].start_bucket(bucket)
 
     def end(self) -> None:
         """End a pass. Called by autograd when a backward pass has touched a participant."""
@@ -191,7 +198,7 @@ class BackwardPasses:
         participant = self._participants.get(index)
         if participant is None:
             raise RingError(
-                f"another rank has gradients for the wrapped optimizer number {index}, which does "
+                f"another rank has gradients for the wrapped optimizer {index}, which does "
                 "not exist here (any more): wrap and drop optimizers alike on all ranks"
             )
         return participant

@@ -127,11 +127,13 @@ std::vector<int> HierarchicalBoard::missing() const {
 
 void HierarchicalBoard::wait_until(Clock::time_point deadline) {
   // While this host is incomplete, the other leaders may be early: that is no reason to wake up.
-  const bool network_matters = leaders_ != nullptr && (!open_ || gathered_);
+  // Once it is complete they matter, so then this returns: the sleep would not see them.
+  const bool gathered = gathered_;
+  const bool network_matters = leaders_ != nullptr && (!open_ || gathered);
   host_.waiter().wait_until(
       [&] {
         return woken_.exchange(false, std::memory_order_seq_cst) ||
-               (open_ ? complete() : peer_posted());
+               (open_ ? complete() || gathered_ != gathered : peer_posted());
       },
       deadline, network_matters ? leaders_->fds() : std::span<const pollfd>{});
 }

@@ -168,8 +168,8 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
   bool told_blocked = false;
   while (target == nullptr || !target->done()) {
     abort_->check();
-    const bool hand_over = take_queue();
-    const bool blocked = target != nullptr && outbox_.empty() && !several_submitters_ &&
+    const auto [hand_over, one_submitter] = take_queue();
+    const bool blocked = target != nullptr && outbox_.empty() && one_submitter &&
                          Clock::now() - since > kBlockedAfter;
     if (round_open_) {
       if (board_.complete()) {
@@ -191,13 +191,13 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
   }
 }
 
-/// Moves what was submitted to the outbox. Returns whether the engine's thread should leave.
-bool Engine::take_queue() {
+/// Moves what was submitted to the outbox.
+Engine::Seen Engine::take_queue() {
   const Lock lock(mutex_);
   outbox_.insert(outbox_.end(), queue_.begin(), queue_.end());
   queue_.clear();
   queued_bytes_ = 0;
-  return waiters_ > 0 || closing_;
+  return {waiters_ > 0 || closing_, !several_submitters_};
 }
 
 void Engine::announce_outbox(bool blocked) {

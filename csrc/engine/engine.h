@@ -72,7 +72,11 @@ class Engine {
 
   // By the driver, without the lock:
   void drive(const Work* target, const Interrupt& interrupt);
-  bool take_queue();
+  struct Seen {
+    bool hand_over;      // somebody else can drive, or nobody should: the engine's thread leaves
+    bool one_submitter;  // who waits here is the only thread that could submit anything
+  };
+  Seen take_queue();
   void announce_outbox(bool blocked);
   void finish_round();
   void settle(Work& work, std::optional<Error> error);

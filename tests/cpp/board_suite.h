@@ -92,7 +92,8 @@ inline void board_names_the_missing(const Layout& layout, int size) {
       board.wait_until(Clock::now() + std::chrono::milliseconds(20));
       CHECK(!board.complete());
       const std::vector<int> missing = board.missing();
-      CHECK_EQ(std::count(missing.begin(), missing.end(), late), 1);
+      // Rank 0 leads its host: it knows. The others of its host may see only the host.
+      if (rank == 0) CHECK_EQ(std::count(missing.begin(), missing.end(), late), 1);
       CHECK_EQ(std::count(missing.begin(), missing.end(), rank), 0);
       seen.count_down();
     }

@@ -17,7 +17,7 @@ constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, Reduce
 inline double value_at(std::size_t i, int rank, int size, ReduceOp op) {
   const std::size_t value = i * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank);
   return op == ReduceOp::kProduct ? 1.0 + static_cast<double>(value % 3)
-                                  : static_cast<double>(value % 29);
+                                  : static_cast<double>(value % 25);
 }
 
 /// The reduction of element i over the ranks.
@@ -73,9 +73,10 @@ inline void allreduce_all(const Layout& layout, int size) {
 
 inline void allreduce_long(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kUInt8}) {
-      check_allreduce(communicator, dtype, ReduceOp::kSum, 2'300'003, dtype != DType::kUInt8);
-    }
+    // More than a block of the ring (8 MiB of two ranks), then many segments of other dtypes.
+    check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum, 2'100'003, true);
+    check_allreduce(communicator, DType::kBFloat16, ReduceOp::kSum, 600'001, true);
+    check_allreduce(communicator, DType::kUInt8, ReduceOp::kSum, 1'100'001, false);
   });
 }
 

@@ -28,12 +28,12 @@ std::vector<Test>& tests() {
 
 const char* running = "";
 
-[[noreturn]] void end_hung(const std::vector<bool>& done) {
+[[noreturn]] void end_hung(const std::vector<bool>& done, const std::string& errors) {
   std::string ranks;
   for (std::size_t i = 0; i < done.size(); ++i) {
     if (!done[i]) ranks += " " + std::to_string(i);
   }
-  std::printf("HUNG    %s: still running: rank%s\n", running, ranks.c_str());
+  std::printf("HUNG    %s: still running: rank%s\n%s", running, ranks.c_str(), errors.c_str());
   std::fflush(stdout);
   std::_Exit(1);
 }
@@ -93,7 +93,7 @@ void run_ranks(int ranks, const std::function<void(int)>& fn) {
   {
     std::unique_lock lock(mutex);
     const auto all_done = [&] { return done == std::vector<bool>(count, true); };
-    if (!changed.wait_for(lock, kHung, all_done)) end_hung(done);
+    if (!changed.wait_for(lock, kHung, all_done)) end_hung(done, errors);
   }
   for (std::thread& thread : threads) thread.join();
   if (!errors.empty()) throw CheckFailed(errors);

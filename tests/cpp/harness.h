@@ -23,8 +23,8 @@ class CheckFailed : public std::runtime_error {
 bool add_test(std::string name, std::function<void()> body);
 
 /// Runs fn(0) ... fn(ranks - 1), each in a thread of its own, and waits for all. Throws CheckFailed
-/// with what every rank threw. Ranks that are still running after 45 s end the program with
-/// their names: a thread cannot be killed.
+/// with what every rank threw. If some still run after 45 s, the program ends with their
+/// names and what the others threw: a thread cannot be killed.
 void run_ranks(int ranks, const std::function<void(int rank)>& fn);
 
 [[noreturn]] void fail(const char* file, int line, const std::string& what);

@@ -1,0 +1,62 @@
+// 16-bit floating-point numbers as bits: conversions without branches on the common path, so that
+// compilers vectorise loops over them.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace torch_ring {
+
+/// IEEE 754 binary16.
+struct Float16 {
+  std::uint16_t bits;
+};
+
+/// The upper half of an IEEE 754 binary32.
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+constexpr float to_float(BFloat16 value) {
+  return std::bit_cast<float>(std::uint32_t{value.bits} << 16);
+}
+
+/// Rounds to nearest even; a NaN stays one.
+constexpr BFloat16 to_bfloat16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const std::uint32_t quiet_nan = (bits >> 16) | 0x40u;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return {static_cast<std::uint16_t>(is_nan ? quiet_nan : rounded)};
+}
+
+constexpr float to_float(Float16 value) {
+  const std::uint32_t sign = (std::uint32_t{value.bits} & 0x8000u) << 16;
+  const std::uint32_t rest = (std::uint32_t{value.bits} & 0x7fffu) << 13;
+  // Reading the number with float32's exponent bias makes it too small by 2^112: multiplying mends
+  // it, and makes normal numbers of subnormal ones. Infinities and NaNs need the largest exponent.
+  const float scaled = std::bit_cast<float>(rest) * 0x1p112f;
+  const std::uint32_t special = rest | 0x7f800000u;
+  const bool is_special = rest >= 0x0f800000u;
+  const std::uint32_t magnitude = is_special ? special : std::bit_cast<std::uint32_t>(scaled);
+  return std::bit_cast<float>(sign | magnitude);
+}
+
+/// Rounds to nearest even; numbers from 65520 on become infinite; a NaN stays one.
+constexpr Float16 to_float16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal: rebias the exponent by 112, round off 13 bits.
+  const std::uint32_t rebased = magnitude - (112u << 23);
+  const std::uint32_t normal = (rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13;
+  // Subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the lowest bits.
+  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+  const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u;
+  std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;  // below 2^-14
+  result = magnitude >= 0x477ff000u ? 0x7c00u : result;                 // from 65520 on
+  result = magnitude > 0x7f800000u ? 0x7e00u : result;                  // NaN
+  return {static_cast<std::uint16_t>(sign | result)};
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,234 @@
+"""Runs test functions on ranks: processes forked from a server that has torch loaded.
+
+Two spawned ranks cost 3 s and more for their imports; two forked ones a few hundredths.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few seconds
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch_ring", "numpy"])
+_runs = itertools.count()
+
+
+class RanksFailed(AssertionError):
+    """Some ranks failed; the message has what each of them said."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        value: what the function returned.
+        failure: a traceback, or how the process died; None if it returned.
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+
+def run(
+    fn: Callable[..., Any],
+    size: int,
+    *,
+    args: Sequence[Any] = (),
+    transport: str = "shm",
+    env: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+    initialized: bool = True,
+    may_die: Collection[int] = (),
+    namespaces: Sequence[str] = (),
+) -> list[Any]:
+    """Call ``fn(*args)`` on `size` ranks and return what they returned, by rank.
+
+    Args:
+        fn: a module-level function.
+        transport: "shm" (one host) or "tcp" (every rank is its own host); "" leaves it open.
+        env: environment variables of all ranks.
+        initialized: whether to call ``torch_ring.init()`` before and ``shutdown()`` after.
+        may_die: ranks whose end, however violent, is no failure; they return None then.
+        namespaces: the network namespace of each rank.
+
+    Raises:
+        RanksFailed: with the traceback of every rank that raised, and the stacks of those that
+            were still running at the deadline. They are killed.
+    """
+    base = _environment(size, namespaces)
+    if transport:
+        base["TORCH_RING_TRANSPORT"] = transport
+    base.update(env or {})
+    ranks = [
+        _Rank(rank, (fn, tuple(args), base | _rank_environment(rank), initialized, namespaces))
+        for rank in range(size)
+    ]
+    try:
+        outcomes = _collect(ranks, time.monotonic() + deadline_s)
+    finally:
+        for rank in ranks:
+            rank.end()
+    failures = [
+        f"--- rank {i} ---\n{outcome.failure}"
+        for i, outcome in enumerate(outcomes)
+        if outcome.failure and i not in may_die
+    ]
+    if failures:
+        raise RanksFailed("\n".join(failures))
+    return [outcome.value for outcome in outcomes]
+
+
+class _Rank:
+    """One process."""
+
+    def __init__(self, rank: int, task: tuple[Any, ...]) -> None:
+        self.stacks = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-", suffix=".stacks")
+        self.results, theirs = _context.Pipe(duplex=False)
+        self.process = _context.Process(
+            target=_main, args=(theirs, rank, self.stacks.name, *task), name=f"rank {rank}"
+        )
+        self.process.start()
+        theirs.close()
+
+    def outcome(self) -> Outcome:
+        """Return what the process has sent, or how it died without a word."""
+        try:
+            result: Outcome = self.results.recv()
+            return result
+        except EOFError:
+            self.process.join(5)
+            return Outcome(failure=f"died with exit code {self.process.exitcode}")
+
+    def hung(self) -> Outcome:
+        """Return where the process is."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT)
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        self.stacks.seek(0)
+        return Outcome(failure="still running at the deadline:\n" + self.stacks.read())
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.process.join(2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+        self.results.close()
+        self.stacks.close()
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
+    while len(outcomes) < len(ranks):
+        missing = [pipe for pipe, i in by_pipe.items() if i not in outcomes]
+        ready = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            outcomes[by_pipe[pipe]] = ranks[by_pipe[pipe]].outcome()
+    for i, rank in enumerate(ranks):
+        if i not in outcomes:
+            outcomes[i] = rank.hung()
+    return [outcomes[i] for i in range(len(ranks))]
+
+
+@functools.cache
+def _store() -> TCPStore:
+    """Return the store that serves all ranks, as torchrun's agent does."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _environment(size: int, namespaces: Sequence[str]) -> dict[str, str]:
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{next(_runs)}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCH_RING_INIT_TIMEOUT": "20",
+        "TORCH_RING_TIMEOUT": "20",
+        "OMP_NUM_THREADS": "1",
+    }
+    if namespaces:  # rank 0 serves, at its own address
+        return common | {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "29511"}
+    return common | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_store().port),
+    }
+
+
+def _rank_environment(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _main(
+    results: Connection,
+    rank: int,
+    stacks: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: Mapping[str, str],
+    initialized: bool,
+    namespaces: Sequence[str],
+) -> None:
+    with open(stacks, "w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, stacks_file)
+        os.environ.update(env)
+        try:
+            if namespaces:
+                enter_namespace(namespaces[rank])
+            outcome = Outcome(_call(fn, args, initialized))
+        except BaseException:
+            outcome = Outcome(failure=traceback.format_exc())
+        results.send(outcome)
+        results.close()
+    # What the interpreter would run: torch_ring's shutdown is part of what is tested.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], initialized: bool) -> Any:
+    import torch
+
+    import torch_ring as hvd
+
+    torch.set_num_threads(1)
+    if not initialized:
+        return fn(*args)
+    hvd.init()
+    value = fn(*args)
+    hvd.shutdown()
+    return value
+
+
+def enter_namespace(name: str) -> None:
+    """Move this process into a network namespace made by ``ip netns add``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as file:
+        if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"setns({name})")

@@ -1,0 +1,21 @@
+"""One training step on however many ranks there are: what an installation must be able to do."""
+
+import torch
+
+import torch_ring as hvd
+
+hvd.init()
+model = torch.nn.Linear(3, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+)
+model(torch.full((2, 3), float(hvd.rank()))).sum().backward()
+assert model.weight.grad is not None
+average = 2 * sum(range(hvd.size())) / hvd.size()
+torch.testing.assert_close(model.weight.grad, torch.full((1, 3), average))
+optimizer.step()
+total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum)
+assert total.item() == hvd.size()
+print(f"rank {hvd.rank()} of {hvd.size()}: torch {torch.__version__} works")
+hvd.shutdown()

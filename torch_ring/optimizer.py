@@ -1,0 +1,304 @@
+"""Makes any torch optimizer step with the gradients of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_ring import world
+from torch_ring.compression import Compression, Compressor
+from torch_ring.gradients import Reducer, Reduction
+from torch_ring.passes import BackwardPasses
+from torch_ring.reduce_op import Adasum, Average, ReduceOp, Sum
+
+__all__ = ["DistributedOptimizer"]
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name
+    optimizer: OptimizerT,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+) -> OptimizerT:
+    """Make `optimizer` step with gradients that are averaged over all ranks.
+
+    The gradients in ``p.grad`` are averaged when ``backward()`` returns: clipping, ``GradScaler``
+    and anything else that looks at them needs no special call. A parameter that has a gradient on
+    any rank gets one on all (a rank without counts as zero); one that has none keeps ``p.grad`` as
+    it is. ``p.grad`` is memory that the next backward pass uses again: clone what you keep.
+
+    The optimizer itself becomes one of a subclass of its class that has in addition
+
+    * ``synchronize()``: reduce whatever any rank has accumulated (``step()`` does that too);
+    * ``no_sync()``: a context in which backward only accumulates, as DDP's;
+    * ``skip_synchronize()``: a context in which ``step()`` reduces nothing;
+    * ``set_backward_passes_per_step(passes)``.
+
+    Its state, hyper-parameters, hooks and schedulers stay; ``state_dict()``, pickle and deepcopy
+    give what they would give without torch_ring. A closure given to ``step`` returns the loss of
+    all ranks together, so that LBFGS does on every rank what one process would do.
+
+    Collective: all ranks wrap optimizers of the same parameters in the same order, and call
+    ``add_param_group`` alike. On one rank it costs nothing.
+
+    Args:
+        optimizer: any torch optimizer, fresh or with state.
+        named_parameters: ``model.named_parameters()``: what errors call the parameters. It must
+            have all parameters of the optimizer, and may have more.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an own Compressor.
+        backward_passes_per_step: gradients of so many passes are added up (not averaged) before
+            they are averaged over ranks. One pass more before ``step()`` is an AssertionError.
+            With 1, the gradients of each pass are averaged and added to what is there. Under
+            ``GradScaler``, call ``synchronize()`` before a step after fewer passes than this.
+        op: Average or Sum.
+        gradient_predivide_factor: Average divides by this before it sums, and by the size over
+            this afterwards.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ValueError: an argument is wrong, or a parameter cannot be reduced.
+        MismatchError: the parameters differ between ranks; the first difference is named.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    _check_passes(backward_passes_per_step)
+    reduction = Reduction(
+        _checked_op(op, gradient_predivide_factor),
+        gradient_predivide_factor,
+        compression,
+        world.config().bucket_bytes,
+    )
+    names = _checked_names(optimizer, named_parameters)
+    reducer = _make_reducer(names, reduction, backward_passes_per_step)
+    optimizer.__class__ = _distributed_class(type(optimizer))
+    assert isinstance(optimizer, _Distributed)
+    optimizer._start(reducer, names, reduction, backward_passes_per_step)
+    return optimizer
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What a wrapped optimizer's class adds to the user's class."""
+
+    _parameter_names: dict[Tensor, str]
+    _reducer: Reducer | None  # None on one rank
+    _reduction: Reduction
+    _passes_per_step: int
+    _skip_synchronize: bool
+    _step_is_open: bool
+
+    def _start(
+        self,
+        reducer: Reducer | None,
+        names: dict[Tensor, str],
+        reduction: Reduction,
+        passes_per_step: int,
+    ) -> None:
+        self._reducer = reducer
+        self._parameter_names = names
+        self._reduction = reduction
+        self._passes_per_step = passes_per_step
+        self._skip_synchronize = False
+        self._step_is_open = False
+        # Hooks and not a method: a scheduler may have put the class's `step` into the instance.
+        self.register_step_pre_hook(_before_step)
+        self.register_step_post_hook(_after_step)
+
+    def synchronize(self) -> None:
+        """Reduce whatever any rank has accumulated since the last reduction. Collective."""
+        if self._reducer:
+            self._reducer.settle()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, ``step()`` uses the gradients as they are."""
+        self._skip_synchronize = True
+        try:
+            yield
+        finally:
+            self._skip_synchronize = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward passes accumulate on this rank; the next one outside reduces all."""
+        if self._reducer:
+            self._reducer.hooks.set_synchronizing(False)
+        try:
+            yield
+        finally:
+            if self._reducer:
+                self._reducer.hooks.set_synchronizing(True)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate gradients over `passes` backward passes from now on."""
+        _check_passes(passes)
+        self._passes_per_step = passes
+        if self._reducer:
+            self._reducer.hooks.set_passes_per_step(passes)
+            self._reducer.hooks.restart(gradients=False)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        if self._reducer:
+            self._reducer.forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._reducer:
+            self._reducer.hooks.restart(gradients=False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer; they are reduced from now on. Collective."""
+        super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            self._parameter_names[parameter] = _unnamed(group, index)
+        self._reducer = None  # its buckets are freed before there are new ones
+        self._reducer = _make_reducer(self._parameter_names, self._reduction, self._passes_per_step)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle as an optimizer of the user's class: another process may have no ranks."""
+        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
+
+
+@functools.cache
+def _distributed_class(cls: type[torch.optim.Optimizer]) -> type[_Distributed]:
+    """Return the subclass of `cls` that a wrapped optimizer is an instance of."""
+    described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls)(cls.__name__, (_Distributed, cls), described)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Step pre-hook. May be called twice for one step, where a `step` calls its base class's."""
+    assert isinstance(optimizer, _Distributed)
+    optimizer._step_is_open = True
+    reducer = optimizer._reducer
+    if reducer is None or optimizer._skip_synchronize:
+        return None
+    position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
+    if position is not None:
+        closure = _JointClosure.of(args[position], reducer)
+        return (*args[:position], closure, *args[position + 1 :]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _JointClosure.of(kwargs["closure"], reducer)}
+    reducer.settle()
+    return None
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Step post-hook; called twice where `_before_step` is."""
+    assert isinstance(optimizer, _Distributed)
+    if optimizer._step_is_open and optimizer._reducer:
+        optimizer._reducer.finish_step()
+    optimizer._step_is_open = False
+
+
+class _JointClosure:
+    """A closure whose gradients and loss are those of all ranks together."""
+
+    def __init__(self, closure: Callable[[], Any], reducer: Reducer) -> None:
+        self._closure = closure
+        self._reducer = reducer
+
+    @classmethod
+    def of(cls, closure: Callable[[], Any], reducer: Reducer) -> Callable[[], Any]:
+        """Return `closure` as one, unless it is one."""
+        return closure if isinstance(closure, cls) else cls(closure, reducer)
+
+    def __call__(self) -> Any:
+        self._reducer.settled = False
+        loss = self._closure()
+        self._reducer.settle()
+        if loss is None:
+            return None
+        if isinstance(loss, Tensor):
+            return self._reducer.average(loss)
+        return type(loss)(self._reducer.average(torch.tensor(loss, dtype=torch.float64)))
+
+
+def _check_passes(passes: int) -> None:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+
+
+def _checked_op(op: int, predivide_factor: float) -> ReduceOp:
+    if op == Adasum:
+        raise ValueError("op=Adasum is not available: use Average or Sum")
+    if op not in (Average, Sum):
+        raise ValueError(f"op must be Average or Sum, not {op!r}")
+    if predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor needs op=Average")
+    if not predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be positive, not {predivide_factor}")
+    return ReduceOp(op)
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> dict[Tensor, str]:
+    """Return the optimizer's parameters in order, with their names."""
+    if named_parameters is None:
+        return {
+            parameter: _unnamed(number, index)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    named = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise ValueError("named_parameters must be pairs, such as model.named_parameters() gives")
+    repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if repeated:
+        raise ValueError(f"named_parameters has names that are not unique: {', '.join(repeated)}")
+    name_of = {parameter: name for name, parameter in reversed(named)}  # tied: the first name
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unnamed = sum(parameter not in name_of for parameter in parameters)
+    if unnamed:
+        raise ValueError(
+            f"named_parameters lacks {unnamed} of the {len(parameters)} parameters of the optimizer"
+        )
+    return {parameter: name_of[parameter] for parameter in parameters}
+
+
+def _unnamed(group: int, index: int) -> str:
+    return f"allreduce.noname.{group}.{index}"
+
+
+def _make_reducer(
+    names: dict[Tensor, str], reduction: Reduction, passes_per_step: int
+) -> Reducer | None:
+    """Return what reduces the parameters; None on one rank. Collective."""
+    passes = _passes()
+    if passes is None:
+        return None
+    reducer = Reducer(passes, world.size(), list(names), list(names.values()), reduction)
+    reducer.hooks.set_passes_per_step(passes_per_step)
+    return reducer
+
+
+_latest: BackwardPasses | None = None  # of the latest world
+
+
+def _passes() -> BackwardPasses | None:
+    """Return what all optimizers of this world share; None on one rank, which reduces nothing."""
+    global _latest
+    engine = world.engine()
+    if world.size() == 1:
+        return None
+    if _latest is None or _latest.engine is not engine:
+        _latest = BackwardPasses(engine)
+    return _latest

@@ -1,0 +1,251 @@
+"""Makes ranks start alike: parameters, optimizer state and any picklable object."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ring import ops, world
+from torch_ring.errors import MismatchError
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "require_same",
+]
+
+_SENDABLE = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    }
+)
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Tensor | tuple[str, Any]], root_rank: int
+) -> None:
+    """Overwrite tensors, in place, with those of the root.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors: in the
+            same order or with the same names on all ranks. What is not a tensor is left alone.
+        root_rank: the rank whose values all get.
+
+    Raises:
+        MismatchError: a tensor has another shape or dtype on another rank, or another name.
+    """
+    pairs = params.items() if isinstance(params, Mapping) else _named(params)
+    _broadcast_all([(n, value) for n, value in pairs if isinstance(value, Tensor)], root_rank)
+
+
+def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    if isinstance(params, Tensor):
+        raise ValueError("params must be a dict or a list of tensors, not a tensor")
+    for index, param in enumerate(params):
+        yield param if isinstance(param, tuple) else (str(index), param)
+
+
+def _broadcast_all(named: Iterable[tuple[str, Tensor]], root_rank: int) -> None:
+    handles = [
+        ops.broadcast_async_(_sendable(tensor), root_rank, f"parameter.{name}")
+        for name, tensor in named
+    ]
+    for handle in handles:
+        handle.wait()
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return the same memory in a dtype that can be sent: a broadcast only moves bytes."""
+    tensor = tensor.detach()
+    if tensor.dtype in _SENDABLE or not tensor.is_contiguous():
+        return tensor
+    return tensor.view(-1).view(torch.uint8)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return the root's object on every rank.
+
+    Args:
+        obj: anything that pickle takes; looked at on the root only.
+        root_rank: the rank whose object all get.
+        name: what identifies the operation on all ranks.
+
+    Returns:
+        `obj` itself on the root, a copy elsewhere.
+    """
+    is_root = world.rank() == root_rank
+    payload = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    size = ops.broadcast_(torch.tensor([payload.numel()]), root_rank, name and f"{name}.size")
+    if not is_root:
+        payload = torch.empty(int(size), dtype=torch.uint8)
+    ops.broadcast_(payload, root_rank, name)
+    return obj if is_root else _unpickled(payload)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks, by rank.
+
+    Args:
+        obj: anything that pickle takes.
+        name: what identifies the operation on all ranks.
+    """
+    payload = _pickled(obj)
+    sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size")
+    gathered = ops.allgather(payload, name)
+    return [_unpickled(part) for part in gathered.split(sizes.tolist())]
+
+
+def _pickled(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpickled(payload: Tensor) -> Any:
+    # From a rank that has proved the job's secret, as all that we are connected to have.
+    return pickle.loads(payload.numpy())
+
+
+def require_same(lines: Sequence[str], complaint: str) -> None:
+    """Check that all ranks describe the same thing, at the price of one small allgather.
+
+    Args:
+        lines: the description.
+        complaint: what to say before the first difference.
+
+    Raises:
+        MismatchError: on every rank, if the lines differ anywhere.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    digests = ops.allgather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    if bytes(digests.numpy()) == digest * world.size():
+        return
+    first, *others = allgather_object(list(lines))
+    for rank, other in enumerate(others, start=1):
+        for left, right in zip_longest(first, other, fillvalue="nothing"):
+            if left != right:
+                raise MismatchError(f"{complaint}: rank 0: {left}; rank {rank}: {right}")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor in a pickled structure."""
+
+    index: int
+    like: Tensor  # on the meta device: shape, strides and dtype
+    on_cpu: bool
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give the optimizer of every rank the state and the hyper-parameters of the root's.
+
+    The other ranks need no state yet; no step is taken to make one. Hyper-parameters keep their
+    Python types, tensors their dtypes.
+
+    Args:
+        optimizer: with the same parameters on all ranks; wrapped or not.
+        root_rank: the rank whose state all get.
+        model: ignored; Horovod has it.
+
+    Raises:
+        MismatchError: the parameter groups are not the same on all ranks.
+    """
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    require_same(
+        [
+            f"parameter {index} of group {number}: {list(parameter.shape)}"
+            for number, group in enumerate(groups)
+            for index, parameter in enumerate(group["params"])
+        ],
+        "the ranks have different optimizers",
+    )
+    if world.rank() == root_rank:
+        tensors: list[Tensor] = []
+        broadcast_object(_pack(_contents(optimizer, parameters), tensors), root_rank)
+        _broadcast_all(_numbered(tensors), root_rank)
+        return
+    packed = broadcast_object(None, root_rank)
+    received: dict[int, Tensor] = {}
+    state = {
+        (parameters[key] if isinstance(key, int) else key): _unpack(
+            value, _device(parameters[key : key + 1] if isinstance(key, int) else ()), received
+        )
+        for key, value in packed["state"].items()
+    }
+    hyper = [
+        _unpack(values, _device(group["params"]), received)
+        for values, group in zip(packed["param_groups"], groups, strict=True)
+    ]
+    _broadcast_all(_numbered(received[index] for index in range(len(received))), root_rank)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, values in zip(groups, hyper, strict=True):
+        group.update(values)
+
+
+def _contents(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """Return state and hyper-parameters, with indices for the parameters."""
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    return {
+        "state": {
+            index_of[id(key)] if isinstance(key, Tensor) else key: value
+            for key, value in optimizer.state.items()
+        },
+        "param_groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _device(parameters: Sequence[Tensor]) -> torch.device:
+    """Return where the tensors that belong to `parameters` live."""
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _numbered(tensors: Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    return ((f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors))
+
+
+def _pack(value: Any, tensors: list[Tensor]) -> Any:
+    """Move the tensors of a nested structure into `tensors`; return the rest."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        on_cpu = value.device.type == "cpu"
+        return _Sent(len(tensors) - 1, torch.empty_like(value, device="meta"), on_cpu)
+    if isinstance(value, dict):
+        return {key: _pack(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_pack(item, tensors) for item in value)
+    return value
+
+
+def _unpack(value: Any, device: torch.device, received: dict[int, Tensor]) -> Any:
+    """Undo `_pack` with new tensors, on `device` if the root's was not on the CPU."""
+    if isinstance(value, _Sent):
+        home = torch.device("cpu") if value.on_cpu else device
+        received[value.index] = torch.empty_like(value.like, device=home)
+        return received[value.index]
+    if isinstance(value, dict):
+        return {key: _unpack(item, device, received) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unpack(item, device, received) for item in value)
+    return value
