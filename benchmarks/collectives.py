@@ -139,19 +139,19 @@ def seconds(run: Run, iterations: int) -> float:
     return (time.perf_counter() - started) / iterations
 
 
-def measure(args: argparse.Namespace, bytes: int, shared: bool) -> Row:
+def measure(args: argparse.Namespace, size_bytes: int, shared: bool) -> Row:
     """Time one size on both libraries, in turns, and check what they compute."""
     dtype: torch.dtype = getattr(torch, args.dtype)
     is_allgather = args.collective == "allgather"
     parts = hvd.size() if is_allgather else 1
-    count = max(1, bytes // dtype.itemsize // parts)
-    bytes = count * parts * dtype.itemsize  # as nccl-tests, allgather's size is the result's
+    count = max(1, size_bytes // dtype.itemsize // parts)
+    size_bytes = count * parts * dtype.itemsize  # as nccl-tests, allgather's size is the result's
     # What DistributedOptimizer's buckets are made of.
     empty = hvd.world.engine().empty_shared if shared else torch.empty
     tensor = empty((count,), dtype=dtype)
     output = torch.empty(count * parts, dtype=dtype)
 
-    iterations = min(1000, max(5, (32 << 20) // bytes))
+    iterations = min(1000, max(5, (32 << 20) // size_bytes))
     times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
     for round in range(args.rounds + 1):
         for library, run in runs_of(args, tensor, output).items():
@@ -168,10 +168,13 @@ def measure(args: argparse.Namespace, bytes: int, shared: bool) -> Row:
         # The slowest rank counts.
         slowest = hvd.allreduce(torch.tensor(times[library], dtype=torch.float64), op=hvd.Max)
         results[library] = bandwidths(
-            args.collective, bytes, statistics.median(slowest.tolist()), int(hvd.allreduce(wrong, op=hvd.Sum))
+            args.collective,
+            size_bytes,
+            statistics.median(slowest.tolist()),
+            int(hvd.allreduce(wrong, op=hvd.Sum)),
         )
     return Row(
-        bytes,
+        size_bytes,
         count,
         args.dtype,
         args.op if args.collective == "allreduce" else "none",
@@ -181,11 +184,11 @@ def measure(args: argparse.Namespace, bytes: int, shared: bool) -> Row:
     )
 
 
-def bandwidths(collective: str, bytes: int, time_s: float, wrong: int) -> Result:
+def bandwidths(collective: str, size_bytes: int, time_s: float, wrong: int) -> Result:
     """Compute the columns from the time of one collective; see README.md."""
     size = hvd.size()
     share = {"allreduce": 2 * (size - 1) / size, "broadcast": 1, "allgather": (size - 1) / size}
-    algbw = bytes / time_s / 1e9
+    algbw = size_bytes / time_s / 1e9
     return Result(time_s * 1e6, algbw, algbw * share[collective], wrong)
 
 
@@ -237,14 +240,18 @@ def main() -> int:
     for text in header(args):
         log(text)
     rows = []
-    bytes = args.min_bytes
-    while bytes <= args.max_bytes:
+    size_bytes = args.min_bytes
+    while size_bytes <= args.max_bytes:
         for shared in (False, True)[: 1 + args.shared]:
-            rows.append(measure(args, bytes, shared))
+            rows.append(measure(args, size_bytes, shared))
             log(line(rows[-1]))
-        bytes *= args.factor
+        size_bytes *= args.factor
     if hvd.rank() == 0 and args.json:
-        report = {"command": shlex.join(sys.argv), "machine": machine(), "rows": list(map(asdict, rows))}
+        report = {
+            "command": shlex.join(sys.argv),
+            "machine": machine(),
+            "rows": list(map(asdict, rows)),
+        }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     dist.destroy_process_group()
     hvd.shutdown()

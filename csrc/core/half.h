@@ -1,5 +1,6 @@
-// 16-bit floating-point numbers as bits: conversions without branches on the common path, so that
-// compilers vectorise loops over them.
+// 16-bit floating-point numbers as bits: conversions without branches, so that compilers vectorise
+// loops over them (GCC with -fno-trapping-math, or it takes each addition for a possible trap), and
+// without subnormal float32 numbers on the way in, which are slow or flushed to zero.
 #pragma once
 
 #include <bit>
@@ -32,13 +33,13 @@ constexpr BFloat16 to_bfloat16(float value) {
 
 constexpr float to_float(Float16 value) {
   const std::uint32_t sign = (std::uint32_t{value.bits} & 0x8000u) << 16;
-  const std::uint32_t rest = (std::uint32_t{value.bits} & 0x7fffu) << 13;
-  // Reading the number with float32's exponent bias makes it too small by 2^112: multiplying mends
-  // it, and makes normal numbers of subnormal ones. Infinities and NaNs need the largest exponent.
-  const float scaled = std::bit_cast<float>(rest) * 0x1p112f;
-  const std::uint32_t special = rest | 0x7f800000u;
-  const bool is_special = rest >= 0x0f800000u;
-  const std::uint32_t magnitude = is_special ? special : std::bit_cast<std::uint32_t>(scaled);
+  const std::uint32_t rest = std::uint32_t{value.bits} & 0x7fffu;
+  // Normal: rebias the exponent, from 15 to 127. Infinities and NaNs: to the largest exponent.
+  const std::uint32_t rebias = rest >= 0x7c00u ? 224u << 23 : 112u << 23;
+  const std::uint32_t normal = (rest << 13) + rebias;
+  // Subnormal: a whole number of 2^-24.
+  const float subnormal = static_cast<float>(static_cast<std::int32_t>(rest)) * 0x1p-24f;
+  const std::uint32_t magnitude = rest < 0x0400u ? std::bit_cast<std::uint32_t>(subnormal) : normal;
   return std::bit_cast<float>(sign | magnitude);
 }
 
@@ -48,8 +49,8 @@ constexpr Float16 to_float16(float value) {
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7fffffffu;
   // Normal: rebias the exponent by 112, round off 13 bits.
-  const std::uint32_t rebased = magnitude - (112u << 23);
-  const std::uint32_t normal = (rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13;
+  const std::uint32_t rebiased = magnitude - (112u << 23);
+  const std::uint32_t normal = (rebiased + 0xfffu + ((rebiased >> 13) & 1u)) >> 13;
   // Subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the lowest bits.
   const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
   const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u;

@@ -1,5 +1,7 @@
 #include "core/reduce.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -14,47 +16,81 @@ namespace torch_ring {
 
 namespace {
 
-// Lines that another core will read are streamed past the cache from this size on: below it they
-// are read before they would have left the writer's cache anyway, and DESIGN.md's decision 5 has
-// measured plain stores to be faster there.
+// What another core will read is streamed past the cache from this size on (DESIGN.md, decision 5):
+// smaller buffers stay in the writer's second-level cache, whence they are read faster than from
+// memory.
 constexpr std::size_t kStreamingBytes = 32u << 10;
 
-/// A boolean of a tensor: one byte, 0 or 1.
-enum class Bool : std::uint8_t {};
-constexpr std::uint8_t operator|(Bool a, Bool b) {
-  return static_cast<std::uint8_t>(a) | static_cast<std::uint8_t>(b);
-}
-constexpr std::uint8_t operator&(Bool a, Bool b) {
-  return static_cast<std::uint8_t>(a) & static_cast<std::uint8_t>(b);
-}
+// Elements of a block: what the loops leave for one another stays in the first-level cache.
+constexpr std::size_t kBlock = 1024;
+constexpr std::size_t kBlockBytes = kBlock * sizeof(double);
 
 template <class T>
-using PartialOf =
-    std::conditional_t<std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>, float, T>;
+constexpr bool kConverts = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
-using Copy = void (*)(void* to, const void* from, std::size_t bytes);
+template <class T>
+using PartialOf = std::conditional_t<kConverts<T>, float, T>;
 
-void copy_plain(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+/// The loops for one dtype, operator and instruction set.
+struct Kernels {
+  void (*load)(void* out, const void* input, std::size_t count, double prescale);
+  void (*fold)(void* out, const void* partial, const void* input, std::size_t count);
+  void (*combine)(void* out, const void* partial, const void* other, std::size_t count);
+  void (*scale)(void* out, const void* partial, std::size_t count, const Scaling& scaling);
+  void (*store)(void* out, const void* partial, std::size_t count);  // null: nothing to convert
+};
+
+namespace baseline {
+#include "core/reduce_kernels.inc"
+}  // namespace baseline
+
+// Other processors, other compilers and sanitizers make do with the baseline.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(TORCH_RING_SANITIZED)
+#define TORCH_RING_DISPATCH
+
+#pragma GCC push_options
+#pragma GCC target("avx2")
+namespace avx2 {
+#include "core/reduce_kernels.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+namespace avx512 {
+#include "core/reduce_kernels.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+Kernels kernels_for(const Reduction& reduction) {
+#if defined(TORCH_RING_DISPATCH)
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return avx512::kernels_of(reduction.dtype, reduction.op);
+  }
+  if (__builtin_cpu_supports("avx2")) return avx2::kernels_of(reduction.dtype, reduction.op);
+#endif
+  return baseline::kernels_of(reduction.dtype, reduction.op);
+}
 
 /// Stores past the cache; end_stream() makes them visible before later stores.
 void copy_past_cache(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__)
+  constexpr std::size_t kLine = 64;  // only whole lines: others would have to be read first
   auto* target = static_cast<char*>(to);
   const auto* source = static_cast<const char*>(from);
-  const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(target) % 64) % 64;
-  if (bytes < head + 64) {
-    std::memcpy(target, source, bytes);
-    return;
-  }
-  std::memcpy(target, source, head);
-  std::size_t at = head;
-  for (; at + 64 <= bytes; at += 64) {  // whole lines, so that no line is read first
-    const auto* lines = reinterpret_cast<const __m128i*>(source + at);
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(target) % kLine;
+  std::size_t at = std::min(bytes, (kLine - misaligned) % kLine);
+  std::memcpy(target, source, at);
+  for (; at + kLine <= bytes; at += kLine) {
+    const auto* line = reinterpret_cast<const __m128i*>(source + at);
     auto* stream = reinterpret_cast<__m128i*>(target + at);
-    const __m128i a = _mm_loadu_si128(lines);
-    const __m128i b = _mm_loadu_si128(lines + 1);
-    const __m128i c = _mm_loadu_si128(lines + 2);
-    const __m128i d = _mm_loadu_si128(lines + 3);
+    const __m128i a = _mm_loadu_si128(line);
+    const __m128i b = _mm_loadu_si128(line + 1);
+    const __m128i c = _mm_loadu_si128(line + 2);
+    const __m128i d = _mm_loadu_si128(line + 3);
     _mm_stream_si128(stream, a);
     _mm_stream_si128(stream + 1, b);
     _mm_stream_si128(stream + 2, c);
@@ -72,87 +108,117 @@ void end_stream() {
 #endif
 }
 
-struct Job {
-  std::span<void* const> outputs;       // empty: the result stays in `partial`
-  std::span<const void* const> inputs;  // empty: the result comes from `partial`
-  void* partial;                        // null: blocks of scratch
-  const void* other;                    // null, or a second partial to combine with
-  std::size_t count;
-  DType dtype;
-  ReduceOp op;
-  Scaling scaling;
-  Copy copy;
+/// One block on its way. Each stage takes where the elements lie and returns where it left them,
+/// which is where they were if there was nothing to do.
+class Block {
+ public:
+  explicit Block(const Reduction& reduction)
+      : reduction_(reduction), kernels_(kernels_for(reduction)) {}
 
-  bool scales() const { return scaling.postscale != 1.0 || scaling.divisor != 1; }
+  /// The reduction of the inputs' elements [begin, begin + count).
+  const void* reduced(std::span<const void* const> inputs, std::size_t begin, std::size_t count) {
+    const double prescale = is_bool() ? 1.0 : reduction_.scaling.prescale;
+    const std::size_t offset = begin * size_of(reduction_.dtype);
+    const auto input = [&](std::size_t i) { return static_cast<const char*>(inputs[i]) + offset; };
+
+    const void* held = input(0);
+    if (prescale != 1.0 || kernels_.store != nullptr) {
+      kernels_.load(partial_, held, count, prescale);
+      held = partial_;
+    }
+    for (std::size_t i = 1; i < inputs.size(); ++i) {
+      if (prescale == 1.0) {
+        kernels_.fold(partial_, held, input(i), count);
+      } else {  // in two loops: no instruction set may fuse the product and the sum
+        kernels_.load(other_, input(i), count, prescale);
+        kernels_.combine(partial_, held, other_, count);
+      }
+      held = partial_;
+    }
+    return held;
+  }
+
+  const void* finished(const void* held, std::size_t count) {
+    const Scaling& scaling = reduction_.scaling;
+    if (!is_bool() && (scaling.postscale != 1.0 || scaling.divisor != 1)) {
+      kernels_.scale(partial_, held, count, scaling);
+      held = partial_;
+    }
+    if (kernels_.store != nullptr) {
+      kernels_.store(other_, held, count);
+      held = other_;
+    }
+    return held;
+  }
+
+ private:
+  bool is_bool() const { return reduction_.dtype == DType::kBool; }
+
+  const Reduction& reduction_;
+  const Kernels kernels_;
+  alignas(64) std::byte partial_[kBlockBytes];
+  alignas(64) std::byte other_[kBlockBytes];
 };
 
-namespace baseline {
-#include "core/reduce_kernels.inc"
-}  // namespace baseline
-
-// Sanitizers and other compilers make do with the baseline.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(TORCH_RING_SANITIZED)
-#define TORCH_RING_DISPATCH
-
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-namespace avx2 {
-#include "core/reduce_kernels.inc"
-}  // namespace avx2
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
-namespace avx512 {
-#include "core/reduce_kernels.inc"
-}  // namespace avx512
-#pragma GCC pop_options
-#endif
-
-void run(const Job& job) {
-#if defined(TORCH_RING_DISPATCH)
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return avx512::run_dtype(job);
+template <class Fn>
+void for_blocks(std::size_t count, Fn&& fn) {
+  for (std::size_t begin = 0; begin < count; begin += kBlock) {
+    fn(begin, std::min(kBlock, count - begin));
   }
-  if (__builtin_cpu_supports("avx2")) return avx2::run_dtype(job);
-#endif
-  baseline::run_dtype(job);
+}
+
+void copy_to_all(std::span<void* const> outputs, std::size_t offset, const void* from,
+                 std::size_t bytes, bool past_cache) {
+  for (void* const output : outputs) {
+    char* const to = static_cast<char*>(output) + offset;
+    if (to == from) continue;
+    past_cache ? copy_past_cache(to, from, bytes) : void(std::memcpy(to, from, bytes));
+  }
 }
 
 }  // namespace
 
 void reduce(std::span<void* const> outputs, std::span<const void* const> inputs, std::size_t count,
             const Reduction& reduction, bool streaming) {
-  const bool past_cache = streaming && count * size_of(reduction.dtype) >= kStreamingBytes;
-  run({outputs, inputs, nullptr, nullptr, count, reduction.dtype, reduction.op, reduction.scaling,
-       past_cache ? copy_past_cache : copy_plain});
+  const std::size_t item = size_of(reduction.dtype);
+  const bool past_cache = streaming && count * item >= kStreamingBytes;
+  Block block(reduction);
+  for_blocks(count, [&](std::size_t begin, std::size_t part) {
+    const void* const result = block.finished(block.reduced(inputs, begin, part), part);
+    copy_to_all(outputs, begin * item, result, part * item, past_cache);
+  });
   if (past_cache) end_stream();
 }
 
 void reduce_partial(void* partial, std::span<const void* const> inputs, std::size_t count,
                     const Reduction& reduction) {
-  run({{}, inputs, partial, nullptr, count, reduction.dtype, reduction.op, reduction.scaling,
-       copy_plain});
+  const std::size_t item = size_of(accumulation_dtype(reduction.dtype));
+  Block block(reduction);
+  for_blocks(count, [&](std::size_t begin, std::size_t part) {
+    const void* const result = block.reduced(inputs, begin, part);
+    copy_to_all({&partial, 1}, begin * item, result, part * item, false);
+  });
 }
 
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction) {
-  run({{}, {}, partial, other, count, reduction.dtype, reduction.op, reduction.scaling,
-       copy_plain});
+  kernels_for(reduction).combine(partial, partial, other, count);
 }
 
 void finish_partial(std::span<void* const> outputs, const void* partial, std::size_t count,
                     const Reduction& reduction) {
-  // Not written to: the scaled values go through scratch.
-  run({outputs, {}, const_cast<void*>(partial), nullptr, count, reduction.dtype, reduction.op,
-       reduction.scaling, copy_plain});
+  const std::size_t item = size_of(reduction.dtype);
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  Block block(reduction);
+  for_blocks(count, [&](std::size_t begin, std::size_t part) {
+    const char* const held = static_cast<const char*>(partial) + begin * partial_item;
+    copy_to_all(outputs, begin * item, block.finished(held, part), part * item, false);
+  });
 }
 
 void copy_streaming(void* to, const void* from, std::size_t bytes) {
   if (bytes < kStreamingBytes) {
-    std::memcpy(to, from, bytes);
+    if (bytes > 0) std::memcpy(to, from, bytes);  // pointers may be null when it is zero
     return;
   }
   copy_past_cache(to, from, bytes);

@@ -14,17 +14,17 @@ def load_mnist(data_dir: Path) -> tuple[TensorDataset, TensorDataset] | None:
 
     28 x 28 pixels; 60000 and 10000 images. Collective: all ranks call it and get the same answer.
     """
-    from torchvision.datasets import MNIST
-
     problem = None
-    if hvd.local_rank() == 0:  # one process of a host: several would write the same files
-        socket.setdefaulttimeout(10)  # torchvision would wait for a silent server for minutes
-        try:
+    try:
+        from torchvision.datasets import MNIST
+
+        if hvd.local_rank() == 0:  # one process of a host: several would write the same files
+            socket.setdefaulttimeout(10)  # torchvision would wait for a silent server for minutes
             MNIST(data_dir, download=True)
-        except (OSError, RuntimeError) as error:
-            problem = " ".join(str(error).split())
-        finally:
-            socket.setdefaulttimeout(None)
+    except (ImportError, OSError, RuntimeError) as error:
+        problem = " ".join(str(error).split())
+    finally:
+        socket.setdefaulttimeout(None)
     # Here the other ranks wait for the files. A rank that failed must come here too and say so:
     # if it left instead, the others would wait in vain. And as all hear the same, all decide the
     # same: ranks that train on different data would wait for each other's missing steps.

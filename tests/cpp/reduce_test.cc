@@ -1,0 +1,322 @@
+#include "core/reduce.h"
+
+#include <array>
+#include <cfenv>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "core/half.h"
+#include "elements.h"
+#include "harness.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+constexpr DType kDTypes[] = {DType::kUInt8,   DType::kInt8,    DType::kInt32,
+                             DType::kInt64,   DType::kFloat16, DType::kBFloat16,
+                             DType::kFloat32, DType::kFloat64, DType::kBool};
+constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
+constexpr std::size_t kCounts[] = {0, 1, 7, 1023, 1024, 1025, 5000};
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
+         dtype == DType::kFloat64;
+}
+
+/// `value` rounded to a floating-point format; subnormal results are not looked at here.
+double rounded(DType dtype, double value) {
+  if (dtype == DType::kFloat64 || value == 0) return value;
+  if (dtype == DType::kFloat32) return static_cast<float>(value);
+  const int fraction_bits = dtype == DType::kFloat16 ? 10 : 7;
+  const double unit = std::ldexp(1, std::ilogb(value) - fraction_bits);
+  return std::nearbyint(value / unit) * unit;
+}
+
+/// `value` as the integers of a dtype hold it: the lowest bits.
+double wrapped(DType dtype, std::int64_t value) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return static_cast<std::uint8_t>(value);
+    case DType::kInt8:
+      return static_cast<std::int8_t>(value);
+    case DType::kInt32:
+      return static_cast<std::int32_t>(value);
+    default:
+      return static_cast<double>(value);
+  }
+}
+
+/// What reduce.h promises for one element, in the plainest way. Partial results are small whole
+/// numbers, or halves of them, so that they are exact in every dtype.
+double expected(const Reduction& reduction, const std::vector<double>& inputs) {
+  const auto& [dtype, op, scaling] = reduction;
+  const DType partial_dtype = accumulation_dtype(dtype);
+  const auto kept = [&](double value) {
+    return is_float(dtype) ? rounded(partial_dtype, value)
+                           : wrapped(dtype, static_cast<std::int64_t>(std::trunc(value)));
+  };
+  std::optional<double> result;
+  for (const double input : inputs) {
+    const double b = dtype == DType::kBool ? input : kept(input * scaling.prescale);
+    if (!result) {
+      result = b;
+      continue;
+    }
+    const double a = *result;
+    if (op == ReduceOp::kMin) result = std::min(a, b);
+    if (op == ReduceOp::kMax) result = std::max(a, b);
+    if (op == ReduceOp::kSum) result = kept(a + b);
+    if (op == ReduceOp::kProduct) result = kept(a * b);
+  }
+  if (dtype == DType::kBool) return *result != 0;
+  const auto divisor = static_cast<double>(scaling.divisor);
+  if (!is_float(dtype)) return kept(*result * scaling.postscale / divisor);
+  const double factor = rounded(partial_dtype, scaling.postscale / divisor);
+  const double scaled = scaling.postscale == 1 ? *result / divisor : *result * factor;
+  return rounded(dtype, rounded(partial_dtype, scaled));
+}
+
+/// Elements of rank `rank`: small, of both signs where there are two, zero among them.
+Elements elements_of(DType dtype, std::size_t count, std::size_t rank) {
+  Elements elements(dtype, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto value = static_cast<double>((i * 5 + rank * 3) % 7) - 3;
+    elements.set(i, dtype == DType::kUInt8 ? value + 3 : value);
+  }
+  return elements;
+}
+
+/// Buffers of all ranks and the pointers that reduce() takes.
+struct Inputs {
+  Inputs(DType dtype, std::size_t count, std::size_t ranks) {
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      buffers.push_back(elements_of(dtype, count, rank));
+    }
+    for (Elements& buffer : buffers) pointers.push_back(buffer.data());
+  }
+  std::vector<double> at(std::size_t index) const {
+    std::vector<double> values;
+    for (const Elements& buffer : buffers) values.push_back(buffer.at(index));
+    return values;
+  }
+
+  std::vector<Elements> buffers;
+  std::vector<const void*> pointers;
+};
+
+std::string named(const Reduction& reduction, std::size_t ranks, std::size_t index) {
+  return std::string(name_of(reduction.dtype)) + " " + name_of(reduction.op) + " of " +
+         std::to_string(ranks) + ", element " + std::to_string(index);
+}
+
+void check_result(const Elements& output, const Inputs& inputs, const Reduction& reduction) {
+  for (std::size_t i = 0; i < output.count(); ++i) {
+    const double value = expected(reduction, inputs.at(i));
+    if (output.at(i) == value) continue;
+    fail(__FILE__, __LINE__,
+         named(reduction, inputs.buffers.size(), i) + ": " + shown(output.at(i)) + ", not " +
+             shown(value));
+  }
+}
+
+/// Calls `body` with every dtype and operator, scaled in every way.
+void for_reductions(const std::function<void(const Reduction&)>& body) {
+  const Scaling scalings[] = {{}, {1, 1, 2}, {1, 1, 3}, {0.5, 1, 1}, {0.5, 2, 3}, {1, 0.75, 1}};
+  for (const DType dtype : kDTypes) {
+    for (const ReduceOp op : kOps) {
+      for (const Scaling& scaling : scalings) body({dtype, op, scaling});
+    }
+  }
+}
+
+std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
+float of_bits(std::uint32_t bits) { return std::bit_cast<float>(bits); }
+
+}  // namespace
+
+TEST(reduce_every_dtype_operator_scaling_and_count) {
+  for_reductions([](const Reduction& reduction) {
+    for (const std::size_t ranks : {1, 2, 3, 5}) {
+      for (const std::size_t count : kCounts) {
+        const Inputs inputs(reduction.dtype, count, ranks);
+        Elements output(reduction.dtype, count);
+        const std::array<void*, 1> outputs{output.data()};
+        reduce(outputs, inputs.pointers, count, reduction);
+        check_result(output, inputs, reduction);
+      }
+    }
+  });
+}
+
+TEST(reduce_in_place_into_several_outputs_streaming) {
+  constexpr std::size_t kLarge = 40'001;  // streamed also when an element is one byte
+  for (const DType dtype : kDTypes) {
+    for (const Scaling& scaling : {Scaling{}, Scaling{1, 1, 3}}) {
+      const Reduction reduction{dtype, ReduceOp::kSum, scaling};
+      const Inputs original(dtype, kLarge, 3);
+      Inputs inputs(dtype, kLarge, 3);
+      std::vector<void*> outputs;
+      for (Elements& buffer : inputs.buffers) outputs.push_back(buffer.data());
+      reduce(outputs, inputs.pointers, kLarge, reduction, true);
+      for (const Elements& buffer : inputs.buffers) check_result(buffer, original, reduction);
+    }
+  }
+}
+
+TEST(reduce_in_halves_is_reduce) {
+  for_reductions([](const Reduction& reduction) {
+    constexpr std::size_t kCount = 2500;
+    const Inputs inputs(reduction.dtype, kCount, 4);
+    const std::span<const void* const> pointers(inputs.pointers);
+    Elements partial(accumulation_dtype(reduction.dtype), kCount);
+    Elements other = partial;
+    Elements output(reduction.dtype, kCount);
+    const std::array<void*, 1> outputs{output.data()};
+    reduce_partial(partial.data(), pointers.first(3), kCount, reduction);
+    reduce_partial(other.data(), pointers.last(1), kCount, reduction);
+    combine_partial(partial.data(), other.data(), kCount, reduction);
+    finish_partial(outputs, partial.data(), kCount, reduction);
+    check_result(output, inputs, reduction);
+  });
+}
+
+TEST(reduce_finishes_in_place_where_the_dtypes_are_the_same) {
+  Inputs inputs(DType::kFloat32, 1500, 1);
+  const Inputs original = inputs;
+  const Reduction reduction{DType::kFloat32, ReduceOp::kSum, {1, 1, 3}};
+  const std::array<void*, 1> outputs{inputs.buffers[0].data()};
+  finish_partial(outputs, inputs.buffers[0].data(), 1500, reduction);
+  check_result(inputs.buffers[0], original, reduction);
+}
+
+TEST(reduce_needs_no_alignment_beyond_the_dtype) {
+  for (const DType dtype : kDTypes) {
+    const std::size_t item = size_of(dtype);
+    const Reduction reduction{dtype, ReduceOp::kSum, {}};
+    Inputs inputs(dtype, 20'000, 2);
+    const Inputs whole = inputs;
+    for (std::size_t i = 0; i < 2; ++i) inputs.pointers[i] = inputs.buffers[i].data() + item;
+    Elements output(dtype, 20'000);
+    output.set(0, 1);
+    output.set(19'999, 1);
+    const std::array<void*, 1> outputs{output.data() + item};
+    reduce(outputs, inputs.pointers, 19'998, reduction, true);
+    for (std::size_t i = 1; i < 19'999; ++i) {
+      CHECK_EQ(output.at(i), expected(reduction, whole.at(i)));
+    }
+    CHECK_EQ(output.at(0), 1.0);  // nothing is written beyond the ends
+    CHECK_EQ(output.at(19'999), 1.0);
+  }
+}
+
+TEST(reduce_sums_16_bit_floats_in_float32) {
+  // In the dtype itself, 2048 + 1 + 1 is 2048 for float16, and 256 + 1 + 1 is 256 for bfloat16.
+  for (const auto& [dtype, large] :
+       {std::pair{DType::kFloat16, 2048.0}, {DType::kBFloat16, 256.0}}) {
+    Elements a(dtype, 1);
+    Elements b(dtype, 1);
+    a.set(0, large);
+    b.set(0, 1);
+    const std::array<const void*, 3> inputs{a.data(), b.data(), b.data()};
+    const std::array<void*, 1> outputs{a.data()};
+    reduce(outputs, inputs, 1, {dtype, ReduceOp::kSum, {}});
+    CHECK_EQ(a.at(0), large + 2);
+  }
+}
+
+TEST(reduce_lets_nan_win) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const ReduceOp op : kOps) {
+    std::array<float, 2> a{nan, 1};
+    std::array<float, 2> b{1, nan};
+    const std::array<const void*, 2> inputs{a.data(), b.data()};
+    const std::array<void*, 1> outputs{a.data()};
+    reduce(outputs, inputs, 2, {DType::kFloat32, op, {}});
+    CHECK(std::isnan(a[0]) && std::isnan(a[1]));
+  }
+}
+
+TEST(reduce_integers_wrap_divide_toward_zero_and_stay_in_range) {
+  using Limits = std::numeric_limits<std::int64_t>;
+  const auto sum_of = [](std::int64_t a, std::int64_t b, const Scaling& scaling) {
+    std::int64_t output = 0;
+    const std::array<const void*, 2> inputs{&a, &b};
+    const std::array<void*, 1> outputs{&output};
+    reduce(outputs, inputs, 1, {DType::kInt64, ReduceOp::kSum, scaling});
+    return output;
+  };
+  CHECK_EQ(sum_of(Limits::max(), 1, {}), Limits::min());
+  CHECK_EQ(sum_of(Limits::max() - 1, 0, {1, 1, 2}), Limits::max() / 2);  // not by way of float64
+  CHECK_EQ(sum_of(-3, 0, {1, 1, 2}), -1);
+  CHECK_EQ(sum_of(1, 2, {1.9, 1, 1}), 4);  // 1 + 3: each is truncated
+  CHECK_EQ(sum_of(Limits::max(), 0, {1, 4, 1}), Limits::max());
+  CHECK_EQ(sum_of(Limits::min(), 0, {1, 4, 1}), Limits::min());
+}
+
+TEST(float16_conversions_are_exact_for_every_number) {
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const Float16 half{static_cast<std::uint16_t>(bits)};
+    const float value = to_float(half);
+    const int exponent = static_cast<int>(bits >> 10 & 31);
+    const int fraction = static_cast<int>(bits & 1023);
+    if (exponent == 31 && fraction != 0) {
+      CHECK(std::isnan(value) && std::isnan(to_float(to_float16(value))));
+      continue;
+    }
+    const double magnitude = exponent == 31  ? std::numeric_limits<double>::infinity()
+                             : exponent == 0 ? std::ldexp(fraction, -24)
+                                             : std::ldexp(1024 + fraction, exponent - 25);
+    CHECK_EQ(static_cast<double>(std::fabs(value)), magnitude);
+    CHECK_EQ(to_float16(value).bits, half.bits);  // the sign too
+  }
+}
+
+TEST(float16_rounds_to_nearest_even) {
+  // Between every two neighbours, up to the 65536 that infinity stands for.
+  for (std::uint16_t lower = 0; lower < 0x7c00; ++lower) {
+    const auto upper = static_cast<std::uint16_t>(lower + 1);
+    const float above = upper == 0x7c00 ? 65536.0F : to_float(Float16{upper});
+    const float middle = (to_float(Float16{lower}) + above) / 2;
+    CHECK_EQ(to_float16(of_bits(bits_of(middle) - 1)).bits, lower);
+    CHECK_EQ(to_float16(middle).bits, lower % 2 == 0 ? lower : upper);
+    CHECK_EQ(to_float16(of_bits(bits_of(middle) + 1)).bits, upper);
+    CHECK_EQ(to_float16(-middle).bits, 0x8000 | to_float16(middle).bits);
+  }
+  CHECK_EQ(to_float16(std::numeric_limits<float>::max()).bits, 0x7c00);
+}
+
+TEST(bfloat16_rounds_to_nearest_even) {
+  for (std::uint32_t lower = 0; lower < 0x7f80; ++lower) {
+    const std::uint32_t middle = lower << 16 | 0x8000;
+    CHECK_EQ(to_float(BFloat16{static_cast<std::uint16_t>(lower)}), of_bits(lower << 16));
+    CHECK_EQ(to_bfloat16(of_bits(lower << 16)).bits, lower);
+    CHECK_EQ(to_bfloat16(of_bits(middle - 1)).bits, lower);
+    CHECK_EQ(to_bfloat16(of_bits(middle)).bits, lower + lower % 2);
+    CHECK_EQ(to_bfloat16(of_bits(middle + 1)).bits, lower + 1);
+    CHECK_EQ(to_bfloat16(of_bits(middle | 0x80000000u)).bits, 0x8000 | (lower + lower % 2));
+  }
+  CHECK(std::isnan(to_float(to_bfloat16(of_bits(0x7f800001)))));  // would round to infinity
+  CHECK(std::isnan(to_float(to_bfloat16(of_bits(0xffffffff)))));  // would wrap around
+}
+
+TEST(copy_streaming_copies_at_every_alignment) {
+  constexpr std::size_t kBytes = 33u << 10;
+  std::vector<std::uint8_t> from(kBytes + 64);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint8_t>(i * 31);
+  for (const std::size_t shift : {0, 1, 15, 16, 63}) {
+    for (const std::size_t bytes :
+         {std::size_t{0}, std::size_t{1}, std::size_t{100}, kBytes - shift}) {
+      std::vector<std::uint8_t> to(kBytes + 64, 7);
+      copy_streaming(to.data() + shift, from.data() + 64 - shift, bytes);
+      CHECK(std::equal(to.begin() + static_cast<std::ptrdiff_t>(shift),
+                       to.begin() + static_cast<std::ptrdiff_t>(shift + bytes),
+                       from.begin() + static_cast<std::ptrdiff_t>(64 - shift)));
+      CHECK_EQ(std::count(to.begin(), to.begin() + static_cast<std::ptrdiff_t>(shift), 7),
+               static_cast<std::ptrdiff_t>(shift));
+      CHECK_EQ(int{to[shift + bytes]}, 7);
+    }
+  }
+}

@@ -1,0 +1,47 @@
+"""Under ``mpirun -n 2 python -m pytest --with-mpi``: the ranks are MPI's."""
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import torch_ring as hvd
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_ranks_are_those_of_mpi():
+    assert hvd.rank() == MPI.COMM_WORLD.Get_rank()
+    assert hvd.size() == MPI.COMM_WORLD.Get_size()
+    assert MPI.COMM_WORLD.allgather(hvd.local_rank()) == list(range(hvd.size()))
+    assert hvd.is_homogeneous()
+
+
+def test_collectives_agree_with_mpi():
+    mine = torch.arange(1000, dtype=torch.float64) * (hvd.rank() + 1)
+    theirs = torch.from_numpy(MPI.COMM_WORLD.allreduce(mine.numpy()))
+    assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), theirs)
+    rows = torch.full((hvd.rank() + 1, 2), hvd.rank())
+    assert torch.equal(hvd.allgather(rows), torch.cat(MPI.COMM_WORLD.allgather(rows)))
+    assert hvd.broadcast_object({"from": hvd.rank()}, root_rank=1) == {"from": 1}
+
+
+def test_training_keeps_the_ranks_together():
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 2)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    weights = MPI.COMM_WORLD.allgather(model.weight.detach())
+    assert all(torch.equal(weights[0], other) for other in weights)

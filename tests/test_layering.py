@@ -1,0 +1,47 @@
+"""The layers of csrc: who may include whom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parent.parent / "csrc"
+
+# folder -> the folders, or single headers, that it may include besides itself
+MAY_INCLUDE: dict[str, set[str]] = {
+    "core": set(),
+    "transport": {"core"},
+    "collective": {"core", "transport"},
+    "engine": {"core", "collective/communicator.h", "collective/board.h"},
+    "bindings": {"core", "transport", "collective", "engine"},
+}
+FORBIDDEN = {
+    "core": r"<(thread|condition_variable|sys/socket\.h|cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "transport": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "collective": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "engine": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "bindings": r"<cuda.*>",
+}
+
+FILES = sorted(p for suffix in ("h", "cc", "inc") for p in CSRC.glob(f"*/*.{suffix}"))
+
+
+def test_every_folder_has_a_rule():
+    assert {path.parent.name for path in FILES} == set(MAY_INCLUDE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_includes(path):
+    folder = path.parent.name
+    text = path.read_text()
+    for header in re.findall(r'#include "([^"]+)"', text):
+        allowed = MAY_INCLUDE[folder] | {folder}
+        assert header in allowed or header.split("/")[0] in allowed, f"{path.name} sees {header}"
+    for header in re.findall(r"#include (<[^>]+>)", text):
+        assert not re.fullmatch(FORBIDDEN[folder], header), f"{path.name} sees {header}"
+
+
+def test_every_source_is_in_a_layer_and_short():
+    for path in FILES:
+        lines = len(path.read_text().splitlines())
+        assert lines <= 400, f"{path.name} has {lines} lines: two ideas?"

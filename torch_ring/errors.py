@@ -1,0 +1,79 @@
+"""What can go wrong, typed by what the caller can do about it."""
+
+from __future__ import annotations
+
+import builtins
+
+__all__ = [
+    "HorovodInternalError",
+    "InvalidArgumentError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "RingError",
+    "TimeoutError",
+    "check_build",
+]
+
+
+class RingError(RuntimeError):
+    """A collective failed. Unless it is a MismatchError: shut down and init again, or exit."""
+
+
+HorovodInternalError = RingError
+"""Horovod's name for it."""
+
+
+class MismatchError(RingError):
+    """The ranks asked for different things; no data was moved, and the job may go on."""
+
+
+class PeerLostError(RingError):
+    """A rank died, left early, or is not heard any more."""
+
+
+class TimeoutError(RingError, builtins.TimeoutError):
+    """A rank is alive and did not take part in time."""
+
+
+class InvalidArgumentError(ValueError):
+    """The program is wrong on this rank; nothing was sent."""
+
+
+class NotInitializedError(ValueError, RuntimeError):
+    """An operation was called before ``init()`` or after ``shutdown()``."""
+
+    def __init__(self, what: str = "torch_ring has not been initialized: call init() first"):
+        super().__init__(what)
+
+
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
+
+
+def build_problem(built_for: str, running: str) -> str | None:
+    """Return why a module built for one torch version cannot run with another, in one line.
+
+    Torch's C++ interface changes with every minor version, and only then.
+    """
+    if built_for.split(".")[:2] == running.split(".")[:2]:
+        return None
+    return (
+        f"torch_ring was built for torch {built_for}, and this is torch {running}: rebuild it with "
+        f"`{_REBUILD} .` in its source directory"
+    )
+
+
+def check_build() -> None:
+    """Raise ImportError, in one line, if the native module does not fit the installed torch."""
+    import torch
+
+    try:
+        from torch_ring import _build
+    except ImportError:
+        raise ImportError(
+            "torch_ring is not built: run `pip install --no-build-isolation .` in its source "
+            "directory"
+        ) from None
+    problem = build_problem(_build.TORCH_VERSION, torch.__version__)
+    if problem is not None:
+        raise ImportError(problem)
