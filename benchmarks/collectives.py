@@ -28,7 +28,6 @@ from torch import Tensor
 
 import torch_ring as hvd
 
-LIBRARIES = ("torch_ring", "gloo")
 OPS = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
 HVD_OPS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
 GLOO_OPS = {
@@ -36,6 +35,12 @@ GLOO_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "prod": dist.ReduceOp.PRODUCT,
+}
+# busbw / algbw on so many ranks; README.md says why.
+BUS_SHARE: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda size: 2 * (size - 1) / size,
+    "broadcast": lambda _: 1,
+    "allgather": lambda size: (size - 1) / size,
 }
 Run = Callable[[], Tensor]
 
@@ -52,8 +57,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One line of a table."""
 
+    collective: str
     bytes: int
     count: int
     type: str
@@ -65,9 +71,7 @@ class Row:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--collective", choices=("allreduce", "broadcast", "allgather"), default="allreduce"
-    )
+    parser.add_argument("--collective", choices=BUS_SHARE, nargs="+", default=["allreduce"])
     parser.add_argument("--op", choices=OPS, default="sum", help="of allreduce")
     parser.add_argument("--dtype", default="float32", help="torch's name of it")
     parser.add_argument("--min-bytes", type=int, default=1 << 10)
@@ -93,22 +97,22 @@ def start_gloo() -> None:
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
 
 
-def runs_of(args: argparse.Namespace, tensor: Tensor, output: Tensor) -> dict[str, Run]:
+def runs_of(collective: str, op: str, tensor: Tensor, output: Tensor) -> dict[str, Run]:
     """Return, by library, what runs the collective on `tensor` and returns its result.
 
     allreduce and broadcast overwrite `tensor`; allgather leaves it, and gloo's fills `output`.
     """
 
-    def gloo(collective: Callable[..., object], result: Tensor, *arguments: object) -> Tensor:
-        collective(*arguments)
+    def gloo(function: Callable[..., object], result: Tensor, *arguments: object) -> Tensor:
+        function(*arguments)
         return result
 
-    if args.collective == "allreduce":
+    if collective == "allreduce":
         return {
-            "torch_ring": lambda: hvd.allreduce_(tensor, op=HVD_OPS[args.op]),
-            "gloo": lambda: gloo(dist.all_reduce, tensor, tensor, GLOO_OPS[args.op]),
+            "torch_ring": lambda: hvd.allreduce_(tensor, op=HVD_OPS[op]),
+            "gloo": lambda: gloo(dist.all_reduce, tensor, tensor, GLOO_OPS[op]),
         }
-    if args.collective == "broadcast":
+    if collective == "broadcast":
         return {
             "torch_ring": lambda: hvd.broadcast_(tensor, 0),
             "gloo": lambda: gloo(dist.broadcast, tensor, tensor, 0),
@@ -124,10 +128,10 @@ def inputs(count: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.arange(count) % 3 + rank % 2).to(dtype) for rank in range(hvd.size())]
 
 
-def expected(args: argparse.Namespace, data: list[Tensor]) -> Tensor:
-    if args.collective == "allreduce":
-        return functools.reduce(OPS[args.op], data)
-    return data[0] if args.collective == "broadcast" else torch.cat(data)
+def expected(collective: str, op: str, data: list[Tensor]) -> Tensor:
+    if collective == "allreduce":
+        return functools.reduce(OPS[op], data)
+    return data[0] if collective == "broadcast" else torch.cat(data)
 
 
 def seconds(run: Run, iterations: int) -> float:
@@ -139,57 +143,51 @@ def seconds(run: Run, iterations: int) -> float:
     return (time.perf_counter() - started) / iterations
 
 
-def measure(args: argparse.Namespace, size_bytes: int, shared: bool) -> Row:
+def measure(args: argparse.Namespace, collective: str, size_bytes: int, shared: bool) -> Row:
     """Time one size on both libraries, in turns, and check what they compute."""
     dtype: torch.dtype = getattr(torch, args.dtype)
-    is_allgather = args.collective == "allgather"
-    parts = hvd.size() if is_allgather else 1
+    parts = hvd.size() if collective == "allgather" else 1
     count = max(1, size_bytes // dtype.itemsize // parts)
-    size_bytes = count * parts * dtype.itemsize  # as nccl-tests, allgather's size is the result's
+    size_bytes = count * parts * dtype.itemsize
     # What DistributedOptimizer's buckets are made of.
     empty = hvd.world.engine().empty_shared if shared else torch.empty
     tensor = empty((count,), dtype=dtype)
-    output = torch.empty(count * parts, dtype=dtype)
+    runs = runs_of(collective, args.op, tensor, torch.empty(count * parts, dtype=dtype))
 
     iterations = min(1000, max(5, (32 << 20) // size_bytes))
-    times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
-    for round in range(args.rounds + 1):
-        for library, run in runs_of(args, tensor, output).items():
+    times: dict[str, list[float]] = {library: [] for library in runs}
+    for turn in range(args.rounds + 1):
+        for library, run in runs.items():
             tensor.zero_()  # sums of zeros stay finite
             elapsed = seconds(run, iterations)
-            if round > 0:  # the first one warms up
+            if turn > 0:  # the first one warms up
                 times[library].append(elapsed)
 
     data = inputs(count, dtype)
     results = {}
-    for library, run in runs_of(args, tensor, output).items():
+    for library, run in runs.items():
         tensor.copy_(data[hvd.rank()])
-        wrong = (run() != expected(args, data)).sum()
-        # The slowest rank counts.
+        wrong = (run() != expected(collective, args.op, data)).sum()
+        # Of a round, the slowest rank's time.
         slowest = hvd.allreduce(torch.tensor(times[library], dtype=torch.float64), op=hvd.Max)
-        results[library] = bandwidths(
-            args.collective,
-            size_bytes,
-            statistics.median(slowest.tolist()),
-            int(hvd.allreduce(wrong, op=hvd.Sum)),
+        time_s = statistics.median(slowest.tolist())
+        algbw = size_bytes / time_s / 1e9
+        results[library] = Result(
+            time_us=time_s * 1e6,
+            algbw=algbw,
+            busbw=algbw * BUS_SHARE[collective](hvd.size()),
+            wrong=int(hvd.allreduce(wrong, op=hvd.Sum)),
         )
     return Row(
-        size_bytes,
-        count,
-        args.dtype,
-        args.op if args.collective == "allreduce" else "none",
-        "shared" if shared else "private",
-        results,
-        results["gloo"].time_us / results["torch_ring"].time_us,
+        collective=collective,
+        bytes=size_bytes,
+        count=count,
+        type=args.dtype,
+        redop=args.op if collective == "allreduce" else "none",
+        memory="shared" if shared else "private",
+        results=results,
+        ratio=results["gloo"].time_us / results["torch_ring"].time_us,
     )
-
-
-def bandwidths(collective: str, size_bytes: int, time_s: float, wrong: int) -> Result:
-    """Compute the columns from the time of one collective; see README.md."""
-    size = hvd.size()
-    share = {"allreduce": 2 * (size - 1) / size, "broadcast": 1, "allgather": (size - 1) / size}
-    algbw = size_bytes / time_s / 1e9
-    return Result(time_s * 1e6, algbw, algbw * share[collective], wrong)
 
 
 def machine() -> dict[str, str | int]:
@@ -213,15 +211,14 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def header(args: argparse.Namespace) -> Iterator[str]:
+def header(collective: str) -> Iterator[str]:
     facts = ", ".join(f"{key} {value}" for key, value in machine().items())
-    yield f"# {args.collective}; {facts}"
-    libraries = "".join(f"{library:>38}" for library in LIBRARIES)
-    yield f"#{'':49}{libraries}"
+    yield f"# {collective}; {facts}"
+    yield f"#{'':49}{'torch_ring':>38}{'gloo':>38}"
     columns = f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>9}" * 2
     yield f"#{'size':>11}{'count':>11}{'type':>10}{'redop':>7}{'memory':>9} {columns}{'ratio':>8}"
     columns = f"{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}{'':>9}" * 2
-    yield f"#{'(B)':>11}{'(elements)':>11}{'':26} {columns}"
+    yield f"#{'(B)':>11}{'(elements)':>11}{'':26} {columns.rstrip()}"
 
 
 def line(row: Row) -> str:
@@ -231,28 +228,30 @@ def line(row: Row) -> str:
     return f"{text}{row.ratio:>8.2f}"
 
 
-def main() -> int:
-    args = parse_args()
-    torch.set_num_threads(1)  # also for gloo: a rank has a core
-    hvd.init()
-    start_gloo()
-    log = functools.partial(print, flush=True) if hvd.rank() == 0 else lambda _: None
-    for text in header(args):
-        log(text)
-    rows = []
+def rows_of(args: argparse.Namespace, collective: str) -> Iterator[Row]:
     size_bytes = args.min_bytes
     while size_bytes <= args.max_bytes:
-        for shared in (False, True)[: 1 + args.shared]:
-            rows.append(measure(args, size_bytes, shared))
-            log(line(rows[-1]))
+        yield measure(args, collective, size_bytes, shared=False)
+        if args.shared:
+            yield measure(args, collective, size_bytes, shared=True)
         size_bytes *= args.factor
+
+
+def main() -> int:
+    args = parse_args()
+    torch.set_num_threads(1)  # a rank has a core; gloo's sums would use more
+    hvd.init()
+    start_gloo()
+    log = functools.partial(print, flush=True) if hvd.rank() == 0 else lambda *_, **__: None
+    rows = []
+    for collective in args.collective:
+        log(*header(collective), sep="\n")
+        for row in rows_of(args, collective):
+            log(line(row))
+            rows.append(row)
     if hvd.rank() == 0 and args.json:
-        report = {
-            "command": shlex.join(sys.argv),
-            "machine": machine(),
-            "rows": list(map(asdict, rows)),
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = {"command": shlex.join(sys.argv), "machine": machine(), "rows": rows}
+        args.json.write_text(json.dumps(report, default=asdict, indent=1) + "\n")
     dist.destroy_process_group()
     hvd.shutdown()
     return int(any(result.wrong for row in rows for result in row.results.values()))

@@ -27,7 +27,8 @@ from torch.distributed import TCPStore
 DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few seconds
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch_ring", "numpy"])
+# The first optimizer of a process imports torch._dynamo, which takes seconds; tests import pytest.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring", "numpy", "pytest"])
 _runs = itertools.count()
 
 

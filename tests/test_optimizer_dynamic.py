@@ -22,7 +22,7 @@ import torch_ring as hvd
 
 
 def weights(*values: float) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.tensor([value])) for value in values]
+    return [nn.Parameter(torch.tensor([float(value)])) for value in values]
 
 
 def grads(parameters: list[nn.Parameter]) -> list[float | None]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import torch_ring as hvd
 
-EPOCHS = {"mnist": 1, "digits": 15}
+EPOCHS = {"mnist": 1, "digits": 10}
 BATCH_SIZE = {"mnist": 64, "digits": 16}
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     # for gradients that nobody sends.
     sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), drop_last=True)
     loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
-    log(f"{dataset}: {hvd.size()} ranks, {len(loader)} steps of {batch_size} images each an epoch")
+    log(f"{dataset}: size {hvd.size()}, {len(loader)} steps an epoch, {batch_size} images a step")
     for epoch in range(trained, epochs):
         started, total = time.monotonic(), torch.zeros(())
         sampler.set_epoch(epoch)  # another order than in the last epoch, the same on all ranks

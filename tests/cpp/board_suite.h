@@ -7,20 +7,19 @@
 #include <random>
 #include <thread>
 
+#include "elements.h"
 #include "test_world.h"
 
 namespace torch_ring::test {
-
-using Entry = std::vector<std::byte>;
 
 /// A wait that ends by this, and not by what it waits for, is a hang.
 constexpr Clock::time_point kNever = Clock::time_point::max();
 
 /// The entry that `rank` posts in `round`: every rank can tell what to expect of the others.
-inline Entry entry_of(int rank, int round, std::size_t capacity) {
+inline Bytes entry_of(int rank, int round, std::size_t capacity) {
   std::mt19937 random(static_cast<unsigned>(round * 1000 + rank));
   const std::size_t longest = round % 16 == 15 ? capacity : random() % 4 == 0 ? 0 : 200;
-  Entry entry(round % 32 == 31 ? capacity : random() % (longest + 1));
+  Bytes entry(round % 32 == 31 ? capacity : random() % (longest + 1));
   for (std::byte& byte : entry) byte = static_cast<std::byte>(random());
   return entry;
 }
@@ -29,7 +28,7 @@ inline void wait_complete(Board& board) {
   while (!board.complete()) board.wait_until(kNever);
 }
 
-inline Entry entry_at(const Board& board, int rank) {
+inline Bytes entry_at(const Board& board, int rank) {
   const auto entry = board.entry(rank);
   return {entry.begin(), entry.end()};
 }
@@ -44,7 +43,7 @@ inline void board_rounds(const Layout& layout, int size) {
       wait_complete(board);
       CHECK(board.missing().empty());
       for (int rank = 0; rank < size; ++rank) {
-        CHECK_EQ(entry_at(board, rank), entry_of(rank, round, board.capacity()));
+        CHECK(same(entry_at(board, rank), entry_of(rank, round, board.capacity())));
       }
     }
   });
@@ -53,7 +52,7 @@ inline void board_rounds(const Layout& layout, int size) {
 inline void board_entries_are_aligned(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     Board& board = communicator.board();
-    board.post(Entry(static_cast<std::size_t>(5 + communicator.rank())));
+    board.post(Bytes(static_cast<std::size_t>(5 + communicator.rank())));
     wait_complete(board);
     for (int rank = 0; rank < size; ++rank) {
       CHECK_EQ(reinterpret_cast<std::uintptr_t>(board.entry(rank).data()) % 8, 0u);

@@ -38,23 +38,26 @@ inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
 
 inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op, std::size_t count,
                             bool in_place) {
+  constexpr std::size_t kPeriod = 25 * 3;  // of value_at, whatever the op
   const int size = communicator.size();
-  Elements input(dtype, count);
-  for (std::size_t i = 0; i < count; ++i) {
-    input.set(i, value_at(i, communicator.rank(), size, op));
-  }
+  const Elements before = Elements::repeating(dtype, count, kPeriod, [&](std::size_t i) {
+    return value_at(i, communicator.rank(), size, op);
+  });
+  const Elements expected = Elements::repeating(
+      dtype, count, kPeriod, [&](std::size_t i) { return reduced_at(i, size, op, dtype); });
+  Elements input = before;
   Elements other(dtype, in_place ? 0 : count);
-  const std::vector<std::byte> before = input.bytes();
   Elements& output = in_place ? input : other;
   communicator.allreduce(input.data(), output.data(), count, {dtype, op, {}});
+  CHECK(in_place || same(input.bytes(), before.bytes()));
+  if (same(output.bytes(), expected.bytes())) return;
   for (std::size_t i = 0; i < count; ++i) {
-    if (output.at(i) == reduced_at(i, size, op, dtype)) continue;
+    if (output.at(i) == expected.at(i)) continue;
     fail(__FILE__, __LINE__,
          std::string(name_of(dtype)) + ' ' + name_of(op) + ", " + std::to_string(count) +
              " elements: [" + std::to_string(i) + "] is " + shown(output.at(i)) + ", not " +
-             shown(reduced_at(i, size, op, dtype)));
+             shown(expected.at(i)));
   }
-  CHECK(in_place || input.bytes() == before);
 }
 
 inline void allreduce_all(const Layout& layout, int size) {
@@ -62,8 +65,8 @@ inline void allreduce_all(const Layout& layout, int size) {
     const auto ranks = static_cast<std::size_t>(size);
     for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
       for (const ReduceOp op : kOps) {
-        for (const std::size_t count :
-             {std::size_t{0}, std::size_t{1}, ranks - 1, ranks, 64 * ranks + 1, 10'007 * ranks}) {
+        for (const std::size_t count : {std::size_t{0}, std::size_t{1}, ranks - 1, ranks,
+                                        64 * ranks + 1, std::size_t{40'009}}) {
           check_allreduce(communicator, static_cast<DType>(dtype), op, count, count % 2 == 0);
         }
       }
@@ -118,7 +121,7 @@ inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
 
 inline void allreduce_same_bits(const Layout& layout, int size) {
   constexpr std::size_t kCount = 200'003;
-  std::vector<std::vector<std::byte>> results[2];
+  std::vector<Bytes> results[2];
   for (auto& result : results) {
     result.resize(static_cast<std::size_t>(size));
     run_world(layout, size, [&](Communicator& communicator, Abort&) {
@@ -132,21 +135,27 @@ inline void allreduce_same_bits(const Layout& layout, int size) {
     });
   }
   for (const auto& result : results) {
-    for (const auto& bytes : result) CHECK(bytes == results[0][0]);
+    for (const auto& bytes : result) CHECK(same(bytes, results[0][0]));
   }
+}
+
+/// Bytes that differ from rank to rank, and from place to place.
+inline Bytes bytes_of(int rank, std::size_t count) {
+  return Elements::repeating(
+             DType::kUInt8, count, 251,
+             [&](std::size_t i) {
+               return static_cast<double>((i + 50 * static_cast<std::size_t>(rank)) % 251);
+             })
+      .bytes();
 }
 
 inline void broadcast_from_every_root(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     for (const std::size_t bytes : {0, 1, 1000, 1'300'001}) {
       for (int root = 0; root < size; ++root) {
-        const auto value = [&](std::size_t i, int rank) {
-          return static_cast<std::byte>(i * 7 + i / 256 + static_cast<std::size_t>(rank));
-        };
-        std::vector<std::byte> data(bytes);
-        for (std::size_t i = 0; i < bytes; ++i) data[i] = value(i, communicator.rank());
+        Bytes data = bytes_of(communicator.rank(), bytes);
         communicator.broadcast(data.data(), bytes, root);
-        for (std::size_t i = 0; i < bytes; ++i) CHECK(data[i] == value(i, root));
+        CHECK(same(data, bytes_of(root, bytes)));
       }
     }
   });
@@ -154,27 +163,20 @@ inline void broadcast_from_every_root(const Layout& layout, int size) {
 
 inline void allgather_ragged(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    const auto value = [](std::size_t i, int rank) {
-      return static_cast<std::byte>(i * 7 + i / 256 + static_cast<std::size_t>(rank) * 50);
-    };
     for (const std::size_t scale : {0, 1, 500, 450'001}) {
       for (int empty = 0; empty <= size; ++empty) {  // at `size` there is none
         std::vector<std::size_t> bytes;
+        Bytes expected;
         for (int rank = 0; rank < size; ++rank) {
           bytes.push_back(rank == empty ? 0 : scale * static_cast<std::size_t>(rank + 1));
+          const auto part = bytes_of(rank, bytes.back());
+          expected.insert(expected.end(), part.begin(), part.end());
         }
-        std::vector<std::byte> input(bytes[static_cast<std::size_t>(communicator.rank())]);
-        for (std::size_t i = 0; i < input.size(); ++i) input[i] = value(i, communicator.rank());
-        std::size_t all = 0;
-        for (const std::size_t part : bytes) all += part;
-        std::vector<std::byte> output(all);
+        const int rank = communicator.rank();
+        const auto input = bytes_of(rank, bytes[static_cast<std::size_t>(rank)]);
+        Bytes output(expected.size());
         communicator.allgather(input.data(), output.data(), bytes);
-        std::size_t at = 0;
-        for (int rank = 0; rank < size; ++rank) {
-          for (std::size_t i = 0; i < bytes[static_cast<std::size_t>(rank)]; ++i) {
-            CHECK(output[at++] == value(i, rank));
-          }
-        }
+        CHECK(same(output, expected));
       }
     }
   });

@@ -3,6 +3,7 @@
 #include <latch>
 #include <optional>
 
+#include "elements.h"
 #include "test_world.h"
 
 using namespace torch_ring;
@@ -11,8 +12,6 @@ using namespace torch_ring::test;
 namespace {
 
 constexpr std::size_t kMiB = 1u << 20;
-
-using Bytes = std::vector<std::byte>;
 
 Bytes pattern(std::size_t bytes, int seed) {
   Bytes data(bytes);
@@ -56,7 +55,7 @@ void exchange_both_ways(Sockets sockets) {
       last = bytes;
     });
     CHECK_EQ(last, incoming.size());
-    CHECK(incoming == data[1 - rank]);
+    CHECK(same(incoming, data[1 - rank]));
   });
 }
 
@@ -71,7 +70,7 @@ TEST(connection_exchange_in_one_direction_or_none) {
   run_ranks(2, [&](int rank) {
     Bytes incoming(rank == 0 ? 0 : kMiB);
     pair.ends[rank]->exchange({data.data(), rank == 0 ? kMiB : 0}, incoming);
-    if (rank == 1) CHECK(incoming == data);
+    if (rank == 1) CHECK(same(incoming, data));
   });
   exchange(nullptr, {}, nullptr, {}, pair.ends[0]->waiting.waiter);
 }
@@ -98,7 +97,7 @@ TEST(connection_the_end_comes_after_the_last_byte) {
     pair.ends[1].reset();
     Bytes incoming(1000);
     pair.ends[0]->exchange({}, incoming);
-    CHECK(incoming == data);
+    CHECK(same(incoming, data));
     CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
                  "connection to rank 1 (a thread) closed after 0 of 1000 bytes received");
   }

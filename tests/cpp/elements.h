@@ -39,14 +39,33 @@ T get(const std::byte* from) {
   return value;
 }
 
+using Bytes = std::vector<std::byte>;
+
+/// a == b, which the library compares byte by byte: for ever under a sanitizer.
+inline bool same(const Bytes& a, const Bytes& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
+}
+
 /// A buffer of `count` elements.
 class Elements {
  public:
+  /// Element i is value(i % period): what repeats is made once, as sanitizers make loops slow.
+  template <class Value>
+  static Elements repeating(DType dtype, std::size_t count, std::size_t period, Value&& value) {
+    Elements elements(dtype, count);
+    for (std::size_t i = 0; i < std::min(period, count); ++i) elements.set(i, value(i));
+    auto& bytes = elements.bytes_;
+    for (std::size_t done = period * size_of(dtype); done < bytes.size(); done *= 2) {
+      std::memcpy(bytes.data() + done, bytes.data(), std::min(done, bytes.size() - done));
+    }
+    return elements;
+  }
+
   Elements(DType dtype, std::size_t count) : dtype_(dtype), bytes_(count * size_of(dtype)) {}
 
   std::byte* data() { return bytes_.data(); }
   std::size_t count() const { return bytes_.size() / size_of(dtype_); }
-  const std::vector<std::byte>& bytes() const { return bytes_; }
+  const Bytes& bytes() const { return bytes_; }
 
   void set(std::size_t index, double value) {
     std::byte* to = bytes_.data() + index * size_of(dtype_);
@@ -101,7 +120,7 @@ class Elements {
 
  private:
   DType dtype_;
-  std::vector<std::byte> bytes_;
+  Bytes bytes_;
 };
 
 }  // namespace torch_ring::test

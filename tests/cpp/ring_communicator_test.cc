@@ -55,7 +55,7 @@ TEST(ring_a_rank_killed_in_a_transfer_is_named_with_the_progress) {
     } else {
       // Takes the whole chunk of rank 0, and leaves after a quarter of its own.
       Connection connection(std::move(world.data[0]), world.labels[0]);
-      std::vector<std::byte> incoming(2u << 20);
+      Bytes incoming(2u << 20);
       exchange(&connection, {data.data(), 512u << 10}, &connection, incoming, waiting.waiter);
     }
   });

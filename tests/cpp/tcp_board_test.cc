@@ -73,7 +73,7 @@ TEST(tcp_board_a_round_outlives_a_peer_that_finished_it) {
   Peer peer;
   peer.board->post({});
   peer.send({1, 8, 0});
-  std::vector<std::byte> taken(100);
+  Bytes taken(100);
   CHECK_EQ(peer.us->try_receive(taken), 24u);
   peer.us.reset();
   CHECK(peer.board->complete());
@@ -95,7 +95,7 @@ TEST(tcp_board_waits_on_what_moves_the_round) {
     return events;
   };
   CHECK_EQ(polled(), std::vector<int>{POLLIN});
-  const std::vector<std::byte> entry(1000);
+  const Bytes entry(1000);
   int rounds = 0;
   while (polled() == std::vector<int>{POLLIN}) {  // until the socket takes no more
     peer.send({static_cast<std::uint64_t>(++rounds), 8, 0});
@@ -103,7 +103,7 @@ TEST(tcp_board_waits_on_what_moves_the_round) {
   }
   CHECK_EQ(polled(), std::vector<int>{POLLOUT});
   CHECK(!peer.board->complete());
-  std::vector<std::byte> taken(1u << 20);
+  Bytes taken(1u << 20);
   while (peer.us->try_receive(taken) > 0) {
   }
   CHECK(peer.board->complete());

@@ -1,0 +1,302 @@
+"""What goes wrong is an error on every surviving rank, soon, and says who, what and with whom."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import RanksFailed, run
+
+import torch_ring as hvd
+
+both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+def error_of(fn: Callable[[], object]) -> tuple[str, str]:
+    """Return the type's name and the text of what `fn` raises."""
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# --- the ranks disagree, and go on
+
+MISMATCHES: dict[str, tuple[Callable[[], object], str]] = {
+    "shape": (
+        lambda: hvd.allreduce(torch.zeros(3 + hvd.rank()), name="a"),
+        "rank 0: allreduce 'a' float32 [3] Average; rank 1: allreduce 'a' float32 [4] Average",
+    ),
+    "dtype": (
+        lambda: hvd.allreduce(torch.zeros(3).to([torch.float32, torch.int32][hvd.rank() % 2])),
+        " int32 [3] Average",
+    ),
+    "op": (
+        lambda: hvd.allreduce(torch.zeros(3), name="a", op=[hvd.Sum, hvd.Max][hvd.rank() % 2]),
+        "float32 [3] Sum; rank 1: allreduce 'a' float32 [3] Max",
+    ),
+    "factor": (
+        lambda: hvd.allreduce(torch.zeros(3), name="a", prescale_factor=1.0 + hvd.rank()),
+        "prescale 2",
+    ),
+    "root": (
+        lambda: hvd.broadcast(torch.zeros(3), root_rank=hvd.rank() % 2, name="b"),
+        "root 0; rank 1: broadcast 'b' float32 [3] root 1",
+    ),
+    "columns": (
+        lambda: hvd.allgather(torch.zeros(2, 3 + hvd.rank()), name="g"),
+        "rank 0: allgather 'g' float32 [*, 3]; rank 1: allgather 'g' float32 [*, 4]",
+    ),
+    "operation": (
+        lambda: hvd.barrier() if hvd.rank() else hvd.allreduce(torch.zeros(3)),
+        " float32 [3] Average; rank 1: barrier '#",
+    ),
+    "name": (
+        lambda: hvd.allreduce(torch.zeros(3), name=f"of {hvd.rank()}"),
+        "the ranks wait for different collectives",
+    ),
+    "large": (
+        lambda: hvd.allreduce(torch.zeros(1_000_000 + hvd.rank()), name="large"),
+        "float32 [1000000]",
+    ),
+}
+
+
+def mismatches(case: str) -> None:
+    call, text = MISMATCHES[case]
+    begin = time.monotonic()
+    kind, message = error_of(call)
+    assert kind == "MismatchError", (kind, message)
+    assert text in message
+    assert time.monotonic() - begin < 5  # the promise is a second; the machine may be busy
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [float(hvd.size())] * 2
+
+
+@both_transports
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatch(case, size, transport):
+    run(mismatches, size, args=(case,), transport=transport)
+
+
+# --- this rank is wrong, and nothing is sent
+
+
+def misuses() -> None:
+    t = torch.zeros(3)
+    first = hvd.allreduce_async(t, name="twice")
+    kind, text = error_of(lambda: hvd.allreduce_async(t, name="twice"))
+    assert kind == "nothing" or (kind == "InvalidArgumentError" and "in flight" in text)
+    hvd.synchronize(first)
+    for call, message in [
+        (lambda: hvd.allreduce(t, op=hvd.Adasum), "Adasum"),
+        (lambda: hvd.allreduce(t, op=17), "17 is not a valid ReduceOp"),
+        (lambda: hvd.allreduce(t, average=True, op=hvd.Sum), "not both"),
+        (lambda: hvd.allreduce(t.to(torch.complex64)), "dtype ComplexFloat is not supported"),
+        (lambda: hvd.allreduce(t.to_sparse()), "not dense"),
+        (lambda: hvd.allreduce(t.to("meta")), "meta"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "a scalar has no first dimension"),
+        (lambda: hvd.broadcast(t, root_rank=9), "root rank 9 is not one of"),
+        (lambda: hvd.allreduce(t, name="#1"), "reserved"),
+        (lambda: hvd.allreduce(t, name="x" * 5000), "longer than 4096"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def test_misuse():
+    run(misuses, 2)
+    run(misuses, 1)
+
+
+def without_init() -> None:
+    for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
+        with pytest.raises(ValueError, match=r"call init\(\) first"):
+            call()
+    assert not hvd.is_initialized()
+
+
+def test_use_before_init():
+    run(without_init, 1, initialized=False)
+
+
+# --- ranks that die, stop, leave or dawdle
+
+
+def survives_the_end_of(victim: int, how: str, bytes_each: int) -> tuple[str, str, float]:
+    """Reduce until it fails; the victim ends in the middle. Return the error and when it came."""
+    tensor = torch.ones(bytes_each // 4)
+    hvd.allreduce(tensor)
+    if hvd.rank() == victim:
+        if how == "kill":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif how == "stop":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        else:
+            hvd.shutdown()
+            time.sleep(2)
+            os._exit(0)
+    kind = "nothing"
+    while kind == "nothing":
+        kind, text = error_of(lambda: hvd.allreduce(tensor, name="doomed"))
+    failed = time.time()
+    again, _ = error_of(lambda: hvd.allreduce(tensor, name="later"))
+    assert again == kind
+    begin = time.monotonic()
+    hvd.shutdown()
+    assert time.monotonic() - begin < 5
+    assert threading.active_count() == 1
+    return kind, text, failed
+
+
+@both_transports
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bytes_each", [256, 1 << 22])
+@pytest.mark.parametrize("how", ["kill", "leave", "stop"])
+def test_a_lost_rank_is_named(how, bytes_each, size, transport):
+    victim = size - 1
+    results = run(
+        survives_the_end_of,
+        size,
+        args=(victim, how, bytes_each),
+        transport=transport,
+        env={"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"},
+        may_die={victim},
+    )
+    for kind, text, _ in results[:victim]:
+        assert kind == "PeerLostError", text
+        assert f"rank {victim} (pid " in text, text
+        assert "allreduce 'doomed' float32" in text, text
+
+
+def is_late() -> str:
+    if hvd.rank() == 1:
+        time.sleep(3)
+    kind, text = error_of(lambda: hvd.allreduce(torch.ones(3), name="slow"))
+    assert kind == "TimeoutError", (kind, text)
+    return text
+
+
+@both_transports
+def test_a_late_rank_is_named(transport):
+    texts = run(is_late, 2, transport=transport, env={"TORCH_RING_TIMEOUT": "1"})
+    assert "rank 1 (pid " in texts[0]
+    assert "has not submitted it" in texts[0]
+
+
+def test_missing_ranks_are_named():
+    def message(failed: RanksFailed) -> str:
+        return str(failed)
+
+    env = {"TORCH_RING_INIT_TIMEOUT": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    with pytest.raises(RanksFailed) as failed:
+        run(hvd.rank, 2, env=env)
+    assert "ranks 2, 3 of 4 did not arrive" in message(failed.value)
+
+
+def test_a_bad_setting_is_named():
+    with pytest.raises(RanksFailed, match="TORCH_RING_TIMEOUT='soon': must be a number"):
+        run(hvd.rank, 1, env={"TORCH_RING_TIMEOUT": "soon"})
+
+
+def test_different_secrets_are_refused():
+    with pytest.raises(RanksFailed, match="secret"):
+        run(with_own_secret, 2, initialized=False)
+
+
+def with_own_secret() -> None:
+    os.environ["TORCH_RING_SECRET"] = "of rank " + os.environ["RANK"]
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3"
+    hvd.init()
+
+
+# --- what is left behind
+
+
+def starts_over() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    for i in range(20):
+        hvd.init()
+        assert hvd.allreduce(torch.full((3,), float(i))).tolist() == [float(i)] * 3
+        hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        assert len(os.listdir("/proc/self/task")) <= threads_at_rest()
+    assert len(os.listdir("/proc/self/fd")) <= fds + 4  # the store's client
+    assert not [name for name in os.listdir("/dev/shm") if "torch_ring" in name]
+
+
+def threads_at_rest() -> int:
+    """Return how many threads this process may have without a world: torch's store has some."""
+    return 1 + sum("tcpstore" in name.lower() or name != "python" for name in thread_names())
+
+
+def thread_names() -> list[str]:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    return names
+
+
+@both_transports
+def test_init_and_shutdown_many_times(transport):
+    run(starts_over, 2, transport=transport, initialized=False)
+
+
+def forks_a_worker() -> None:
+    def work(queue) -> None:
+        queue.put((hvd.is_initialized(), os.getpid()))
+        time.sleep(60)
+
+    if hvd.rank() == 1:
+        import multiprocessing
+
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue,), daemon=True)
+        child.start()
+        initialized, pid = queue.get()
+        assert not initialized
+        hvd.allreduce(torch.ones(3))
+        # The worker lives on; that its parent has died must be noticed all the same.
+        threading.Timer(20, os.kill, (pid, signal.SIGKILL)).start()
+        with open(os.environ["WORKER_PID"], "w") as file:
+            file.write(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.allreduce(torch.ones(3))
+    begin = time.monotonic()
+    kind, text = error_of(lambda: hvd.allreduce(torch.ones(3)))
+    assert kind == "PeerLostError", text
+    assert "died" in text
+    assert time.monotonic() - begin < 5
+
+
+@both_transports
+def test_a_forked_worker_does_not_hide_a_death(transport, tmp_path):
+    path = tmp_path / "worker"
+    run(
+        forks_a_worker,
+        2,
+        transport=transport,
+        env={"WORKER_PID": str(path)},
+        may_die={1},
+    )
+    os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def loads_data() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(32.0))
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2)
+        total = sum(float(batch.sum()) for (batch,) in loader)
+        assert hvd.allreduce(torch.tensor([total])).item() == sum(range(32))
+
+
+def test_data_loader_workers_are_harmless():
+    run(loads_data, 2)

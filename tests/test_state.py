@@ -1,0 +1,196 @@
+"""Ranks that start differently are made alike."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+from torch.optim import Optimizer
+from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, train
+
+import torch_ring as hvd
+
+
+class Everything(nn.Module):
+    """Parameters, frozen ones, and buffers of many dtypes and layouts."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 4), float(value)))
+        self.frozen = nn.Parameter(torch.full((2,), float(value)), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(float(value)))
+        self.norm = nn.BatchNorm1d(4)
+        for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float64):
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(name, torch.full((5,), value, dtype=dtype))
+        image = torch.full((2, 3, 4, 4), float(value)).to(memory_format=torch.channels_last)
+        self.register_buffer("image", image)
+        self.register_buffer("empty", torch.empty(0))
+
+    def get_extra_state(self) -> str:
+        return "not a tensor"
+
+    def set_extra_state(self, state: str) -> None:
+        del state
+
+
+def broadcasts_parameters(root: int, collect: Callable[[nn.Module], object]) -> None:
+    model = Everything(hvd.rank())
+    before = dict(model.named_parameters())
+    hvd.broadcast_parameters(collect(model), root_rank=root)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+        if not name.startswith("norm"):
+            assert (parameter == root).all(), name
+    assert model.weight.requires_grad
+    assert model.weight.is_leaf
+
+
+def state_of(model: nn.Module) -> object:
+    return model.state_dict()
+
+
+def named_of(model: nn.Module) -> object:
+    return model.named_parameters()
+
+
+def list_of(model: nn.Module) -> object:
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("collect", [state_of, named_of, list_of])
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_broadcast_parameters(transport, root, collect):
+    run(broadcasts_parameters, 2, args=(root, collect), transport=transport)
+
+
+def broadcasts_buffers() -> None:
+    model = Everything(hvd.rank())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    expected = Everything(1)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected.get_buffer(name)), name
+    with pytest.raises(ValueError, match="list of tensors"):
+        hvd.broadcast_parameters(model.weight, root_rank=0)
+
+
+def test_buffers_of_any_dtype():
+    run(broadcasts_buffers, 2)
+
+
+def mismatches() -> None:
+    tensor = torch.zeros(3 + hvd.rank())
+    with pytest.raises(hvd.MismatchError, match="'parameter.a'"):
+        hvd.broadcast_parameters({"a": tensor}, root_rank=0)
+
+
+def test_parameters_of_different_shapes():
+    run(mismatches, 2)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters()),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), foreach=False),
+    "Adamax": lambda m: torch.optim.Adamax(m.parameters()),
+    "ASGD": lambda m: torch.optim.ASGD(m.parameters()),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters()),
+    "RAdam": lambda m: torch.optim.RAdam(m.parameters()),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), centered=True, momentum=0.1),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "groups": lambda m: torch.optim.Adam([{"params": [p], "tag": "x"} for p in m.parameters()]),
+}
+
+
+def steps(model: nn.Module, optimizer: Optimizer) -> None:
+    for batch in joined_batches(steps=2):
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def broadcasts_optimizer(name: str, root: int, wrap: bool) -> None:
+    """The root has trained with other hyper-parameters; then all train on, alike."""
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model)
+    if hvd.rank() == root:
+        steps(model, optimizer)
+        optimizer.param_groups[0]["lr"] *= 3
+        optimizer.param_groups[0]["note"] = ("a tuple", None, True, 7)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    wrapped = hvd.DistributedOptimizer(optimizer) if wrap else optimizer
+    hvd.broadcast_optimizer_state(wrapped, root_rank=root)
+    assert all(map(torch.equal, before, model.parameters())), "no step is taken"
+    group = optimizer.param_groups[0]
+    assert group["note"] == ("a tuple", None, True, 7)
+    assert isinstance(group["lr"], torch.Tensor if name == "AdamW" else float)
+    mine = optimizer.state_dict()
+    for other in hvd.allgather_object(mine):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    steps(model, optimizer)
+    assert_same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_broadcast_optimizer_state(name):
+    run(broadcasts_optimizer, 2, args=(name, 1, False))
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_optimizer_state_of_a_wrapped_one(root):
+    run(broadcasts_optimizer, 3, args=("Adam", root, True), transport="tcp")
+
+
+def broadcasts_other_optimizers() -> str:
+    model = nn.Linear(3, 3 + hvd.rank())
+    with pytest.raises(hvd.MismatchError) as error:
+        hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1), root_rank=0)
+    return str(error.value)
+
+
+def test_optimizers_of_different_models():
+    for message in run(broadcasts_other_optimizers, 2):
+        assert "rank 0: parameter 0 of group 0: [3, 3]; rank 1: parameter 0" in message
+
+
+def shares_objects() -> None:
+    for root in range(hvd.size()):
+        mine = {"rank": hvd.rank(), "tensor": torch.ones(3), "text": "é" * 1000}
+        received = hvd.broadcast_object(mine, root_rank=root, name="a thing")
+        assert received["rank"] == root
+        assert (received is mine) == (hvd.rank() == root)
+    gathered = hvd.allgather_object(list(range(hvd.rank())), name="lists")
+    assert gathered == [list(range(rank)) for rank in range(hvd.size())]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_objects(transport, size):
+    run(shares_objects, size, transport=transport)
+
+
+def leaves_as_it_is() -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS["Adam"](model)
+    train(model, optimizer, joined_batches(steps=1))
+    expected = optimizer.state_dict()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    torch.testing.assert_close(optimizer.state_dict(), expected)
+
+
+def test_on_one_rank_nothing_changes():
+    run(leaves_as_it_is, 1)
