@@ -78,6 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=int, default=64 << 20)
     parser.add_argument("--factor", type=int, default=4, help="from one size to the next")
     parser.add_argument("--rounds", type=int, default=9, help="each library is timed once a round")
+    parser.add_argument("--iterations", type=int, default=1000, help="in a round, at most")
     parser.add_argument("--shared", action="store_true", help="also tensors in shared memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser.parse_args()
@@ -154,7 +155,7 @@ def measure(args: argparse.Namespace, collective: str, size_bytes: int, shared: 
     tensor = empty((count,), dtype=dtype)
     runs = runs_of(collective, args.op, tensor, torch.empty(count * parts, dtype=dtype))
 
-    iterations = min(1000, max(5, (32 << 20) // size_bytes))
+    iterations = min(args.iterations, max(5, (32 << 20) // size_bytes))
     times: dict[str, list[float]] = {library: [] for library in runs}
     for turn in range(args.rounds + 1):
         for library, run in runs.items():

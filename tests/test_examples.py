@@ -14,9 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pool
 import pytest
 
-import pool
 from torch_ring.config import SETTINGS, Setting
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +72,7 @@ def accuracy(output: str) -> float:
 
 def torchrun(script: Path, *arguments: str, folder: Path) -> str:
     """Run a script on 2 ranks and return what they printed. Nobody is left behind."""
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
         [sys.executable, *launch, str(script), *arguments],
         cwd=folder,
@@ -97,9 +97,9 @@ def test_mnist_trains_and_resumes(tmp_path: Path) -> None:
     assert accuracy(first) > 0.3  # ten classes: an untrained model has about 0.1
 
     # The checkpoint of two ranks, on three.
-    arguments = ("--dataset", "digits", "--epochs", "4", "--resume")
+    arguments = ("--dataset", "digits", "--epochs", "2", "--resume")
     second, *others = run(TRAIN, *arguments, folder=tmp_path, size=3)
-    assert re.findall(r"epoch (\d):", second.output) == ["2", "3", "4"]
+    assert re.findall(r"epoch (\d):", second.output) == ["2"]
     assert accuracy(second.output) > accuracy(first)
     assert [other.output for other in others] == ["", ""]
 
@@ -142,8 +142,8 @@ def test_benchmark_checks_what_it_times(tmp_path: Path) -> None:
     collectives = ("allreduce", "broadcast", "allgather")
     first, second = run(
         ROOT / "benchmarks" / "collectives.py",
-        *("--collective", *collectives, "--max-bytes", "4096", "--rounds", "1", "--shared"),
-        *("--json", "out.json"),
+        *("--collective", *collectives, "--max-bytes", "4096", "--shared"),
+        *("--rounds", "1", "--iterations", "5", "--json", "out.json"),
         folder=tmp_path,
     )
     assert (first.code, second.code) == (0, 0), first.output

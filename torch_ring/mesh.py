@@ -46,7 +46,7 @@ class Card:
 
     Attributes:
         machine: equal on ranks that can pass descriptors to one another.
-        host: equal on ranks that share memory.
+        shares: whether it has memory to share.
         address, port: where it accepts connections from other hosts.
         socket: the name of its abstract Unix socket.
         cpus: the CPUs that it may run on.
@@ -54,7 +54,7 @@ class Card:
 
     rank: int
     machine: str
-    host: str
+    shares: bool
     local_rank: int
     local_size: int
     pid: int
@@ -144,6 +144,7 @@ def _own_memory(config: Config) -> int | None:
     except RingError:
         if config.transport == "shm":
             raise
+        # The others learn it from this rank's card, and all of them use TCP.
         logging.getLogger("torch_ring").warning("no shared memory, using TCP", exc_info=True)
         return None
 
@@ -161,7 +162,7 @@ def _own_card(
     return Card(
         rank=identity.rank,
         machine=machine,
-        host=machine if shares else f"{machine}/{identity.rank}",
+        shares=shares,
         local_rank=identity.local_rank,
         local_size=identity.local_size,
         pid=os.getpid(),
@@ -218,9 +219,12 @@ def _secret(identity: Identity, config: Config, store: Store, deadline: float) -
 
 
 def _plan(rank: int, cards: list[Card], config: Config) -> Mesh:
-    """Number the hosts in the order of their first ranks."""
+    """Number the hosts in the order of their first ranks; without memory each rank is a host."""
+    shares = all(card.shares for card in cards)
     hosts: dict[str, int] = {}
-    host_of = [hosts.setdefault(card.host, len(hosts)) for card in cards]
+    host_of = [
+        hosts.setdefault(card.machine if shares else str(card.rank), len(hosts)) for card in cards
+    ]
     if config.transport == "shm" and len(hosts) > 1:
         raise InvalidArgumentError(
             f"TORCH_RING_TRANSPORT=shm, but the ranks are on {len(hosts)} hosts (or containers "
@@ -418,9 +422,9 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 def _share_memory(rank: int, mesh: Mesh, memory: int, deadline: float) -> None:
     """Exchange memory and doorbells with the ranks of this host, over the control connections."""
-    peers = [p for p, host in enumerate(mesh.host_of) if host == mesh.host_of[rank] and p != rank]
-    if not peers:
+    if len(set(mesh.host_of)) == len(mesh.host_of):
         return
+    peers = [p for p, host in enumerate(mesh.host_of) if host == mesh.host_of[rank] and p != rank]
     mesh.memory[rank] = os.dup(memory)
     mesh.doorbells[rank] = _C.make_doorbell()
     for peer in peers:

@@ -19,9 +19,10 @@ constexpr Clock::time_point kNever = Clock::time_point::max();
 inline Bytes entry_of(int rank, int round, std::size_t capacity) {
   std::mt19937 random(static_cast<unsigned>(round * 1000 + rank));
   const std::size_t longest = round % 16 == 15 ? capacity : random() % 4 == 0 ? 0 : 200;
-  Bytes entry(round % 32 == 31 ? capacity : random() % (longest + 1));
-  for (std::byte& byte : entry) byte = static_cast<std::byte>(random());
-  return entry;
+  const std::size_t bytes = round % 32 == 31 ? capacity : random() % (longest + 1);
+  return Elements::repeating(DType::kUInt8, bytes, 100,
+                             [&](std::size_t) { return static_cast<double>(random() % 256); })
+      .bytes();
 }
 
 inline void wait_complete(Board& board) {

@@ -1,0 +1,157 @@
+"""Several hosts, really: network namespaces joined by veth pairs to a bridge."""
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pool import run
+
+import torch_ring as hvd
+
+NETWORK = "10.213.77"
+PORT = "29511"
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
+]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """Three hosts and the switch between them; all are gone afterwards."""
+    unique = f"tr{os.getpid()}"
+    switch = f"{unique}s"
+    names = [f"{unique}h{i}" for i in range(3)]
+    made: list[str] = []
+    try:
+        for name in (switch, *names):
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+            made.append(name)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for i, name in enumerate(names):
+            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", f"port{i}", "netns", switch)
+            ip("-n", name, "addr", "add", f"{NETWORK}.{i + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+        yield names
+    finally:
+        for name in made:
+            ip("netns", "del", name)
+
+
+def logged_init() -> str:
+    """Return the line that init() logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("torch_ring").addHandler(handler)
+    logging.getLogger("torch_ring").setLevel("INFO")
+    hvd.init()
+    return "".join(lines)
+
+
+def computes() -> str:
+    line = logged_init()
+    size, rank = hvd.size(), hvd.rank()
+    for count in (1, 1000, 200_003):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            mine = (torch.arange(count) % 7 + rank).to(dtype)
+            want = (torch.arange(count) % 7) * size + size * (size - 1) // 2
+            assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want.to(dtype))
+            for root in range(size):
+                want = (torch.arange(count) % 7 + root).to(dtype)
+                assert torch.equal(hvd.broadcast(mine, root_rank=root), want)
+        rows = torch.full((rank * count, 2), float(rank))
+        want = torch.cat([torch.full((r * count, 2), float(r)) for r in range(size)])
+        assert torch.equal(hvd.allgather(rows), want)
+    hvd.barrier()
+    trains()
+    kind = "nothing"
+    try:
+        hvd.allreduce(torch.zeros(3 + rank), name="a")
+    except hvd.MismatchError as error:
+        kind = str(error)
+    assert "rank 0: allreduce 'a' float32 [3]" in kind
+    hvd.shutdown()
+    return line
+
+
+def trains() -> None:
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
+    )
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).square().mean().backward()
+        optimizer.step()
+    for parameter in model.parameters():
+        everyone = hvd.allgather(parameter.detach().reshape(1, -1))
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+@pytest.mark.parametrize(
+    "layout", [[0, 1], [0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 2], [0, 1, 2]], ids=str
+)
+def test_hosts(hosts, layout):
+    env = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": PORT}
+    lines = run(
+        computes,
+        len(layout),
+        initialized=False,
+        transport="",
+        env=env,
+        namespaces=[hosts[host] for host in layout],
+    )
+    assert lines[0].startswith(f"{len(layout)} ranks")
+    assert f"{NETWORK}.1" in lines[0]
+    assert ("shared memory" in lines[0]) == (len(set(layout)) < len(layout))
+    assert lines[1:] == [""] * (len(layout) - 1)
+
+
+def is_cut_off() -> str:
+    """The last rank's cable is pulled while all of them reduce."""
+    import threading
+
+    tensor = torch.ones(1 << 18)
+    hvd.allreduce(tensor)
+    if hvd.rank() == hvd.size() - 1:
+        threading.Timer(0.3, ip, ("link", "set", "eth0", "down")).start()
+    try:
+        while True:
+            hvd.allreduce(tensor)
+    except hvd.PeerLostError as error:
+        return str(error)
+
+
+def test_a_cut_link_is_noticed(hosts):
+    env = {
+        "MASTER_ADDR": f"{NETWORK}.1",
+        "MASTER_PORT": PORT,
+        "TORCH_RING_HEARTBEAT_TIMEOUT": "1.5",
+    }
+    try:
+        errors = run(
+            is_cut_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]]
+        )
+    finally:
+        ip("-n", hosts[2], "link", "set", "eth0", "up")
+    assert "rank 1 (10.213.77.3, pid " in errors[0]
+    assert "has not been heard for 1.5" in errors[0]
