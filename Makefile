@@ -5,30 +5,31 @@
 #
 # Both make a virtual environment first and build the extension there. Settings:
 #   TORCH=torch==2.13.0   another torch (default: the newest)
-#   VENV=.venv            another environment
+#   VENV=.venv            another environment (default: one for each TORCH)
 #   PYTHON=python3        the Python that makes it
 #   ARGS="--dataset digits"   arguments for mnist, or for pytest
 
 TORCH ?= torch
-VENV ?= .venv
+VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
-CPP := $(MAKE) --no-print-directory -C tests/cpp
+CPP := $(MAKE) --no-print-directory -j $(JOBS) -C tests/cpp
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-cpp test-python test-mpi lint bench clean
+.PHONY: help mnist test test-cpp test-python test-mpi lint bench clean FORCE
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '/^# /,/^$$/p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)
@@ -66,17 +67,27 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
-$(STAMPS)/torch: $(STAMPS)/venv
-	$(PIP) "$(TORCH)" setuptools wheel ninja pybind11 numpy
+# torchvision is made for one torch only, the newest: without it the example has its own data set.
+$(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/wanted
+	$(PIP) --upgrade "$(TORCH)" $(if $(filter torch,$(TORCH)),torchvision) \
+	  "setuptools>=77" wheel ninja pybind11 numpy
 	touch $@
 
-$(STAMPS)/extension: $(STAMPS)/torch $(SOURCES)
+$(STAMPS)/extension: $(STAMPS)/torch build/venv $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
-# torchvision is made for one torch only; without the newest torch the examples' own data set does.
+# These two change when what they say does: which torch to install in this environment, and which
+# environment the extension in the source tree was built in.
+$(STAMPS)/wanted: FORCE | $(STAMPS)/venv
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+build/venv: FORCE
+	@mkdir -p build
+	@echo '$(abspath $(VENV))' | cmp -s - $@ || echo '$(abspath $(VENV))' > $@
+
 $(STAMPS)/examples: $(STAMPS)/torch
-	$(PIP) scikit-learn tqdm $(if $(filter torch,$(TORCH)),torchvision)
+	$(PIP) scikit-learn tqdm
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch

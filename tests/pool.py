@@ -102,7 +102,7 @@ class _Rank:
     """One process."""
 
     def __init__(self, rank: int, task: tuple[Any, ...]) -> None:
-        self.stacks = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-", suffix=".stacks")
+        self.stacks = tempfile.NamedTemporaryFile("w+", prefix="stacks-")  # noqa: SIM115  end()
         self.results, theirs = _context.Pipe(duplex=False)
         self.process = _context.Process(
             target=_main, args=(theirs, rank, self.stacks.name, *task), name=f"rank {rank}"

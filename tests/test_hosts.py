@@ -43,7 +43,8 @@ def hosts() -> Iterator[list[str]]:
         ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", switch, "link", "set", "bridge", "up")
         for i, name in enumerate(names):
-            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", f"port{i}", "netns", switch)
+            veth = ("eth0", "type", "veth", "peer", f"port{i}", "netns", switch)
+            ip("-n", name, "link", "add", *veth)
             ip("-n", name, "addr", "add", f"{NETWORK}.{i + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
@@ -148,9 +149,7 @@ def test_a_cut_link_is_noticed(hosts):
         "TORCH_RING_HEARTBEAT_TIMEOUT": "1.5",
     }
     try:
-        errors = run(
-            is_cut_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]]
-        )
+        errors = run(is_cut_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]])
     finally:
         ip("-n", hosts[2], "link", "set", "eth0", "up")
     assert "rank 1 (10.213.77.3, pid " in errors[0]

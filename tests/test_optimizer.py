@@ -177,9 +177,7 @@ def minimizes(line_search: str | None) -> None:
     batches = joined_batches(steps=3)
 
     def lbfgs(model: nn.Module) -> torch.optim.LBFGS:
-        return torch.optim.LBFGS(
-            model.parameters(), lr=0.2, max_iter=6, line_search_fn=line_search
-        )
+        return torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=6, line_search_fn=line_search)
 
     def step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
         def closure() -> Tensor:
@@ -293,7 +291,7 @@ def counts_python_calls() -> None:
         optimizer.zero_grad()
         loss = loss_of(model, torch.ones(2, 4))
         events: list[str] = []
-        sys.setprofile(lambda frame, event, argument: events.append(event))
+        sys.setprofile(lambda _frame, event, _argument: events.append(event))
         loss.backward()
         sys.setprofile(None)
         return len(events)

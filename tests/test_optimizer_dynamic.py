@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 from training import (
-    assert_same_on_all_ranks,
     assert_same_weights,
     joined_batches,
     loss_of,
@@ -185,6 +184,23 @@ def test_ranks_touch_different_optimizers():
     run(touches_other_optimizers, 2)
 
 
+def shares_a_parameter() -> None:
+    (x,) = weights(1)
+    first = hvd.DistributedOptimizer(SGD([x], lr=1.0))
+    second = hvd.DistributedOptimizer(SGD([x], lr=1.0))
+    for _ in range(2):
+        first.zero_grad()
+        ((hvd.rank() + 1) * x).backward()
+        assert x.grad.item() == 1.5
+        first.step()
+        second.step()
+    assert x.item() == 1 - 4 * 1.5
+
+
+def test_one_parameter_of_two_optimizers():
+    run(shares_a_parameter, 2)
+
+
 def accumulates(how: str) -> None:
     """The gradients of three passes make one step, then those of only two."""
     alone, together = make_model(), make_model()
@@ -308,7 +324,8 @@ def checkpoints(use_reentrant: bool) -> None:
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
 
     def forward(batch: Tensor) -> Tensor:
-        return checkpoint(together, batch.requires_grad_(), use_reentrant=use_reentrant)
+        hidden = checkpoint(together[:2], batch.requires_grad_(), use_reentrant=use_reentrant)
+        return checkpoint(together[2:], hidden, use_reentrant=use_reentrant)
 
     for batch in map(part, batches):
         optimizer.zero_grad()
@@ -319,8 +336,9 @@ def checkpoints(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant):
-    run(checkpoints, 2, args=(use_reentrant,))
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_checkpointing(transport, use_reentrant):
+    run(checkpoints, 2, args=(use_reentrant,), transport=transport)
 
 
 def keeps_no_graph() -> None:
@@ -342,11 +360,11 @@ class Fails(torch.autograd.Function):
     """Identity with a backward that raises."""
 
     @staticmethod
-    def forward(ctx, tensor):
+    def forward(_ctx, tensor):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(_ctx, _gradient):
         raise RuntimeError("out of luck")
 
 

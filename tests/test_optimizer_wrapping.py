@@ -132,16 +132,20 @@ def refuses() -> None:
     low = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"'low' has dtype torch.float8"):
         hvd.DistributedOptimizer(SGD([low], lr=0.1), [("low", low)])
-    hvd.DistributedOptimizer(SGD([weight], lr=0.1), named + [("weight", weight)])
+    hvd.DistributedOptimizer(SGD([weight], lr=0.1), [*named, ("weight", weight)])
 
 
 def test_wrong_arguments():
     run(refuses, 2)
 
 
-def test_before_init():
+def comes_too_early() -> None:
     with pytest.raises(ValueError, match="init"):
         hvd.DistributedOptimizer(make_sgd(make_model()))
+
+
+def test_before_init():
+    run(comes_too_early, 1, initialized=False)
 
 
 def refuses_sparse() -> None:
@@ -248,3 +252,24 @@ def speaks_horovod() -> None:
 
 def test_synchronize_and_skip_synchronize():
     run(speaks_horovod, 2)
+
+
+def wraps_again() -> None:
+    """After shutdown() a new world, and a new optimizer of the same parameters."""
+    alone, together = make_model(), make_model()
+    old = hvd.DistributedOptimizer(make_sgd(together))
+    batches = joined_batches(steps=2)
+    parts = [part(batch) for batch in batches]
+    train(alone, make_sgd(alone), batches)
+    train(together, old, parts)
+    hvd.shutdown()
+    with pytest.raises(hvd.RingError, match="shut down"):
+        train(together, old, parts)
+    hvd.init()
+    train(alone, make_sgd(alone), batches)
+    train(together, hvd.DistributedOptimizer(make_sgd(together)), parts)
+    assert_same_weights(together, alone)
+
+
+def test_shutdown_and_init():
+    run(wraps_again, 2)

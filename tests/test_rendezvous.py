@@ -44,7 +44,10 @@ SLURM = {
         (OPEN_MPI, Identity(1, 2, 1, 2, "Open MPI", "prterun-host-17@1")),
         (HYDRA, Identity(2, 4, 0, 2, "MPICH")),
         (SLURM, Identity(5, 7, 1, 2, "srun", "4711/0")),
-        (SLURM | {"SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, Identity(5, 7, 0, 1, "srun", "4711/0")),
+        (
+            SLURM | {"SLURM_NODEID": "3", "SLURM_LOCALID": "0"},
+            Identity(5, 7, 0, 1, "srun", "4711/0"),
+        ),
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, Identity()),
         (SLURM | TORCHRUN, Identity(3, 4, 1, 2, "torchrun", "run/2")),
         (

@@ -82,7 +82,7 @@ def test_buffers_of_any_dtype():
 
 def mismatches() -> None:
     tensor = torch.zeros(3 + hvd.rank())
-    with pytest.raises(hvd.MismatchError, match="'parameter.a'"):
+    with pytest.raises(hvd.MismatchError, match=r"'parameter\.a'"):
         hvd.broadcast_parameters({"a": tensor}, root_rank=0)
 
 

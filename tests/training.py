@@ -51,9 +51,7 @@ def train(
 
 def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
     """Compare up to rounding."""
-    for (name, weight), other in zip(
-        model.named_parameters(), expected.parameters(), strict=True
-    ):
+    for (name, weight), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(
             weight, other, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )

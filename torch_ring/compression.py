@@ -37,7 +37,7 @@ class NoneCompressor:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: None) -> Tensor:
+    def decompress(tensor: Tensor, ctx: None) -> Tensor:  # noqa: ARG004
         """Return `tensor`."""
         return tensor
 

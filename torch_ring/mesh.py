@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from torch_ring import _C
 from torch_ring.config import Config
@@ -114,7 +114,7 @@ def connect(identity: Identity, config: Config, store: Store, store_host: str) -
     mesh = None
     try:
         with _listen_unix() as unix, _listen_tcp(config, store_host) as tcp:
-            card = _own_card(identity, config, memory is not None, unix, tcp)
+            card = _own_card(identity, memory is not None, unix, tcp)
             store.set(f"card/{identity.rank}", json.dumps(asdict(card)))
             cards = _read_cards(store, identity, deadline)
             mesh = _plan(identity.rank, cards, config)
@@ -151,7 +151,6 @@ def _own_memory(config: Config) -> int | None:
 
 def _own_card(
     identity: Identity,
-    config: Config,
     shares: bool,
     unix: socket.socket,
     tcp: socket.socket,

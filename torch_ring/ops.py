@@ -109,7 +109,7 @@ class _Allreduce(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         op, prescale, postscale = ctx.arguments
         return _Allreduce.apply(gradient, None, op, prescale, postscale), None, None, None, None
 
@@ -127,8 +127,7 @@ def allreduce(
 
     Differentiable: the gradient is the same allreduce of the result's gradient.
 
-    Args:
-        compression: what travels in place of `tensor`, such as ``Compression.fp16``.
+    `compression` is what travels in place of `tensor`, such as ``Compression.fp16``.
     """
     op = resolve_op(average, op)
     compressed, context = compression.compress(tensor)
@@ -188,7 +187,7 @@ class _Broadcast(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         averaged = allreduce(gradient, op=Average)
         if world.rank() != ctx.root_rank:
             averaged = torch.zeros_like(averaged)
@@ -232,7 +231,7 @@ class _Allgather(torch.autograd.Function):
         return world.engine().allgather(tensor, name or "", awaited=True).wait()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         averaged = allreduce(gradient, op=Average)
         rows = allgather_async(torch.tensor([ctx.rows])).wait().tolist()
         begin = sum(rows[: world.rank()])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -84,9 +84,10 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     )
     names = _checked_names(optimizer, named_parameters)
     reducer = _make_reducer(names, reduction, backward_passes_per_step)
-    optimizer.__class__ = _distributed_class(type(optimizer))
-    assert isinstance(optimizer, _Distributed)
-    optimizer._start(reducer, names, reduction, backward_passes_per_step)
+    cls: type = type(optimizer)
+    wrapped = cast(_Distributed, optimizer)
+    wrapped.__class__ = _distributed_class(cls)
+    wrapped._start(reducer, names, reduction, backward_passes_per_step)
     return optimizer
 
 
@@ -175,10 +176,10 @@ class _Distributed(torch.optim.Optimizer):
 
 
 @functools.cache
-def _distributed_class(cls: type[torch.optim.Optimizer]) -> type[_Distributed]:
+def _distributed_class(cls: type) -> type[_Distributed]:
     """Return the subclass of `cls` that a wrapped optimizer is an instance of."""
     described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls)(cls.__name__, (_Distributed, cls), described)
+    return cast(type[_Distributed], type(cls)(cls.__name__, (_Distributed, cls), described))
 
 
 def _before_step(

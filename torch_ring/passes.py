@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from torch_ring import _C
+from torch_ring import _C, world
 from torch_ring.errors import MismatchError, RingError
 
 __all__ = ["BackwardPasses", "Participant", "Report"]
@@ -138,7 +138,13 @@ class BackwardPasses:
         self._participants[participant].start_bucket(bucket)
 
     def end(self) -> None:
-        """End a pass. Called by autograd when a backward pass has touched a participant."""
+        """End a pass. Called by autograd when a backward pass has touched a participant.
+
+        After shutdown() this is left to the next step(), which will fail: the parameters may belong
+        to an optimizer of a newer world by now.
+        """
+        if not world.is_initialized() or world.engine() is not self.engine:
+            return
         reports = self._reports()
         if any(report.due for report in reports):
             self._agree(reports)

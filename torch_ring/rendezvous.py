@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 
@@ -350,7 +350,8 @@ def with_overrides(identity: Identity, **given: int | None) -> Identity:
     Raises:
         InvalidArgumentError: a rank is not below its size.
     """
-    result = replace(identity, **{k: v for k, v in given.items() if v is not None})
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    result = replace(identity, **changes)
     if not (0 <= result.rank < result.size and 0 <= result.local_rank < result.local_size):
         raise InvalidArgumentError(f"{result} has a rank that is not below its size")
     return result

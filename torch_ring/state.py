@@ -109,7 +109,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     payload = _pickled(obj)
     sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size")
     gathered = ops.allgather(payload, name)
-    return [_unpickled(part) for part in gathered.split(sizes.tolist())]
+    return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
 
 
 def _pickled(obj: Any) -> Tensor:
@@ -118,7 +118,7 @@ def _pickled(obj: Any) -> Tensor:
 
 def _unpickled(payload: Tensor) -> Any:
     # From a rank that has proved the job's secret, as all that we are connected to have.
-    return pickle.loads(payload.numpy())
+    return pickle.loads(payload.numpy().data)
 
 
 def require_same(lines: Sequence[str], complaint: str) -> None:
@@ -152,7 +152,9 @@ class _Sent:
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,  # noqa: ARG001
 ) -> None:
     """Give the optimizer of every rank the state and the hyper-parameters of the root's.
 

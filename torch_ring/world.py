@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    Store,
+)
 
 from torch_ring import _C
 from torch_ring.config import Config
@@ -78,7 +82,10 @@ def init(
     Args:
         comm: an mpi4py communicator of all ranks, or a list of all of them; usually None.
         process_sets: not available yet.
-        rank, size, local_rank, local_size: this process, if the launcher does not tell.
+        rank: this process among all, if the launcher does not tell; so are the next three.
+        size: the number of processes.
+        local_rank: this process among those of its node.
+        local_size: the number of processes of its node.
         store: where the ranks meet, if not where the launcher says; needs `rank` and `size`.
 
     Raises:
@@ -197,9 +204,7 @@ def _join(identity: Identity, config: Config, comm: Any, given: Store | None) ->
     return world
 
 
-def _meet(
-    identity: Identity, config: Config, comm: Any, given: Store | None
-) -> tuple[Store, str]:
+def _meet(identity: Identity, config: Config, comm: Any, given: Store | None) -> tuple[Store, str]:
     global _meeting
     if given is not None:
         return given, getattr(given, "host", "127.0.0.1")

@@ -1,6 +1,12 @@
 #include "bindings/engine.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <sys/stat.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
 #include <memory>
@@ -114,8 +120,8 @@ class PyEngine {
     if (!THPDtype_Check(dtype.ptr())) throw py::type_error("dtype must be a torch.dtype");
     const auto options =
         at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
-    const std::size_t bytes = static_cast<std::size_t>(c10::multiply_integers(shape)) *
-                              options.dtype().itemsize();
+    const std::size_t bytes =
+        static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
     std::shared_ptr<void> memory = communicator_ ? communicator_->allocate_shared(bytes) : nullptr;
     if (!memory) return at::empty(shape, options);
     void* data = memory.get();
@@ -141,7 +147,7 @@ class PyEngine {
   /// connections: as long as a child holds them, nobody notices that the parent has died.
   void abandon() {
     for (const auto& [fd, inode] : connections_) {
-      struct stat status {};
+      struct stat status{};
       // The number may be another file's by now, when the parent has closed the connection.
       if (::fstat(fd, &status) == 0 && status.st_ino == inode) ::close(fd);
     }
@@ -152,7 +158,7 @@ class PyEngine {
 
  private:
   void remember(const Fd& fd) {
-    struct stat status {};
+    struct stat status{};
     if (fd && ::fstat(fd.get(), &status) == 0) connections_.emplace_back(fd.get(), status.st_ino);
   }
 
@@ -186,7 +192,8 @@ std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_
   config.timeout = milliseconds_of(timeout_s);
   config.heartbeat_timeout = milliseconds_of(heartbeat_timeout_s);
   config.stall_warning = milliseconds_of(stall_warning_s);
-  config.fusion_window = std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
+  config.fusion_window =
+      std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
   config.fusion_threshold_bytes = fusion_threshold_bytes;
   return std::make_unique<PyEngine>(std::move(world), config, std::move(log));
 }
@@ -201,11 +208,10 @@ void bind_engine(py::module_& module) {
            py::arg("doorbells"), py::arg("control"), py::kw_only(), py::arg("timeout_s"),
            py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
            py::arg("fusion_threshold_bytes"), py::arg("log"))
-      .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"),
-           py::arg("name"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
-           py::arg("awaited") = false)
-      .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"),
-           py::arg("root"), py::arg("name"), py::arg("awaited") = false)
+      .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
+           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("awaited") = false)
+      .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
+           py::arg("name"), py::arg("awaited") = false)
       .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
            py::arg("awaited") = false)
       .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("awaited") = false)

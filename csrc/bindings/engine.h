@@ -1,7 +1,7 @@
 // The engine as Python sees it.
 #pragma once
 
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 
 namespace torch_ring {
 

@@ -202,7 +202,7 @@ void GradientHooks::after_accumulation(std::size_t index) {
   {
     const std::scoped_lock lock(mutex_);
     Parameter& parameter = parameters_[index];
-    if (!parameter.variable.grad().defined()) return;  // another hook has consumed it
+    if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
     bucket_full = count_arrival(index, move_in(parameter));
     bucket = parameter.bucket;
   }
@@ -253,7 +253,7 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
   Pending pending{Bitmap((parameters_.size() + 7) / 8, '\0'), false};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    const at::Tensor& grad = parameter.variable.grad();
+    const at::Tensor& grad = parameter.variable.mutable_grad();
     if (!grad.defined()) parameter.held = false;  // zero_grad() of the model, not ours
     const bool here =
         parameter.held || (everything && grad.defined() && !grad.is_same(parameter.view));

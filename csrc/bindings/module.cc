@@ -1,5 +1,5 @@
 // The Python module: torch_ring/_C.pyi says what each function promises.
-#include <torch/extension.h>
+#include <pybind11/stl.h>
 #include <torch/version.h>
 
 #include "bindings/engine.h"

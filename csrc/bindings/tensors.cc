@@ -1,5 +1,9 @@
 #include "bindings/tensors.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -7,9 +11,7 @@ namespace torch_ring {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& why) {
-  throw Error(ErrorKind::kInvalidArgument, why);
-}
+[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
 
 std::string quoted(const std::string& collective, const std::string& name) {
   return name.empty() ? collective : collective + " '" + name + "'";
@@ -55,9 +57,8 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
   const at::Tensor input = tensor.detach().contiguous();
   const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
   const at::Tensor target = output.detach();
-  const at::Tensor result = target.is_contiguous()
-                                ? target
-                                : (in_place ? input : at::empty_like(input));
+  const at::Tensor result =
+      target.is_contiguous() ? target : (in_place ? input : at::empty_like(input));
   request.input = input.const_data_ptr();
   request.output = result.mutable_data_ptr();
   request.finish = [input, result, target] {

@@ -1,8 +1,9 @@
 // Between torch's tensors and the engine's requests.
 #pragma once
 
-#include <torch/torch.h>
+#include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 
 #include "engine/request.h"

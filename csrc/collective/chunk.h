@@ -17,8 +17,8 @@ struct Range {
 /// line of an aligned buffer. The last chunks may be short or empty.
 constexpr Range chunk_of(std::size_t count, int parts, int index) {
   constexpr std::size_t kMultiple = 64;
-  const std::size_t share = (count + static_cast<std::size_t>(parts) - 1) /
-                            static_cast<std::size_t>(parts);
+  const std::size_t share =
+      (count + static_cast<std::size_t>(parts) - 1) / static_cast<std::size_t>(parts);
   const std::size_t chunk = (share + kMultiple - 1) / kMultiple * kMultiple;
   const std::size_t begin = std::min(count, chunk * static_cast<std::size_t>(index));
   return {begin, std::min(chunk, count - begin)};

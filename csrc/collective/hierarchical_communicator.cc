@@ -34,10 +34,10 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
     std::vector<std::unique_ptr<Connection>> connections;
     for (const auto& ranks : ranks_of_host_) {
       const auto peer = static_cast<std::size_t>(ranks[static_cast<std::size_t>(lane)]);
-      connections.push_back(static_cast<int>(peer) == rank_
-                                ? nullptr
-                                : std::make_unique<Connection>(std::move(world.data[peer]),
-                                                               world.labels[peer]));
+      connections.push_back(
+          static_cast<int>(peer) == rank_
+              ? nullptr
+              : std::make_unique<Connection>(std::move(world.data[peer]), world.labels[peer]));
     }
     std::size_t longest_host = 0;
     for (const auto& ranks : ranks_of_host_) longest_host = std::max(longest_host, ranks.size());
@@ -53,8 +53,8 @@ void HierarchicalCommunicator::allreduce(const void* input, void* output, std::s
                                          const Reduction& reduction,
                                          std::span<const std::int64_t> shared_offsets) {
   if (count == 0) return;
-  const auto& local_ranks = ranks_of_host_[static_cast<std::size_t>(
-      host_of_[static_cast<std::size_t>(rank_)])];
+  const auto& local_ranks =
+      ranks_of_host_[static_cast<std::size_t>(host_of_[static_cast<std::size_t>(rank_)])];
   std::vector<std::byte*> buffers;
   for (int peer = 0; peer < shm_.size(); ++peer) {
     const auto global = static_cast<std::size_t>(local_ranks[static_cast<std::size_t>(peer)]);

@@ -17,7 +17,7 @@ void ShmBoard::post(std::span<const std::byte> entry) {
   std::byte* to = slot(*host_.own_memory(), round_);
   const std::uint64_t bytes = entry.size();
   std::memcpy(to, &bytes, sizeof bytes);
-  std::memcpy(to + sizeof bytes, entry.data(), entry.size());
+  if (bytes > 0) std::memcpy(to + sizeof bytes, entry.data(), entry.size());
   open_ = true;
   host_.publish(host_.own().posted, round_);
 }

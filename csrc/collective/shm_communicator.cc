@@ -144,8 +144,8 @@ void ShmCommunicator::allreduce_pipelined(const void* input, void* output, std::
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t segment_count = SharedMemory::kSegmentBytes / item;
   const std::size_t segments = (count + segment_count - 1) / segment_count;
-  const Pipeline pipeline{*this,     bytes_of(input), bytes_of(output), reduction,
-                          count,     segment_count,   segment_ + 1};
+  const Pipeline pipeline{*this, bytes_of(input), bytes_of(output), reduction,
+                          count, segment_count,   segment_ + 1};
   segment_ += segments;
   for (std::size_t i = 0; i < segments + 2; ++i) {
     if (i < segments) pipeline.stage(i);

@@ -22,10 +22,10 @@ struct Ring {
   static std::vector<std::unique_ptr<Connection>> connections(World& world) {
     std::vector<std::unique_ptr<Connection>> connections;
     for (std::size_t peer = 0; peer < world.data.size(); ++peer) {
-      connections.push_back(static_cast<int>(peer) == world.rank
-                                ? nullptr
-                                : std::make_unique<Connection>(std::move(world.data[peer]),
-                                                               world.labels[peer]));
+      connections.push_back(
+          static_cast<int>(peer) == world.rank
+              ? nullptr
+              : std::make_unique<Connection>(std::move(world.data[peer]), world.labels[peer]));
     }
     return connections;
   }

@@ -51,8 +51,8 @@ std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
       }
       auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];
       if (announced) throw Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
-      announced = Announced{copy_of(a.fingerprint), copy_of(a.payload), a.rows, a.shared_offset,
-                            a.carries};
+      announced =
+          Announced{copy_of(a.fingerprint), copy_of(a.payload), a.rows, a.shared_offset, a.carries};
       if (++pending.count == size_) complete.emplace_back(pending.since, std::move(key));
     }
   }
@@ -120,8 +120,8 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
 std::vector<Decision> Agreement::deadlock() {
   std::string text = "the ranks wait for different collectives:";
   for (int rank = 0; rank < size_; ++rank) {
-    text += (rank > 0 ? "; " : " ") + labels_[static_cast<std::size_t>(rank)] + ": " +
-            waits_for(rank);
+    text +=
+        (rank > 0 ? "; " : " ") + labels_[static_cast<std::size_t>(rank)] + ": " + waits_for(rank);
   }
   std::vector<Decision> decisions;
   for (auto& [key, pending] : pending_) {

@@ -33,9 +33,7 @@ void call(const Engine::Interrupt& interrupt) {
   }
 }
 
-double seconds(Clock::duration duration) {
-  return std::chrono::duration<double>(duration).count();
-}
+double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 }  // namespace
 
@@ -299,8 +297,8 @@ void Engine::look_around() {
   for (const auto& [key, work] : pending_) {
     const auto age = now - work->submitted_;
     if (age > config_.timeout) {
-      throw Error(ErrorKind::kTimeout, late_ranks(*work) + " within " +
-                                           std::to_string(seconds(config_.timeout)) + " s");
+      throw Error(ErrorKind::kTimeout,
+                  late_ranks(*work) + " within " + std::to_string(seconds(config_.timeout)) + " s");
     }
     if (config_.stall_warning.count() > 0 && age > config_.stall_warning && !work->warned_) {
       work->warned_ = true;

@@ -43,8 +43,7 @@ class Engine {
   };
 
   /// `abort` is the one that the communicator's waits see.
-  Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort,
-         Options options);
+  Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort, Options options);
   ~Engine() { close(); }
 
   /// Fails what is pending and whatever comes later, says goodbye to the peers, joins the threads.
@@ -104,7 +103,7 @@ class Engine {
   std::size_t queued_bytes_ = 0;
   std::unordered_map<std::string, Work*> in_flight_;
   std::uint64_t numbered_ = 0;
-  std::thread::id submitter_;  // the only thread that has submitted anything...
+  std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
   bool driving_ = false;
   int waiters_ = 0;  // threads that wait for the driver

@@ -38,8 +38,8 @@ ByteSpan Executor::payload_of(const Request& request, int rank) {
 }
 
 std::int64_t Executor::shared_offset(const Request& request) const {
-  const bool in_place = request.fingerprint.collective == Collective::kAllreduce &&
-                        request.input == request.output;
+  const bool in_place =
+      request.fingerprint.collective == Collective::kAllreduce && request.input == request.output;
   return in_place ? communicator_.shared_offset(request.input, bytes_of(request)) : -1;
 }
 
@@ -100,10 +100,10 @@ void Executor::run_carried(const Request& request, const Decision& decision) {
       expected = 0;
     }
     if (decision.payloads[index].size() != expected) {
-      throw Error(ErrorKind::kInternal,
-                  "rank " + std::to_string(rank) + " sent " +
-                      std::to_string(decision.payloads[index].size()) + " bytes of " +
-                      f.describe() + ", not " + std::to_string(expected));
+      throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank) + " sent " +
+                                            std::to_string(decision.payloads[index].size()) +
+                                            " bytes of " + f.describe() + ", not " +
+                                            std::to_string(expected));
     }
   }
 
@@ -140,11 +140,9 @@ void Executor::allreduce_fused(std::span<const Request* const> requests) {
     communicator_.allreduce(only.input, only.output, only.fingerprint.count(), reduction);
     return;
   }
-  const std::size_t bytes =
-      std::accumulate(requests.begin(), requests.end(), std::size_t{0},
-                      [](std::size_t sum, const Request* request) {
-                        return sum + bytes_of(*request);
-                      });
+  const std::size_t bytes = std::accumulate(
+      requests.begin(), requests.end(), std::size_t{0},
+      [](std::size_t sum, const Request* request) { return sum + bytes_of(*request); });
   if (fusion_buffer_.size() < bytes) fusion_buffer_.resize(bytes);
   std::byte* at = fusion_buffer_.data();
   for (const Request* request : requests) {

@@ -4,8 +4,8 @@
 
 namespace torch_ring {
 
-std::vector<std::vector<std::size_t>> plan_fusion(
-    std::span<const Fingerprint* const> fingerprints, std::size_t threshold_bytes) {
+std::vector<std::vector<std::size_t>> plan_fusion(std::span<const Fingerprint* const> fingerprints,
+                                                  std::size_t threshold_bytes) {
   const auto kind = [](const Fingerprint& f) {
     return std::tuple(f.dtype, f.op, f.prescale, f.postscale);
   };

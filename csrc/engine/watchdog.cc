@@ -88,8 +88,7 @@ void Watchdog::run() {
     const auto now = Clock::now();
     for (const Peer& peer : peers_) {
       if (peer.socket && !peer.departed && now - peer.heard > heartbeat_timeout_) {
-        lose(peer, "has not been heard for " +
-                       std::to_string(heartbeat_timeout_.count() / 1000.0) +
+        lose(peer, "has not been heard for " + std::to_string(heartbeat_timeout_.count() / 1000.0) +
                        " s: it is stopped, or its host is cut off");
       }
     }
@@ -157,7 +156,8 @@ void Watchdog::send_all(Message message, ErrorKind kind, const std::string& text
   frame.append(text, 0, text_bytes);
   for (const Peer& peer : peers_) {
     // A full socket buffer means a peer that does not read: its silence is what is noticed then.
-    if (peer.socket) ::send(peer.socket.get(), frame.data(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (peer.socket)
+      ::send(peer.socket.get(), frame.data(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
 

@@ -28,8 +28,7 @@ class Watchdog {
   /// `control`: rank -> connection, closed for this rank. `raised` is called, on the watchdog's
   /// thread, after it has raised `abort` or noticed a departure.
   Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> labels,
-           std::chrono::milliseconds heartbeat_timeout, Abort& abort,
-           std::function<void()> raised);
+           std::chrono::milliseconds heartbeat_timeout, Abort& abort, std::function<void()> raised);
   /// Says goodbye to every peer and joins the thread.
   ~Watchdog();
 

@@ -41,14 +41,14 @@ Fd SharedMemory::create(std::size_t arena_bytes) {
 }
 
 SharedMemory::SharedMemory(Fd fd) : fd_(std::move(fd)) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd_.get(), &status) != 0) throw_errno("fstat");
   bytes_ = static_cast<std::size_t>(status.st_size);
   if (bytes_ < kArena || (::fcntl(fd_.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0) {
     throw Error(ErrorKind::kInternal, "a descriptor of the host is not torch_ring's memory");
   }
-  void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                      fd_.get(), 0);
+  void* base =
+      ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_.get(), 0);
   if (base == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
   base_ = static_cast<std::byte*>(base);
   ::madvise(base, bytes_, MADV_DONTDUMP);

@@ -92,9 +92,9 @@ TEST(decisions_come_in_the_order_of_the_first_announcement) {
 
 TEST(a_mismatch_names_both_sides_and_leaves_nothing_behind) {
   Agreement agreement = among(3);
-  const auto decisions =
-      round(agreement, {entry({allreduce("a", {3})}), entry({allreduce("a", {3})}),
-                        entry({allreduce("a", {4})})});
+  const auto decisions = round(
+      agreement,
+      {entry({allreduce("a", {3})}), entry({allreduce("a", {3})}), entry({allreduce("a", {4})})});
   CHECK_EQ(decisions.size(), 1u);
   const std::string what = decisions[0].mismatch->what();
   CHECK(what.find("rank 0: allreduce 'a' float32 [3]") != std::string::npos);
@@ -105,8 +105,7 @@ TEST(a_mismatch_names_both_sides_and_leaves_nothing_behind) {
 
 TEST(numbered_requests_of_different_collectives_disagree_at_once) {
   Agreement agreement = among(2);
-  const auto decisions =
-      round(agreement, {entry({allreduce("#1")}), entry({broadcast("#1", 0)})});
+  const auto decisions = round(agreement, {entry({allreduce("#1")}), entry({broadcast("#1", 0)})});
   CHECK(decisions.at(0).mismatch.has_value());
 }
 

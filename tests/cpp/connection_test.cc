@@ -76,7 +76,7 @@ TEST(connection_exchange_in_one_direction_or_none) {
 }
 
 TEST(connection_readable_when_bytes_or_the_end_have_come) {
-  Pair pair(Sockets::kTcp);
+  Pair pair(Sockets::kUnix);
   std::byte byte{7};
   CHECK(!pair.ends[0]->connection.readable());
   CHECK_EQ(pair.ends[0]->connection.try_receive({&byte, 1}), 0u);
@@ -123,7 +123,7 @@ TEST(connection_a_lost_peer_is_named_with_the_progress) {
 }
 
 TEST(connection_a_silent_peer_is_a_timeout_with_the_progress) {
-  Pair pair(Sockets::kTcp, std::chrono::milliseconds(50));
+  Pair pair(Sockets::kUnix, std::chrono::milliseconds(50));
   Bytes incoming(3000);
   pair.ends[1]->exchange(pattern(1000, 0), {});
   CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kTimeout,

@@ -82,9 +82,15 @@ struct Layout {
   std::vector<int> host_of;
 };
 const std::vector<Layout> kLayouts{
-    {"one rank", {0}},           {"shm x2", {0, 0}},           {"shm x3", {0, 0, 0}},
-    {"tcp x2", {0, 1}},          {"tcp x3", {0, 1, 2}},        {"2 hosts x2", {0, 0, 1, 1}},
-    {"hosts of 2 and 1", {0, 0, 1}}, {"interleaved", {0, 1, 0, 1}}, {"tcp x4", {0, 1, 2, 3}},
+    {"one rank", {0}},
+    {"shm x2", {0, 0}},
+    {"shm x3", {0, 0, 0}},
+    {"tcp x2", {0, 1}},
+    {"tcp x3", {0, 1, 2}},
+    {"2 hosts x2", {0, 0, 1, 1}},
+    {"hosts of 2 and 1", {0, 0, 1}},
+    {"interleaved", {0, 1, 0, 1}},
+    {"tcp x4", {0, 1, 2, 3}},
 };
 
 bool on_all_layouts(const std::string& name, const std::function<void(Rank&)>& fn,
@@ -126,22 +132,23 @@ const bool kAnyOrder = on_all_layouts("any order of submission, matched by name"
   }
 });
 
-const bool kWaitInAnyOrder = on_all_layouts("a rank waits before it submits the rest", [](Rank& rank) {
-  // Rank 0 has both in flight; the others submit the second only when the first is done, and the
-  // first is what rank 0 submitted last.
-  std::vector<float> a = rank.input(10);
-  std::vector<float> b = rank.input(20'000);
-  if (rank.rank() == 0) {
-    const auto work_b = rank.allreduce(b, "b");
-    rank.wait(rank.allreduce(a, "a"));
-    rank.wait(work_b);
-  } else {
-    rank.wait(rank.allreduce(a, "a"));
-    rank.wait(rank.allreduce(b, "b"));
-  }
-  CHECK(a == Rank::sums(10, rank.size()));
-  CHECK(b == Rank::sums(20'000, rank.size()));
-});
+const bool kWaitInAnyOrder =
+    on_all_layouts("a rank waits before it submits the rest", [](Rank& rank) {
+      // Rank 0 has both in flight; the others submit the second only when the first is done, and
+      // the first is what rank 0 submitted last.
+      std::vector<float> a = rank.input(10);
+      std::vector<float> b = rank.input(20'000);
+      if (rank.rank() == 0) {
+        const auto work_b = rank.allreduce(b, "b");
+        rank.wait(rank.allreduce(a, "a"));
+        rank.wait(work_b);
+      } else {
+        rank.wait(rank.allreduce(a, "a"));
+        rank.wait(rank.allreduce(b, "b"));
+      }
+      CHECK(a == Rank::sums(10, rank.size()));
+      CHECK(b == Rank::sums(20'000, rank.size()));
+    });
 
 const bool kNobodyWaits = on_all_layouts("works complete though nobody waits", [](Rank& rank) {
   std::vector<float> values = rank.input(1000);
@@ -167,100 +174,119 @@ const bool kThreads = on_all_layouts("several threads of a rank wait at once", [
   CHECK_EQ(right.load(), 80);
 });
 
-const bool kMismatch = on_all_layouts("a mismatch is an error everywhere, and life goes on", [](Rank& rank) {
-  std::vector<float> values(rank.rank() == 0 ? 3 : 4, 1.0f);
-  CHECK_THROWS(rank.wait(rank.allreduce(values, "m")), ErrorKind::kMismatch,
-               "rank 0: allreduce 'm' float32 [3]");
-  std::vector<float> again = rank.input(5);
-  rank.wait(rank.allreduce(again, "m"));
-  CHECK(again == Rank::sums(5, rank.size()));
-}, 2);
+const bool kMismatch = on_all_layouts(
+    "a mismatch is an error everywhere, and life goes on",
+    [](Rank& rank) {
+      std::vector<float> values(rank.rank() == 0 ? 3 : 4, 1.0f);
+      CHECK_THROWS(rank.wait(rank.allreduce(values, "m")), ErrorKind::kMismatch,
+                   "rank 0: allreduce 'm' float32 [3]");
+      std::vector<float> again = rank.input(5);
+      rank.wait(rank.allreduce(again, "m"));
+      CHECK(again == Rank::sums(5, rank.size()));
+    },
+    2);
 
-const bool kDeadlock = on_all_layouts("waiting for different names is an error, and life goes on", [](Rank& rank) {
-  std::vector<float> values(3, 1.0f);
-  const std::string name = "of rank " + std::to_string(rank.rank());
-  CHECK_THROWS(rank.wait(rank.allreduce(values, name)), ErrorKind::kMismatch,
-               "allreduce 'of rank 1'");
-  std::vector<float> again = rank.input(5);
-  rank.wait(rank.allreduce(again, "together"));
-  CHECK(again == Rank::sums(5, rank.size()));
-}, 2);
+const bool kDeadlock = on_all_layouts(
+    "waiting for different names is an error, and life goes on",
+    [](Rank& rank) {
+      std::vector<float> values(3, 1.0f);
+      const std::string name = "of rank " + std::to_string(rank.rank());
+      CHECK_THROWS(rank.wait(rank.allreduce(values, name)), ErrorKind::kMismatch,
+                   "allreduce 'of rank 1'");
+      std::vector<float> again = rank.input(5);
+      rank.wait(rank.allreduce(again, "together"));
+      CHECK(again == Rank::sums(5, rank.size()));
+    },
+    2);
 
 const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](Rank& rank) {
   std::vector<float> first = rank.input(5);
   std::vector<float> second = first;
   std::vector<float> gate(1, 1.0f);
   const auto work = rank.allreduce(first, "twice", Engine::Mode::kAwaited);  // nobody starts it
-  CHECK_THROWS(rank.allreduce(second, "twice", Engine::Mode::kAwaited),
-               ErrorKind::kInvalidArgument, "'twice' float32 [5] Sum is in flight already");
+  CHECK_THROWS(rank.allreduce(second, "twice", Engine::Mode::kAwaited), ErrorKind::kInvalidArgument,
+               "'twice' float32 [5] Sum is in flight already");
   rank.wait(work);
   rank.wait(rank.allreduce(second, "twice"));
   CHECK(second == Rank::sums(5, rank.size()));
 });
 
-const bool kLeaves = on_all_layouts("a rank that leaves early is named", [](Rank& rank) {
-  if (rank.rank() == 0) return;  // its engine says goodbye
-  std::vector<float> values(3);
-  CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kPeerLost, "rank 0 (a thread)");
-}, 2);
+const bool kLeaves = on_all_layouts(
+    "a rank that leaves early is named",
+    [](Rank& rank) {
+      if (rank.rank() == 0) return;  // its engine says goodbye
+      std::vector<float> values(3);
+      CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kPeerLost,
+                   "rank 0 (a thread)");
+    },
+    2);
 
-const bool kInterrupt = on_all_layouts("an interrupt ends a wait and not the work", [](Rank& rank) {
-  struct Stop : std::runtime_error {
-    Stop() : std::runtime_error("stop") {}
-  };
-  std::vector<float> values = rank.input(9);
-  std::shared_ptr<Work> work;
-  if (rank.rank() == 0) {
-    work = rank.allreduce(values, "slow");
-    bool stopped = false;
-    try {
-      rank.engine().wait(*work, [] { throw Stop(); });
-    } catch (const Stop&) {
-      stopped = true;
-    }
-    CHECK(stopped);
-    std::vector<float> gate(1);
-    rank.wait(rank.allreduce(gate, "gate"));
-  } else {
-    std::vector<float> gate(1);
-    rank.wait(rank.allreduce(gate, "gate"));
-    work = rank.allreduce(values, "slow");
-  }
-  rank.wait(work);
-  CHECK(values == Rank::sums(9, rank.size()));
-}, 2);
+const bool kInterrupt = on_all_layouts(
+    "an interrupt ends a wait and not the work",
+    [](Rank& rank) {
+      struct Stop : std::runtime_error {
+        Stop() : std::runtime_error("stop") {}
+      };
+      std::vector<float> values = rank.input(9);
+      std::shared_ptr<Work> work;
+      if (rank.rank() == 0) {
+        work = rank.allreduce(values, "slow");
+        bool stopped = false;
+        try {
+          rank.engine().wait(*work, [] { throw Stop(); });
+        } catch (const Stop&) {
+          stopped = true;
+        }
+        CHECK(stopped);
+        std::vector<float> gate(1);
+        rank.wait(rank.allreduce(gate, "gate"));
+      } else {
+        std::vector<float> gate(1);
+        rank.wait(rank.allreduce(gate, "gate"));
+        work = rank.allreduce(values, "slow");
+      }
+      rank.wait(work);
+      CHECK(values == Rank::sums(9, rank.size()));
+    },
+    2);
 
 TEST(a_silent_rank_is_a_timeout_that_says_what_it_does) {
   EngineConfig config = patient();
   config.timeout = std::chrono::milliseconds(400);
   config.stall_warning = std::chrono::milliseconds(100);
   std::latch done(2);
-  run_engines({0, 0, 0}, [&](Rank& rank) {
-    if (rank.rank() == 2) {
-      done.wait();
-      std::vector<float> values(3);
-      CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kTimeout, "rank");
-      return;
-    }
-    std::vector<float> values(3);
-    CHECK_THROWS(rank.wait(rank.allreduce(values, "x")), ErrorKind::kTimeout,
-                 "rank 2 (a thread) has not submitted it");
-    CHECK(rank.log().find("for allreduce 'x' float32 [3] Sum: rank 2") != std::string::npos);
-    done.count_down();
-  }, config);
+  run_engines(
+      {0, 0, 0},
+      [&](Rank& rank) {
+        if (rank.rank() == 2) {
+          done.wait();
+          std::vector<float> values(3);
+          CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kTimeout, "rank");
+          return;
+        }
+        std::vector<float> values(3);
+        CHECK_THROWS(rank.wait(rank.allreduce(values, "x")), ErrorKind::kTimeout,
+                     "rank 2 (a thread) has not submitted it");
+        CHECK(rank.log().find("for allreduce 'x' float32 [3] Sum: rank 2") != std::string::npos);
+        done.count_down();
+      },
+      config);
 }
 
 TEST(after_a_fatal_error_everything_fails_with_its_cause) {
   EngineConfig config = patient();
   config.timeout = std::chrono::milliseconds(200);
-  run_engines({0, 1}, [&](Rank& rank) {
-    std::vector<float> values(3);
-    const std::string name = rank.rank() == 0 ? "a" : "b";
-    const auto work = rank.allreduce(values, name);
-    while (!work->done()) std::this_thread::yield();
-    CHECK_THROWS(rank.wait(work), ErrorKind::kTimeout, "has not submitted it");
-    CHECK_THROWS(rank.allreduce(values, "later"), ErrorKind::kTimeout, "has not submitted it");
-  }, config);
+  run_engines(
+      {0, 1},
+      [&](Rank& rank) {
+        std::vector<float> values(3);
+        const std::string name = rank.rank() == 0 ? "a" : "b";
+        const auto work = rank.allreduce(values, name);
+        while (!work->done()) std::this_thread::yield();
+        CHECK_THROWS(rank.wait(work), ErrorKind::kTimeout, "has not submitted it");
+        CHECK_THROWS(rank.allreduce(values, "later"), ErrorKind::kTimeout, "has not submitted it");
+      },
+      config);
 }
 
 TEST(a_closed_engine_fails_what_is_pending) {
