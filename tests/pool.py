@@ -6,12 +6,14 @@ Two spawned ranks cost 3 s and more for their imports; two forked ones a few hun
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few seconds
+EXIT_DEADLINE_S = 10.0  # for a process whose function has returned
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds; tests import pytest.
@@ -84,7 +87,8 @@ def run(
         for rank in range(size)
     ]
     try:
-        outcomes = _collect(ranks, time.monotonic() + deadline_s)
+        awaited = set(range(size)).difference(may_die)
+        outcomes = _collect(ranks, awaited, time.monotonic() + deadline_s)
     finally:
         for rank in ranks:
             rank.end()
@@ -111,38 +115,46 @@ class _Rank:
         theirs.close()
 
     def outcome(self) -> Outcome:
-        """Return what the process has sent, or how it died without a word."""
+        """Return what the process has sent, unless it did not end well after that."""
         try:
-            result: Outcome = self.results.recv()
-            return result
+            result: Outcome = pickle.loads(self.results.recv_bytes())
         except EOFError:
-            self.process.join(5)
+            result = Outcome()
+        self.process.join(EXIT_DEADLINE_S)
+        if result.failure:
+            return result
+        if self.process.is_alive():
+            return self.hung("returned, but its process has not ended")
+        if self.process.exitcode != 0:
             return Outcome(failure=f"died with exit code {self.process.exitcode}")
+        return result
 
-    def hung(self) -> Outcome:
+    def hung(self, how: str) -> Outcome:
         """Return where the process is."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGCONT)
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.5)
         self.stacks.seek(0)
-        return Outcome(failure="still running at the deadline:\n" + self.stacks.read())
+        return Outcome(failure=f"{how}:\n{self.stacks.read()}")
 
     def end(self) -> None:
-        """Leave nothing behind."""
-        self.process.join(2)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        """Leave nothing behind: neither the process nor one that it has started."""
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have come to make its group
+        self.process.join()
         self.process.close()
         self.results.close()
         self.stacks.close()
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
+def _collect(ranks: Sequence[_Rank], awaited: set[int], deadline: float) -> list[Outcome]:
+    """Return how the ranks have ended, once those that are awaited have, or at the deadline."""
     outcomes: dict[int, Outcome] = {}
     by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
-    while len(outcomes) < len(ranks):
+    while awaited - outcomes.keys():
         missing = [pipe for pipe, i in by_pipe.items() if i not in outcomes]
         ready = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -150,8 +162,10 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> list[Outcome]:
         for pipe in ready:
             outcomes[by_pipe[pipe]] = ranks[by_pipe[pipe]].outcome()
     for i, rank in enumerate(ranks):
-        if i not in outcomes:
-            outcomes[i] = rank.hung()
+        if i not in outcomes and i not in awaited:
+            outcomes[i] = Outcome(failure="had not ended, and was not awaited")
+        elif i not in outcomes:
+            outcomes[i] = rank.hung("still running at the deadline")
     return [outcomes[i] for i in range(len(ranks))]
 
 
@@ -195,22 +209,25 @@ def _main(
     initialized: bool,
     namespaces: Sequence[str],
 ) -> None:
+    os.setpgid(0, 0)
+    _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         os.environ.update(env)
         try:
             if namespaces:
                 enter_namespace(namespaces[rank])
-            outcome = Outcome(_call(fn, args, initialized))
+            # By value: the pipe's own way of sending tensors needs a sender that lives on.
+            message = pickle.dumps(Outcome(_call(fn, args, initialized)))
         except BaseException:
-            outcome = Outcome(failure=traceback.format_exc())
-        results.send(outcome)
+            message = pickle.dumps(Outcome(failure=traceback.format_exc()))
+        results.send_bytes(message)
         results.close()
-    # What the interpreter would run: torch_ring's shutdown is part of what is tested.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        # What the interpreter would run: torch_ring's shutdown is part of what is tested.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], initialized: bool) -> Any:
@@ -229,7 +246,10 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], initialized: bool) -> A
 
 def enter_namespace(name: str) -> None:
     """Move this process into a network namespace made by ``ip netns add``."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{name}") as file:
-        if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+        if _libc().setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
             raise OSError(ctypes.get_errno(), f"setns({name})")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

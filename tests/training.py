@@ -49,6 +49,16 @@ def train(
         optimizer.step()
 
 
+def weights(*values: float) -> list[nn.Parameter]:
+    """Return parameters of one element."""
+    return [nn.Parameter(torch.tensor([float(value)])) for value in values]
+
+
+def grads(parameters: list[nn.Parameter]) -> list[float | None]:
+    """Return the gradients of such parameters."""
+    return [None if p.grad is None else p.grad.item() for p in parameters]
+
+
 def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
     """Compare up to rounding."""
     for (name, weight), other in zip(model.named_parameters(), expected.parameters(), strict=True):

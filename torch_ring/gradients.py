@@ -75,10 +75,10 @@ class Reducer:
         names: Sequence[str],
         reduction: Reduction,
     ) -> None:
+        _require_same_parameters(parameters, names, reduction)
         self._specs = [
             _spec(name, parameter) for name, parameter in zip(names, parameters, strict=True)
         ]
-        _require_same_parameters(parameters, names, reduction)
         self._passes = passes
         self._engine = passes.engine
         self._op = reduction.op

@@ -17,14 +17,14 @@ std::vector<int> two_hosts_in_turns(int size) {
   return host_of;
 }
 
-// Three, and not equally many ranks on each: one lane, or 2 + 2 + 1.
+// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some drive no network.
 std::vector<int> three_hosts(int size) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * 3 / size);
   return host_of;
 }
 
-// Two shared-memory ranks of each layout also spin, as ranks with cores of their own do.
+// Two ranks of a kind also spin, as ranks with cores of their own do.
 [[maybe_unused]] const bool added[] = {
     add_communicator_suite({"shm", one_host}),
     add_communicator_suite({"spinning shm", one_host, {2}, Sockets::kUnix, true}),
