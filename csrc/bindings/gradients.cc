@@ -8,9 +8,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
-
-#include "core/reduce.h"
 
 namespace torch_ring {
 namespace {
@@ -71,7 +70,7 @@ void copy_into(const at::Tensor& to, const at::Tensor& from) {
   const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
                            from.strides() == to.strides() && !from.is_neg() && !from.is_conj();
   if (same_layout) {
-    copy_streaming(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
   } else {
     const at::NoGradGuard no_grad;  // with create_graph=True the gradient has a graph
     to.copy_(from);

@@ -68,7 +68,7 @@ void HierarchicalCommunicator::allreduce(const void* input, void* output, std::s
   const std::size_t item = size_of(reduction.dtype);
   for (const Range block : ranges_of(count, kBlockBytes / item)) {
     const std::size_t begin = block.begin * item;
-    copy_streaming(block_.get(), static_cast<const std::byte*>(input) + begin, block.count * item);
+    std::memcpy(block_.get(), static_cast<const std::byte*>(input) + begin, block.count * item);
     shm_.barrier();
     allreduce_in_place(buffers, block.count, reduction);
     std::memcpy(static_cast<std::byte*>(output) + begin, block_.get(), block.count * item);

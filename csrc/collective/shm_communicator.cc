@@ -59,14 +59,14 @@ void ShmCommunicator::allreduce_shared(std::size_t count, const Reduction& reduc
                       part.begin * size_of(reduction.dtype));
   }
   const std::vector<const void*> inputs(buffers.begin(), buffers.end());
-  reduce(buffers, inputs, part.count, reduction, true);
+  reduce(buffers, inputs, part.count, reduction);
   host_.barrier();
 }
 
 void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::size_t count,
                                          const Reduction& reduction) {
   const std::uint64_t segment = ++segment_;
-  copy_streaming(claim(segment), input, count * size_of(reduction.dtype));
+  std::memcpy(claim(segment), input, count * size_of(reduction.dtype));
   host_.publish(host_.own().staged, segment);
   host_.wait_all(&SegmentHeader::staged, segment, "allreduce");
 
@@ -109,7 +109,7 @@ struct ShmCommunicator::Pipeline {
   void stage(std::size_t index) const {
     std::byte* to = comm.claim(first + index);
     for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
-      copy_streaming(to + in_segment, input + in_tensor, bytes);
+      std::memcpy(to + in_segment, input + in_tensor, bytes);
     });
     comm.host_.publish(comm.host_.own().staged, first + index);
   }
@@ -126,7 +126,7 @@ struct ShmCommunicator::Pipeline {
       outputs.push_back(peer == comm.rank() ? output + own : theirs);
       inputs.push_back(peer == comm.rank() ? input + own : theirs);
     }
-    reduce(outputs, inputs, mine.count, reduction, true);
+    reduce(outputs, inputs, mine.count, reduction);
     comm.host_.publish(comm.host_.own().reduced, first + index);
   }
 
@@ -159,7 +159,7 @@ void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
     const std::size_t part = std::min(SharedMemory::kSegmentBytes, bytes - begin);
     const std::uint64_t segment = ++segment_;
     if (rank() == root) {
-      copy_streaming(claim(segment), bytes_of(data) + begin, part);
+      std::memcpy(claim(segment), bytes_of(data) + begin, part);
     } else {
       host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
       std::memcpy(bytes_of(data) + begin, slot(root, segment), part);
@@ -185,7 +185,7 @@ void ShmCommunicator::allgather(const void* input, void* output,
     const std::uint64_t segment = ++segment_;
     const std::byte* own = bytes_of(input) + done;
     const std::size_t own_bytes = part_of(rank());
-    if (own_bytes > 0) copy_streaming(claim(segment), own, own_bytes);
+    if (own_bytes > 0) std::memcpy(claim(segment), own, own_bytes);
     host_.publish(host_.own().staged, segment);
     if (own_bytes > 0 && target(rank()) != own) std::memcpy(target(rank()), own, own_bytes);
     host_.wait_all(&SegmentHeader::staged, segment, "allgather");

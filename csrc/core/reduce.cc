@@ -8,18 +8,9 @@
 
 #include "core/half.h"
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
 namespace torch_ring {
 
 namespace {
-
-// What another core will read is streamed past the cache from this size on (DESIGN.md, decision 5):
-// smaller buffers stay in the writer's second-level cache, whence they are read faster than from
-// memory.
-constexpr std::size_t kStreamingBytes = 32u << 10;
 
 // Elements of a block: what the loops leave for one another stays in the first-level cache.
 constexpr std::size_t kBlock = 1024;
@@ -73,39 +64,6 @@ Kernels kernels_for(const Reduction& reduction) {
   if (__builtin_cpu_supports("avx2")) return avx2::kernels_of(reduction.dtype, reduction.op);
 #endif
   return baseline::kernels_of(reduction.dtype, reduction.op);
-}
-
-/// Stores past the cache; end_stream() makes them visible before later stores.
-void copy_past_cache(void* to, const void* from, std::size_t bytes) {
-#if defined(__x86_64__)
-  constexpr std::size_t kLine = 64;  // only whole lines: others would have to be read first
-  auto* target = static_cast<char*>(to);
-  const auto* source = static_cast<const char*>(from);
-  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(target) % kLine;
-  std::size_t at = std::min(bytes, (kLine - misaligned) % kLine);
-  std::memcpy(target, source, at);
-  for (; at + kLine <= bytes; at += kLine) {
-    const auto* line = reinterpret_cast<const __m128i*>(source + at);
-    auto* stream = reinterpret_cast<__m128i*>(target + at);
-    const __m128i a = _mm_loadu_si128(line);
-    const __m128i b = _mm_loadu_si128(line + 1);
-    const __m128i c = _mm_loadu_si128(line + 2);
-    const __m128i d = _mm_loadu_si128(line + 3);
-    _mm_stream_si128(stream, a);
-    _mm_stream_si128(stream + 1, b);
-    _mm_stream_si128(stream + 2, c);
-    _mm_stream_si128(stream + 3, d);
-  }
-  std::memcpy(target + at, source + at, bytes - at);
-#else
-  std::memcpy(to, from, bytes);
-#endif
-}
-
-void end_stream() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
 }
 
 /// One block on its way. Each stage takes where the elements lie and returns where it left them,
@@ -168,26 +126,23 @@ void for_blocks(std::size_t count, Fn&& fn) {
 }
 
 void copy_to_all(std::span<void* const> outputs, std::size_t offset, const void* from,
-                 std::size_t bytes, bool past_cache) {
+                 std::size_t bytes) {
   for (void* const output : outputs) {
     char* const to = static_cast<char*>(output) + offset;
-    if (to == from) continue;
-    past_cache ? copy_past_cache(to, from, bytes) : void(std::memcpy(to, from, bytes));
+    if (to != from) std::memcpy(to, from, bytes);
   }
 }
 
 }  // namespace
 
 void reduce(std::span<void* const> outputs, std::span<const void* const> inputs, std::size_t count,
-            const Reduction& reduction, bool streaming) {
+            const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  const bool past_cache = streaming && count * item >= kStreamingBytes;
   Block block(reduction);
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
     const void* const result = block.finished(block.reduced(inputs, begin, part), part);
-    copy_to_all(outputs, begin * item, result, part * item, past_cache);
+    copy_to_all(outputs, begin * item, result, part * item);
   });
-  if (past_cache) end_stream();
 }
 
 void reduce_partial(void* partial, std::span<const void* const> inputs, std::size_t count,
@@ -196,7 +151,7 @@ void reduce_partial(void* partial, std::span<const void* const> inputs, std::siz
   Block block(reduction);
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
     const void* const result = block.reduced(inputs, begin, part);
-    copy_to_all({&partial, 1}, begin * item, result, part * item, false);
+    copy_to_all({&partial, 1}, begin * item, result, part * item);
   });
 }
 
@@ -212,17 +167,8 @@ void finish_partial(std::span<void* const> outputs, const void* partial, std::si
   Block block(reduction);
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
     const char* const held = static_cast<const char*>(partial) + begin * partial_item;
-    copy_to_all(outputs, begin * item, block.finished(held, part), part * item, false);
+    copy_to_all(outputs, begin * item, block.finished(held, part), part * item);
   });
-}
-
-void copy_streaming(void* to, const void* from, std::size_t bytes) {
-  if (bytes < kStreamingBytes) {
-    if (bytes > 0) std::memcpy(to, from, bytes);  // pointers may be null when it is zero
-    return;
-  }
-  copy_past_cache(to, from, bytes);
-  end_stream();
 }
 
 }  // namespace torch_ring

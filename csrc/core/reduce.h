@@ -33,9 +33,8 @@ constexpr DType accumulation_dtype(DType dtype) {
 
 /// outputs[j][i] = post(op over r of pre(inputs[r][i])), for every j. Inputs are reduced in the
 /// order given. An output may be one of the inputs; otherwise they do not overlap.
-/// `streaming`: the outputs will be read by another core: store them past the cache when large.
 void reduce(std::span<void* const> outputs, std::span<const void* const> inputs, std::size_t count,
-            const Reduction& reduction, bool streaming = false);
+            const Reduction& reduction);
 
 /// The first half of reduce(): partial[i] = op over r of pre(inputs[r][i]), `partial` being of
 /// accumulation_dtype(reduction.dtype).
@@ -50,10 +49,5 @@ void combine_partial(void* partial, const void* other, std::size_t count,
 /// be `partial` itself when the two dtypes are the same.
 void finish_partial(std::span<void* const> outputs, const void* partial, std::size_t count,
                     const Reduction& reduction);
-
-/// A copy that will be read by another core: past the cache when `bytes` is large (DESIGN.md,
-/// decision 5), by plain stores otherwise. All of it is visible to whoever acquires a flag that is
-/// released afterwards.
-void copy_streaming(void* to, const void* from, std::size_t bytes);
 
 }  // namespace torch_ring

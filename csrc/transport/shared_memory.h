@@ -37,7 +37,7 @@ class SharedMemory {
   static constexpr std::size_t kEntryBytes = 64u << 10;  // the largest entry of a board
   static constexpr std::size_t kEntrySlotBytes = kEntryBytes + 64;
   static constexpr std::size_t kWorldSlotBytes = 4u << 20;
-  static constexpr std::size_t kSegmentBytes = 512u << 10;
+  static constexpr std::size_t kSegmentBytes = 128u << 10;
   static constexpr std::size_t kSegments = 4;
 
   static constexpr std::size_t kEntries = 4096;

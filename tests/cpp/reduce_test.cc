@@ -167,8 +167,8 @@ TEST(reduce_every_dtype_operator_scaling_and_count) {
   });
 }
 
-TEST(reduce_in_place_into_several_outputs_streaming) {
-  constexpr std::size_t kLarge = 40'001;  // streamed also when an element is one byte
+TEST(reduce_in_place_into_several_outputs) {
+  constexpr std::size_t kLarge = 40'001;
   for (const DType dtype : kDTypes) {
     for (const Scaling& scaling : {Scaling{}, Scaling{1, 1, 3}}) {
       const Reduction reduction{dtype, ReduceOp::kSum, scaling};
@@ -176,7 +176,7 @@ TEST(reduce_in_place_into_several_outputs_streaming) {
       Inputs inputs(dtype, kLarge, 3);
       std::vector<void*> outputs;
       for (Elements& buffer : inputs.buffers) outputs.push_back(buffer.data());
-      reduce(outputs, inputs.pointers, kLarge, reduction, true);
+      reduce(outputs, inputs.pointers, kLarge, reduction);
       for (const Elements& buffer : inputs.buffers) check_result(buffer, original, reduction);
     }
   }
@@ -219,7 +219,7 @@ TEST(reduce_needs_no_alignment_beyond_the_dtype) {
     output.set(0, 1);
     output.set(19'999, 1);
     const std::array<void*, 1> outputs{output.data() + item};
-    reduce(outputs, inputs.pointers, 19'998, reduction, true);
+    reduce(outputs, inputs.pointers, 19'998, reduction);
     check_result(output, whole, reduction, 1, 19'999);
     CHECK_EQ(output.at(0), 1.0);  // nothing is written beyond the ends
     CHECK_EQ(output.at(19'999), 1.0);
@@ -314,23 +314,4 @@ TEST(bfloat16_rounds_to_nearest_even) {
   }
   CHECK(std::isnan(to_float(to_bfloat16(of_bits(0x7f800001)))));  // would round to infinity
   CHECK(std::isnan(to_float(to_bfloat16(of_bits(0xffffffff)))));  // would wrap around
-}
-
-TEST(copy_streaming_copies_at_every_alignment) {
-  constexpr std::size_t kBytes = 33u << 10;
-  std::vector<std::uint8_t> from(kBytes + 64);
-  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint8_t>(i * 31);
-  for (const std::size_t shift : {0, 1, 15, 16, 63}) {
-    for (const std::size_t bytes :
-         {std::size_t{0}, std::size_t{1}, std::size_t{100}, kBytes - shift}) {
-      std::vector<std::uint8_t> to(kBytes + 64, 7);
-      copy_streaming(to.data() + shift, from.data() + 64 - shift, bytes);
-      CHECK(std::equal(to.begin() + static_cast<std::ptrdiff_t>(shift),
-                       to.begin() + static_cast<std::ptrdiff_t>(shift + bytes),
-                       from.begin() + static_cast<std::ptrdiff_t>(64 - shift)));
-      CHECK_EQ(std::count(to.begin(), to.begin() + static_cast<std::ptrdiff_t>(shift), 7),
-               static_cast<std::ptrdiff_t>(shift));
-      CHECK_EQ(int{to[shift + bytes]}, 7);
-    }
-  }
 }
