@@ -83,7 +83,8 @@ std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
 
   const Lock lock(mutex_);
   abort_->check();
-  if (fingerprint.name.empty()) fingerprint.name = std::string("#").append(std::to_string(++numbered_));
+  if (fingerprint.name.empty())
+    fingerprint.name = std::string("#").append(std::to_string(++numbered_));
   work->key_ = key_of(fingerprint);
   if (!in_flight_.emplace(work->key_, work.get()).second) {
     throw Error(ErrorKind::kInvalidArgument,
