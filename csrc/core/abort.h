@@ -19,7 +19,8 @@ class Abort {
     const std::scoped_lock lock(mutex_);
     if (cause_) return false;
     cause_.emplace(std::move(cause));
-    raised_.store(true, std::memory_order_release);
+    // Releases cause_ to raised(); seq_cst, because a Doorbell may be rung for it next.
+    raised_.store(true, std::memory_order_seq_cst);
     return true;
   }
 
