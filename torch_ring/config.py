@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = ["Config"]
 
+_MOST = 1e8  # seconds or milliseconds: what the engine can count
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -27,7 +29,7 @@ class Config:
     fusion_window_s: float = 0.001
     bucket_bytes: int = 25 << 20
     interface: str = ""
-    secret: str = ""
+    secret: str = field(default="", repr=False)
     log_level: str = "info"
 
     @classmethod
@@ -41,21 +43,30 @@ class Config:
         for setting in SETTINGS:
             for variable, parse in ((setting.variable, setting.parse), *setting.aliases):
                 text = environment.get(variable, "").strip()
-                if text:
-                    values[setting.field] = _parsed(variable, text, parse)
+                value = _parsed(variable, text, parse) if text else None
+                if value is not None:
+                    values[setting.field] = value
                     break
         return cls(**values)
+
+    def common(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by variable."""
+        return {s.variable: getattr(self, s.field) for s in SETTINGS if s.common}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of `Config`, its variable, and what else sets it when that is unset."""
+    """One field of `Config`, its variable, and what else sets it when that is unset.
+
+    `parse` returns None for a value that leaves the setting to the next alias.
+    """
 
     field: str
     variable: str
     parse: Callable[[str], Any]
     meaning: str
     aliases: tuple[tuple[str, Callable[[str], Any]], ...] = ()
+    common: bool = False  # must be the same on all ranks
 
 
 def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
@@ -67,21 +78,22 @@ def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
 
 def _number(minimum: float, factor: float = 1.0) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        try:
+        with contextlib.suppress(ValueError):
             value = float(text)
-        except ValueError:
-            raise ValueError(f"must be a number of at least {minimum:g}") from None
-        if not minimum <= value < float("inf"):
-            raise ValueError(f"must be a number of at least {minimum:g}")
-        return value * factor
+            if minimum <= value <= _MOST:
+                return value * factor
+        raise ValueError(f"must be a number from {minimum:g} to {_MOST:g}")
 
     return parse
 
 
-def _bytes(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("must be a whole number of bytes, 0 or more")
-    return int(text)
+def _bytes(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.isdecimal() and minimum <= int(text) < 1 << 62:
+            return int(text)
+        raise ValueError(f"must be a whole number of bytes, {minimum} or more")
+
+    return parse
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -98,8 +110,8 @@ def _horovod_level(text: str) -> str:
     return {"trace": "debug", "fatal": "error"}.get(level, level)
 
 
-def _disables_stall_check(text: str) -> float:
-    return Config.stall_warning_s if text.lower() in ("0", "false") else 0.0
+def _disables_stall_check(text: str) -> float | None:
+    return None if _one_of("0", "1", "false", "true")(text) in ("0", "false") else 0.0
 
 
 SETTINGS = (
@@ -109,6 +121,7 @@ SETTINGS = (
         _one_of("auto", "shm", "tcp"),
         "auto: shared memory inside hosts, TCP between them; shm: one host or an error; "
         "tcp: between all ranks",
+        common=True,
     ),
     Setting(
         "timeout_s",
@@ -124,6 +137,7 @@ SETTINGS = (
         "TORCH_RING_HEARTBEAT_TIMEOUT",
         _number(0.1),
         "seconds of silence after which a process is given up (stopped, or cut off)",
+        common=True,
     ),
     Setting(
         "stall_warning_s",
@@ -131,16 +145,17 @@ SETTINGS = (
         _number(0.0),
         "seconds after which a late rank is named in the log; 0: never",
         (
-            ("HOROVOD_STALL_CHECK_TIME_SECONDS", _number(0.0)),
             ("HOROVOD_STALL_CHECK_DISABLE", _disables_stall_check),
+            ("HOROVOD_STALL_CHECK_TIME_SECONDS", _number(0.0)),
         ),
     ),
     Setting(
         "fusion_threshold_bytes",
         "TORCH_RING_FUSION_THRESHOLD",
-        _bytes,
-        "bytes of asynchronous allreduces that travel as one",
-        (("HOROVOD_FUSION_THRESHOLD", _bytes),),
+        _bytes(0),
+        "bytes of asynchronous allreduces that travel as one; 0: each alone",
+        (("HOROVOD_FUSION_THRESHOLD", _bytes(0)),),
+        common=True,
     ),
     Setting(
         "fusion_window_s",
@@ -152,14 +167,15 @@ SETTINGS = (
     Setting(
         "bucket_bytes",
         "TORCH_RING_BUCKET_BYTES",
-        _bytes,
+        _bytes(1),
         "bytes of gradients that DistributedOptimizer reduces together",
+        common=True,
     ),
     Setting(
         "interface",
         "TORCH_RING_INTERFACE",
         str,
-        "network interface, by name or address, for connections between hosts",
+        "network interface of the job, by its name or its address",
     ),
     Setting(
         "secret",

@@ -1,443 +1,348 @@
-"""Connects the ranks: who is on which host, sockets between them, shared memory inside hosts.
+"""Connects the ranks: sockets between all of them, shared memory among those of a host.
 
-A rank publishes a *card* in the store (JSON), reads everybody's, and connects to the ranks below
-it; those above connect to it. Each connection begins with a challenge both ways: whoever does not
-know the job's secret is dropped before anything it sends is believed.
+Of two ranks the lower one accepts and the higher one connects. Every pair has a control connection
+(a Unix socket inside a host, by which memory and doorbells are passed, TCP otherwise); pairs on the
+same lane of different hosts have a data connection, too.
 """
 
 from __future__ import annotations
 
-import builtins
-import fcntl
+import asyncio
+import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import os
 import secrets
 import socket
-import struct
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
-
-from torch_ring import _C
+from torch_ring import _C, cards, handshake
+from torch_ring.cards import Card
 from torch_ring.config import Config
-from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
-from torch_ring.rendezvous import Identity, peer_user
+from torch_ring.errors import InvalidArgumentError, PeerLostError, RingError, TimeoutError
+from torch_ring.handshake import Purpose
+from torch_ring.launchers import Identity
+from torch_ring.meeting import Meeting
+from torch_ring.network import own_address, receive_fds, require_same_user
+from torch_ring.rendezvous import Rendezvous
 
-__all__ = ["Card", "Mesh", "connect"]
+__all__ = ["Mesh", "connect"]
 
-_HELLO = struct.Struct("!8sIB16s")  # magic, rank, purpose, nonce
-_MAGIC = b"tchring1"
-_CONTROL, _DATA = 0, 1
-_STRANGER_S = 5.0  # what a connection that says nothing may cost
+_log = logging.getLogger("torch_ring")
 
-
-@dataclass(frozen=True)
-class Card:
-    """What a rank tells the others about itself.
-
-    Attributes:
-        machine: equal on ranks that can pass descriptors to one another.
-        shares: whether it has memory to share.
-        address, port: where it accepts connections from other hosts.
-        socket: the name of its abstract Unix socket.
-        cpus: the CPUs that it may run on.
-    """
-
-    rank: int
-    machine: str
-    shares: bool
-    local_rank: int
-    local_size: int
-    pid: int
-    address: str
-    port: int
-    socket: str
-    cpus: tuple[int, ...]
+_STRANGER_S = 5.0  # what a connection may cost before it has proved who it is
+_STRANGERS = 256  # how many of those may be here at a time
+_BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 
 
 @dataclass
 class Mesh:
-    """Everything that the native engine needs; it owns the descriptors until `release`."""
+    """What the native engine needs to know; owns the descriptors until release().
 
-    cards: list[Card]
-    host_of: list[int]
-    labels: list[str]
-    may_spin: bool
+    Attributes:
+        cards: by rank; empty if this is the only one.
+        data, control: connections by rank.
+        memory, doorbells: memfds and eventfds by rank, of this host, this rank's included.
+    """
+
+    cards: list[Card] = field(default_factory=list)
+    host_of: list[int] = field(default_factory=lambda: [0])
+    labels: list[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
+    may_spin: bool = True
     data: dict[int, socket.socket] = field(default_factory=dict)
     control: dict[int, socket.socket] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)
     doorbells: dict[int, int] = field(default_factory=dict)
 
-    @classmethod
-    def alone(cls) -> Mesh:
-        """Return the mesh of a world of one rank."""
-        return cls([], [0], [f"rank 0 (pid {os.getpid()})"], may_spin=True)
-
     def release(self) -> dict[str, list[int]]:
         """Return the descriptors by rank, -1 where there is none; the caller owns them now."""
         ranks = range(len(self.host_of))
-        sockets = {
-            name: [by_rank[r].detach() if r in by_rank else -1 for r in ranks]
-            for name, by_rank in (("data", self.data), ("control", self.control))
-        }
-        memory = [self.memory.pop(r, -1) for r in ranks]
-        doorbells = [self.doorbells.pop(r, -1) for r in ranks]
-        return {**sockets, "memory": memory, "doorbells": doorbells}
+        data, control = (
+            [sockets.pop(r).detach() if r in sockets else -1 for r in ranks]
+            for sockets in (self.data, self.control)
+        )
+        memory, doorbells = (
+            [fds.pop(r, -1) for r in ranks] for fds in (self.memory, self.doorbells)
+        )
+        return {"data": data, "memory": memory, "doorbells": doorbells, "control": control}
 
     def close(self) -> None:
         """Close what has not been released."""
-        for connection in (*self.data.values(), *self.control.values()):
-            connection.close()
-        for fd in (*self.memory.values(), *self.doorbells.values()):
-            os.close(fd)
+        for sockets in (self.data, self.control):
+            while sockets:
+                sockets.popitem()[1].close()
+        for fds in (self.memory, self.doorbells):
+            while fds:
+                os.close(fds.popitem()[1])
 
 
-def connect(identity: Identity, config: Config, store: Store, store_host: str) -> Mesh:
+def connect(identity: Identity, config: Config, rendezvous: Rendezvous, meeting: Meeting) -> Mesh:
     """Connect this rank to all others.
 
+    Returns:
+        The mesh, when those of all ranks are complete.
+
     Raises:
-        TimeoutError: ranks did not arrive within ``config.init_timeout_s``; names them.
-        RingError: a rank failed while it connected; says which, and why.
-        InvalidArgumentError: only shared memory is allowed, and there are several hosts.
+        TimeoutError: ranks did not arrive, or did not connect, before the deadline; names them.
+        RingError: another rank has failed, or this one has.
+        InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
     """
-    deadline = time.monotonic() + config.init_timeout_s
-    memory = _own_memory(config)
-    mesh = None
+    mesh = Mesh()
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(mesh.close)
+        shares = config.transport != "tcp" and _make_memory(identity.rank, mesh, config)
+        with _listen_tcp(identity, config, rendezvous) as tcp, _listen_unix() as unix:
+            card = _make_card(identity, config, shares, tcp, unix)
+            texts = meeting.gather("cards", card.to_json())
+            mesh.cards = [Card.from_json(rank, text) for rank, text in enumerate(texts)]
+            cards.require_agreement(mesh.cards)
+            mesh.host_of = cards.host_of(mesh.cards, config.transport)
+            mesh.labels = cards.labels(mesh.cards)
+            mesh.may_spin = cards.may_spin(identity.rank, mesh.cards)
+            nonce = bytes.fromhex(mesh.cards[0].nonce)
+            secret = (config.secret or rendezvous.secret).encode()
+            key = hmac.digest(secret, nonce, hashlib.sha256)
+            _run(_Connector(identity.rank, key, mesh, meeting).connect_all([tcp, unix]))
+        meeting.gather("connected", "")
+        cleanup.pop_all()
+    return mesh
+
+
+# --- what this rank has to offer
+
+
+def _make_memory(rank: int, mesh: Mesh, config: Config) -> bool:
+    """Make this rank's memory and doorbell; return whether they can be had, and passed on."""
     try:
-        with _listen_unix() as unix, _listen_tcp(config, store_host) as tcp:
-            card = _own_card(identity, memory is not None, unix, tcp)
-            store.set(f"card/{identity.rank}", json.dumps(asdict(card)))
-            cards = _read_cards(store, identity, deadline)
-            mesh = _plan(identity.rank, cards, config)
-            secret = _secret(identity, config, store, deadline)
-            _Connector(identity.rank, secret, mesh, deadline).run(unix, tcp)
-            if memory is not None:
-                _share_memory(identity.rank, mesh, memory, deadline)
-        return mesh
-    except BaseException:
-        if mesh is not None:
-            mesh.close()
-        raise
-    finally:
-        if memory is not None:
-            os.close(memory)
-
-
-# --- cards
-
-
-def _own_memory(config: Config) -> int | None:
-    """Return a descriptor of this rank's shared memory, or None if it cannot have any."""
-    if config.transport == "tcp":
-        return None
-    try:
-        return _C.make_memory()
-    except RingError:
+        mesh.memory[rank] = _C.make_memory()
+        mesh.doorbells[rank] = _C.make_doorbell()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(ours, [b"?"], [mesh.memory[rank]])
+            received = receive_fds(theirs, 1)
+        for fd in received:
+            os.close(fd)
+        return bool(received)
+    except (OSError, RingError) as error:
         if config.transport == "shm":
-            raise
-        # The others learn it from this rank's card, and all of them use TCP.
-        logging.getLogger("torch_ring").warning("no shared memory, using TCP", exc_info=True)
-        return None
+            raise RingError(
+                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {error}"
+            ) from error
+        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, error)
+        return False
 
 
-def _own_card(
-    identity: Identity,
-    shares: bool,
-    unix: socket.socket,
-    tcp: socket.socket,
+def _make_card(
+    identity: Identity, config: Config, shares: bool, tcp: socket.socket, unix: socket.socket
 ) -> Card:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Abstract Unix sockets, by which memory is passed, are known within a network namespace.
-    machine = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
     return Card(
         rank=identity.rank,
-        machine=machine,
+        # Where abstract Unix sockets are known: by which memory is passed.
+        machine=f"{boot}/{os.stat('/proc/self/ns/net').st_ino}",
         shares=shares,
+        node=identity.node,
         local_rank=identity.local_rank,
         local_size=identity.local_size,
         pid=os.getpid(),
         address=tcp.getsockname()[0],
         port=tcp.getsockname()[1],
         socket=unix.getsockname()[1:].decode(),
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
+        nonce=secrets.token_hex(32),
+        settings=config.common(),
     )
 
 
-def _read_cards(store: Store, identity: Identity, deadline: float) -> list[Card]:
-    keys = [f"card/{rank}" for rank in range(identity.size)]
-    while not _wait(store, keys, 0.5):
-        if store.check(["failed"]):
-            raise RingError(f"init failed on another rank: {store.get('failed').decode()}")
-        if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(
-                f"rank {identity.rank}: {_ranks(missing)} of {identity.size} did not arrive in time"
-            )
-    return [_parse_card(rank, store.get(key)) for rank, key in enumerate(keys)]
-
-
-def _wait(store: Store, keys: Sequence[str], seconds: float) -> bool:
+def _listen_tcp(identity: Identity, config: Config, rendezvous: Rendezvous) -> socket.socket:
+    """Listen on the interface of the job only."""
+    address = own_address(config.interface, rendezvous.host, one_host=identity.on_one_node())
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        store.wait(list(keys), timedelta(seconds=seconds))
-    except DistError as error:
-        if "imeout" not in str(error) and "imed out" not in str(error):
-            raise RingError(f"the store of rank 0 is gone: {error}") from None
-        return False
-    return True
-
-
-def _parse_card(rank: int, text: bytes) -> Card:
-    try:
-        card = json.loads(text)
-        return Card(**{**card, "cpus": tuple(card["cpus"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise RingError(f"rank {rank} runs another version of torch_ring: {error}") from None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _secret(identity: Identity, config: Config, store: Store, deadline: float) -> bytes:
-    if config.secret:
-        return config.secret.encode()
-    if identity.rank == 0:
-        store.set("secret", secrets.token_hex(32))
-    if not _wait(store, ["secret"], max(0.5, deadline - time.monotonic())):
-        raise TimeoutError("rank 0 did not hand out the job's secret in time")
-    return store.get("secret")
-
-
-def _plan(rank: int, cards: list[Card], config: Config) -> Mesh:
-    """Number the hosts in the order of their first ranks; without memory each rank is a host."""
-    shares = all(card.shares for card in cards)
-    hosts: dict[str, int] = {}
-    host_of = [
-        hosts.setdefault(card.machine if shares else str(card.rank), len(hosts)) for card in cards
-    ]
-    if config.transport == "shm" and len(hosts) > 1:
-        raise InvalidArgumentError(
-            f"TORCH_RING_TRANSPORT=shm, but the ranks are on {len(hosts)} hosts (or containers "
-            "with networks of their own): leave it unset"
-        )
-    addresses = {card.address for card in cards}
-    labels = [
-        f"rank {card.rank} (pid {card.pid})"
-        if len(addresses) == 1
-        else f"rank {card.rank} ({card.address}, pid {card.pid})"
-        for card in cards
-    ]
-    neighbours = [card for card in cards if card.machine == cards[rank].machine]
-    cpus = set().union(*(card.cpus for card in neighbours))
-    return Mesh(cards, host_of, labels, may_spin=len(cpus) >= len(neighbours))
-
-
-# --- sockets
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if config.interface:
+            raise InvalidArgumentError(
+                f"TORCH_RING_INTERFACE={config.interface}: cannot listen there: {error}"
+            ) from None
+        raise
+    listener.setblocking(False)
+    return listener
 
 
 def _listen_unix() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0torch_ring/{os.getpid()}/{secrets.token_hex(8)}")
-    listener.listen(1024)
+    listener.bind(f"\0torch_ring/{secrets.token_hex(16)}")
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
     return listener
 
 
-def _listen_tcp(config: Config, store_host: str) -> socket.socket:
-    """Listen on the interface of the job only."""
-    address = _address_of(config.interface) if config.interface else _address_towards(store_host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=1024)
+# --- connections
 
 
-def _address_of(interface: str) -> str:
-    """Return the address of an interface, given by name or by that address."""
-    if interface not in (name for _, name in socket.if_nameindex()):
-        return interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
-    return socket.inet_ntoa(answer[20:24])
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, also where an event loop runs already (a notebook, a Ray actor)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        _run_here(work)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_run_here, work).result()
 
 
-def _address_towards(host: str) -> str:
-    """Return the address from which packets to `host` would go; none is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+def _run_here(work: Coroutine[Any, Any, None]) -> None:
+    # Not asyncio.run(), which leaves the program's main thread without an event loop.
+    loop = asyncio.SelectorEventLoop()
+    try:
+        task = loop.create_task(work)
+        try:
+            loop.run_until_complete(task)
+        finally:
+            task.cancel()  # it is pending after a KeyboardInterrupt
+            loop.run_until_complete(asyncio.wait([task]))
+    finally:
+        loop.close()
 
 
 class _Connector:
-    """Makes the connections of one rank: to those below it, from those above it."""
+    """Makes the connections of one rank, each in a task of its own: a silent one delays nobody."""
 
-    def __init__(self, rank: int, secret: bytes, mesh: Mesh, deadline: float) -> None:
+    def __init__(self, rank: int, key: bytes, mesh: Mesh, meeting: Meeting) -> None:
         self._rank = rank
-        self._secret = secret
+        self._key = key
         self._mesh = mesh
-        self._deadline = deadline
-        self._expected = {(peer.rank, _CONTROL) for peer in mesh.cards if peer.rank != rank}
-        self._expected |= {(peer, _DATA) for peer in _C.lane_peers(rank, mesh.host_of)}
-        self._changed = threading.Condition()
-        self._closing = False
+        self._meeting = meeting
+        ranks = range(len(mesh.cards))
+        self._missing = {(peer, Purpose.CONTROL) for peer in ranks if peer != rank}
+        self._missing |= {(peer, Purpose.DATA) for peer in _C.lane_peers(rank, mesh.host_of)}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = asyncio.Semaphore(_STRANGERS)
+        self._ended = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._reason: OSError | None = None  # why the last attempt to connect failed
 
-    def run(self, unix: socket.socket, tcp: socket.socket) -> None:
-        """Return when every connection is there."""
-        acceptors = ThreadPoolExecutor(18, "torch_ring connect")
+    async def connect_all(self, listeners: Sequence[socket.socket]) -> None:
+        """Return when every connection is there, and the descriptors that come over it."""
+        for listener in listeners:
+            self._start(self._accept(listener))
+        for peer, purpose in sorted(self._missing):
+            if peer < self._rank:
+                self._start(self._connect(peer, purpose))
+        self._start(self._watch())
         try:
-            for listener in (unix, tcp):
-                acceptors.submit(self._accept, listener, acceptors)
-            for peer, purpose in sorted(self._expected):
-                if peer < self._rank:
-                    self._connect(peer, purpose)
-            with self._changed:
-                while not self._changed.wait_for(lambda: not self._expected, 0.5):
-                    self._check_deadline()
+            await self._ended.wait()
         finally:
-            self._closing = True
-            acceptors.shutdown()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if self._failure:
+            raise self._failure
 
-    def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline:
-            missing = sorted({peer for peer, _ in self._expected})
-            raise TimeoutError(f"rank {self._rank}: {_ranks(missing)} did not connect in time")
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        def finished(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and task.exception():
+                self._failure = self._failure or task.exception()
+                self._ended.set()
 
-    def _local(self, peer: int) -> bool:
-        return self._mesh.host_of[peer] == self._mesh.host_of[self._rank]
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(finished)
 
-    def _add(self, peer: int, purpose: int, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        with self._changed:
-            connections = self._mesh.control if purpose == _CONTROL else self._mesh.data
-            connections[peer] = connection
-            self._expected.discard((peer, purpose))
-            self._changed.notify_all()
+    async def _watch(self) -> None:
+        """Look out for failures of other ranks, and for the time."""
+        while not self._meeting.deadline.passed():
+            await asyncio.sleep(0.2)
+            self._meeting.check()
+        late = sorted({peer for peer, _ in self._missing})
+        names = ", ".join(self._mesh.labels[peer] for peer in late[:8])
+        raise TimeoutError(
+            f"rank {self._rank} has no connection with {len(late)} of its peers, {names}, "
+            f"{self._meeting.deadline}" + (f": {self._reason}" if self._reason else "")
+        )
 
-    # The handshake: hello and nonce; nonce and proof; proof; a byte that says "welcome".
-
-    def _proof(self, side: bytes, lower: int, upper: int, purpose: int, nonces: bytes) -> bytes:
-        text = side + struct.pack("!IIB", lower, upper, purpose) + nonces
-        return hmac.digest(self._secret, text, hashlib.sha256)
-
-    def _connect(self, peer: int, purpose: int) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection = self._open(peer)
+            await self._strangers.acquire()
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self._start(self._welcome(connection))
+
+    async def _welcome(self, connection: socket.socket) -> None:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(connection.close)
             try:
-                connection.settimeout(max(0.1, self._deadline - time.monotonic()))
-                nonce = secrets.token_bytes(16)
-                connection.sendall(_HELLO.pack(_MAGIC, self._rank, purpose, nonce))
-                answer = _receive(connection, 48)
-                nonces = nonce + answer[:16]
-                theirs = self._proof(b"lower", peer, self._rank, purpose, nonces)
-                if not hmac.compare_digest(theirs, answer[16:]):
-                    raise RingError(
-                        f"rank {self._rank}: rank {peer} does not know this job's secret "
-                        "(is TORCH_RING_SECRET the same on all ranks?)"
-                    )
-                connection.sendall(self._proof(b"upper", peer, self._rank, purpose, nonces))
-                if _receive(connection, 1) != b"w":
-                    raise OSError("no welcome")
-            except OSError:
-                connection.close()
-                self._check_deadline()
-                time.sleep(0.05)
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                self._add(peer, purpose, connection)
+                if connection.family == socket.AF_UNIX:
+                    require_same_user(connection)
+                peer, purpose = await asyncio.wait_for(
+                    handshake.accept(connection, self._key, self._rank), _STRANGER_S
+                )
+                if peer < self._rank or (peer, purpose) not in self._missing:
+                    raise ValueError(f"rank {peer} is not expected to connect")
+            except (OSError, ValueError, asyncio.TimeoutError) as error:
+                _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                return
+            finally:
+                self._strangers.release()
+            await self._add(peer, purpose, connection)
+            cleanup.pop_all()
+
+    async def _connect(self, peer: int, purpose: Purpose) -> None:
+        while True:
+            with contextlib.ExitStack() as cleanup:
+                try:
+                    connection, address = self._socket_for(peer)
+                    cleanup.callback(connection.close)
+                    await asyncio.get_running_loop().sock_connect(connection, address)
+                    await handshake.connect(connection, self._key, self._rank, peer, purpose)
+                except ConnectionRefusedError as error:
+                    # It listened before its card was published, and stops when all is done.
+                    raise PeerLostError(
+                        f"{self._mesh.labels[peer]} has exited during init: {error}"
+                    ) from None
+                except OSError as error:
+                    self._reason = error
+                    await asyncio.sleep(0.05)
+                    continue
+                await self._add(peer, purpose, connection)
+                cleanup.pop_all()
                 return
 
-    def _open(self, peer: int) -> socket.socket:
+    def _socket_for(self, peer: int) -> tuple[socket.socket, Any]:
+        """Return an unconnected socket, and what to connect it to."""
         card = self._mesh.cards[peer]
-        left = max(0.1, self._deadline - time.monotonic())
-        try:
-            if not self._local(peer):
-                return socket.create_connection((card.address, card.port), left)
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(left)
-            connection.connect("\0" + card.socket)
-            return connection
-        except OSError as error:
-            where = card.socket if self._local(peer) else f"{card.address}:{card.port}"
-            raise RingError(
-                f"rank {self._rank} cannot connect to {self._mesh.labels[peer]} at {where}: {error}"
-            ) from None
+        address: Any = (card.address, card.port)
+        family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+        if self._mesh.host_of[peer] == self._mesh.host_of[self._rank]:
+            family, address = socket.AF_UNIX, "\0" + card.socket
+        connection = socket.socket(family)
+        connection.setblocking(False)
+        return connection, address
 
-    def _accept(self, listener: socket.socket, pool: ThreadPoolExecutor) -> None:
-        listener.settimeout(0.05)
-        while not self._closing and self._expected:
-            try:
-                connection, _ = listener.accept()
-            except builtins.TimeoutError:
-                continue
-            except OSError:
-                return
-            pool.submit(self._welcome, connection)
+    async def _add(self, peer: int, purpose: Purpose, connection: socket.socket) -> None:
+        if purpose is Purpose.CONTROL and connection.family == socket.AF_UNIX:
+            await self._swap_memory(peer, connection)
+        by_rank = self._mesh.control if purpose is Purpose.CONTROL else self._mesh.data
+        by_rank[peer] = connection
+        self._missing.discard((peer, purpose))
+        if not self._missing:
+            self._ended.set()
 
-    def _welcome(self, connection: socket.socket) -> None:
-        """Let a peer in; drop a stranger."""
-        try:
-            connection.settimeout(_STRANGER_S)
-            if connection.family == socket.AF_UNIX and peer_user(connection) != os.getuid():
-                raise OSError("another user")
-            hello = _receive(connection, _HELLO.size)
-            magic, peer, purpose, nonce = _HELLO.unpack(hello)
-            if magic != _MAGIC or (peer, purpose) not in self._expected or peer < self._rank:
-                raise OSError("not a peer that is expected")
-            nonces = nonce + secrets.token_bytes(16)
-            mine = self._proof(b"lower", self._rank, peer, purpose, nonces)
-            connection.sendall(nonces[16:] + mine)
-            theirs = self._proof(b"upper", self._rank, peer, purpose, nonces)
-            if not hmac.compare_digest(theirs, _receive(connection, 32)):
-                raise OSError("does not know the secret")
-            connection.sendall(b"w")
-        except OSError:
-            connection.close()
-        else:
-            self._add(peer, purpose, connection)
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            raise OSError("the connection was closed")
-        data += part
-    return data
-
-
-# --- shared memory
-
-
-def _share_memory(rank: int, mesh: Mesh, memory: int, deadline: float) -> None:
-    """Exchange memory and doorbells with the ranks of this host, over the control connections."""
-    if len(set(mesh.host_of)) == len(mesh.host_of):
-        return
-    peers = [p for p, host in enumerate(mesh.host_of) if host == mesh.host_of[rank] and p != rank]
-    mesh.memory[rank] = os.dup(memory)
-    mesh.doorbells[rank] = _C.make_doorbell()
-    for peer in peers:
-        socket.send_fds(mesh.control[peer], [b"m"], [mesh.memory[rank], mesh.doorbells[rank]])
-    for peer in peers:
-        connection = mesh.control[peer]
-        connection.settimeout(max(0.1, deadline - time.monotonic()))
-        try:
-            text, fds, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            raise RingError(f"{mesh.labels[peer]} did not pass its memory: {error}") from None
-        connection.settimeout(None)
-        if text != b"m" or len(fds) != 2:
-            for fd in fds:
+    async def _swap_memory(self, peer: int, connection: socket.socket) -> None:
+        """Pass this rank's memory and doorbell to a peer, and take its."""
+        mesh = self._mesh
+        socket.send_fds(connection, [b"M"], [mesh.memory[self._rank], mesh.doorbells[self._rank]])
+        await handshake.readable(connection)
+        received = receive_fds(connection, 2)
+        if len(received) != 2:
+            for fd in received:
                 os.close(fd)
-            raise RingError(f"{mesh.labels[peer]} failed before it passed its memory")
-        mesh.memory[peer], mesh.doorbells[peer] = fds
+            raise PeerLostError(f"{mesh.labels[peer]} has exited before it passed its memory")
+        mesh.memory[peer], mesh.doorbells[peer] = received

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from torch_ring import _C
+from torch_ring import _C, cards, rendezvous
+from torch_ring.cards import Place
 from torch_ring.config import Config
-from torch_ring.errors import InvalidArgumentError, NotInitializedError
-from torch_ring.mesh import Mesh, connect
-from torch_ring.rendezvous import (
-    Identity,
-    discover,
-    from_communicator,
-    meet_by_communicator,
-    open_store,
-    with_overrides,
+from torch_ring.errors import (
+    InvalidArgumentError,
+    NotInitializedError,
+    PeerLostError,
+    TimeoutError,
 )
+from torch_ring.launchers import Identity, discover
+from torch_ring.meeting import Deadline, Meeting
+from torch_ring.mesh import Mesh, connect
+from torch_ring.rendezvous import Rendezvous
 
 __all__ = [
     "config",
@@ -52,17 +52,15 @@ _log = logging.getLogger("torch_ring")
 class World:
     """What init() made."""
 
-    identity: Identity
+    rank: int
+    size: int
+    place: Place
     config: Config
     engine: _C.Engine
-    cross_rank: int
-    cross_size: int
-    homogeneous: bool
 
 
 _world: World | None = None
-_generation = 0  # of init(); the same on all ranks, which meet under it in the store
-_meeting: tuple[Store, str] | None = None  # a process keeps its store; rank 0 may be serving it
+_changing = threading.Lock()  # held by init() and shutdown()
 
 
 def init(
@@ -75,38 +73,44 @@ def init(
     local_size: int | None = None,
     store: Store | None = None,
 ) -> None:
-    """Join the other ranks. Without a launcher this process is the only one.
+    """Join the other ranks. A process that no launcher has started is alone.
 
-    Does nothing if it was called before; after shutdown() it joins anew.
+    Does nothing in a process that has joined already; after shutdown() it joins anew.
 
     Args:
         comm: an mpi4py communicator of all ranks, or a list of all of them; usually None.
         process_sets: not available yet.
-        rank: this process among all, if the launcher does not tell; so are the next three.
-        size: the number of processes.
-        local_rank: this process among those of its node.
+        rank: this process, if the launcher does not tell it.
+        size: the number of processes; goes with `rank`.
+        local_rank: this process within its node.
         local_size: the number of processes of its node.
-        store: where the ranks meet, if not where the launcher says; needs `rank` and `size`.
+        store: where the ranks meet, if not where the launcher says.
 
     Raises:
         InvalidArgumentError: a variable or argument is wrong; names it.
+        MismatchError: a setting differs between ranks; names it.
         TimeoutError: ranks did not arrive within TORCH_RING_INIT_TIMEOUT; names them.
         RingError: another rank could not join; says why.
     """
-    global _world, _generation
-    if _world is not None:
-        return
-    if process_sets:
-        raise InvalidArgumentError("process_sets are not available yet")
-    config = Config.from_environment()
-    _set_up_log(config)
-    identity = with_overrides(
-        _identity(comm), rank=rank, size=size, local_rank=local_rank, local_size=local_size
-    )
-    if isinstance(comm, list) and sorted(comm) != list(range(identity.size)):
-        raise InvalidArgumentError(f"comm={comm} is not the list of all {identity.size} ranks")
-    _generation += 1
-    _world = _join(identity, config, comm, store)
+    global _world
+    with _changing:
+        if _world is not None:
+            return
+        if process_sets:
+            raise InvalidArgumentError("process_sets are not available yet")
+        config = Config.from_environment()
+        _set_up_log(config)
+        given: dict[str, Any] = {
+            "rank": rank,
+            "size": size,
+            "local_rank": local_rank,
+            "local_size": local_size,
+        }
+        if comm is None or isinstance(comm, Sequence):
+            identity, comm = _identity_in_list(comm, given), None
+        else:
+            identity = _identity_in_communicator(comm, given)
+        _world = _join(identity, config, comm, store) if identity.size > 1 else _alone(config)
 
 
 def shutdown() -> None:
@@ -116,13 +120,14 @@ def shutdown() -> None:
     nothing without a world. Called at exit.
     """
     global _world
-    if _world is not None:
-        world, _world = _world, None
-        world.engine.shutdown()
+    with _changing:
+        if _world is not None:
+            world, _world = _world, None
+            world.engine.shutdown()
 
 
 def is_initialized() -> bool:
-    """Return whether init() was called, and shutdown() was not called since, in this process."""
+    """Return whether this process has a world: after init(), and not after shutdown()."""
     return _world is not None
 
 
@@ -138,37 +143,37 @@ def config() -> Config:
 
 def rank() -> int:
     """Return the index of this process among all, from 0."""
-    return _current().identity.rank
+    return _current().rank
 
 
 def size() -> int:
     """Return the number of processes."""
-    return _current().identity.size
+    return _current().size
 
 
 def local_rank() -> int:
     """Return the index of this process among those of its node, from 0."""
-    return _current().identity.local_rank
+    return _current().place.local_rank
 
 
 def local_size() -> int:
     """Return the number of processes of this node."""
-    return _current().identity.local_size
+    return _current().place.local_size
 
 
 def cross_rank() -> int:
     """Return the index of this node among those that have a process with this local rank."""
-    return _current().cross_rank
+    return _current().place.cross_rank
 
 
 def cross_size() -> int:
     """Return the number of nodes that have a process with this local rank."""
-    return _current().cross_size
+    return _current().place.cross_size
 
 
 def is_homogeneous() -> bool:
     """Return whether all nodes have the same number of processes."""
-    return _current().homogeneous
+    return _current().place.is_homogeneous
 
 
 def _current() -> World:
@@ -177,49 +182,90 @@ def _current() -> World:
     return _world
 
 
-def _identity(comm: Any) -> Identity:
-    return from_communicator(comm) if hasattr(comm, "Get_rank") else discover()
+# --- who am I
 
 
-def _join(identity: Identity, config: Config, comm: Any, given: Store | None) -> World:
-    if identity.size == 1:
-        return _make_world(identity, config, Mesh.alone())
-    store, host = _meet(identity, config, comm, given)
-    store = PrefixStore(f"torch_ring/{identity.job}/{_generation}", store)
+def _identity_in_list(ranks: Sequence[int] | None, given: dict[str, Any]) -> Identity:
+    identity = discover(**given)
+    if ranks and sorted(ranks) != list(range(identity.size)):
+        raise InvalidArgumentError(
+            f"comm={ranks!r} is not the list of all {identity.size} ranks; others are not "
+            "available yet"
+        )
+    return identity
+
+
+def _identity_in_communicator(comm: Any, given: dict[str, Any]) -> Identity:
+    if not hasattr(comm, "Get_rank"):
+        raise InvalidArgumentError(f"comm={comm!r} is neither a list nor an mpi4py communicator")
+    mpi = importlib.import_module("mpi4py.MPI")
+    if mpi.Comm.Compare(comm, mpi.COMM_WORLD) not in (mpi.IDENT, mpi.CONGRUENT):
+        raise InvalidArgumentError("comm must be MPI.COMM_WORLD: parts are not available yet")
+    return discover(**{**given, "rank": comm.Get_rank(), "size": comm.Get_size()})
+
+
+# --- joining
+
+
+def _alone(config: Config) -> World:
+    return World(0, 1, Place(), config, _make_engine(0, Mesh(), config))
+
+
+def _join(identity: Identity, config: Config, comm: Any, store: Store | None) -> World:
+    deadline = Deadline(config.init_timeout_s)
     try:
-        mesh = connect(identity, config, store, host)
-        world = _make_world(identity, config, mesh)
-        try:
-            world.engine.barrier("", awaited=True).wait()  # nobody runs ahead of a half-built world
-        except BaseException:
-            world.engine.shutdown()
-            raise
-    except Exception as error:
-        # For the ranks that still wait; if the store is gone, they will notice by themselves.
-        with contextlib.suppress(DistError):
-            store.set("failed", f"rank {identity.rank}: {error}")
+        with _rendezvous(identity, config, deadline, comm, store) as met:
+            meeting = Meeting(met.store, identity.rank, identity.size, deadline, serves=met.serves)
+            try:
+                mesh = connect(identity, config, met, meeting)
+                engine = _start_engine(identity.rank, mesh, config, meeting)
+            except PeerLostError as error:
+                cause = meeting.explain(error)
+                meeting.fail(cause)
+                raise cause from None
+            except BaseException as error:
+                meeting.fail(error)
+                raise
+            meeting.clean_up()
+    except BaseException:
+        rendezvous.forget()
         raise
     if identity.rank == 0:
         _log.info("%s", _describe(mesh))
-    return world
+    place = cards.place(identity.rank, mesh.cards)
+    return World(identity.rank, identity.size, place, config, engine)
 
 
-def _meet(identity: Identity, config: Config, comm: Any, given: Store | None) -> tuple[Store, str]:
-    global _meeting
-    if given is not None:
-        return given, getattr(given, "host", "127.0.0.1")
-    if _meeting is None:
-        if hasattr(comm, "Get_rank"):
-            _meeting = meet_by_communicator(comm, config.init_timeout_s)
-        else:
-            _meeting = open_store(identity, config.init_timeout_s)
-    return _meeting
+def _rendezvous(
+    identity: Identity, config: Config, deadline: Deadline, comm: Any, store: Store | None
+) -> contextlib.AbstractContextManager[Rendezvous]:
+    if store is None:
+        return rendezvous.meet(identity, config, deadline, comm=comm)
+    host = getattr(store, "host", None)  # a TCPStore's
+    return contextlib.nullcontext(Rendezvous(PrefixStore("torch_ring", store), host))
 
 
-def _make_world(identity: Identity, config: Config, mesh: Mesh) -> World:
-    engine = _C.Engine(
-        identity.rank,
-        identity.size,
+def _start_engine(rank: int, mesh: Mesh, config: Config, meeting: Meeting) -> _C.Engine:
+    """Start the engine, and see that those of all ranks run before anybody relies on it."""
+    engine = _make_engine(rank, mesh, config)
+    try:
+        meeting.finish()
+        work = engine.barrier("torch_ring.init")
+        while not work.done():
+            if meeting.deadline.passed():
+                raise TimeoutError(f"not all engines have answered {meeting.deadline}")
+            time.sleep(0.0005)
+        work.wait()
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine
+
+
+def _make_engine(rank: int, mesh: Mesh, config: Config) -> _C.Engine:
+    return _C.Engine(
+        rank,
+        len(mesh.host_of),
         mesh.host_of,
         mesh.labels,
         mesh.may_spin,
@@ -231,49 +277,47 @@ def _make_world(identity: Identity, config: Config, mesh: Mesh) -> World:
         fusion_threshold_bytes=config.fusion_threshold_bytes,
         log=_log.warning,
     )
-    peers = [c.rank for c in mesh.cards if c.local_rank == identity.local_rank]
-    return World(
-        identity,
-        config,
-        engine,
-        cross_rank=peers.index(identity.rank) if peers else 0,
-        cross_size=len(peers) or 1,
-        homogeneous=len({card.local_size for card in mesh.cards}) <= 1,
-    )
+
+
+# --- the log
 
 
 def _describe(mesh: Mesh) -> str:
     """Return the line that rank 0 logs: ranks, hosts, transports."""
     sizes = list(Counter(mesh.host_of).values())
-    ranks = f"{len(mesh.cards)} ranks"
+    ranks = f"{len(mesh.host_of)} ranks"
     if len(sizes) == 1:
         return f"{ranks} on one host, by shared memory"
     addresses = ", ".join(dict.fromkeys(card.address for card in mesh.cards))
-    if len(sizes) == len(mesh.cards):
+    if len(sizes) == len(mesh.host_of):
         return f"{ranks}, a TCP ring over {addresses}"
-    layout = "+".join(map(str, sizes))
     return (
-        f"{ranks} on {len(sizes)} hosts ({layout}): shared memory inside hosts, "
+        f"{ranks} on {len(sizes)} hosts ({'+'.join(map(str, sizes))}): shared memory inside hosts, "
         f"a TCP ring between them over {addresses}"
     )
 
 
 def _set_up_log(config: Config) -> None:
     """Log to stderr, unless the program has arranged for something else."""
-    if not _log.handlers and not logging.getLogger().handlers:
+    if not _log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[torch_ring] %(message)s"))
         _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
         _log.setLevel(config.log_level.upper())
 
 
+# --- the end
+
+
 def _forget_in_child() -> None:
-    """In a forked child (a DataLoader worker): there is no world, and the parent's is untouched."""
-    global _world, _meeting
+    """In a forked child (a DataLoader worker): there is no world; the parent's is untouched."""
+    global _world, _changing
     if _world is not None:
         _world.engine.abandon()
     _world = None
-    _meeting = None
+    _changing = threading.Lock()
+    rendezvous.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,99 @@
+"""What follows from what the ranks tell one another."""
+
+from dataclasses import replace
+
+import pytest
+
+from torch_ring import cards
+from torch_ring.cards import Card, Place
+from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
+
+
+def card(rank: int, machine: str = "a", **more) -> Card:
+    usual = {
+        "shares": True,
+        "node": None,
+        "local_rank": None,
+        "local_size": None,
+        "pid": 100 + rank,
+        "address": f"10.0.0.{ord(machine) - 96}",
+        "port": 1,
+        "socket": "s",
+        "cpus": "3",
+        "nonce": "00",
+        "settings": {"TORCH_RING_TRANSPORT": "auto"},
+    }
+    return Card(rank=rank, machine=machine, **(usual | more))
+
+
+def on(machines: str) -> list[Card]:
+    return [card(rank, machine) for rank, machine in enumerate(machines)]
+
+
+def test_a_card_survives_its_way_and_nothing_else_does():
+    mine = card(3, node="7", local_rank=1)
+    assert Card.from_json(3, mine.to_json()) == mine
+    for text in ("", "{}", "[1]", card(2).to_json(), replace(mine, cpus="x").to_json()):
+        with pytest.raises(RingError, match="rank 3 runs another version"):
+            Card.from_json(3, text)
+
+
+@pytest.mark.parametrize(
+    ("machines", "rank", "place"),
+    [
+        ("aa", 1, Place(1, 2, 0, 1, True)),
+        ("ab", 1, Place(0, 1, 1, 2, True)),
+        ("aabb", 2, Place(0, 2, 1, 2, True)),
+        ("abab", 3, Place(1, 2, 1, 2, True)),
+        ("abb", 1, Place(0, 2, 1, 2, False)),
+        ("abb", 2, Place(1, 2, 0, 1, False)),
+    ],
+)
+def test_place(machines, rank, place):
+    assert cards.place(rank, on(machines)) == place
+
+
+def test_place_as_the_launcher_says():
+    two_agents = [
+        card(rank, node=str(rank // 2), local_rank=rank % 2, local_size=2) for rank in range(4)
+    ]
+    assert cards.place(3, two_agents) == Place(1, 2, 1, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("machines", "transport", "hosts"),
+    [("aaa", "auto", [0, 0, 0]), ("bab", "auto", [0, 1, 0]), ("aa", "tcp", [0, 1])],
+)
+def test_hosts(machines, transport, hosts):
+    assert cards.host_of(on(machines), transport) == hosts
+
+
+def test_one_rank_without_memory_sends_all_to_tcp():
+    assert cards.host_of([*on("aa"), card(2, shares=False)], "auto") == [0, 1, 2]
+
+
+def test_only_shared_memory_on_several_hosts():
+    with pytest.raises(InvalidArgumentError, match=r"TORCH_RING_TRANSPORT=shm.* 2 hosts"):
+        cards.host_of(on("ab"), "shm")
+
+
+def test_labels():
+    assert cards.labels(on("aa"))[1] == "rank 1 (pid 101)"
+    assert cards.labels(on("ab"))[1] == "rank 1 (10.0.0.2, pid 101)"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "spins"), [(["1", "2"], True), (["1", "1"], False), (["3", "3"], True)]
+)
+def test_spinning_needs_a_cpu_for_every_rank_of_the_machine(cpus, spins):
+    ranks = [card(rank, cpus=mask) for rank, mask in enumerate(cpus)]
+    assert cards.may_spin(0, [*ranks, card(2, "b", cpus="1")]) == spins
+
+
+def test_settings_must_agree():
+    same = on("ab")
+    cards.require_agreement(same)
+    with pytest.raises(MismatchError, match=r"TRANSPORT .* auto on rank 0 and tcp on rank 1"):
+        cards.require_agreement(
+            [same[0], replace(same[1], settings={"TORCH_RING_TRANSPORT": "tcp"})]
+        )

@@ -1,0 +1,22 @@
+"""Ranks as threads: nothing below torch_ring.world is global, so they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+DEADLINE_S = 60.0  # for a hang, not for a slow machine
+
+
+def on_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
+    """Return what ``fn(rank)`` returned on each rank, or the exception that it raised."""
+
+    def guarded(rank: int) -> Any:
+        try:
+            return fn(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(guarded, range(size), timeout=DEADLINE_S))

@@ -1,0 +1,106 @@
+"""How two ranks prove to each other who they are, before anything else is believed.
+
+The connecting side says who it is, whom it wants and what for, with a nonce. The accepting side
+answers with a nonce of its own and a proof; the connecting side with its proof; the accepting side
+with a welcome. A proof is an HMAC-SHA256 of both nonces and all that was said, by the key of this
+world, with a tag for the side: a proof is of no use to anybody else, or later, or the other way
+round. What is said afterwards is not encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+
+from torch_ring.errors import RingError
+
+__all__ = ["Purpose", "accept", "connect", "readable"]
+
+_MAGIC = b"t-ring/1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_HELLO = struct.Struct(f"!8sBII{_NONCE_BYTES}s")  # magic, purpose, from, to, nonce
+_WELCOME = b"W"
+
+
+class Purpose(enum.IntEnum):
+    """What a connection is for."""
+
+    CONTROL = 1
+    DATA = 2
+
+
+async def connect(
+    connection: socket.socket, key: bytes, rank: int, peer: int, purpose: Purpose
+) -> None:
+    """Prove to be `rank` to `peer`, at the other end of a non-blocking socket.
+
+    Raises:
+        OSError: the peer, or what took its place, has closed the connection.
+        RingError: it does not know the key.
+    """
+    hello = _HELLO.pack(_MAGIC, purpose, rank, peer, secrets.token_bytes(_NONCE_BYTES))
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, hello)
+    nonce = await _receive(connection, _NONCE_BYTES)
+    if not hmac.compare_digest(
+        await _receive(connection, _PROOF_BYTES), _proof(key, b"accept", hello, nonce)
+    ):
+        raise RingError(
+            f"rank {peer} does not know the secret that rank {rank} knows: is TORCH_RING_SECRET "
+            "the same on all ranks?"
+        )
+    await loop.sock_sendall(connection, _proof(key, b"connect", hello, nonce))
+    if await _receive(connection, len(_WELCOME)) != _WELCOME:
+        raise OSError("no welcome")
+
+
+async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int, Purpose]:
+    """Let in a peer of `rank`; return who it is and what it wants.
+
+    Raises:
+        OSError, ValueError: it is none; nothing that it sent is to be believed.
+    """
+    loop = asyncio.get_running_loop()
+    hello = await _receive(connection, _HELLO.size)
+    magic, purpose, peer, wanted, _ = _HELLO.unpack(hello)
+    if magic != _MAGIC or wanted != rank:
+        raise ValueError("a stranger")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    await loop.sock_sendall(connection, nonce + _proof(key, b"accept", hello, nonce))
+    proof = await _receive(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(key, b"connect", hello, nonce)):
+        raise ValueError("a stranger who knows our ways, but not the secret")
+    await loop.sock_sendall(connection, _WELCOME)
+    return peer, Purpose(purpose)
+
+
+async def readable(connection: socket.socket) -> None:
+    """Return when there is something to receive."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection)
+
+
+async def _receive(connection: socket.socket, count: int) -> bytes:
+    """Receive exactly `count` bytes: a byte more could be one that carries descriptors."""
+    data = b""
+    while len(data) < count:
+        part = await asyncio.get_running_loop().sock_recv(connection, count - len(data))
+        if not part:
+            raise ConnectionResetError("the peer has closed the connection")
+        data += part
+    return data
+
+
+def _proof(key: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(key, side + b"\0" + hello + nonce, hashlib.sha256)

@@ -1,0 +1,229 @@
+"""Who am I: read from what the launcher left in the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch_ring.errors import InvalidArgumentError
+
+__all__ = ["LAUNCHERS", "Identity", "Launcher", "discover", "first_host"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This process among all of them.
+
+    Attributes:
+        rank, size: 0-based index of this process; number of processes.
+        local_rank, local_size: the same within its node; None where the launcher does not tell.
+        node: the launcher's name of this node; None: the host.
+        nodes: the number of nodes, where the launcher tells.
+        launcher: who started it, a key of `LAUNCHERS`; "python" when nobody did, "init" when the
+            program says who it is.
+        job: the launcher's name of this start of the job.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: str | None = None
+    nodes: int | None = None
+    launcher: str = "python"
+    job: str = ""
+
+    def on_one_node(self) -> bool:
+        """Return whether the launcher says that all ranks are on one node."""
+        return self.local_size == self.size or self.nodes == 1
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher numbers its processes; of several, the first that is set.
+
+    Attributes:
+        node, nodes: the name of a node; how many there are.
+        job: together they name one start of a job.
+        requires: a variable without which the others are only inherited.
+    """
+
+    rank: str
+    size: tuple[str, ...]
+    local_rank: str
+    local_size: str | None = None
+    node: str | None = None
+    nodes: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    requires: str | None = None
+
+
+# In order of precedence, the innermost first: horovodrun's variables are set for us by somebody;
+# torchrun and mpirun may run inside a Slurm step, and Hydra starts its proxies with srun.
+LAUNCHERS: dict[str, Launcher] = {
+    "horovodrun": Launcher(
+        "HOROVOD_RANK", ("HOROVOD_SIZE",), "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    ),
+    "torchrun": Launcher(
+        "RANK",
+        ("WORLD_SIZE",),
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        node="GROUP_RANK",
+        job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"),
+        requires="TORCHELASTIC_RUN_ID",
+    ),
+    "Open MPI": Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+    ),
+    # Not for ranks that srun started through its PMI: srun says more.
+    "Hydra": Launcher(
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        requires="MPI_LOCALNRANKS",
+    ),
+    # In the shell of an salloc or in an sbatch script there are tasks, but it is none of them.
+    "srun": Launcher(
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "SLURM_LOCALID",
+        node="SLURM_NODEID",
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        requires="SLURM_STEP_ID",
+    ),
+    "PMI": Launcher("PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    # Set by hand or by Kubernetes' PyTorchJob; must not contradict a launcher above.
+    "env": Launcher("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+
+# The step of an interactive shell and its like, which runs beside the job's tasks (slurm.h).
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+
+def discover(
+    environment: Mapping[str, str] = os.environ,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+) -> Identity:
+    """Return who this process is; one that nobody launched is rank 0 of 1.
+
+    What is given goes before the environment; of launchers, `LAUNCHERS` is in order of precedence.
+
+    Raises:
+        InvalidArgumentError: a launcher's variables, or the arguments, are incomplete or
+            contradict one another.
+    """
+    if (rank is None) != (size is None):
+        raise InvalidArgumentError("give init() both rank and size, or neither")
+    if rank is None or size is None:
+        identity = _launched(environment)
+    else:
+        identity = Identity(rank, size, launcher="init")
+        with contextlib.suppress(InvalidArgumentError):
+            launched = _launched(environment)
+            if (rank, size) == (launched.rank, launched.size):
+                identity = launched  # it knows more
+    if local_rank is not None:
+        identity = replace(identity, local_rank=local_rank, node=None)
+    if local_size is not None:
+        identity = replace(identity, local_size=local_size, node=None)
+    _require_below("rank", identity.rank, "size", identity.size)
+    if identity.local_rank is not None and identity.local_size is not None:
+        _require_below("local_rank", identity.local_rank, "local_size", identity.local_size)
+    return identity
+
+
+def first_host(hostlist: str) -> str:
+    """Return the first host of a Slurm host list: "gpu01" of "gpu[01-03,07],login"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]+\])+", hostlist)
+    if first is None:
+        raise InvalidArgumentError(f"{hostlist!r} is not a list of hosts")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _launched(environment: Mapping[str, str]) -> Identity:
+    """Return what the first launcher of the table says whose variables are complete."""
+    identity = None
+    halves: list[tuple[str, str]] = []  # (set, not set)
+    for name, launcher in LAUNCHERS.items():
+        if not _concerns(launcher, environment):
+            continue
+        size = next((v for v in launcher.size if v in environment), launcher.size[0])
+        unset = [v for v in (launcher.rank, size) if v not in environment]
+        if not unset:
+            identity = identity or _read(name, launcher, size, environment)
+        elif len(unset) == 1:
+            halves.append((size if unset == [launcher.rank] else launcher.rank, unset[0]))
+    if identity is None:
+        if halves:
+            raise InvalidArgumentError("{} is set and {} is not".format(*halves[0]))
+        return Identity()
+    if identity.launcher != "torchrun":
+        _require_no_contradiction(identity, environment)
+    return identity
+
+
+def _concerns(launcher: Launcher, environment: Mapping[str, str]) -> bool:
+    if launcher.requires is not None and launcher.requires not in environment:
+        return False
+    if launcher.requires != "SLURM_STEP_ID":
+        return True
+    step = environment["SLURM_STEP_ID"]
+    return not (step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP)
+
+
+def _read(
+    name: str, launcher: Launcher, size_variable: str, environment: Mapping[str, str]
+) -> Identity:
+    def optional(*variables: str | None) -> int | None:
+        return next((_whole(v, environment) for v in variables if v and v in environment), None)
+
+    rank, size = _whole(launcher.rank, environment), _whole(size_variable, environment)
+    _require_below(launcher.rank, rank, size_variable, size)
+    local_rank, local_size = optional(launcher.local_rank), optional(launcher.local_size)
+    if local_rank is not None and local_size is not None:
+        _require_below(launcher.local_rank, local_rank, str(launcher.local_size), local_size)
+    return Identity(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        environment.get(launcher.node) if launcher.node else None,
+        optional(*launcher.nodes),
+        name,
+        "/".join(environment[v] for v in launcher.job if v in environment),
+    )
+
+
+def _require_no_contradiction(identity: Identity, environment: Mapping[str, str]) -> None:
+    for variable, value in (("RANK", identity.rank), ("WORLD_SIZE", identity.size)):
+        if variable in environment and _whole(variable, environment) != value:
+            raise InvalidArgumentError(
+                f"{variable}={environment[variable]}, but {identity.launcher} says {value}: "
+                f"unset {variable}"
+            )
+
+
+def _whole(variable: str, environment: Mapping[str, str]) -> int:
+    text = environment[variable].strip()
+    if not text.isdecimal():
+        raise InvalidArgumentError(f"{variable}={text!r}: must be a whole number")
+    return int(text)
+
+
+def _require_below(index_name: str, index: int, size_name: str, size: int) -> None:
+    if not 0 <= index < size:
+        raise InvalidArgumentError(f"{index_name}={index} is not below {size_name}={size}")

@@ -1,0 +1,120 @@
+"""How the ranks of one host find one another without an address: through a Unix socket's name.
+
+The name is derived from what this start of the job has and no other: the launcher's name for it,
+or the process that started all the ranks. It is an abstract name, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch_ring.errors import RingError, TimeoutError
+from torch_ring.launchers import LAUNCHERS, Identity
+from torch_ring.meeting import Deadline
+from torch_ring.network import require_same_user
+
+__all__ = ["ask", "meeting_point", "serve"]
+
+_ANSWER_BYTES = 4096
+
+
+def meeting_point(identity: Identity) -> str:
+    """Return the name of the socket at which the ranks of this start of the job meet."""
+    job = identity.job or _starter(identity)
+    digest = hashlib.sha256(f"{os.getuid()}/{identity.launcher}/{job}".encode()).hexdigest()
+    return f"\0torch_ring/{digest[:32]}"
+
+
+@contextlib.contextmanager
+def serve(name: str, answer: bytes) -> Iterator[None]:
+    """Answer every process of this user that asks at `name`, as long as the context lasts.
+
+    Raises:
+        RingError: another process answers there.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(name)
+        except OSError as error:
+            raise RingError(
+                f"another process of this job on this host says that it is rank 0: {error}"
+            ) from None
+        listener.listen(1024)
+        thread = threading.Thread(
+            target=_answer_all, args=(listener, answer), name="torch_ring meeting", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept()
+            thread.join()
+
+
+def ask(name: str, deadline: Deadline) -> bytes:
+    """Return the answer of the process that serves `name`, as soon as there is one.
+
+    Raises:
+        TimeoutError: nobody did before the deadline.
+    """
+    while not deadline.passed():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(max(deadline.left_s(), 0.01))
+            client.connect(name)
+            require_same_user(client)
+            answer = b"".join(iter(lambda: client.recv(_ANSWER_BYTES), b""))
+            if answer:
+                return answer
+        time.sleep(0.02)
+    raise TimeoutError(f"rank 0 did not arrive on this host {deadline}")
+
+
+def _answer_all(listener: socket.socket, answer: bytes) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # shut down
+        with connection, contextlib.suppress(OSError):
+            require_same_user(connection)
+            connection.settimeout(1.0)
+            connection.sendall(answer)
+
+
+def _starter(identity: Identity) -> str:
+    """Return the process that started all ranks of this host: "<pid>.<start time>".
+
+    It is the nearest ancestor that has no rank itself: mpirun, Hydra's proxy, Slurm's step daemon.
+    """
+    launcher = LAUNCHERS.get(identity.launcher)
+    for pid in _ancestors():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except PermissionError:
+            continue  # a wrapper such as sudo, which runs as another user
+        prefix = launcher.rank.encode() + b"=" if launcher else None
+        if prefix is None or not any(entry.startswith(prefix) for entry in environment):
+            return f"{pid}.{_stat(pid)[19]}"
+    raise RingError(
+        f"the process that started this one as a rank of {identity.launcher} cannot be seen: set "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        pid = int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -1,0 +1,207 @@
+"""What the ranks of a world tell one another in the store while it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from torch_ring import errors
+from torch_ring.errors import InvalidArgumentError, PeerLostError, RingError, TimeoutError
+
+__all__ = ["Deadline", "Meeting", "name_ranks"]
+
+# Keys: "inits/<rank>" counts the worlds that a rank has begun to make; under the number of a world:
+_SIZE = "size"  # what the first rank to arrive takes for the number of ranks
+_FAILURE = "failure"  # why there will be no such world
+_SEEN = "failure_seen"  # how many ranks know of it
+_FINISHED = "finished"  # this world needs the store no more
+
+_LINGER_S = 2.0  # how long a store stays for the others to learn of a failure
+
+
+class Deadline:
+    """The point in time at which init() gives up."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Return the seconds that are left, 0 or more."""
+        return max(0.0, self._at - time.monotonic())
+
+    def passed(self) -> bool:
+        """Return whether it is too late."""
+        return self.left_s() == 0.0
+
+    def __str__(self) -> str:
+        return f"within {self.timeout_s:g} s (TORCH_RING_INIT_TIMEOUT)"
+
+
+class Meeting:
+    """One rank's part in the making of one world.
+
+    Its methods raise PeerLostError if the store is gone.
+
+    Args:
+        store: seen by the ranks of this start of the job only.
+        rank, size: this process.
+        deadline: of the whole init().
+        serves: whether the store lives in this process.
+
+    Raises:
+        RingError: another process is this rank, too.
+        InvalidArgumentError: another rank counts another number of ranks.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, deadline: Deadline, *, serves: bool = False
+    ) -> None:
+        self.deadline = deadline
+        self._rank = rank
+        self._size = size
+        self._serves = serves
+        self._names: list[str] = []
+        with _store_errors():
+            number = store.add(f"inits/{rank}", 1)
+        self._store = PrefixStore(str(number), store)
+        self._before = PrefixStore(str(number - 1), store) if number > 1 else None
+        try:
+            self._arrive()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def gather(self, name: str, value: str) -> list[str]:
+        """Return the values that all ranks give under `name`, by rank.
+
+        Cost: a few messages a rank; the last one to arrive makes the list for all.
+
+        Raises:
+            TimeoutError: ranks did not arrive before the deadline; names them.
+            RingError: another rank has failed; says why.
+        """
+        self._names.append(name)
+        keys = self._keys(name)
+        with _store_errors():
+            self._store.set(keys[self._rank], value)
+            if self._store.add(f"{name}/count", 1) == self._size:
+                self._store.set(name, json.dumps([self._store.get(k).decode() for k in keys]))
+            for _ in self._until_deadline():
+                self.check()
+                if self._store.check([name]):
+                    values: list[str] = json.loads(self._store.get(name))
+                    return values
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        raise TimeoutError(f"{name_ranks(missing)} of {self._size} did not arrive {self.deadline}")
+
+    def check(self) -> None:
+        """Raise the failure of another rank, if there is one."""
+        with _store_errors():
+            failure = self._failure()
+        if failure:
+            raise failure
+
+    def explain(self, error: RingError) -> RingError:
+        """Return the failure of another rank behind `error`, or `error` itself.
+
+        A rank that fails says why in the store a moment after its connections have closed.
+        """
+        with contextlib.suppress(DistError):
+            for _ in range(50):
+                failure = self._failure()
+                if failure:
+                    return failure
+                time.sleep(0.02)
+        return error
+
+    def finish(self) -> None:
+        """Record that this rank needs the store no more; the world can begin when all have."""
+        if self._rank == 0:
+            with _store_errors():
+                self._store.set(_FINISHED, "")
+
+    def clean_up(self) -> None:
+        """Remove what nobody reads any more. Call when the world has begun."""
+        if self._rank != 0:
+            return
+        # What is left of the world before told this one's ranks that they are not there twice.
+        old = [(self._before, key) for key in (_SIZE, _FAILURE, _SEEN, _FINISHED)]
+        new = [
+            (self._store, key)
+            for name in self._names
+            for key in (*self._keys(name), f"{name}/count", name)
+        ]
+        with contextlib.suppress(DistError, NotImplementedError):
+            for store, key in old + new:
+                if store is not None:
+                    store.delete_key(key)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one cannot go on, and let them see it."""
+        with contextlib.suppress(DistError):
+            kind = type(error).__name__ if isinstance(error, RingError) else "RingError"
+            reason = str(error) or type(error).__name__
+            text = f"init failed on rank {self._rank}: {reason}"
+            self._store.compare_set(_FAILURE, "", json.dumps([self._rank, kind, text]))
+            self._store.add(_SEEN, 1)
+            until = time.monotonic() + _LINGER_S if self._serves else 0.0
+            while time.monotonic() < until:
+                if self._store.add(_SEEN, 0) == self._size:
+                    break
+                time.sleep(0.02)
+
+    def _arrive(self) -> None:
+        with _store_errors():
+            before = self._before
+            if before and not before.check([_FINISHED]) and not before.check([_FAILURE]):
+                self._store = before  # that is the world to tell
+                raise RingError(
+                    f"two processes are rank {self._rank} of {self._size}, or one was killed in "
+                    "the middle of init() and another one started in its place"
+                )
+            size = int(self._store.compare_set(_SIZE, "", str(self._size)))
+            if size != self._size:
+                raise InvalidArgumentError(
+                    f"rank {self._rank} is one of {self._size}, but another rank is one of {size}"
+                )
+
+    def _failure(self) -> RingError | None:
+        if not self._store.check([_FAILURE]):
+            return None
+        _, kind, text = json.loads(self._store.get(_FAILURE))
+        known = kind in ("MismatchError", "PeerLostError", "TimeoutError")
+        failure: RingError = getattr(errors, kind if known else "RingError")(text)
+        return failure
+
+    def _keys(self, name: str) -> list[str]:
+        return [f"{name}/{rank}" for rank in range(self._size)]
+
+    def _until_deadline(self) -> Iterator[None]:
+        """Pace a loop of questions: quick at first, then such that many ranks are no burden."""
+        pause_s, longest_s = 0.001, 0.02 + 1e-4 * self._size
+        while not self.deadline.passed():
+            yield
+            time.sleep(min(pause_s, self.deadline.left_s()))
+            pause_s = min(1.5 * pause_s, longest_s)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"; a long list is cut."""
+    some = ", ".join(map(str, ranks[:16]))
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}{more}"
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """Say in one line what a store says in thirty."""
+    try:
+        yield
+    except DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerLostError(f"the store of this job is gone: has rank 0 exited? {reason}") from None

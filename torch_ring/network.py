@@ -1,0 +1,118 @@
+"""Addresses of this host, and what a Unix socket knows of its peer."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+
+from torch_ring.errors import InvalidArgumentError
+
+__all__ = [
+    "address_of_interface",
+    "is_loopback",
+    "is_loopback_name",
+    "own_address",
+    "receive_fds",
+    "require_same_user",
+]
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_ELSEWHERE = "192.0.2.1"  # a documentation address: reached by the default route, or not at all
+
+
+def own_address(interface: str, towards: str | None, *, one_host: bool = False) -> str:
+    """Return the address of this host at which the other ranks find it.
+
+    Args:
+        interface: TORCH_RING_INTERFACE, which decides if it is not empty.
+        towards: the store's host, if that is known: what leads there leads to the other ranks.
+        one_host: whether all ranks are on this host.
+    """
+    if interface:
+        return address_of_interface(interface)
+    if towards is not None:
+        address = _source_address(towards)
+        # Many hosts resolve their own name to a loopback address, where no other host finds them.
+        if one_host or is_loopback_name(towards) or not is_loopback(address):
+            return address
+    try:
+        return _source_address(_ELSEWHERE)
+    except OSError:  # no network at all
+        return "127.0.0.1"
+
+
+def address_of_interface(interface: str) -> str:
+    """Return the address of a network interface, given by name or by that address.
+
+    Raises:
+        InvalidArgumentError: there is no such interface, or it has no address.
+    """
+    try:
+        return str(ipaddress.ip_address(interface))
+    except ValueError:
+        pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+        except OSError:
+            pass
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if name == interface and scope in ("00", "10"):  # global, or the loopback's
+            return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    raise InvalidArgumentError(
+        f"TORCH_RING_INTERFACE={interface!r}: must be an address of this host, or an interface "
+        f"that has one ({names})"
+    )
+
+
+def require_same_user(connection: socket.socket) -> None:
+    """Raise PermissionError if the peer of a Unix socket is a process of another user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise PermissionError(f"the peer is a process of user {user}")
+
+
+def receive_fds(connection: socket.socket, count: int) -> list[int]:
+    """Receive one byte and the descriptors that come with it, `count` at most.
+
+    Unlike socket.recv_fds(), which ignores its flags, it does not leave them to processes that
+    this one will start.
+    """
+    received = array.array("i")
+    _, ancillary, _, _ = connection.recvmsg(
+        1, socket.CMSG_LEN(count * received.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+    return list(received)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is one by which a host reaches itself only."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_loopback_name(host: str) -> bool:
+    """Return whether `host` means the loopback interface on every host, whoever resolves it."""
+    try:
+        return host == "localhost" or is_loopback(host)
+    except ValueError:
+        return False
+
+
+def _source_address(host: str) -> str:
+    """Return the address from which packets to `host` would leave; none is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
