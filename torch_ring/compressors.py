@@ -54,13 +54,13 @@ class Int8Compressor(ErrorFeedback):
 def quantize(tensor: Tensor, elements_per_scale: int) -> tuple[Tensor, Tensor]:
     """Return int8 codes, a row for each scale (the last one filled up), and a column of scales.
 
-    Where an element is not finite, neither is the scale.
+    An element that is not finite makes its scale so, and what is made of it again.
     """
     width = min(elements_per_scale, tensor.numel())
     rows = pad(tensor.flatten(), (0, -tensor.numel() % width)).view(-1, width)
     scales = rows.abs().amax(1, keepdim=True) / _LARGEST_CODE
-    usable = scales.isfinite() & (scales > 0)
-    codes = torch.where(usable, rows / scales, 1.0).round_().to(torch.int8)
+    divisible = scales.isfinite() & (scales >= torch.finfo(scales.dtype).tiny)
+    codes = torch.where(divisible, rows / scales, 1.0).round_().to(torch.int8)
     return codes, scales
 
 

@@ -70,7 +70,7 @@ class Exchange:
         self._collectives = owner.collectives
         self._name = name
         self._rounds = 0
-        self._failure: Exception | None = None
+        self._failures: list[Exception] = []  # not more than one, until it is raised
         started = [_Reduction(owner, *item) for item in gradients.items()]
         self._begin((reduction, None) for reduction in started)
 
@@ -85,8 +85,8 @@ class Exchange:
         try:
             answers = self._round.answers()
         except RingError as error:
-            if self._failure:
-                raise self._failure from error
+            if self._failures:
+                raise self._failures.pop() from error
             raise
         if self._asking:
             self._begin(zip(self._asking, answers, strict=True))
@@ -103,7 +103,7 @@ class Exchange:
                 if request is not None:
                     requests[reduction] = request
         except Exception as error:  # raised with the answers: then the other ranks know it too
-            self._failure = error
+            self._failures.append(error)
             requests, failure = {}, f"{type(error).__name__}: {error}"
         self._asking = list(requests)
         by_name = {reduction.name: request for reduction, request in requests.items()}
