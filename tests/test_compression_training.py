@@ -152,6 +152,42 @@ def test_many_small_buckets(transport):
     run(equals_no_compression, 2, transport=transport, env=env)
 
 
+class Recorder(hvd.StatefulCompressor):
+    """Keeps what it gets, and the dtype in which the machine computes for it."""
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
+        state["gradient"] = gradient.clone()
+        state["computed"] = (gradient.reshape(1, -1) @ gradient.reshape(-1, 1)).dtype
+        return (yield hvd.Reduce(gradient))
+
+
+def gets_gradients_in_their_shapes() -> None:
+    """Also where the elements lie in another order, and in an autocast region."""
+    alone, model, compressor = Odd(), Odd(), Recorder()
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compressor,
+    )
+    (batch,) = map(part, joined_batches(steps=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_of(model, batch).backward()
+        loss_of(alone, batch).backward()
+    for name, parameter in alone.named_parameters():
+        if parameter.numel() == 0:
+            assert name not in compressor.states
+            continue
+        gradient = parameter.grad
+        expected = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        assert torch.equal(compressor.states[name]["gradient"], expected)
+        assert compressor.states[name]["computed"] == torch.float32
+    del optimizer  # until now it had to live
+
+
+def test_a_compressor_gets_gradients_in_their_shapes():
+    run(gets_gradients_in_their_shapes, 2)
+
+
 def accumulates(op: int) -> None:
     """Passes add up as without compression, where 8 bits hold every value."""
     share = 1 if op == hvd.Sum else 1 / 2
