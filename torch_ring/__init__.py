@@ -17,6 +17,16 @@ from torch_ring.errors import (  # noqa: E402
     RingError,
     TimeoutError,
 )
+from torch_ring.grouped import (  # noqa: E402
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+)
 from torch_ring.handle import Handle, poll, synchronize  # noqa: E402
 from torch_ring.ops import (  # noqa: E402
     allgather,
@@ -30,9 +40,17 @@ from torch_ring.ops import (  # noqa: E402
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    join,
 )
 from torch_ring.optimizer import DistributedOptimizer  # noqa: E402
 from torch_ring.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
+from torch_ring.scattering import (  # noqa: E402
+    alltoall,
+    alltoall_async,
+    reducescatter,
+    reducescatter_async,
+)
+from torch_ring.sparse import sparse_allreduce_async  # noqa: E402
 from torch_ring.state import (  # noqa: E402
     allgather_object,
     broadcast_object,
@@ -85,6 +103,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -95,14 +115,26 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
