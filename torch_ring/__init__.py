@@ -58,6 +58,7 @@ from torch_ring.state import (  # noqa: E402
     broadcast_parameters,
 )
 from torch_ring.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor  # noqa: E402
+from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from torch_ring.world import (  # noqa: E402
     cross_rank,
     cross_size,
@@ -95,6 +96,7 @@ __all__ = [
     "RingError",
     "StatefulCompressor",
     "Sum",
+    "SyncBatchNorm",
     "TimeoutError",
     "allgather",
     "allgather_async",
@@ -113,6 +115,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "grouped_allgather",
