@@ -1,4 +1,4 @@
-"""Horovod's questions about what the library can do, with answers that suit the scripts that ask."""
+"""Horovod's questions about what is built in, with answers that suit the scripts that ask."""
 
 from __future__ import annotations
 

@@ -146,6 +146,7 @@ def require_same(
     Args:
         lines: the description.
         complaint: what to say before the first difference.
+        process_set: the ranks that take part; this one must be among them.
 
     Raises:
         MismatchError: on every rank, if the lines differ anywhere.
