@@ -25,12 +25,14 @@ def wrap(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> WrappedT
 
     Its state, hyper-parameters, hooks and schedulers stay; the class keeps its name.
     """
+    cls: type = type(optimizer)
+    added: type = addition
     wrapped = cast(WrappedT, optimizer)
-    wrapped.__class__ = _class_of(type(optimizer), addition)
+    wrapped.__class__ = _class_of(cls, added)
     return wrapped
 
 
 @functools.cache
-def _class_of(cls: type, addition: type[WrappedT]) -> type[WrappedT]:
+def _class_of(cls: type, addition: type) -> Any:
     described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return cast(type[WrappedT], type(cls)(cls.__name__, (addition, cls), described))
+    return type(cls)(cls.__name__, (addition, cls), described)
