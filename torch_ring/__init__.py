@@ -32,6 +32,13 @@ from torch_ring.ops import (  # noqa: E402
     broadcast_async_,
 )
 from torch_ring.optimizer import DistributedOptimizer  # noqa: E402
+from torch_ring.process_set import (  # noqa: E402
+    ProcessSet,
+    _basics,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from torch_ring.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
 from torch_ring.state import (  # noqa: E402
     allgather_object,
@@ -68,11 +75,14 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "RingError",
     "Sum",
     "TimeoutError",
+    "_basics",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -90,6 +100,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -97,6 +108,7 @@ __all__ = [
     "local_size",
     "poll",
     "rank",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",
