@@ -56,6 +56,13 @@ from torch_ring.ops import (  # noqa: E402
     join,
 )
 from torch_ring.optimizer import DistributedOptimizer  # noqa: E402
+from torch_ring.process_set import (  # noqa: E402
+    ProcessSet,
+    _basics,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from torch_ring.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
 from torch_ring.scattering import (  # noqa: E402
     alltoall,
@@ -104,6 +111,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "Reduce",
     "ReduceOp",
@@ -112,6 +120,8 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "TimeoutError",
+    "_basics",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -135,6 +145,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
@@ -159,6 +170,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
