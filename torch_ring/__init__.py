@@ -39,6 +39,7 @@ from torch_ring.state import (  # noqa: E402
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from torch_ring.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor  # noqa: E402
 from torch_ring.world import (  # noqa: E402
     cross_rank,
     cross_size,
@@ -60,6 +61,8 @@ __all__ = [
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "ErrorFeedback",
+    "Gather",
     "Handle",
     "HorovodInternalError",
     "InvalidArgumentError",
@@ -69,8 +72,10 @@ __all__ = [
     "NotInitializedError",
     "PeerLostError",
     "Product",
+    "Reduce",
     "ReduceOp",
     "RingError",
+    "StatefulCompressor",
     "Sum",
     "TimeoutError",
     "allgather",

@@ -1,4 +1,4 @@
-"""What gradients look like on their way: `Compression.none`, `.fp16`, `.bf16`, or your own."""
+"""What gradients look like on their way: the choices, and Horovod's interface for your own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from torch_ring.compressors import Int8Compressor, PowerSGDCompressor
+
 __all__ = ["Compression", "Compressor"]
 
 
 class Compressor(Protocol):
-    """The interface of a compressor: two static methods, as in Horovod.
+    """The interface of a compressor without a state: two static methods, as in Horovod.
 
     A bucket of gradients is compressed at once: `tensor` is flat, and what `compress` returns is
     reduced element by element.
@@ -72,8 +74,10 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The compressors to choose from. The last two keep a state, and are made: ``int8()``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
+    powersgd = PowerSGDCompressor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 from torch_ring import _C
 from torch_ring.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.compression import Compression, Compressor
+from torch_ring.exchange import Exchanges
 from torch_ring.passes import BackwardPasses, Report
-from torch_ring.reduce_op import ReduceOp, Sum
+from torch_ring.reduce_op import Average, ReduceOp, Sum
+from torch_ring.rounds import Collectives
 from torch_ring.state import require_same
+from torch_ring.stateful import StatefulCompressor
 
 __all__ = ["Reducer", "Reduction"]
 
@@ -30,20 +33,29 @@ class Reduction:
     Attributes:
         op: Average or Sum.
         predivide_factor: Average divides by this before the sum, by size / this after it.
-        compression: what travels in place of a bucket.
+        compression: what travels in place of a bucket, or of each gradient.
         bucket_bytes: the most that is reduced together.
     """
 
     op: ReduceOp
     predivide_factor: float
-    compression: type[Compressor]
+    compression: type[Compressor] | StatefulCompressor
     bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        kind = self.compression
+        if isinstance(kind, type) and issubclass(kind, StatefulCompressor):
+            raise ValueError(f"compression must be an instance, {kind.__name__}(), not the class")
 
     def arguments(self, size: int) -> tuple[ReduceOp, float, float]:
         """Return the operator, the prescale and the postscale factor of an allreduce."""
         if self.predivide_factor == 1.0:
             return self.op, 1.0, 1.0
         return Sum, 1.0 / self.predivide_factor, self.predivide_factor / size
+
+    def mean_arguments(self, size: int) -> tuple[ReduceOp, float, float]:
+        """Return the same for a mean, whatever `op` is."""
+        return replace(self, op=Average).arguments(size)
 
     def describe(self) -> str:
         """Return what all ranks must have in common."""
@@ -84,6 +96,14 @@ class Reducer:
         self._op = reduction.op
         self._arguments = reduction.arguments(size)
         self._compression = reduction.compression
+        self._exchanges: Exchanges | None = None
+        if isinstance(reduction.compression, StatefulCompressor):
+            self._exchanges = Exchanges(
+                reduction.compression,
+                tuple(zip(names, parameters, strict=True)),
+                Collectives(passes.engine, reduction.mean_arguments(size)),
+                scale=size if reduction.op == Sum else 1,
+            )
         self._bucket_bytes = reduction.bucket_bytes
         self.settled = False
         self.index = passes.register(self)
@@ -101,8 +121,8 @@ class Reducer:
         self._plan: tuple[Bucket, ...] = ()
         self._buckets: list[Tensor] = []
         self._wires: list[Tensor | None] = []
-        self._started: dict[int, Callable[[], None]] = {}  # whole buckets, sent during the pass
-        self._unfinished: list[Callable[[], None]] = []
+        self._started: dict[int, Callable[[], object]] = {}  # whole buckets, sent during the pass
+        self._unfinished: list[Callable[[], object]] = []  # each returns whether to call it again
         self._touched = 0
         self._order_is_real = False
         self._place(range(len(parameters) - 1, -1, -1))
@@ -146,8 +166,13 @@ class Reducer:
                 "a backward pass failed after part of its gradients had been sent: "
                 "call shutdown() and init(), and wrap the optimizer again"
             )
-        name = self._name(self._passes.number, index)
-        self._started[index] = self._send(name, self._buckets[index], self._wires[index])
+        name, memory = self._name(self._passes.number, index), self._buckets[index]
+        if self._exchanges:
+            bucket = self._plan[index]
+            exchange = self._exchanges.start(name, bucket, memory, bucket.parameters)
+            self._started[index] = exchange.advance
+        else:
+            self._started[index] = self._send(name, memory, self._wires[index])
 
     def start(self, touched: int, number: int) -> None:
         """See `Participant`."""
@@ -156,6 +181,12 @@ class Reducer:
         for index, bucket in enumerate(self._plan):
             if index in self._started:
                 self._unfinished.append(self._started.pop(index))
+                continue
+            if self._exchanges:
+                if touched & bucket.parameters:
+                    name, memory = self._name(number, index), self._buckets[index]
+                    exchange = self._exchanges.start(name, bucket, memory, touched)
+                    self._unfinished.append(exchange.advance)
                 continue
             for begin, end in bucket.runs(touched):
                 name = self._name(number, index, begin)
@@ -171,8 +202,8 @@ class Reducer:
     def finish(self, order: Sequence[int]) -> None:
         """See `Participant`."""
         unfinished, self._unfinished = self._unfinished, []
-        for complete in unfinished:
-            complete()
+        while unfinished:
+            unfinished = [complete for complete in unfinished if complete()]
         self.hooks.reduced(self._bitmap(self._touched))
         if order and not self._order_is_real:
             self._order_is_real = True

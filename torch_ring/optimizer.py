@@ -16,6 +16,7 @@ from torch_ring.compression import Compression, Compressor
 from torch_ring.gradients import Reducer, Reduction
 from torch_ring.passes import BackwardPasses
 from torch_ring.reduce_op import Adasum, Average, ReduceOp, Sum
+from torch_ring.stateful import StatefulCompressor
 
 __all__ = ["DistributedOptimizer"]
 
@@ -25,7 +26,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def DistributedOptimizer(  # noqa: N802  Horovod's name
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | StatefulCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -55,7 +56,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         optimizer: any torch optimizer, fresh or with state.
         named_parameters: ``model.named_parameters()``: what errors call the parameters. It must
             have all parameters of the optimizer, and may have more.
-        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or an own Compressor.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
+            an own Compressor or StatefulCompressor (docs/compression.md).
         backward_passes_per_step: gradients of so many passes are added up (not averaged) before
             they are averaged over ranks. One pass more before ``step()`` is an AssertionError.
             With 1, the gradients of each pass are averaged and added to what is there. Under

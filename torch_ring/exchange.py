@@ -1,0 +1,150 @@
+"""Runs a stateful compressor on the gradients of a bucket: round by round, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ring.buckets import Bucket
+from torch_ring.errors import RingError
+from torch_ring.rounds import Collectives, Round
+from torch_ring.stateful import Gather, Reduce, Request, State, StatefulCompressor
+
+__all__ = ["Exchange", "Exchanges"]
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How a stateful compressor reduces the gradients of one optimizer.
+
+    Attributes:
+        compressor: this optimizer's own.
+        parameters: with their names, in the order of their indices.
+        collectives: what the requests become.
+        scale: multiplies the means: the number of ranks for op=Sum, else 1.
+    """
+
+    compressor: StatefulCompressor
+    parameters: Sequence[tuple[str, Tensor]]
+    collectives: Collectives
+    scale: int
+
+    def __post_init__(self) -> None:
+        self.compressor.serve(dict(self.parameters))
+
+    def start(self, name: str, bucket: Bucket, memory: Tensor, touched: int) -> Exchange:
+        """Start to reduce the gradients of the bitmap that lie in a bucket's `memory`."""
+        gradients: dict[str, Tensor] = {}
+        for slot in bucket.slots:
+            if touched >> slot.parameter & 1 and slot.numel:
+                parameter_name, parameter = self.parameters[slot.parameter]
+                gradients[parameter_name] = _place(memory, slot.offset, parameter.detach())
+        return Exchange(self, name, gradients)
+
+
+def _place(memory: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """Return the gradient at `offset`, laid out as the native hooks do it (bindings/gradients)."""
+    if parameter.is_complex():
+        parameter = torch.view_as_real(parameter)
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return memory.as_strided(parameter.shape, parameter.stride(), offset)
+    return memory[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+class Exchange:
+    """Reduces some gradients in place.
+
+    All generators run to their next request, the requests of all are answered, and so on until
+    none is left. The last round is empty: a rank that asks once more than the others learns it
+    there, and does not wait for them.
+
+    Thread: the one that runs the pass; the first round may begin in another one, of autograd.
+    Blocking: `advance`.
+    """
+
+    def __init__(self, owner: Exchanges, name: str, gradients: Mapping[str, Tensor]) -> None:
+        self._collectives = owner.collectives
+        self._name = name
+        self._rounds = 0
+        self._failures: list[Exception] = []  # not more than one, until it is raised
+        started = [_Reduction(owner, *item) for item in gradients.items()]
+        self._begin((reduction, None) for reduction in started)
+
+    def advance(self) -> bool:
+        """Wait for the answers of a round and begin the next; return whether there is one.
+
+        Raises:
+            Exception: what the compressor raised on this rank.
+            RingError: it failed on another one.
+            MismatchError: the generators ask for different things on two ranks.
+        """
+        try:
+            answers = self._round.answers()
+        except RingError as error:
+            if self._failures:
+                raise self._failures.pop() from error
+            raise
+        if self._asking:
+            self._begin(zip(self._asking, answers, strict=True))
+            return True
+        return False
+
+    def _begin(self, answers: Iterable[tuple[_Reduction, Any]]) -> None:
+        """Let the generators work on their answers, and send what they ask for next."""
+        requests: dict[_Reduction, Request] = {}
+        failure = None
+        try:
+            for reduction, answer in answers:
+                request = reduction.resume(answer)
+                if request is not None:
+                    requests[reduction] = request
+        except Exception as error:  # raised with the answers: then the other ranks know it too
+            self._failures.append(error)
+            requests, failure = {}, f"{type(error).__name__}: {error}"
+        self._asking = list(requests)
+        by_name = {reduction.name: request for reduction, request in requests.items()}
+        self._round = Round(self._collectives, f"{self._name}.{self._rounds}", by_name, failure)
+        self._rounds += 1
+
+
+class _Reduction:
+    """One gradient and its generator."""
+
+    def __init__(self, owner: Exchanges, name: str, gradient: Tensor) -> None:
+        self.name = name
+        self._states = owner.compressor.states
+        self._scale = owner.scale
+        self._gradient = gradient
+        self._state: State = dict(self._states.get(name, {}))
+        wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
+        self._generator = owner.compressor.reduce(wide, self._state)
+        if not isinstance(self._generator, Generator):
+            raise TypeError(f"reduce() of {owner.compressor} is no generator: it does not yield")
+
+    def resume(self, answer: Any) -> Request | None:
+        """Return the next request; None when the gradient is reduced."""
+        try:
+            # Autograd may have called us in the program's autocast region.
+            with torch.no_grad(), torch.autocast(self._gradient.device.type, enabled=False):
+                request = self._generator.send(answer)
+        except StopIteration as stop:
+            self._finish(stop.value)
+            return None
+        if not isinstance(request, Gather | Reduce):
+            raise TypeError(f"'{self.name}': yield Gather or Reduce, not {request!r}")
+        return request
+
+    def _finish(self, mean: Any) -> None:
+        if not isinstance(mean, Tensor) or mean.shape != self._gradient.shape:
+            got = list(mean.shape) if isinstance(mean, Tensor) else repr(mean)
+            raise ValueError(
+                f"'{self.name}': reduce() returned {got}, not a tensor of shape "
+                f"{list(self._gradient.shape)}"
+            )
+        if mean.isfinite().all():
+            self._states[self.name] = self._state
+        self._gradient.copy_(mean if self._scale == 1 else mean * self._scale)

@@ -1,0 +1,163 @@
+"""Compressors that keep a state for each parameter and send what they like: the interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from typing import Any, NoReturn, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+__all__ = ["ErrorFeedback", "Gather", "Reduce", "Request", "State", "StatefulCompressor"]
+
+State: TypeAlias = dict[str, Any]
+"""What a compressor remembers of one parameter; empty at first, and its own on every rank."""
+
+
+class Gather:
+    """Asks for the `tensors` of all ranks: any number of them, of any shapes and dtypes.
+
+    ``yield Gather(a, b)`` gives a list with a tuple ``(a, b)`` for each rank, in their order.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+
+class Reduce:
+    """Asks for the mean of `tensor` over all ranks.
+
+    ``yield Reduce(a)`` gives a new tensor of the shape and dtype of `a`, a float's, equal on all
+    ranks bit by bit.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not tensor.is_floating_point():
+            raise ValueError(f"Reduce makes a mean, which {tensor.dtype} cannot hold")
+        self.tensors = (tensor,)
+
+
+Request: TypeAlias = Gather | Reduce
+
+CompressorT = TypeVar("CompressorT", bound="StatefulCompressor")
+
+
+class StatefulCompressor(ABC):
+    """How the gradient of a parameter becomes its mean over the ranks.
+
+    Give an instance to ``DistributedOptimizer(compression=...)``, one to each optimizer. The
+    requests of all gradients of a bucket travel together, a round for each ``yield``.
+
+    A subclass with settings keeps them in attributes: the ranks check that they have the same.
+    """
+
+    states: dict[str, State]
+    """By the names of their parameters."""
+
+    _served: WeakValueDictionary[str, Tensor]
+
+    def __new__(cls: type[CompressorT], *_args: Any, **_kwargs: Any) -> CompressorT:
+        """Make what a subclass needs even if its `__init__` does not call this class's."""
+        self = super().__new__(cls)
+        self.states = {}
+        self._served = WeakValueDictionary()
+        return self
+
+    @abstractmethod
+    def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:
+        """Return the mean of `gradient` over all ranks, or what stands for it.
+
+        A generator: ``answer = yield Gather(...)`` or ``yield Reduce(...)``, as often as it takes,
+        but equally often on all ranks. The result must be the same on all ranks, so make it of
+        the answers alone. With op=Sum it is multiplied by the number of ranks afterwards.
+
+        Args:
+            gradient: this rank's, in the shape of the parameter, float32 or float64; a complex
+                one has a last dimension of 2. It may be overwritten: clone what is to be kept.
+            state: this parameter's. What is put there is kept if the result is finite, else the
+                step is one that ``GradScaler`` skips: so replace tensors, do not write into them.
+
+        Raises:
+            Exception: whatever it raises ends the pass on all ranks.
+        """
+
+    def state_dict(self) -> dict[str, State]:
+        """Return the states by the names of their parameters. They are this rank's alone."""
+        return {name: dict(state) for name, state in self.states.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, State]) -> None:
+        """Continue with the states that `state_dict` returned on this rank."""
+        self.states = {name: dict(state) for name, state in state_dict.items()}
+
+    def serve(self, parameters: Mapping[str, Tensor]) -> None:
+        """Keep the states of `parameters` from now on.
+
+        Raises:
+            ValueError: another parameter has the name of one of them.
+        """
+        for name, parameter in parameters.items():
+            if self._served.setdefault(name, parameter) is not parameter:
+                raise ValueError(
+                    f"{self} already serves another parameter named '{name}': give every "
+                    "optimizer a compressor of its own"
+                )
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> NoReturn:  # noqa: ARG003
+        """Refuse: this is what operations other than an optimizer's call."""
+        raise ValueError(
+            f"{cls.__name__} keeps a state for each parameter, so that it works in "
+            "DistributedOptimizer only"
+        )
+
+    @classmethod
+    def decompress(cls, tensor: Tensor, ctx: Any) -> NoReturn:  # noqa: ARG003
+        """Refuse, as `compress`."""
+        cls.compress(tensor)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(
+            f"{key}={value!r}"
+            for key, value in vars(self).items()
+            if not key.startswith("_") and isinstance(value, bool | int | float | str | None)
+        )
+        return f"{type(self).__qualname__}({settings})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the parameters out: a copy serves others."""
+        return {key: value for key, value in vars(self).items() if key != "_served"}
+
+
+class ErrorFeedback(StatefulCompressor):
+    """Adds to each gradient what earlier ones lost on their way, so that it arrives later.
+
+    On each rank, all that was sent and what is still owed add up to all gradients.
+
+    Source: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+    Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014; S. P. Karimireddy et al.,
+    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
+    """
+
+    @abstractmethod
+    def send(
+        self, gradient: Tensor, state: State
+    ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
+        """As `reduce`, but return in addition what of `gradient` this rank has sent.
+
+        The mean of what the ranks have sent is the result. `gradient` must not be overwritten.
+        """
+
+    def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:
+        """See `StatefulCompressor`."""
+        owed = state.get("error")
+        if owed is not None:
+            if owed.shape != gradient.shape:
+                raise ValueError(
+                    f"its state is of shape {list(owed.shape)}, its gradient of "
+                    f"{list(gradient.shape)}: load_state_dict() was given another model's"
+                )
+            gradient = gradient + owed
+        mean, sent = yield from self.send(gradient, state)
+        state["error"] = gradient - sent
+        return mean
