@@ -67,8 +67,59 @@ class Engine:
     def broadcast(
         self, tensor: Tensor, output: Tensor, root: int, name: str, awaited: bool = False
     ) -> Work: ...
-    def allgather(self, tensor: Tensor, name: str, awaited: bool = False) -> Work: ...
-    def barrier(self, name: str, awaited: bool = False) -> Work: ...
+    def allgather(
+        self, tensor: Tensor, name: str, awaited: bool = False, joinable: bool = False
+    ) -> Work:
+        """Submit. With `joinable`, ranks that have joined give no rows; otherwise it fails then."""
+
+    def alltoall(
+        self, tensor: Tensor, splits: Sequence[int], name: str, awaited: bool = False
+    ) -> Work:
+        """Submit. `splits`: rows for each rank, together at most those of the tensor."""
+
+    def reducescatter(
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+        awaited: bool = False,
+    ) -> Work:
+        """Submit. `output` is contiguous and has this rank's rows: the first ranks get one more."""
+
+    def barrier(self, name: str, awaited: bool = False) -> Work:
+        """Submit. Without a name: the caller waits, and requests are numbered anew after it."""
+
+    def join(self) -> Work:
+        """Submit. The result is an int64 scalar: the last rank that has joined."""
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+        awaited: bool = False,
+    ) -> list[Work]:
+        """Submit all or none (here and below). Member i of group "g" has the name "g.i"."""
+
+    def grouped_allgather(
+        self, tensors: Sequence[Tensor], name: str, awaited: bool = False
+    ) -> list[Work]: ...
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+        awaited: bool = False,
+    ) -> list[Work]: ...
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 
@@ -91,6 +142,9 @@ class Work:
     def done(self) -> bool: ...
     def wait(self) -> Tensor:
         """Block (interruptible, GIL released) and return the output tensor, or raise its error."""
+
+    def received_splits(self) -> list[int]:
+        """Return how many rows of the result came from each rank, of an allgather or alltoall."""
 
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h).

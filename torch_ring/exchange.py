@@ -145,6 +145,6 @@ class _Reduction:
                 f"'{self.name}': reduce() returned {got}, not a tensor of shape "
                 f"{list(self._gradient.shape)}"
             )
-        if mean.isfinite().all():
+        if mean.abs().amax().isfinite():
             self._states[self.name] = self._state
         self._gradient.copy_(mean if self._scale == 1 else mean * self._scale)

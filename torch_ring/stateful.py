@@ -97,11 +97,12 @@ class StatefulCompressor(ABC):
             ValueError: another parameter has the name of one of them.
         """
         for name, parameter in parameters.items():
-            if self._served.setdefault(name, parameter) is not parameter:
+            if self._served.get(name, parameter) is not parameter:
                 raise ValueError(
                     f"{self} already serves another parameter named '{name}': give every "
                     "optimizer a compressor of its own"
                 )
+        self._served.update(parameters)
 
     @classmethod
     def compress(cls, tensor: Tensor) -> NoReturn:  # noqa: ARG003

@@ -37,11 +37,10 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-/// A work, its engine, and the tensor that it will give.
+/// A work, its engine, and what it will give.
 class PyWork {
  public:
-  PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work,
-         std::shared_ptr<at::Tensor> result)
+  PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
       : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
 
   bool done() const { return work_->done(); }
@@ -51,19 +50,35 @@ class PyWork {
       const py::gil_scoped_release no_gil;
       engine_->wait(*work_, check_signals);
     }
-    return *result_;
+    return result_->tensor;
   }
+
+  std::vector<std::int64_t> received_splits() const { return result_->rows; }
 
  private:
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Work> work_;
-  std::shared_ptr<at::Tensor> result_;
+  std::shared_ptr<Result> result_;
 };
+
+/// A request and what it will give: one member of a group.
+struct Member {
+  Request request;
+  std::shared_ptr<Result> result;
+};
+
+std::string member_name(const std::string& group, std::size_t index) {
+  return group.empty() ? group : group + "." + std::to_string(index);
+}
+
+std::shared_ptr<Result> result_in(const at::Tensor& output) {
+  return std::make_shared<Result>(Result{output, {}});
+}
 
 class PyEngine {
  public:
   PyEngine(World world, const EngineConfig& config, py::function log)
-      : pid_(::getpid()), size_(world.size), hosts_(world.host_count()) {
+      : pid_(::getpid()), rank_(world.rank), size_(world.size), hosts_(world.host_count()) {
     for (const auto* fds : {&world.control, &world.data}) {
       for (const Fd& fd : *fds) remember(fd);
     }
@@ -83,37 +98,84 @@ class PyEngine {
 
   ~PyEngine() { shutdown(); }
 
-  PyWork submit(Request request, std::shared_ptr<at::Tensor> result, bool awaited) const {
-    if (!engine_) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
-    const auto mode = awaited ? Engine::Mode::kAwaited : Engine::Mode::kAsynchronous;
-    std::shared_ptr<Work> work;
-    {
-      const py::gil_scoped_release no_gil;
-      work = engine_->submit(std::move(request), mode);
-    }
-    return {engine_, std::move(work), std::move(result)};
-  }
-
   PyWork allreduce(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
                    double prescale, double postscale, bool awaited) const {
-    return submit(allreduce_request(tensor, output, std::move(name), op, prescale, postscale),
-                  std::make_shared<at::Tensor>(output), awaited);
+    return submit(
+        allreduce_request(tensor, output, std::move(name), op, prescale, postscale, size_),
+        result_in(output), awaited);
   }
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
                    bool awaited) const {
     return submit(broadcast_request(tensor, output, root, size_, std::move(name)),
-                  std::make_shared<at::Tensor>(output), awaited);
+                  result_in(output), awaited);
   }
 
-  PyWork allgather(const at::Tensor& tensor, std::string name, bool awaited) const {
-    auto result = std::make_shared<at::Tensor>();
-    Request request = allgather_request(tensor, result, std::move(name));
-    return submit(std::move(request), std::move(result), awaited);
+  PyWork allgather(const at::Tensor& tensor, std::string name, bool awaited, bool joinable) const {
+    auto result = std::make_shared<Result>();
+    return submit(allgather_request(tensor, result, std::move(name), joinable), result, awaited);
+  }
+
+  PyWork alltoall(const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string name,
+                  bool awaited) const {
+    auto result = std::make_shared<Result>();
+    return submit(alltoall_request(tensor, std::move(splits), result, std::move(name), size_),
+                  result, awaited);
+  }
+
+  PyWork reducescatter(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
+                       double prescale, double postscale, bool awaited) const {
+    return submit(reducescatter_request(tensor, output, std::move(name), op, prescale, postscale,
+                                        rank_, size_),
+                  result_in(output), awaited);
   }
 
   PyWork barrier(std::string name, bool awaited) const {
-    return submit(barrier_request(std::move(name)), std::make_shared<at::Tensor>(), awaited);
+    return submit(barrier_request(std::move(name)), std::make_shared<Result>(), awaited);
+  }
+
+  PyWork join() const {
+    auto result = std::make_shared<Result>();
+    return submit(join_request(result), result, true);
+  }
+
+  std::vector<PyWork> grouped_allreduce(const std::vector<at::Tensor>& tensors,
+                                        const std::vector<at::Tensor>& outputs,
+                                        const std::string& name, int op, double prescale,
+                                        double postscale, bool awaited) const {
+    check_outputs(tensors, outputs);
+    std::vector<Member> members;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      members.push_back({allreduce_request(tensors[i], outputs[i], member_name(name, i), op,
+                                           prescale, postscale, size_),
+                         result_in(outputs[i])});
+    }
+    return submit(std::move(members), awaited);
+  }
+
+  std::vector<PyWork> grouped_allgather(const std::vector<at::Tensor>& tensors,
+                                        const std::string& name, bool awaited) const {
+    std::vector<Member> members;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      auto result = std::make_shared<Result>();
+      members.push_back(
+          {allgather_request(tensors[i], result, member_name(name, i), false), result});
+    }
+    return submit(std::move(members), awaited);
+  }
+
+  std::vector<PyWork> grouped_reducescatter(const std::vector<at::Tensor>& tensors,
+                                            const std::vector<at::Tensor>& outputs,
+                                            const std::string& name, int op, double prescale,
+                                            double postscale, bool awaited) const {
+    check_outputs(tensors, outputs);
+    std::vector<Member> members;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      members.push_back({reducescatter_request(tensors[i], outputs[i], member_name(name, i), op,
+                                               prescale, postscale, rank_, size_),
+                         result_in(outputs[i])});
+    }
+    return submit(std::move(members), awaited);
   }
 
   at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) const {
@@ -157,12 +219,55 @@ class PyEngine {
   }
 
  private:
+  static Engine::Mode mode_of(bool awaited) {
+    return awaited ? Engine::Mode::kAwaited : Engine::Mode::kAsynchronous;
+  }
+
+  static void check_outputs(const std::vector<at::Tensor>& tensors,
+                            const std::vector<at::Tensor>& outputs) {
+    if (tensors.size() != outputs.size()) {
+      throw Error(ErrorKind::kInvalidArgument, "a group needs an output for each tensor");
+    }
+  }
+
+  Engine& running() const {
+    if (!engine_) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
+    return *engine_;
+  }
+
+  PyWork submit(Request request, std::shared_ptr<Result> result, bool awaited) const {
+    Engine& engine = running();
+    std::shared_ptr<Work> work;
+    {
+      const py::gil_scoped_release no_gil;
+      work = engine.submit(std::move(request), mode_of(awaited));
+    }
+    return {engine_, std::move(work), std::move(result)};
+  }
+
+  std::vector<PyWork> submit(std::vector<Member> members, bool awaited) const {
+    Engine& engine = running();
+    std::vector<Request> requests;
+    for (Member& member : members) requests.push_back(std::move(member.request));
+    std::vector<std::shared_ptr<Work>> works;
+    {
+      const py::gil_scoped_release no_gil;
+      works = engine.submit(std::move(requests), mode_of(awaited));
+    }
+    std::vector<PyWork> handles;
+    for (std::size_t i = 0; i < works.size(); ++i) {
+      handles.emplace_back(engine_, std::move(works[i]), std::move(members[i].result));
+    }
+    return handles;
+  }
+
   void remember(const Fd& fd) {
     struct stat status{};
     if (fd && ::fstat(fd.get(), &status) == 0) connections_.emplace_back(fd.get(), status.st_ino);
   }
 
   const pid_t pid_;
+  const int rank_;
   const int size_;
   const int hosts_;
   std::vector<std::pair<int, ino_t>> connections_;
@@ -201,7 +306,10 @@ std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_
 }  // namespace
 
 void bind_engine(py::module_& module) {
-  py::class_<PyWork>(module, "Work").def("done", &PyWork::done).def("wait", &PyWork::wait);
+  py::class_<PyWork>(module, "Work")
+      .def("done", &PyWork::done)
+      .def("wait", &PyWork::wait)
+      .def("received_splits", &PyWork::received_splits);
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("size"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
@@ -213,8 +321,22 @@ void bind_engine(py::module_& module) {
       .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
            py::arg("name"), py::arg("awaited") = false)
       .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
+           py::arg("awaited") = false, py::arg("joinable") = false)
+      .def("alltoall", &PyEngine::alltoall, py::arg("tensor"), py::arg("splits"), py::arg("name"),
+           py::arg("awaited") = false)
+      .def("reducescatter", &PyEngine::reducescatter, py::arg("tensor"), py::arg("output"),
+           py::arg("name"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
            py::arg("awaited") = false)
       .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("awaited") = false)
+      .def("join", &PyEngine::join)
+      .def("grouped_allreduce", &PyEngine::grouped_allreduce, py::arg("tensors"),
+           py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
+           py::arg("postscale"), py::arg("awaited") = false)
+      .def("grouped_allgather", &PyEngine::grouped_allgather, py::arg("tensors"), py::arg("name"),
+           py::arg("awaited") = false)
+      .def("grouped_reducescatter", &PyEngine::grouped_reducescatter, py::arg("tensors"),
+           py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
+           py::arg("postscale"), py::arg("awaited") = false)
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)

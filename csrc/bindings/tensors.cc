@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 
 namespace torch_ring {
@@ -32,10 +33,17 @@ void check_output(const at::Tensor& tensor, const at::Tensor& output, const std:
 }
 
 /// What an allreduce of this dtype may do: booleans have no sum, and no average.
-void check_op(DType dtype, ReduceOp op, const std::string& what) {
+void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
   const auto value = static_cast<int>(op);
   if (value < 0 || value > 5) refuse(what + ": unknown op " + std::to_string(value));
-  if (op == ReduceOp::kAdasum) refuse(what + ": op Adasum is not supported yet");
+  if (op == ReduceOp::kAdasum) {
+    if (!std::has_single_bit(static_cast<unsigned>(size))) {
+      refuse(what + ": op Adasum needs a power of two of ranks, not " + std::to_string(size));
+    }
+    const bool is_float = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
+                          dtype == DType::kFloat32 || dtype == DType::kFloat64;
+    if (!is_float) refuse(what + ": op Adasum needs floating point, not " + name_of(dtype));
+  }
   if (dtype == DType::kBool && (op == ReduceOp::kAverage || op == ReduceOp::kSum)) {
     refuse(what + ": bool tensors take Min, Max and Product, not " + name_of(op));
   }
@@ -69,6 +77,20 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
   };
 }
 
+/// Sets the buffers of an allgather or an alltoall: the other ranks tell how much comes. Turns
+/// the fingerprint's shape into that of a row.
+void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
+  request.fingerprint.shape.erase(request.fingerprint.shape.begin());
+  request.input = input.const_data_ptr();
+  request.allocate = [input, result = std::move(result)](std::span<const std::int64_t> rows) {
+    std::vector<std::int64_t> shape = input.sizes().vec();
+    shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    result->rows.assign(rows.begin(), rows.end());
+    result->tensor = at::empty(shape, input.options());
+    return result->tensor.mutable_data_ptr();
+  };
+}
+
 }  // namespace
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -99,7 +121,7 @@ DType dtype_of(const at::Tensor& tensor) {
 }
 
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                          int op, double prescale, double postscale) {
+                          int op, double prescale, double postscale, int size) {
   const std::string what = quoted("allreduce", name);
   check_on_cpu(tensor, what);
   check_output(tensor, output, what);
@@ -108,7 +130,7 @@ Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, st
   request.fingerprint.op = static_cast<ReduceOp>(op);
   request.fingerprint.prescale = prescale;
   request.fingerprint.postscale = postscale;
-  check_op(request.fingerprint.dtype, request.fingerprint.op, what);
+  check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
   set_buffers(request, tensor, output);
   return request;
 }
@@ -129,23 +151,70 @@ Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, in
   return request;
 }
 
-Request allgather_request(const at::Tensor& tensor, std::shared_ptr<at::Tensor> result,
-                          std::string name) {
+Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> result,
+                          std::string name, bool joinable) {
   const std::string what = quoted("allgather", name);
   check_on_cpu(tensor, what);
   if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to gather along");
   const at::Tensor input = tensor.detach().contiguous();
   Request request;
   request.fingerprint = fingerprint_of(Collective::kAllgather, tensor, std::move(name));
-  request.rows = tensor.size(0);
-  request.fingerprint.shape.erase(request.fingerprint.shape.begin());
+  request.fingerprint.joinable = joinable;
+  request.rows = {tensor.size(0)};
+  set_ragged_buffers(request, input, std::move(result));
+  return request;
+}
+
+Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
+                         std::shared_ptr<Result> result, std::string name, int size) {
+  const std::string what = quoted("alltoall", name);
+  check_on_cpu(tensor, what);
+  if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to split");
+  if (splits.size() != static_cast<std::size_t>(size)) {
+    refuse(what + ": there are " + std::to_string(splits.size()) + " splits for " +
+           std::to_string(size) + " ranks");
+  }
+  std::int64_t left = tensor.size(0);
+  for (const std::int64_t rows : splits) {
+    if (rows < 0) refuse(what + ": a split is negative");
+    if (rows > left) {
+      refuse(what + ": the splits have more rows than the tensor, " +
+             std::to_string(tensor.size(0)));
+    }
+    left -= rows;
+  }
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
+  request.rows = std::move(splits);
+  set_ragged_buffers(request, tensor.detach().contiguous(), std::move(result));
+  return request;
+}
+
+Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
+                              int op, double prescale, double postscale, int rank, int size) {
+  const std::string what = quoted("reducescatter", name);
+  check_on_cpu(tensor, what);
+  if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to scatter");
+  const auto rows = scattered_rows(tensor.size(0), size)[static_cast<std::size_t>(rank)];
+  if (!output.is_contiguous() || output.scalar_type() != tensor.scalar_type() ||
+      output.dim() != tensor.dim() || output.size(0) != rows ||
+      !std::equal(tensor.sizes().begin() + 1, tensor.sizes().end(), output.sizes().begin() + 1)) {
+    refuse(what + ": the output is not a contiguous tensor of this rank's rows");
+  }
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kReducescatter, tensor, std::move(name));
+  request.fingerprint.op = static_cast<ReduceOp>(op);
+  request.fingerprint.prescale = prescale;
+  request.fingerprint.postscale = postscale;
+  if (request.fingerprint.op != ReduceOp::kSum && request.fingerprint.op != ReduceOp::kAverage) {
+    refuse(what + ": op must be Sum or Average");
+  }
+  check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
+  const at::Tensor input = tensor.detach().contiguous();
+  const at::Tensor target = output.detach();
   request.input = input.const_data_ptr();
-  request.allocate = [input, result](std::span<const std::int64_t> rows) {
-    std::vector<std::int64_t> shape = input.sizes().vec();
-    shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    *result = at::empty(shape, input.options());
-    return result->mutable_data_ptr();
-  };
+  request.output = target.mutable_data_ptr();
+  request.finish = [input, target] {};  // keeps them alive
   return request;
 }
 
@@ -153,6 +222,16 @@ Request barrier_request(std::string name) {
   Request request;
   request.fingerprint.collective = Collective::kBarrier;
   request.fingerprint.name = std::move(name);
+  return request;
+}
+
+Request join_request(const std::shared_ptr<Result>& result) {
+  result->tensor = at::empty({}, at::kLong);
+  Request request;
+  request.fingerprint.collective = Collective::kJoin;
+  request.fingerprint.name = kJoinKey;
+  request.output = result->tensor.mutable_data_ptr();
+  request.finish = [result] {};  // keeps it alive
   return request;
 }
 

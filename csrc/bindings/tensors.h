@@ -3,8 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "engine/request.h"
 
@@ -13,16 +15,30 @@ namespace torch_ring {
 /// Errors: Error(kInvalidArgument) for a dtype that no transport carries.
 DType dtype_of(const at::Tensor& tensor);
 
+/// What a request gives, when its work is done.
+struct Result {
+  at::Tensor tensor;
+  std::vector<std::int64_t> rows;  // of an allgather or alltoall: how many came from each rank
+};
+
 /// The requests of the public operations. Each checks its tensors, keeps them alive until the work
 /// is done, and copies to and from contiguous memory where it must.
 /// Errors: Error(kInvalidArgument).
+/// `size` is the number of ranks; `result`'s tensor becomes what was gathered.
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                          int op, double prescale, double postscale);
+                          int op, double prescale, double postscale, int size);
 Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, int root, int size,
                           std::string name);
-/// `result` becomes the gathered tensor.
-Request allgather_request(const at::Tensor& tensor, std::shared_ptr<at::Tensor> result,
-                          std::string name);
+Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> result,
+                          std::string name, bool joinable);
+/// `splits`: the rows for each rank; together at most those of the tensor.
+Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
+                         std::shared_ptr<Result> result, std::string name, int size);
+/// `output` has this rank's rows (scattered_rows()).
+Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
+                              int op, double prescale, double postscale, int rank, int size);
 Request barrier_request(std::string name);
+/// `result` becomes an int64 scalar: the last rank that joined.
+Request join_request(const std::shared_ptr<Result>& result);
 
 }  // namespace torch_ring

@@ -24,4 +24,11 @@ constexpr Range chunk_of(std::size_t count, int parts, int index) {
   return {begin, std::min(chunk, count - begin)};
 }
 
+/// What two runs have in common; its count is 0 if that is nothing.
+constexpr Range overlap(Range a, Range b) {
+  const std::size_t begin = std::max(a.begin, b.begin);
+  const std::size_t end = std::min(a.begin + a.count, b.begin + b.count);
+  return {begin, end > begin ? end - begin : 0};
+}
+
 }  // namespace torch_ring

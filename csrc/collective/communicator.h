@@ -38,6 +38,16 @@ class Communicator {
   /// `output` becomes the ranks' inputs one after the other; rank r gives bytes[r] bytes.
   virtual void allgather(const void* input, void* output, std::span<const std::size_t> bytes) = 0;
 
+  /// `output` becomes the parts that the ranks have for this one, in the order of ranks. Rank r's
+  /// `input` holds its parts in the order of receivers; bytes[r * size() + s] are for rank s.
+  /// The buffers do not overlap.
+  virtual void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) = 0;
+
+  /// `output` becomes this rank's part of the reduction of the inputs, counts[rank()] elements.
+  /// `input` holds the parts in the order of ranks. The buffers do not overlap.
+  virtual void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
+                             const Reduction& reduction) = 0;
+
   virtual void barrier() = 0;
 
   /// Memory from which allreduce() in place needs no copy, freed with its last owner (which may

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "collective/routed_alltoall.h"
+
 namespace torch_ring {
 
 namespace {
@@ -139,6 +141,22 @@ void HierarchicalCommunicator::allgather(const void* input, void* output,
       from += bytes[index];
     }
   }
+}
+
+void HierarchicalCommunicator::alltoall(const void* input, void* output,
+                                        std::span<const std::size_t> bytes) {
+  routed_alltoall({ranks_of_host_, lanes_}, rank_, shm_, lane_.get(), input, output, bytes);
+}
+
+void HierarchicalCommunicator::reducescatter(const void* input, void* output,
+                                             std::span<const std::size_t> counts,
+                                             const Reduction& reduction) {
+  const std::vector<Range> parts = ranges_of(counts);
+  const std::size_t item = size_of(reduction.dtype);
+  std::vector<std::byte> whole((parts.back().begin + parts.back().count) * item);
+  allreduce(input, whole.data(), whole.size() / item, reduction, {});
+  const Range own = parts[static_cast<std::size_t>(rank_)];
+  if (own.count > 0) std::memcpy(output, whole.data() + own.begin * item, own.count * item);
 }
 
 void HierarchicalCommunicator::barrier() {

@@ -14,6 +14,9 @@ namespace torch_ring {
 /// reduces chunk j of its host, takes it around the ring of the j-th ranks of all hosts, and gives
 /// it to its host. For S bytes on h hosts the network carries 2 S (h - 1) / h bytes a host,
 /// whatever the number of ranks there, on L connections at once.
+///
+/// An alltoall takes three hops (collective/routed_alltoall.h). A reducescatter is an allreduce of
+/// which each rank keeps its part: twice the bytes that it needs.
 class HierarchicalCommunicator : public Communicator {
  public:
   HierarchicalCommunicator(World& world, const EngineConfig& config, const Abort& abort);
@@ -25,6 +28,9 @@ class HierarchicalCommunicator : public Communicator {
                  std::span<const std::int64_t> shared_offsets) override;
   void broadcast(void* data, std::size_t bytes, int root) override;
   void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
+                     const Reduction& reduction) override;
   void barrier() override;
   std::shared_ptr<void> allocate_shared(std::size_t bytes) override {
     return shm_.allocate_shared(bytes);

@@ -17,6 +17,17 @@ void LocalCommunicator::allgather(const void* input, void* output,
   if (output != input && bytes[0] > 0) std::memcpy(output, input, bytes[0]);
 }
 
+void LocalCommunicator::alltoall(const void* input, void* output,
+                                 std::span<const std::size_t> bytes) {
+  allgather(input, output, bytes);
+}
+
+void LocalCommunicator::reducescatter(const void* input, void* output,
+                                      std::span<const std::size_t> counts,
+                                      const Reduction& reduction) {
+  allreduce(input, output, counts[0], reduction, {});
+}
+
 void LocalCommunicator::wait_until(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, deadline, [&] { return woken_; });

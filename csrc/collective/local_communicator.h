@@ -19,6 +19,9 @@ class LocalCommunicator : public Communicator, private Board {
                  std::span<const std::int64_t> shared_offsets) override;
   void broadcast(void*, std::size_t, int) override {}
   void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
+                     const Reduction& reduction) override;
   void barrier() override {}
 
  private:

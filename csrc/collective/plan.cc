@@ -29,6 +29,30 @@ std::vector<Range> ranges_of(std::span<const std::size_t> counts) {
   return ranges;
 }
 
+std::vector<Range> rotated_ranges(std::span<const std::size_t> counts, int rank) {
+  const int size = static_cast<int>(counts.size());
+  std::vector<Range> ranges(counts.size());
+  std::size_t begin = 0;
+  for (int distance = 1; distance < size; ++distance) {
+    const auto peer = static_cast<std::size_t>(around(rank, distance, size));
+    ranges[peer] = {begin, counts[peer]};
+    begin += counts[peer];
+  }
+  return ranges;
+}
+
+std::span<const std::size_t> row_of(std::span<const std::size_t> matrix, int size, int from) {
+  return matrix.subspan(static_cast<std::size_t>(from * size), static_cast<std::size_t>(size));
+}
+
+std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size, int to) {
+  std::vector<std::size_t> column;
+  for (int from = 0; from < size; ++from) {
+    column.push_back(matrix[static_cast<std::size_t>(from * size + to)]);
+  }
+  return column;
+}
+
 std::vector<RingStep> reduce_scatter_steps(int rank, int size) {
   std::vector<RingStep> steps;
   for (int step = 0; step < size - 1; ++step) {

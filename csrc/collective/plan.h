@@ -16,6 +16,14 @@ std::vector<Range> ranges_of(std::size_t count, std::size_t longest);
 /// Ranges of the given lengths, one after the other.
 std::vector<Range> ranges_of(std::span<const std::size_t> counts);
 
+/// Ranges of the given lengths in the order rank + 1, rank + 2, ... around the ranks; that of
+/// `rank` itself is empty. In such an order the ranks begin with different receivers.
+std::vector<Range> rotated_ranges(std::span<const std::size_t> counts, int rank);
+
+/// What `from` sends to each, and what `to` receives from each, by the matrix of an alltoall.
+std::span<const std::size_t> row_of(std::span<const std::size_t> matrix, int size, int from);
+std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size, int to);
+
 /// One step of a ring: chunk `send` goes to the next rank while chunk `receive` comes from the
 /// previous one.
 struct RingStep {

@@ -55,7 +55,12 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
                              ? out
                              : at_least(partials_, std::min(count * partial_item, block_bytes));
 
-    reduce_scatter(partial, in, block.count, reduction);
+    std::vector<Piece> pieces;
+    for (int i = 0; i < size(); ++i) {
+      const Range chunk = chunk_of(block.count, size(), i);
+      pieces.push_back({chunk.begin, chunk.begin, chunk.count});
+    }
+    reduce_scatter(partial, in, pieces, reduction);
 
     const Range own = chunk_of(block.count, size(), rank());
     const std::array<void*, 1> finished{out + own.begin * item};
@@ -76,38 +81,65 @@ void RingCommunicator::allreduce_partial(void* partial, std::size_t count,
             {accumulation_dtype(reduction.dtype), reduction.op, Scaling{}});
 }
 
-/// Makes this rank's chunk of `partial` the reduction of all ranks' `input`. The other chunks are
-/// left with intermediate results.
-void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input, std::size_t count,
-                                      const Reduction& reduction) {
+void RingCommunicator::reducescatter(const void* input, void* output,
+                                     std::span<const std::size_t> counts,
+                                     const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const auto chunk = [&](int index) { return chunk_of(count, size(), index); };
+  const std::size_t longest_piece =
+      std::min(kChunkBytes, kBlockBytes / counts.size()) / partial_item;
+  const std::vector<Range> parts = ranges_of(counts);
+  const std::size_t longest = *std::max_element(counts.begin(), counts.end());
+
+  for (const Range block : ranges_of(longest, longest_piece)) {
+    std::vector<Piece> pieces;
+    std::size_t to = 0;
+    for (const Range part : parts) {
+      const Range range = overlap(part, {part.begin + block.begin, block.count});
+      pieces.push_back({range.begin, to, range.count});
+      to += range.count;
+    }
+    std::byte* partial = at_least(partials_, to * partial_item);
+    reduce_scatter(partial, bytes_of(input), pieces, reduction);
+    const Piece& own = pieces[static_cast<std::size_t>(rank())];
+    const std::array<void*, 1> finished{bytes_of(output) + block.begin * item};
+    finish_partial(finished, partial + own.to * partial_item, own.count, reduction);
+  }
+}
+
+/// Makes this rank's piece of `partial` the reduction of all ranks' `input`. The other pieces are
+/// left with intermediate results.
+void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input,
+                                      std::span<const Piece> pieces, const Reduction& reduction) {
+  const std::size_t item = size_of(reduction.dtype);
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const auto chunk = [&](int index) { return pieces[static_cast<std::size_t>(index)]; };
 
   // This rank's own values, read when they are first needed.
-  const auto load = [&](Range range) {
+  const auto load = [&](Piece piece) {
     if (partial == input && reduction.scaling.prescale == 1.0) return;
-    const std::array<const void*, 1> own{input + range.begin * item};
-    reduce_partial(partial + range.begin * partial_item, own, range.count, reduction);
+    const std::array<const void*, 1> own{input + piece.from * item};
+    reduce_partial(partial + piece.to * partial_item, own, piece.count, reduction);
   };
 
   const std::vector<RingStep> steps = reduce_scatter_steps(rank(), size());
   load(chunk(steps.empty() ? rank() : steps.front().send));
 
   for (const RingStep& step : steps) {
-    const Range outgoing = chunk(step.send);
-    const Range incoming = chunk(step.receive);
+    const Piece outgoing = chunk(step.send);
+    const Piece incoming = chunk(step.receive);
     const std::size_t bytes = incoming.count * partial_item;
     std::byte* const arriving = at_least(received_, bytes);
     std::size_t reduced = 0;
-    exchange(next(), {partial + outgoing.begin * partial_item, outgoing.count * partial_item},
-             prev(), {arriving, bytes}, waiter_, [&](std::size_t arrived_bytes) {
+    exchange(next(), {partial + outgoing.to * partial_item, outgoing.count * partial_item}, prev(),
+             {arriving, bytes}, waiter_, [&](std::size_t arrived_bytes) {
                const std::size_t arrived = arrived_bytes / partial_item;
                const bool all = arrived == incoming.count;
                if (!all && arrived - reduced < kSegmentBytes / partial_item) return;
-               const Range segment{incoming.begin + reduced, arrived - reduced};
+               const Piece segment{incoming.from + reduced, incoming.to + reduced,
+                                   arrived - reduced};
                load(segment);
-               combine_partial(partial + segment.begin * partial_item,
+               combine_partial(partial + segment.to * partial_item,
                                arriving + reduced * partial_item, segment.count, reduction);
                reduced = arrived;
              });
@@ -132,6 +164,25 @@ void RingCommunicator::allgather(const void* input, void* output,
   std::byte* const to = bytes_of(output) + own.begin;
   if (to != input && own.count > 0) std::memcpy(to, input, own.count);
   gather_chunks(bytes_of(output), chunks);
+}
+
+void RingCommunicator::alltoall(const void* input, void* output,
+                                std::span<const std::size_t> bytes) {
+  // Not around the ring but from rank to rank, at growing distances.
+  const std::vector<Range> parts = ranges_of(row_of(bytes, size(), rank()));
+  const std::vector<Range> arriving = ranges_of(column_of(bytes, size(), rank()));
+  const auto own = static_cast<std::size_t>(rank());
+  if (parts[own].count > 0) {
+    std::memcpy(bytes_of(output) + arriving[own].begin, bytes_of(input) + parts[own].begin,
+                parts[own].count);
+  }
+  for (int distance = 1; distance < size(); ++distance) {
+    const auto to = static_cast<std::size_t>((rank() + distance) % size());
+    const auto from = static_cast<std::size_t>((rank() - distance + size()) % size());
+    exchange(connections_[to].get(), {bytes_of(input) + parts[to].begin, parts[to].count},
+             connections_[from].get(),
+             {bytes_of(output) + arriving[from].begin, arriving[from].count}, waiter_);
+  }
 }
 
 void RingCommunicator::broadcast(void* data, std::size_t bytes, int root) {

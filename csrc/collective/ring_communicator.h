@@ -17,7 +17,7 @@ namespace torch_ring {
 ///   allreduce   2 (n - 1) steps, 2 S (n - 1) / n bytes: no algorithm moves fewer (P. Patarasuk and
 ///               X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 ///               JPDC 69(2), 2009). Half of 16-bit floats' bytes travel as float32 partial results.
-///   allgather   n - 1 steps, S (n - 1) / n bytes
+///   reducescatter, allgather, alltoall   n - 1 steps, S (n - 1) / n bytes
 ///   broadcast   n - 2 + segments steps, S bytes
 ///   barrier     ceil(log2(n)) steps, one byte each
 class RingCommunicator : public Communicator {
@@ -35,6 +35,9 @@ class RingCommunicator : public Communicator {
                  std::span<const std::int64_t> shared_offsets = {}) override;
   void broadcast(void* data, std::size_t bytes, int root) override;
   void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
+                     const Reduction& reduction) override;
   void barrier() override;
 
   /// Allreduce of partial results, in place: `partial` is of accumulation_dtype(reduction.dtype),
@@ -42,7 +45,14 @@ class RingCommunicator : public Communicator {
   void allreduce_partial(void* partial, std::size_t count, const Reduction& reduction);
 
  private:
-  void reduce_scatter(std::byte* partial, const std::byte* input, std::size_t count,
+  /// One rank's part of a reduction, in elements: where it lies in the input, and where its partial
+  /// results go.
+  struct Piece {
+    std::size_t from;
+    std::size_t to;
+    std::size_t count;
+  };
+  void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Piece> pieces,
                       const Reduction& reduction);
   void gather_chunks(std::byte* data, std::span<const Range> chunks);
 

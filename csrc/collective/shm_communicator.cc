@@ -3,7 +3,7 @@
 #include <array>
 #include <cstring>
 
-#include "collective/chunk.h"
+#include "collective/plan.h"
 
 namespace torch_ring {
 
@@ -194,6 +194,100 @@ void ShmCommunicator::allgather(const void* input, void* output,
       std::memcpy(target(peer), slot(peer, segment), part_of(peer));
     }
   }
+}
+
+template <class Stage, class Collect>
+void ShmCommunicator::in_segments(std::size_t segments, const char* doing, Stage&& stage,
+                                  Collect&& collect) {
+  const std::uint64_t first = segment_ + 1;
+  segment_ += segments;
+  for (std::size_t i = 0; i < segments + 1; ++i) {
+    if (i < segments) {
+      stage(i, claim(first + i));
+      host_.publish(host_.own().staged, first + i);
+    }
+    if (i >= 1) {
+      host_.wait_all(&SegmentHeader::staged, first + i - 1, doing);
+      collect(i - 1, first + i - 1);
+    }
+  }
+}
+
+void ShmCommunicator::alltoall(const void* input, void* output,
+                               std::span<const std::size_t> bytes) {
+  const std::vector<Range> own_parts = ranges_of(row_of(bytes, size(), rank()));
+  const std::vector<Range> own_stream = rotated_ranges(row_of(bytes, size(), rank()), rank());
+  const std::vector<Range> arrived = ranges_of(column_of(bytes, size(), rank()));
+  std::vector<Range> in_stream;  // where this rank's part lies in the stream of each
+  std::size_t longest = 0;
+  for (int peer = 0; peer < size(); ++peer) {
+    const std::vector<Range> stream = rotated_ranges(row_of(bytes, size(), peer), peer);
+    in_stream.push_back(stream[static_cast<std::size_t>(rank())]);
+    for (const Range part : stream) longest = std::max(longest, part.begin + part.count);
+  }
+
+  const auto own = static_cast<std::size_t>(rank());
+  if (own_parts[own].count > 0) {
+    std::memcpy(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
+                own_parts[own].count);
+  }
+  constexpr std::size_t kBytes = SharedMemory::kSegmentBytes;
+  in_segments(
+      (longest + kBytes - 1) / kBytes, "alltoall",
+      [&](std::size_t index, std::byte* to) {
+        for (std::size_t peer = 0; peer < own_parts.size(); ++peer) {
+          const Range part = overlap(own_stream[peer], {index * kBytes, kBytes});
+          if (part.count == 0) continue;
+          std::memcpy(
+              to + (part.begin - index * kBytes),
+              bytes_of(input) + own_parts[peer].begin + (part.begin - own_stream[peer].begin),
+              part.count);
+        }
+      },
+      [&](std::size_t index, std::uint64_t segment) {
+        for (std::size_t peer = 0; peer < in_stream.size(); ++peer) {
+          const Range part = overlap(in_stream[peer], {index * kBytes, kBytes});
+          if (part.count == 0) continue;
+          std::memcpy(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
+                      slot(static_cast<int>(peer), segment) + (part.begin - index * kBytes),
+                      part.count);
+        }
+      });
+}
+
+void ShmCommunicator::reducescatter(const void* input, void* output,
+                                    std::span<const std::size_t> counts,
+                                    const Reduction& reduction) {
+  const std::size_t item = size_of(reduction.dtype);
+  // A segment has a piece of every rank's part.
+  const std::size_t piece = SharedMemory::kSegmentBytes / item / counts.size();
+  const std::vector<Range> parts = ranges_of(counts);
+  const std::size_t longest = *std::max_element(counts.begin(), counts.end());
+  const auto piece_of = [&](std::size_t peer, std::size_t index) {
+    const Range part = parts[peer];
+    return overlap(part, {part.begin + index * piece, piece});
+  };
+  const auto own = static_cast<std::size_t>(rank());
+  in_segments((longest + piece - 1) / piece, "reducescatter",
+              [&](std::size_t index, std::byte* to) {
+                for (std::size_t peer = 0; peer < parts.size(); ++peer) {
+                  const Range range = piece_of(peer, index);
+                  if (peer == own || range.count == 0) continue;
+                  std::memcpy(to + peer * piece * item, bytes_of(input) + range.begin * item,
+                              range.count * item);
+                }
+              },
+              [&](std::size_t index, std::uint64_t segment) {
+                const Range range = piece_of(own, index);
+                if (range.count == 0) return;
+                std::vector<const void*> inputs;
+                for (int peer = 0; peer < size(); ++peer) {
+                  inputs.push_back(slot(peer, segment) + own * piece * item);
+                }
+                inputs[own] = bytes_of(input) + range.begin * item;
+                const std::array<void*, 1> outputs{bytes_of(output) + index * piece * item};
+                reduce(outputs, inputs, range.count, reduction);
+              });
 }
 
 }  // namespace torch_ring

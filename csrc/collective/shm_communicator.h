@@ -37,6 +37,9 @@ class ShmCommunicator : public Communicator {
                  std::span<const std::int64_t> shared_offsets) override;
   void broadcast(void* data, std::size_t bytes, int root) override;
   void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
+  void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
+                     const Reduction& reduction) override;
   void barrier() override { host_.barrier(); }
   std::shared_ptr<void> allocate_shared(std::size_t bytes) override;
   std::int64_t shared_offset(const void* data, std::size_t bytes) const override {
@@ -55,6 +58,11 @@ class ShmCommunicator : public Communicator {
                           const Reduction& reduction);
   void allreduce_pipelined(const void* input, void* output, std::size_t count,
                            const Reduction& reduction);
+
+  /// For all segments of a collective: stage(segment, this rank's slot), and one segment later
+  /// collect(segment), when every rank has staged it.
+  template <class Stage, class Collect>
+  void in_segments(std::size_t segments, const char* doing, Stage&& stage, Collect&& collect);
 
   /// This rank's slot for a new segment, once nobody reads what it held.
   std::byte* claim(std::uint64_t segment) const;

@@ -125,6 +125,26 @@ void for_blocks(std::size_t count, Fn&& fn) {
   }
 }
 
+/// Sets every element to the number that suits `op`; 16-bit floats are given as their bits.
+template <class T>
+void fill(void* data, std::size_t count, ReduceOp op, T one, T lowest, T highest) {
+  const T value = op == ReduceOp::kProduct ? one
+                  : op == ReduceOp::kMin   ? highest
+                  : op == ReduceOp::kMax   ? lowest
+                                           : T{};
+  std::fill_n(static_cast<T*>(data), count, value);
+}
+
+template <class T>
+void fill(void* data, std::size_t count, ReduceOp op) {
+  using Limits = std::numeric_limits<T>;
+  if constexpr (Limits::has_infinity) {
+    fill<T>(data, count, op, 1, -Limits::infinity(), Limits::infinity());
+  } else {
+    fill<T>(data, count, op, 1, Limits::lowest(), Limits::max());
+  }
+}
+
 void copy_to_all(std::span<void* const> outputs, std::size_t offset, const void* from,
                  std::size_t bytes) {
   for (void* const output : outputs) {
@@ -158,6 +178,29 @@ void reduce_partial(void* partial, std::span<const void* const> inputs, std::siz
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction) {
   kernels_for(reduction).combine(partial, partial, other, count);
+}
+
+void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return fill<std::uint8_t>(data, count, op);
+    case DType::kInt8:
+      return fill<std::int8_t>(data, count, op);
+    case DType::kInt32:
+      return fill<std::int32_t>(data, count, op);
+    case DType::kInt64:
+      return fill<std::int64_t>(data, count, op);
+    case DType::kFloat16:
+      return fill<std::uint16_t>(data, count, op, 0x3C00, 0xFC00, 0x7C00);
+    case DType::kBFloat16:
+      return fill<std::uint16_t>(data, count, op, 0x3F80, 0xFF80, 0x7F80);
+    case DType::kFloat32:
+      return fill<float>(data, count, op);
+    case DType::kFloat64:
+      return fill<double>(data, count, op);
+    case DType::kBool:
+      return fill<bool>(data, count, op);
+  }
 }
 
 void finish_partial(std::span<void* const> outputs, const void* partial, std::size_t count,

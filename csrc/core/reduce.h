@@ -45,6 +45,10 @@ void reduce_partial(void* partial, std::span<const void* const> inputs, std::siz
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction);
 
+/// data[i] = what changes nothing when `op` reduces it with other elements: 0, 1, or an end of the
+/// dtype's range.
+void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op);
+
 /// The second half of reduce(): outputs[j][i] = post(partial[i]) in reduction.dtype. One output may
 /// be `partial` itself when the two dtypes are the same.
 void finish_partial(std::span<void* const> outputs, const void* partial, std::size_t count,

@@ -11,15 +11,33 @@ namespace {
 /// engine refuses such names.
 bool is_numbered(const std::string& name) { return name.starts_with('#'); }
 
+/// Whoever asks for a barrier without a name waits for it before anything else.
+bool renumbers(const Fingerprint& fingerprint) {
+  return fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name);
+}
+
 bool equal(ByteSpan a, ByteSpan b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
 Bytes copy_of(ByteSpan bytes) { return {bytes.begin(), bytes.end()}; }
 
+void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes) {
+  if (bytes.empty()) return;
+  const std::size_t count = rows.size();
+  rows.resize(count + bytes.size() / sizeof(std::int64_t));
+  std::memcpy(rows.data() + count, bytes.data(), bytes.size());
+}
+
 }  // namespace
 
+std::string name_in(const std::string& label) { return label.substr(0, label.find(" (")); }
+
+Agreement::Agreement(std::vector<std::string> labels)
+    : size_(static_cast<int>(labels.size())), labels_(std::move(labels)), joined_(labels_.size()) {}
+
 std::string key_of(const Fingerprint& fingerprint) {
+  if (fingerprint.collective == Collective::kJoin) return kJoinKey;
   // Requests without a name are matched by their number alone: when two ranks call different
   // collectives, both learn it from the first one.
   if (is_numbered(fingerprint.name)) return fingerprint.name;
@@ -27,7 +45,7 @@ std::string key_of(const Fingerprint& fingerprint) {
 }
 
 std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
-  if (pending_.empty()) {
+  if (empty()) {
     if (auto decision = unanimous(entries)) {
       std::vector<Decision> decisions;
       decisions.push_back(std::move(*decision));
@@ -35,35 +53,54 @@ std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
     }
   }
 
-  std::vector<std::pair<std::uint64_t, std::string>> complete;
   bool nothing_new = true;
   bool all_blocked = true;
   for (int rank = 0; rank < size_; ++rank) {
     const Entry entry = parse_entry(entries[static_cast<std::size_t>(rank)]);
     nothing_new = nothing_new && entry.announcements.empty();
     all_blocked = all_blocked && entry.blocked;
-    for (const Announcement& a : entry.announcements) {
-      std::string key = key_of(decode(a.fingerprint));
-      Pending& pending = pending_[key];
-      if (pending.by_rank.empty()) {
-        pending.since = announcements_++;
-        pending.by_rank.resize(static_cast<std::size_t>(size_));
-      }
-      auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];
-      if (announced) throw Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
-      announced =
-          Announced{copy_of(a.fingerprint), copy_of(a.payload), a.rows, a.shared_offset, a.carries};
-      if (++pending.count == size_) complete.emplace_back(pending.since, std::move(key));
-    }
+    for (const Announcement& announcement : entry.announcements) announce(rank, announcement);
   }
   if (nothing_new && all_blocked) return deadlock();
 
-  std::sort(complete.begin(), complete.end());
+  std::vector<std::pair<std::uint64_t, std::string>> ready;
+  for (const auto& [key, pending] : pending_) {
+    if (complete(pending)) ready.emplace_back(pending.since, key);
+  }
+  std::sort(ready.begin(), ready.end());
   std::vector<Decision> decisions;
-  for (const auto& [since, key] : complete) {
+  for (const auto& [since, key] : ready) {
     decisions.push_back(decide(key, std::move(pending_.extract(key).mapped())));
   }
+  if (joined_count_ == size_) decisions.push_back(join());
   return decisions;
+}
+
+void Agreement::announce(int rank, const Announcement& a) {
+  const Fingerprint fingerprint = decode(a.fingerprint);
+  if (fingerprint.collective == Collective::kJoin) {
+    joined_[static_cast<std::size_t>(rank)] = true;
+    ++joined_count_;
+    last_joined_ = rank;
+    return;
+  }
+  const std::string key = key_of(fingerprint);
+  Pending& pending = pending_[key];
+  if (pending.by_rank.empty()) {
+    pending.since = announcements_++;
+    pending.by_rank.resize(static_cast<std::size_t>(size_));
+  }
+  auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];
+  if (announced) throw Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
+  announced = Announced{copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows),
+                        a.shared_offset, a.carries};
+}
+
+bool Agreement::complete(const Pending& pending) const {
+  for (std::size_t rank = 0; rank < joined_.size(); ++rank) {
+    if (!pending.by_rank[rank] && !joined_[rank]) return false;
+  }
+  return true;
 }
 
 /// The common case, with no table: every rank announces one request, and all are equal.
@@ -77,7 +114,7 @@ std::optional<Decision> Agreement::unanimous(std::span<const ByteSpan> entries) 
     if (!a) return std::nullopt;
     if (first.empty()) first = a->fingerprint;
     if (!equal(first, a->fingerprint)) return std::nullopt;
-    decision.rows.push_back(a->rows);
+    append_rows(decision.rows, a->rows);
     decision.shared_offsets.push_back(a->shared_offset);
     decision.payloads.push_back(a->payload);
     all_shared = all_shared && a->shared_offset >= 0;
@@ -85,7 +122,10 @@ std::optional<Decision> Agreement::unanimous(std::span<const ByteSpan> entries) 
   }
   if (!all_shared) decision.shared_offsets.clear();
   if (!all_carry) decision.payloads.clear();
-  decision.key = key_of(decode(first));
+  const Fingerprint fingerprint = decode(first);
+  if (fingerprint.collective == Collective::kJoin) return std::nullopt;
+  decision.key = key_of(fingerprint);
+  decision.renumbers = renumbers(fingerprint);
   return decision;
 }
 
@@ -94,25 +134,66 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   decision.key = key;
   bool all_shared = true;
   bool all_carry = true;
-  const Bytes& first = pending.by_rank[0]->fingerprint;
-  for (int rank = 0; rank < size_; ++rank) {
-    Announced& a = *pending.by_rank[static_cast<std::size_t>(rank)];
-    if (rank > 0 && !decision.mismatch && !equal(first, a.fingerprint)) {
-      decision.mismatch.emplace(ErrorKind::kMismatch,
-                                "the ranks disagree: rank 0: " + decode(first).describe() +
-                                    "; rank " + std::to_string(rank) + ": " +
-                                    decode(a.fingerprint).describe());
+  const auto is_here = [](const auto& announced) { return announced.has_value(); };
+  const auto reference = std::find_if(pending.by_rank.begin(), pending.by_rank.end(), is_here);
+  const Bytes& first = (*reference)->fingerprint;
+  const auto name_of_rank = [&](std::size_t rank) { return name_in(labels_[rank]); };
+  for (std::size_t rank = 0; rank < pending.by_rank.size(); ++rank) {
+    const auto& a = pending.by_rank[rank];
+    if (!a) {
+      decision.for_joined = decode(first);
+      if (decision.for_joined->joinable) decision.rows.push_back(0);
+      all_shared = all_carry = false;
+      continue;
     }
-    decision.rows.push_back(a.rows);
-    decision.shared_offsets.push_back(a.shared_offset);
-    all_shared = all_shared && a.shared_offset >= 0;
-    all_carry = all_carry && a.carries;
+    if (!decision.mismatch && !equal(first, a->fingerprint)) {
+      decision.mismatch.emplace(
+          ErrorKind::kMismatch,
+          "the ranks disagree: " +
+              name_of_rank(static_cast<std::size_t>(reference - pending.by_rank.begin())) + ": " +
+              decode(first).describe() + "; " + name_of_rank(rank) + ": " +
+              decode(a->fingerprint).describe());
+    }
+    append_rows(decision.rows, a->rows);
+    decision.shared_offsets.push_back(a->shared_offset);
+    all_shared = all_shared && a->shared_offset >= 0;
+    all_carry = all_carry && a->carries;
+  }
+  decision.renumbers = renumbers(decode(first));
+  if (decision.for_joined && !decision.mismatch) {
+    decision.mismatch = without_joined(*decision.for_joined);
   }
   if (!all_shared) decision.shared_offsets.clear();
   if (all_carry) {
     for (auto& a : pending.by_rank) decision.storage.push_back(std::move(a->payload));
     decision.payloads.assign(decision.storage.begin(), decision.storage.end());
   }
+  return decision;
+}
+
+/// Why the request cannot be done when some ranks have joined; nothing if it can.
+std::optional<Error> Agreement::without_joined(const Fingerprint& f) const {
+  // Of a sum, zero is the identity whatever it is scaled by.
+  const bool sums =
+      f.op == ReduceOp::kSum || f.op == ReduceOp::kAverage || f.op == ReduceOp::kAdasum;
+  const bool can_stand_in =
+      f.joinable || (f.collective == Collective::kAllreduce && (sums || f.prescale == 1.0));
+  if (can_stand_in) return std::nullopt;
+  std::string text = "it needs every rank, but these have called join():";
+  for (std::size_t rank = 0; rank < joined_.size(); ++rank) {
+    if (joined_[rank]) text += " " + labels_[rank];
+  }
+  return Error(ErrorKind::kMismatch, text);
+}
+
+/// Every rank has joined.
+Decision Agreement::join() {
+  Decision decision;
+  decision.key = kJoinKey;
+  decision.last_joined = last_joined_;
+  decision.renumbers = true;
+  joined_.assign(joined_.size(), false);
+  joined_count_ = 0;
   return decision;
 }
 
@@ -127,6 +208,7 @@ std::vector<Decision> Agreement::deadlock() {
   for (auto& [key, pending] : pending_) {
     Decision decision;
     decision.key = key;
+    decision.renumbers = decisions.empty();
     decision.mismatch.emplace(ErrorKind::kMismatch, text);
     decisions.push_back(std::move(decision));
   }
@@ -137,15 +219,18 @@ std::vector<Decision> Agreement::deadlock() {
 std::vector<int> Agreement::missing(const std::string& key) const {
   std::vector<int> ranks;
   const auto pending = pending_.find(key);
-  if (pending == pending_.end()) return ranks;
+  if (pending == pending_.end() && key != kJoinKey) return ranks;
   for (int rank = 0; rank < size_; ++rank) {
-    if (!pending->second.by_rank[static_cast<std::size_t>(rank)]) ranks.push_back(rank);
+    if (has_joined(rank)) continue;
+    const bool announced =
+        key != kJoinKey && pending->second.by_rank[static_cast<std::size_t>(rank)].has_value();
+    if (!announced) ranks.push_back(rank);
   }
   return ranks;
 }
 
 std::string Agreement::waits_for(int rank) const {
-  std::string text;
+  std::string text = has_joined(rank) ? kJoinKey : "";
   int more = 0;
   for (const auto& [key, pending] : pending_) {
     const auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];

@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <list>
 
 namespace torch_ring {
 
@@ -43,9 +44,10 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort
       abort_(std::move(abort)),
       config_(options.config),
       labels_(options.labels),
+      name_(name_in(labels_[static_cast<std::size_t>(communicator_->rank())])),
       log_(std::move(options.log)),
       board_(communicator_->board()),
-      agreement_(communicator_->size(), labels_),
+      agreement_(labels_),
       executor_(*communicator_, config_.fusion_threshold_bytes),
       watchdog_(std::make_unique<Watchdog>(communicator_->rank(), std::move(options.control),
                                            labels_, config_.heartbeat_timeout, *abort_,
@@ -70,6 +72,19 @@ void Engine::close() {
 }
 
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
+  auto work = make_work(std::move(request));
+  enqueue({&work, 1}, mode);
+  return work;
+}
+
+std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests, Mode mode) {
+  std::vector<std::shared_ptr<Work>> works;
+  for (Request& request : requests) works.push_back(make_work(std::move(request)));
+  enqueue(works, mode);
+  return works;
+}
+
+std::shared_ptr<Work> Engine::make_work(Request request) const {
   if (request.fingerprint.name.starts_with('#')) {
     throw Error(ErrorKind::kInvalidArgument,
                 "the name '" + request.fingerprint.name + "' is reserved: it begins with #");
@@ -78,30 +93,55 @@ std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
     throw Error(ErrorKind::kInvalidArgument, "a name is longer than 4096 bytes");
   }
   auto work = std::make_shared<Work>(std::move(request));
-  Fingerprint& fingerprint = work->request_.fingerprint;
   work->submitted_ = Clock::now();
+  return work;
+}
 
+void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
   const Lock lock(mutex_);
   abort_->check();
-  if (fingerprint.name.empty())
-    fingerprint.name = std::string("#").append(std::to_string(++numbered_));
-  work->key_ = key_of(fingerprint);
-  if (!in_flight_.emplace(work->key_, work.get()).second) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "rank " + std::to_string(communicator_->rank()) + ": " + fingerprint.describe() +
-                    " is in flight already: a name is free again when its operation is done");
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    Work& work = *works[i];
+    Fingerprint& fingerprint = work.request_.fingerprint;
+    if (fingerprint.name.empty()) fingerprint.name = next_name(fingerprint.collective);
+    work.key_ = key_of(fingerprint);
+    if (!in_flight_.emplace(work.key_, &work).second) {
+      for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
+      throw Error(ErrorKind::kInvalidArgument,
+                  name_ + ": " + fingerprint.describe() +
+                      " is in flight already: a name is free again when its operation is done");
+    }
+  }
+  for (const auto& work : works) {
+    const Fingerprint& fingerprint = work->request_.fingerprint;
+    queue_.push_back(work);
+    queued_bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
   }
   const auto self = std::this_thread::get_id();
   if (submitter_ == std::thread::id()) submitter_ = self;
   several_submitters_ = several_submitters_ || submitter_ != self;
-  queue_.push_back(work);
-  queued_bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
   if (driving_) {
     board_.wake();
   } else if (mode == Mode::kAsynchronous) {
     changed_.notify_all();
   }
-  return work;
+}
+
+/// "#7", or "#2.7" in a later era. Barriers are counted for themselves: ranks that have submitted
+/// different numbers of requests meet at the same one.
+std::string Engine::next_name(Collective collective) {
+  std::string name = "#";
+  if (era_ > 0) name.append(std::to_string(era_)).append(".");
+  if (collective == Collective::kBarrier) return name + "barrier." + std::to_string(++barriers_);
+  return name.append(std::to_string(++numbered_));
+}
+
+/// Begins an era. By the driver, when the rank's thread waits for what all ranks wait for.
+void Engine::renumber() {
+  const Lock lock(mutex_);
+  ++era_;
+  numbered_ = 0;
+  barriers_ = 0;
 }
 
 void Engine::wait(Work& work, const Interrupt& interrupt) {
@@ -207,7 +247,7 @@ void Engine::announce_outbox(bool blocked) {
     const Bytes fingerprint = encode(request.fingerprint);
     Announcement announcement;
     announcement.fingerprint = fingerprint;
-    announcement.rows = request.rows;
+    announcement.rows = std::as_bytes(std::span(request.rows));
     announcement.carries = Executor::rides_along(request, communicator_->size());
     if (announcement.carries) {
       announcement.payload = Executor::payload_of(request, communicator_->rank());
@@ -233,33 +273,42 @@ void Engine::finish_round() {
   const std::vector<Decision> decisions = agreement_.round(entries);
 
   std::vector<Job> jobs;
-  std::vector<std::shared_ptr<Work>> works;
+  std::vector<std::shared_ptr<Work>> works;  // null for a stand-in
+  std::list<StandIn> stand_ins;
+  if (!decisions.empty()) last_decision_ = Clock::now();
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
-    if (mine == pending_.end()) continue;  // others were waiting for it, and gave up
+    if (decision.renumbers) renumber();
     if (decision.mismatch) {
+      if (mine == pending_.end()) continue;
       settle(*mine->second, *decision.mismatch);
       pending_.erase(mine);
-      continue;
+    } else if (mine != pending_.end()) {
+      jobs.push_back({&mine->second->request(), &decision});
+      works.push_back(mine->second);
+    } else {
+      jobs.push_back({&stand_ins.emplace_back(decision.for_joined.value()).request, &decision});
+      works.push_back(nullptr);
     }
-    jobs.push_back({&mine->second->request(), &decision});
-    works.push_back(mine->second);
   }
   executor_.run(jobs, [&](std::size_t i) {
+    if (!works[i]) return;
     const std::string key = works[i]->key_;
     settle(*works[i], std::nullopt);
     pending_.erase(key);
   });
 }
 
+/// The error as the work's: who, what, and why.
+Error Engine::describe(const Work& work, const Error& error) const {
+  return {error.kind(), name_ + ": " + work.request().fingerprint.describe() + ": " + error.what()};
+}
+
 void Engine::settle(Work& work, std::optional<Error> error) {
   if (!error && work.request().finish) work.request().finish();
   const Lock lock(mutex_);
   in_flight_.erase(work.key_);
-  if (error) {
-    error.emplace(error->kind(), "rank " + std::to_string(communicator_->rank()) + ": " +
-                                     work.request().fingerprint.describe() + ": " + error->what());
-  }
+  if (error) error = describe(work, *error);
   work.complete(std::move(error));
   if (waiters_ > 0) changed_.notify_all();
 }
@@ -274,9 +323,7 @@ void Engine::fail_all() {
   }
   const auto fail = [&](Work& work) {
     in_flight_.erase(work.key_);
-    work.complete(Error(cause->kind(), "rank " + std::to_string(communicator_->rank()) + ": " +
-                                           work.request().fingerprint.describe() + ": " +
-                                           cause->what()));
+    work.complete(describe(work, *cause));
   };
   for (const auto& work : queue_) fail(*work);
   for (const auto& work : outbox_) fail(*work);
@@ -296,15 +343,16 @@ void Engine::look_around() {
                                           " has left: it called shutdown() or exited");
   }
   for (const auto& [key, work] : pending_) {
-    const auto age = now - work->submitted_;
+    // Who has joined waits as long as the others get on.
+    const bool joined = work->request().fingerprint.collective == Collective::kJoin;
+    const auto age = now - (joined ? std::max(work->submitted_, last_decision_) : work->submitted_);
     if (age > config_.timeout) {
       throw Error(ErrorKind::kTimeout,
                   late_ranks(*work) + " within " + std::to_string(seconds(config_.timeout)) + " s");
     }
     if (config_.stall_warning.count() > 0 && age > config_.stall_warning && !work->warned_) {
       work->warned_ = true;
-      log_("rank " + std::to_string(communicator_->rank()) + " has waited " +
-           std::to_string(static_cast<int>(seconds(age))) + " s for " +
+      log_(name_ + " has waited " + std::to_string(static_cast<int>(seconds(age))) + " s for " +
            work->request().fingerprint.describe() + ": " + late_ranks(*work));
     }
   }

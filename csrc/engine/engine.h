@@ -56,6 +56,9 @@ class Engine {
   /// Errors: Error(kInvalidArgument) when the name is in flight or reserved; the fatal cause.
   std::shared_ptr<Work> submit(Request request, Mode mode);
 
+  /// Submits all or, if one of them cannot be, none.
+  std::vector<std::shared_ptr<Work>> submit(std::vector<Request> requests, Mode mode);
+
   /// Blocks until the work is done, driving if nobody does. Throws the work's error.
   void wait(Work& work, const Interrupt& interrupt);
 
@@ -66,6 +69,9 @@ class Engine {
   /// Drives until `target` is done (or, without a target, until there is nothing to do or somebody
   /// waits who can drive instead). Takes and gives back the role; `lock` is released meanwhile.
   void drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt);
+  std::shared_ptr<Work> make_work(Request request) const;
+  void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
+  std::string next_name(Collective collective);
   bool idle() const { return queue_.empty() && outbox_.empty() && pending_.empty(); }
   void fail_all();
 
@@ -78,6 +84,8 @@ class Engine {
   Seen take_queue();
   void announce_outbox(bool blocked);
   void finish_round();
+  void renumber();
+  Error describe(const Work& work, const Error& error) const;
   void settle(Work& work, std::optional<Error> error);
   void look_around();
   std::string late_ranks(const Work& work) const;
@@ -86,6 +94,7 @@ class Engine {
   const std::shared_ptr<Abort> abort_;
   const EngineConfig config_;
   const std::vector<std::string> labels_;
+  const std::string name_;  // "rank 2"
   const Log log_;
   Board& board_;
 
@@ -96,13 +105,18 @@ class Engine {
   std::deque<std::shared_ptr<Work>> outbox_;
   std::map<std::string, std::shared_ptr<Work>> pending_;
   bool round_open_ = false;
+  Clock::time_point last_decision_;
 
   std::mutex mutex_;  // guards what follows; never held while driving
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Work>> queue_;
   std::size_t queued_bytes_ = 0;
   std::unordered_map<std::string, Work*> in_flight_;
+  // Where the next request without a name stands. A new era begins where all ranks meet, so that a
+  // rank that has missed some is in step again.
+  std::uint64_t era_ = 0;
   std::uint64_t numbered_ = 0;
+  std::uint64_t barriers_ = 0;
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
   bool driving_ = false;

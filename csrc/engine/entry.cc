@@ -17,7 +17,8 @@ struct EntryHeader {
 struct AnnouncementHeader {
   std::uint32_t fingerprint_bytes;
   std::uint32_t payload_bytes;  // kNoPayload: the tensor does not ride along
-  std::int64_t rows;
+  std::uint32_t row_count;
+  std::uint32_t reserved;
   std::int64_t shared_offset;
 };
 
@@ -55,7 +56,7 @@ class Reader {
   Announcement take_announcement() {
     const auto header = take<AnnouncementHeader>();
     Announcement announcement;
-    announcement.rows = header.rows;
+    announcement.rows = take(header.row_count * sizeof(std::int64_t));
     announcement.shared_offset = header.shared_offset;
     announcement.fingerprint =
         take(padded(header.fingerprint_bytes)).first(header.fingerprint_bytes);
@@ -79,6 +80,7 @@ Bytes encode(const Fingerprint& f) {
   append(bytes, f.dtype);
   append(bytes, f.op);
   append(bytes, f.device);
+  append(bytes, f.joinable);
   append(bytes, f.root);
   append(bytes, f.prescale);
   append(bytes, f.postscale);
@@ -96,6 +98,7 @@ Fingerprint decode(ByteSpan fingerprint) {
   f.dtype = reader.take<DType>();
   f.op = reader.take<ReduceOp>();
   f.device = reader.take<std::uint8_t>();
+  f.joinable = reader.take<std::uint8_t>() != 0;
   f.root = reader.take<std::int32_t>();
   f.prescale = reader.take<double>();
   f.postscale = reader.take<double>();
@@ -118,9 +121,10 @@ void EntryWriter::clear(bool blocked) {
 void EntryWriter::append(const Announcement& a) {
   const AnnouncementHeader header{
       static_cast<std::uint32_t>(a.fingerprint.size()),
-      a.carries ? static_cast<std::uint32_t>(a.payload.size()) : kNoPayload, a.rows,
-      a.shared_offset};
+      a.carries ? static_cast<std::uint32_t>(a.payload.size()) : kNoPayload,
+      static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)), 0, a.shared_offset};
   torch_ring::append(bytes_, header);
+  torch_ring::append(bytes_, a.rows.data(), a.rows.size());
   torch_ring::append(bytes_, a.fingerprint.data(), a.fingerprint.size());
   bytes_.resize(padded(bytes_.size()));
   torch_ring::append(bytes_, a.payload.data(), a.payload.size());
@@ -130,7 +134,8 @@ void EntryWriter::append(const Announcement& a) {
 }
 
 std::size_t EntryWriter::bytes_needed(const Announcement& a) {
-  return sizeof(AnnouncementHeader) + padded(a.fingerprint.size()) + padded(a.payload.size());
+  return sizeof(AnnouncementHeader) + a.rows.size() + padded(a.fingerprint.size()) +
+         padded(a.payload.size());
 }
 
 Entry parse_entry(ByteSpan bytes) {

@@ -15,12 +15,12 @@ using ByteSpan = std::span<const std::byte>;
 
 /// One request as its rank announces it. The spans point into the entry.
 ///
-///   u32 bytes of the fingerprint | u32 bytes of the payload | i64 rows | i64 shared offset
-///   fingerprint | payload, at a multiple of 8 bytes | padding to a multiple of 8 bytes
+///   u32 bytes of the fingerprint | u32 bytes of the payload | u32 count of rows | u32 0
+///   i64 shared offset | i64 rows... | fingerprint | payload; each padded to a multiple of 8 bytes
 struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
   ByteSpan payload;                 // the tensor's bytes when they ride along, else empty
-  std::int64_t rows = 0;            // of an allgather
+  ByteSpan rows;                    // std::int64_t each: Request::rows
   std::int64_t shared_offset = -1;  // where an in-place buffer lies in shared memory
   bool carries = false;             // whether the payload rides along (it may be empty)
 };

@@ -1,8 +1,11 @@
 #include "engine/executor.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <numeric>
+
+#include "collective/adasum.h"
 
 namespace torch_ring {
 
@@ -15,15 +18,80 @@ constexpr std::size_t kCarriedBytesOfAllRanks = 64u << 10;
 /// Bytes of this rank's tensor.
 std::size_t bytes_of(const Request& request) {
   const Fingerprint& f = request.fingerprint;
-  const std::size_t rows =
-      f.collective == Collective::kAllgather ? static_cast<std::size_t>(request.rows) : 1;
-  return rows * f.count() * size_of(f.dtype);
+  const bool has_rows =
+      f.collective == Collective::kAllgather || f.collective == Collective::kAlltoall;
+  const std::int64_t rows =
+      has_rows ? std::accumulate(request.rows.begin(), request.rows.end(), std::int64_t{0}) : 1;
+  return static_cast<std::size_t>(rows) * f.count() * size_of(f.dtype);
+}
+
+std::size_t row_bytes_of(const Fingerprint& f) { return f.count() * size_of(f.dtype); }
+
+/// What a rank's data weighs, given what all of them have announced.
+std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int size, int rank) {
+  const std::int64_t* rows = decision.rows.data();
+  switch (f.collective) {
+    case Collective::kAllgather:
+      return static_cast<std::size_t>(rows[rank]) * row_bytes_of(f);
+    case Collective::kAlltoall:
+      return static_cast<std::size_t>(
+                 std::accumulate(rows + rank * size, rows + (rank + 1) * size, std::int64_t{0})) *
+             row_bytes_of(f);
+    case Collective::kBroadcast:
+      return rank == f.root ? row_bytes_of(f) : 0;
+    default:
+      return row_bytes_of(f);
+  }
+}
+
+/// From rows that other ranks have announced: all there, and none negative.
+void check_rows(const Fingerprint& f, const Decision& decision, int size) {
+  std::size_t expected = 0;
+  if (f.collective == Collective::kAllgather) expected = static_cast<std::size_t>(size);
+  if (f.collective == Collective::kAlltoall) expected = static_cast<std::size_t>(size * size);
+  const bool negative = std::any_of(decision.rows.begin(), decision.rows.end(),
+                                    [](std::int64_t rows) { return rows < 0; });
+  if (decision.rows.size() != expected || negative) {
+    throw Error(ErrorKind::kInternal, "the ranks announced broken rows of " + f.describe());
+  }
+}
+
+std::size_t bytes_of_all(std::span<const Request* const> requests) {
+  return std::accumulate(
+      requests.begin(), requests.end(), std::size_t{0},
+      [](std::size_t sum, const Request* request) { return sum + bytes_of(*request); });
+}
+
+void concatenate(void* to, std::span<const ByteSpan> parts) {
+  auto* at = static_cast<std::byte*>(to);
+  for (const ByteSpan part : parts) {
+    if (!part.empty()) std::memcpy(at, part.data(), part.size());
+    at += part.size();
+  }
 }
 
 }  // namespace
 
+StandIn::StandIn(const Fingerprint& fingerprint) {
+  request.fingerprint = fingerprint;
+  if (fingerprint.collective == Collective::kAllreduce) {
+    buffer.resize(row_bytes_of(fingerprint));
+    fill_identity(buffer.data(), fingerprint.count(), fingerprint.dtype, fingerprint.op);
+    request.input = request.output = buffer.data();
+    return;
+  }
+  request.rows = {0};
+  request.allocate = [this](std::span<const std::int64_t> rows) {
+    const auto all = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    buffer.resize(static_cast<std::size_t>(all) * row_bytes_of(request.fingerprint));
+    return buffer.data();
+  };
+}
+
 bool Executor::rides_along(const Request& request, int size) {
-  if (request.fingerprint.collective == Collective::kBarrier) return true;
+  const Fingerprint& f = request.fingerprint;
+  if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
+  if (f.op == ReduceOp::kAdasum) return false;
   const std::size_t bytes = bytes_of(request);
   return bytes <= kCarriedBytes &&
          bytes * static_cast<std::size_t>(size) <= kCarriedBytesOfAllRanks;
@@ -31,15 +99,16 @@ bool Executor::rides_along(const Request& request, int size) {
 
 ByteSpan Executor::payload_of(const Request& request, int rank) {
   const Fingerprint& f = request.fingerprint;
-  const bool silent = f.collective == Collective::kBarrier ||
+  const bool silent = f.collective == Collective::kBarrier || f.collective == Collective::kJoin ||
                       (f.collective == Collective::kBroadcast && f.root != rank);
   if (silent) return {};
   return {static_cast<const std::byte*>(request.input), bytes_of(request)};
 }
 
 std::int64_t Executor::shared_offset(const Request& request) const {
-  const bool in_place =
-      request.fingerprint.collective == Collective::kAllreduce && request.input == request.output;
+  const Fingerprint& f = request.fingerprint;
+  const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
+                        request.input == request.output;
   return in_place ? communicator_.shared_offset(request.input, bytes_of(request)) : -1;
 }
 
@@ -60,6 +129,7 @@ Reduction Executor::reduction_of(const Fingerprint& f) const {
 void Executor::run_one(const Job& job) {
   const Request& request = *job.request;
   const Fingerprint& f = request.fingerprint;
+  check_rows(f, *job.decision, communicator_.size());
   if (!job.decision->payloads.empty()) {
     run_carried(request, *job.decision);
     return;
@@ -80,8 +150,17 @@ void Executor::run_one(const Job& job) {
     case Collective::kAllgather:
       allgather(request, *job.decision);
       break;
+    case Collective::kAlltoall:
+      alltoall(request, *job.decision);
+      break;
+    case Collective::kReducescatter:
+      reducescatter(request);
+      break;
     case Collective::kBarrier:
       communicator_.barrier();
+      break;
+    case Collective::kJoin:
+      *static_cast<std::int64_t*>(request.output) = job.decision->last_joined;
       break;
   }
 }
@@ -90,15 +169,10 @@ void Executor::run_carried(const Request& request, const Decision& decision) {
   const Fingerprint& f = request.fingerprint;
   if (f.collective == Collective::kBarrier) return;
 
-  const std::size_t row_bytes = f.count() * size_of(f.dtype);
-  for (int rank = 0; rank < communicator_.size(); ++rank) {
+  const int size = communicator_.size();
+  for (int rank = 0; rank < size; ++rank) {
     const auto index = static_cast<std::size_t>(rank);
-    std::size_t expected = row_bytes;
-    if (f.collective == Collective::kAllgather) {
-      expected *= static_cast<std::size_t>(decision.rows[index]);
-    } else if (f.collective == Collective::kBroadcast && rank != f.root) {
-      expected = 0;
-    }
+    const std::size_t expected = expected_bytes(f, decision, size, rank);
     if (decision.payloads[index].size() != expected) {
       throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank) + " sent " +
                                             std::to_string(decision.payloads[index].size()) +
@@ -107,20 +181,34 @@ void Executor::run_carried(const Request& request, const Decision& decision) {
     }
   }
 
-  if (f.collective == Collective::kAllreduce) {
+  if (f.collective == Collective::kAllreduce || f.collective == Collective::kReducescatter) {
+    const bool scatters = f.collective == Collective::kReducescatter;
+    std::size_t begin = 0;
+    for (int rank = 0; scatters && rank < communicator_.rank(); ++rank) {
+      begin += scattered_count(f, rank) * size_of(f.dtype);
+    }
     std::vector<const void*> inputs;
-    for (const ByteSpan payload : decision.payloads) inputs.push_back(payload.data());
+    for (const ByteSpan payload : decision.payloads) inputs.push_back(payload.data() + begin);
     const std::array<void*, 1> outputs{request.output};
-    reduce(outputs, inputs, f.count(), reduction_of(f));
+    reduce(outputs, inputs, scatters ? scattered_count(f, communicator_.rank()) : f.count(),
+           reduction_of(f));
+  } else if (f.collective == Collective::kAlltoall) {
+    std::vector<std::int64_t> received;
+    std::vector<ByteSpan> parts;
+    for (int rank = 0; rank < size; ++rank) {
+      const std::int64_t* rows = decision.rows.data() + rank * size;
+      const auto before = std::accumulate(rows, rows + communicator_.rank(), std::int64_t{0});
+      received.push_back(rows[communicator_.rank()]);
+      parts.push_back(decision.payloads[static_cast<std::size_t>(rank)].subspan(
+          static_cast<std::size_t>(before) * row_bytes_of(f),
+          static_cast<std::size_t>(received.back()) * row_bytes_of(f)));
+    }
+    concatenate(request.allocate(received), parts);
   } else if (f.collective == Collective::kBroadcast) {
     const ByteSpan payload = decision.payloads[static_cast<std::size_t>(f.root)];
     if (!payload.empty()) std::memcpy(request.output, payload.data(), payload.size());
   } else {
-    auto* output = static_cast<std::byte*>(request.allocate(decision.rows));
-    for (const ByteSpan payload : decision.payloads) {
-      if (!payload.empty()) std::memcpy(output, payload.data(), payload.size());
-      output += payload.size();
-    }
+    concatenate(request.allocate(decision.rows), decision.payloads);
   }
 }
 
@@ -128,23 +216,57 @@ void Executor::allgather(const Request& request, const Decision& decision) {
   const Fingerprint& f = request.fingerprint;
   std::vector<std::size_t> bytes;
   for (const std::int64_t rows : decision.rows) {
-    bytes.push_back(static_cast<std::size_t>(rows) * f.count() * size_of(f.dtype));
+    bytes.push_back(static_cast<std::size_t>(rows) * row_bytes_of(f));
   }
   communicator_.allgather(request.input, request.allocate(decision.rows), bytes);
 }
 
+void Executor::alltoall(const Request& request, const Decision& decision) {
+  const auto size = static_cast<std::size_t>(communicator_.size());
+  std::vector<std::size_t> bytes;
+  for (const std::int64_t rows : decision.rows) {
+    bytes.push_back(static_cast<std::size_t>(rows) * row_bytes_of(request.fingerprint));
+  }
+  std::vector<std::int64_t> received;
+  for (std::size_t from = 0; from < size; ++from) {
+    received.push_back(decision.rows[from * size + static_cast<std::size_t>(communicator_.rank())]);
+  }
+  communicator_.alltoall(request.input, request.allocate(received), bytes);
+}
+
+std::size_t Executor::scattered_count(const Fingerprint& f, int rank) const {
+  const std::vector<std::int64_t> rows = scattered_rows(f.shape[0], communicator_.size());
+  const std::size_t row = f.shape[0] == 0 ? 0 : f.count() / static_cast<std::size_t>(f.shape[0]);
+  return static_cast<std::size_t>(rows[static_cast<std::size_t>(rank)]) * row;
+}
+
+void Executor::reducescatter(const Request& request) {
+  const Fingerprint& f = request.fingerprint;
+  std::vector<std::size_t> counts;
+  for (int rank = 0; rank < communicator_.size(); ++rank) {
+    counts.push_back(scattered_count(f, rank));
+  }
+  communicator_.reducescatter(request.input, request.output, counts, reduction_of(f));
+}
+
+std::byte* Executor::fusion_buffer(std::size_t bytes) {
+  if (fusion_buffer_.size() < bytes) fusion_buffer_.resize(bytes);
+  return fusion_buffer_.data();
+}
+
 void Executor::allreduce_fused(std::span<const Request* const> requests) {
   const Reduction reduction = reduction_of(requests.front()->fingerprint);
+  if (reduction.op == ReduceOp::kAdasum) {
+    adasum_fused(requests);
+    return;
+  }
   if (requests.size() == 1) {
     const Request& only = *requests.front();
     communicator_.allreduce(only.input, only.output, only.fingerprint.count(), reduction);
     return;
   }
-  const std::size_t bytes = std::accumulate(
-      requests.begin(), requests.end(), std::size_t{0},
-      [](std::size_t sum, const Request* request) { return sum + bytes_of(*request); });
-  if (fusion_buffer_.size() < bytes) fusion_buffer_.resize(bytes);
-  std::byte* at = fusion_buffer_.data();
+  const std::size_t bytes = bytes_of_all(requests);
+  std::byte* at = fusion_buffer(bytes);
   for (const Request* request : requests) {
     std::memcpy(at, request->input, bytes_of(*request));
     at += bytes_of(*request);
@@ -154,6 +276,27 @@ void Executor::allreduce_fused(std::span<const Request* const> requests) {
   at = fusion_buffer_.data();
   for (const Request* request : requests) {
     std::memcpy(request->output, at, bytes_of(*request));
+    at += bytes_of(*request);
+  }
+}
+
+void Executor::adasum_fused(std::span<const Request* const> requests) {
+  const Fingerprint& first = requests.front()->fingerprint;
+  // A reduction of one input is a copy that scales.
+  const auto copy = [&](void* to, const void* from, std::size_t count, double factor) {
+    reduce({&to, 1}, {&from, 1}, count, {first.dtype, ReduceOp::kSum, {factor, 1.0, 1}});
+  };
+  std::byte* at = fusion_buffer(bytes_of_all(requests));
+  std::vector<std::size_t> counts;
+  for (const Request* request : requests) {
+    counts.push_back(request->fingerprint.count());
+    copy(at, request->input, counts.back(), first.prescale);
+    at += bytes_of(*request);
+  }
+  adasum(communicator_, fusion_buffer_.data(), counts, first.dtype);
+  at = fusion_buffer_.data();
+  for (const Request* request : requests) {
+    copy(request->output, at, request->fingerprint.count(), first.postscale);
     at += bytes_of(*request);
   }
 }

@@ -11,6 +11,17 @@
 
 namespace torch_ring {
 
+/// What a rank that has joined does in the place of a request: the identity of a reduction, or
+/// nothing. Its results are nobody's.
+struct StandIn {
+  explicit StandIn(const Fingerprint& fingerprint);
+  StandIn(const StandIn&) = delete;
+  StandIn& operator=(const StandIn&) = delete;
+
+  Request request;
+  std::vector<std::byte> buffer;
+};
+
 /// A decision and this rank's request for it.
 struct Job {
   const Request* request;
@@ -63,7 +74,12 @@ class Executor {
   void run_one(const Job& job);
   void run_carried(const Request& request, const Decision& decision);
   void allgather(const Request& request, const Decision& decision);
+  void alltoall(const Request& request, const Decision& decision);
+  void reducescatter(const Request& request);
   void allreduce_fused(std::span<const Request* const> requests);
+  void adasum_fused(std::span<const Request* const> requests);
+  std::byte* fusion_buffer(std::size_t bytes);
+  std::size_t scattered_count(const Fingerprint& fingerprint, int rank) const;
 
   Communicator& communicator_;
   const std::size_t fusion_threshold_bytes_;

@@ -1,13 +1,15 @@
 #include "engine/request.h"
 
+#include <iterator>
 #include <sstream>
 
 namespace torch_ring {
 
 const char* name_of(Collective collective) {
-  constexpr const char* kNames[] = {"allreduce", "broadcast", "allgather", "barrier"};
+  constexpr const char* kNames[] = {"allreduce",     "broadcast", "allgather", "alltoall",
+                                    "reducescatter", "barrier",   "join"};
   const auto index = static_cast<std::size_t>(collective);
-  return index < 4 ? kNames[index] : "unknown collective";
+  return index < std::size(kNames) ? kNames[index] : "unknown collective";
 }
 
 std::size_t Fingerprint::count() const {
@@ -18,18 +20,29 @@ std::size_t Fingerprint::count() const {
 
 std::string Fingerprint::describe() const {
   std::ostringstream text;
-  text << name_of(collective) << " '" << name << "'";
+  text << name_of(collective);
+  if (collective == Collective::kJoin) return text.str();
+  text << " '" << name << "'";
   if (collective == Collective::kBarrier) return text.str();
   text << ' ' << name_of(dtype) << " [";
-  if (collective == Collective::kAllgather) text << (shape.empty() ? "*" : "*, ");
+  const bool ragged = collective == Collective::kAllgather || collective == Collective::kAlltoall;
+  if (ragged) text << (shape.empty() ? "*" : "*, ");
   for (std::size_t i = 0; i < shape.size(); ++i) text << (i > 0 ? ", " : "") << shape[i];
   text << ']';
-  if (collective == Collective::kAllreduce) text << ' ' << name_of(op);
+  const bool reduces =
+      collective == Collective::kAllreduce || collective == Collective::kReducescatter;
+  if (reduces) text << ' ' << name_of(op);
   if (collective == Collective::kBroadcast) text << " root " << root;
   if (prescale != 1.0) text << " prescale " << prescale;
   if (postscale != 1.0) text << " postscale " << postscale;
   if (device != 0) text << " device type " << int{device};
   return text.str();
+}
+
+std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size) {
+  std::vector<std::int64_t> shares(static_cast<std::size_t>(size), rows / size);
+  for (std::int64_t rank = 0; rank < rows % size; ++rank) ++shares[static_cast<std::size_t>(rank)];
+  return shares;
 }
 
 }  // namespace torch_ring

@@ -16,9 +16,20 @@
 
 namespace torch_ring {
 
-enum class Collective : std::uint8_t { kAllreduce, kBroadcast, kAllgather, kBarrier };
+enum class Collective : std::uint8_t {
+  kAllreduce,
+  kBroadcast,
+  kAllgather,
+  kAlltoall,
+  kReducescatter,
+  kBarrier,
+  kJoin,
+};
 
 const char* name_of(Collective collective);
+
+/// The key of a join, of which a rank has one at a time.
+inline constexpr const char* kJoinKey = "join";
 
 /// The part of a request on which all ranks must agree.
 struct Fingerprint {
@@ -29,7 +40,8 @@ struct Fingerprint {
   std::int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
-  std::vector<std::int64_t> shape;  // of an allgather: without the first dimension
+  bool joinable = false;            // an allgather in which ranks that have joined give no rows
+  std::vector<std::int64_t> shape;  // of an allgather or alltoall: without the first dimension
   std::string name;                 // empty: numbered by the engine
 
   /// Elements of `shape`.
@@ -44,18 +56,22 @@ struct Fingerprint {
 /// The buffers belong to the caller and stay valid until the work is done.
 struct Request {
   Fingerprint fingerprint;
-  std::int64_t rows = 0;  // of an allgather: this rank's first dimension
+  std::vector<std::int64_t> rows;  // of an allgather: {this rank's}; of an alltoall: for each rank
 
   const void* input = nullptr;
-  void* output = nullptr;  // may be `input`; of an allgather: see `allocate`
+  void* output = nullptr;  // may be `input`; of an allgather or alltoall: see `allocate`
 
-  /// Of an allgather: called once with every rank's rows, returns the memory of the result.
-  /// Thread: the driving one.
+  /// Of an allgather or alltoall: called once with the rows that come from each rank, returns the
+  /// memory of the result. Thread: the driving one.
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called when the output is written, before the work is done. Thread: the driving one.
   std::function<void()> finish;
 };
+
+/// How many of a reducescatter's `rows` each of `size` ranks gets: the first ones one more, if they
+/// do not divide evenly.
+std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size);
 
 /// The pending result of a request. Made by Engine::submit().
 /// Thread: any. Blocking: no.

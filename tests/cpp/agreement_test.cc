@@ -50,7 +50,7 @@ using Keys = std::vector<std::string>;
 Agreement among(int size) {
   std::vector<std::string> labels;
   for (int rank = 0; rank < size; ++rank) labels.push_back("rank " + std::to_string(rank));
-  return {size, labels};
+  return Agreement(labels);
 }
 
 TEST(fingerprints_survive_their_encoding) {
@@ -127,6 +127,60 @@ TEST(who_is_missing_is_known) {
   CHECK_EQ(agreement.missing("allreduce.a"), std::vector<int>{1});
   CHECK_EQ(agreement.waits_for(1), std::string("nothing"));
   CHECK_EQ(agreement.waits_for(2), std::string("allreduce 'a' float32 [3] Sum and 1 more"));
+}
+
+Fingerprint join() {
+  Fingerprint fingerprint;
+  fingerprint.collective = Collective::kJoin;
+  return fingerprint;
+}
+
+TEST(a_rank_that_has_joined_is_not_waited_for) {
+  Agreement agreement = among(3);
+  CHECK(round(agreement, {entry({allreduce("a")}), entry({allreduce("a")}), entry({})}).empty());
+  const auto decisions = round(agreement, {entry({}), entry({allreduce("b")}), entry({join()})});
+  CHECK_EQ(keys(decisions), Keys{"allreduce.a"});
+  CHECK(decisions[0].for_joined == allreduce("a"));
+  CHECK(decisions[0].shared_offsets.empty());
+  CHECK_EQ(agreement.missing("allreduce.b"), std::vector<int>{0});
+  CHECK_EQ(agreement.missing(kJoinKey), (std::vector<int>{0, 1}));
+  CHECK_EQ(agreement.waits_for(2), std::string("join"));
+}
+
+TEST(the_last_to_join_ends_the_join_for_all) {
+  Agreement agreement = among(2);
+  CHECK(round(agreement, {entry({}), entry({join()})}).empty());
+  const auto decisions = round(agreement, {entry({join()}), entry({})});
+  CHECK_EQ(keys(decisions), Keys{kJoinKey});
+  CHECK_EQ(decisions[0].last_joined, 0);
+  CHECK(decisions[0].renumbers);
+  CHECK(agreement.empty());
+  CHECK_EQ(round(agreement, {entry({join()}), entry({join()})})[0].last_joined, 1);
+}
+
+TEST(only_a_reduction_can_do_without_a_rank) {
+  Fingerprint scaled = allreduce("scaled");
+  scaled.op = ReduceOp::kMin;
+  scaled.prescale = -1.0;
+  for (const Fingerprint& fingerprint : {broadcast("b", 0), scaled}) {
+    Agreement agreement = among(2);
+    const auto decisions = round(agreement, {entry({fingerprint}), entry({join()})});
+    CHECK(std::string(decisions.at(0).mismatch->what()).find("called join(): rank 1") !=
+          std::string::npos);
+  }
+}
+
+TEST(a_barrier_without_a_name_begins_an_era) {
+  Agreement agreement = among(2);
+  Fingerprint barrier;
+  barrier.collective = Collective::kBarrier;
+  for (const char* name : {"#barrier.1", "named"}) {
+    barrier.name = name;
+    const Bytes a = entry({barrier});
+    CHECK_EQ(round(agreement, {a, a}).at(0).renumbers, name[0] == '#');
+    CHECK(round(agreement, {a, entry({})}).empty());
+    CHECK_EQ(round(agreement, {entry({}), a}).at(0).renumbers, name[0] == '#');
+  }
 }
 
 TEST(fusion_groups_by_kind_and_size) {

@@ -326,5 +326,147 @@ TEST(a_dead_process_is_noticed_by_its_connection) {
   CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) died");
 }
 
+/// A request that is answered by ranks' rows, and the bytes that came.
+struct Ragged {
+  std::vector<std::int32_t> output;
+  std::vector<std::int64_t> rows;
+
+  Request request(Collective collective, const std::vector<std::int32_t>& input,
+                  std::vector<std::int64_t> own_rows) {
+    Request request;
+    request.fingerprint.collective = collective;
+    request.fingerprint.dtype = DType::kInt32;
+    request.rows = std::move(own_rows);
+    request.input = input.data();
+    request.allocate = [this](std::span<const std::int64_t> all) -> void* {
+      rows.assign(all.begin(), all.end());
+      const auto count = std::accumulate(all.begin(), all.end(), std::int64_t{0});
+      output.resize(static_cast<std::size_t>(count));
+      return output.data();
+    };
+    return request;
+  }
+};
+
+const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank) {
+  for (const std::int64_t unit : {1, 30'000}) {
+    // Rank s sends (s + r) % 3 * unit numbers to rank r, each 1000 s + r.
+    std::vector<std::int32_t> input;
+    std::vector<std::int64_t> splits;
+    std::vector<std::int32_t> expected;
+    for (int peer = 0; peer < rank.size(); ++peer) {
+      splits.push_back((rank.rank() + peer) % 3 * unit);
+      const auto count = static_cast<std::size_t>(splits.back());
+      input.insert(input.end(), count, 1000 * rank.rank() + peer);
+      expected.insert(expected.end(), count, 1000 * peer + rank.rank());
+    }
+    Ragged ragged;
+    rank.wait(rank.engine().submit(ragged.request(Collective::kAlltoall, input, splits),
+                                   Engine::Mode::kAwaited));
+    CHECK_EQ(ragged.rows, splits);
+    CHECK(ragged.output == expected);
+  }
+});
+
+const bool kReducescatter = on_all_layouts("reducescatter, small and large", [](Rank& rank) {
+  for (const std::int64_t row : {1, 20'000}) {
+    const std::int64_t rows = 2 * rank.size() + 1;  // the first rank gets three
+    const auto shares = scattered_rows(rows, rank.size());
+    const auto begin =
+        row * std::accumulate(shares.begin(), shares.begin() + rank.rank(), std::int64_t{0});
+    const std::vector<float> input = rank.input(static_cast<std::size_t>(rows * row));
+    std::vector<float> output(
+        static_cast<std::size_t>(row * shares[static_cast<std::size_t>(rank.rank())]));
+    Request request;
+    request.fingerprint.collective = Collective::kReducescatter;
+    request.fingerprint.shape = {rows, row};
+    request.input = input.data();
+    request.output = output.data();
+    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+    const std::vector<float> sums = Rank::sums(input.size(), rank.size());
+    CHECK(std::equal(output.begin(), output.end(), sums.begin() + begin));
+  }
+});
+
+std::int64_t join(Rank& rank) {
+  std::int64_t last = -1;
+  Request request;
+  request.fingerprint.collective = Collective::kJoin;
+  request.fingerprint.name = kJoinKey;
+  request.output = &last;
+  rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+  return last;
+}
+
+const bool kJoin = on_all_layouts("ranks join one after the other, twice", [](Rank& rank) {
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    // Rank r has r + 1 steps, so that in step i the ranks from i on give ones, the others nothing.
+    for (int step = 0; step <= rank.rank(); ++step) {
+      for (const std::size_t count : {7u, 50'000u}) {
+        std::vector<float> ones(count, 1.0f);
+        rank.wait(rank.allreduce(ones, "", Engine::Mode::kAwaited));
+        CHECK(ones == std::vector<float>(count, static_cast<float>(rank.size() - step)));
+      }
+    }
+    CHECK_EQ(join(rank), rank.size() - 1);
+  }
+});
+
+const bool kJoinable = on_all_layouts(
+    "a joinable allgather leaves out who has joined, others fail and the job goes on",
+    [](Rank& rank) {
+      if (rank.rank() > 0) {
+        const std::vector<std::int32_t> input(3, rank.rank());
+        Ragged ragged;
+        Request request = ragged.request(Collective::kAllgather, input, {3});
+        request.fingerprint.joinable = true;
+        rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+        CHECK_EQ(ragged.output.size(), static_cast<std::size_t>(3 * (rank.size() - 1)));
+        CHECK_EQ(ragged.rows[0], 0);
+        const auto work = rank.engine().submit(ragged.request(Collective::kAllgather, input, {3}),
+                                               Engine::Mode::kAwaited);
+        CHECK_THROWS(rank.wait(work), ErrorKind::kMismatch, "called join(): rank 0");
+      }
+      join(rank);
+      std::vector<float> values = rank.input(5);
+      rank.wait(rank.allreduce(values, "", Engine::Mode::kAwaited));
+      CHECK(values == Rank::sums(5, rank.size()));
+    },
+    2);
+
+const bool kEras = on_all_layouts(
+    "ranks that have numbered differently are in step after a barrier",
+    [](Rank& rank) {
+      for (int extra = 0; extra < rank.rank(); ++extra) {
+        std::vector<float> values(1);
+        const auto never = rank.allreduce(values, "");
+        if (rank.size() == 1) rank.wait(never);
+      }
+      Request request;
+      request.fingerprint.collective = Collective::kBarrier;
+      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+      std::vector<float> values = rank.input(5);
+      rank.wait(rank.allreduce(values, "", Engine::Mode::kAwaited));
+      CHECK(values == Rank::sums(5, rank.size()));
+    },
+    2);
+
+const bool kGroups = on_all_layouts("a group is submitted whole or not at all", [](Rank& rank) {
+  std::vector<float> values(3, 1.0f);
+  const auto request = [&](const std::string& name) {
+    Request request;
+    request.fingerprint.name = name;
+    request.fingerprint.shape = {3};
+    request.input = request.output = values.data();
+    return request;
+  };
+  const auto mode = Engine::Mode::kAwaited;
+  CHECK_THROWS(rank.engine().submit({request("a"), request("b"), request("a")}, mode),
+               ErrorKind::kInvalidArgument, "in flight already");
+  for (const auto& work : rank.engine().submit({request("a"), request("b")}, mode)) {
+    rank.wait(work);
+  }
+});
+
 }  // namespace
 }  // namespace torch_ring::test

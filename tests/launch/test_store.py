@@ -3,6 +3,8 @@
 import os
 import socket
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +250,10 @@ def test_the_launcher_is_the_nearest_ancestor_without_a_rank(monkeypatch):
     wrapper = subprocess.Popen(["sleep", "60"], env={"PMI_RANK": "1"})
     try:
         monkeypatch.setattr(local_meeting, "_ancestors", lambda: iter([wrapper.pid, os.getpid()]))
+        deadline = Deadline(10)
+        while b"PMI_RANK" not in Path(f"/proc/{wrapper.pid}/environ").read_bytes():
+            assert not deadline.passed()  # exec() shows the new environment a moment after it began
+            time.sleep(0.001)
         hydra = local_meeting._starter(Identity(1, 2, launcher="Hydra"))
         assert hydra.startswith(f"{os.getpid()}.")
         assert local_meeting._starter(Identity(1, 2, launcher="init")).startswith(f"{wrapper.pid}.")
