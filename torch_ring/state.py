@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring import ops, world
+from torch_ring import _C, ops, world
 from torch_ring.errors import MismatchError
 
 __all__ = [
@@ -121,25 +122,33 @@ def _unpickled(payload: Tensor) -> Any:
     return pickle.loads(payload.numpy().data)
 
 
-def require_same(lines: Sequence[str], complaint: str) -> None:
+def require_same(lines: Sequence[str], complaint: str, engine: _C.Engine | None = None) -> None:
     """Check that all ranks describe the same thing, at the price of one small allgather.
 
     Args:
         lines: the description.
         complaint: what to say before the first difference.
+        engine: of the ranks that are asked; the world's if there is none.
 
     Raises:
         MismatchError: on every rank, if the lines differ anywhere.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    digests = ops.allgather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    if bytes(digests.numpy()) == digest * world.size():
+    engine = engine or world.engine()
+    text = json.dumps(list(lines)).encode() + b"\n"
+    digest = hashlib.sha256(text).digest()
+    digests = _gathered(engine, digest)
+    if digests == digest * (len(digests) // len(digest)):
         return
-    first, *others = allgather_object(list(lines))
+    first, *others = map(json.loads, _gathered(engine, text).splitlines())
     for rank, other in enumerate(others, start=1):
         for left, right in zip_longest(first, other, fillvalue="nothing"):
             if left != right:
                 raise MismatchError(f"{complaint}: rank 0: {left}; rank {rank}: {right}")
+
+
+def _gathered(engine: _C.Engine, data: bytes) -> bytes:
+    work = engine.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), "", awaited=True)
+    return bytes(work.wait().numpy())
 
 
 @dataclass(frozen=True)
