@@ -180,7 +180,7 @@ def differs(what: str) -> str:
         ("dtype", "rank 0: 'weight' float32 [4, 3] on cpu; rank 2: 'weight' float64 [4, 3] on cpu"),
         ("count", "rank 0: nothing; rank 2: 'extra' float32 [1] on cpu"),
         ("op", "rank 0: Average, "),
-        ("groups", "float32 [3] on cpu in group 1; rank 2: 'bias' float32 [3] on cpu in group 0"),
+        ("groups", "float32 [4] on cpu in group 1; rank 2: 'bias' float32 [4] on cpu in group 0"),
     ],
 )
 def test_different_models(what, expected):
