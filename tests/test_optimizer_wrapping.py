@@ -134,7 +134,10 @@ def refuses() -> None:
             hvd.DistributedOptimizer(make_sgd(model), **options)
     with pytest.raises(TypeError, match="Optimizer"):
         hvd.DistributedOptimizer(model)
-    with pytest.warns(DeprecationWarning, match="use groups"), pytest.raises(ValueError, match="-2"):
+    with (
+        pytest.warns(DeprecationWarning, match="use groups"),
+        pytest.raises(ValueError, match="-2"),
+    ):
         hvd.DistributedOptimizer(make_sgd(model), num_groups=-2)
     low = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"'low' has dtype torch.float8"):

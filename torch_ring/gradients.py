@@ -17,10 +17,11 @@ from torch_ring.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.compression import Compression, Compressor
 from torch_ring.exchange import Exchanges
 from torch_ring.passes import BackwardPasses
+from torch_ring.process_set import ProcessSet
 from torch_ring.reduce_op import Average, ReduceOp, Sum
 from torch_ring.reports import Report
 from torch_ring.rounds import Collectives
-from torch_ring.sparse import SparseSum
+from torch_ring.sparse_gradients import SparseSum
 from torch_ring.state import require_same
 from torch_ring.stateful import StatefulCompressor
 
@@ -96,7 +97,7 @@ class Reducer:
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         size = passes.size
-        _require_same_parameters(passes.engine, parameters, names, reduction, groups)
+        _require_same_parameters(passes.process_set, parameters, names, reduction, groups)
         self._parameters = parameters
         self._names = names
         self._groups = groups
@@ -322,7 +323,7 @@ def _spec(name: str, parameter: Tensor) -> TensorSpec:
 
 
 def _require_same_parameters(
-    engine: _C.Engine,
+    process_set: ProcessSet,
     parameters: Sequence[Tensor],
     names: Sequence[str],
     reduction: Reduction,
@@ -338,7 +339,7 @@ def _require_same_parameters(
         line += f" on {parameter.device.type}"
         line += f" in group {group_of[index]}" if index in group_of else ""
         lines.append(line)
-    require_same(lines, "the ranks wrap different optimizers", engine)
+    require_same(lines, "the ranks wrap different optimizers", process_set)
 
 
 _reducers: WeakSet[Reducer] = WeakSet()

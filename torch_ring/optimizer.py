@@ -125,7 +125,8 @@ class _Settings:
 
     def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
         """Return what reduces the parameters; None where there is nobody else. Collective."""
-        if not self.process_set.included() or self.process_set.size() == 1:
+        is_set = self.process_set.process_set_id is not None  # else passes_of() tells
+        if is_set and (not self.process_set.included() or self.process_set.size() == 1):
             return None
         parameters = list(names)
         reducer = Reducer(

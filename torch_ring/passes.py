@@ -11,7 +11,7 @@ import torch
 
 from torch_ring import _C, world
 from torch_ring.errors import MismatchError, RingError
-from torch_ring.process_set import ProcessSet, engine_of, global_process_set
+from torch_ring.process_set import ProcessSet, engine_of
 from torch_ring.reports import Entry, Report
 
 __all__ = ["BackwardPasses", "Participant", "end", "passes_of", "rejoin"]
@@ -60,14 +60,16 @@ class BackwardPasses:
     Thread: the one that runs backward(). Blocking: until every rank has agreed.
 
     Attributes:
-        engine: the process set's.
-        size: the number of its ranks.
+        process_set: the ranks.
+        engine: the set's.
+        size: the number of ranks.
         number: agreements so far: a part of the names of all that follows from the next one.
         steps: steps that the optimizers have taken, all together.
     """
 
-    engine: _C.Engine
-    size: int
+    process_set: ProcessSet
+    engine: _C.Engine = field(init=False)
+    size: int = field(init=False)
     number: int = 0
     steps: int = 0
     _world: _C.Engine = field(default_factory=world.engine)
@@ -75,6 +77,10 @@ class BackwardPasses:
     _participants: WeakValueDictionary[int, Participant] = field(
         default_factory=WeakValueDictionary
     )
+
+    def __post_init__(self) -> None:
+        self.engine = engine_of(self.process_set)
+        self.size = self.process_set.size()
 
     @property
     def current(self) -> bool:
@@ -177,10 +183,11 @@ _passes: dict[int, BackwardPasses] = {}  # of this world, by process_set_id
 def passes_of(process_set: ProcessSet) -> BackwardPasses:
     """Return what all optimizers on a process set share. This rank is a member."""
     engine, number = engine_of(process_set), process_set.process_set_id
+    assert number is not None, "there is an engine"
     for key in [key for key, passes in _passes.items() if not passes.current]:
         del _passes[key]
     if number not in _passes or _passes[number].engine is not engine:  # ids are used again
-        _passes[number] = BackwardPasses(engine, process_set.size())
+        _passes[number] = BackwardPasses(process_set)
     return _passes[number]
 
 
@@ -200,6 +207,6 @@ def end() -> None:
 
 def rejoin() -> None:
     """Bring the ranks in step again: join() is returning on all of them."""
-    passes = _passes.get(global_process_set.process_set_id)
+    passes = _passes.get(0)  # the global set's: no other can be joined
     if passes and passes.current:
         passes.rejoin()

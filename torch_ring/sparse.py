@@ -1,82 +1,63 @@
-"""Sparse gradients on their way: what their ranks have is gathered, not added up."""
+"""The reduction of sparse tensors: their rows are gathered, and nothing is made dense."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ring import _C
-from torch_ring.errors import MismatchError
+from torch_ring.handle import GroupHandle
+from torch_ring.process_set import ProcessSet, engine_of, global_process_set
+from torch_ring.reduce_op import Average, Sum
 
-__all__ = ["SparseSum"]
+__all__ = ["SparseHandle", "sparse_allreduce_async"]
 
 
-class SparseSum:
-    """The uncoalesced sum over ranks of a sparse gradient, by two allgathers.
+class SparseHandle(GroupHandle):
+    """A handle that gives its result also when it is called, as Horovod's does."""
 
-    Each rank's part is coalesced before it is sent: a sum that is summed again and again would grow
-    by the factor of the size each time. Ranks that have joined give nothing.
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        """Block until the operation is done and return its result."""
+        return self.wait()
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+) -> SparseHandle:
+    """Start to sum sparse tensors over the ranks, by two allgathers: of indices and of values.
 
     Args:
-        engine: of the ranks that take part.
-        name: what identifies it on all of them.
-        parameter: has the shape, dtype and device of the sum.
-        gradient: this rank's; may be dense, or None.
-        divisor: divides the sum.
+        tensor: sparse COO; the same shape, dtype and number of sparse dimensions on every rank.
+        name: what identifies the operation on all ranks.
+        op: Average or Sum.
+        process_set: the ranks that take part; this one must be among them.
+
+    Returns:
+        A handle, which may also be called, whose result is an uncoalesced sparse tensor.
+
+    Raises:
+        ValueError: the tensor is not sparse COO, or `op` is another.
     """
+    engine = engine_of(process_set)
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError("sparse_allreduce: the tensor is not sparse (COO)")
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce: op must be Average or Sum, not {op!r}")
+    shape, size = tensor.shape, process_set.size()
 
-    def __init__(
-        self,
-        engine: _C.Engine,
-        name: str,
-        parameter: Tensor,
-        gradient: Tensor | None,
-        divisor: int,
-    ) -> None:
-        self._name = name
-        self._like = parameter
-        self._divisor = divisor
-        if gradient is None:
-            header = torch.zeros(2, dtype=torch.int64, device=parameter.device)
-            values = parameter.new_empty(0)
-        else:
-            gradient = gradient.detach()
-            gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-            shape = torch.tensor(gradient.indices().shape, device=parameter.device)
-            header = torch.cat([shape, gradient.indices().flatten()])
-            values = gradient.values().flatten()
-        if values.is_complex():
-            values = torch.view_as_real(values).flatten()
-        self._indices = engine.allgather(header, f"{name}.indices", joinable=True)
-        self._values = engine.allgather(values, f"{name}.values", joinable=True)
+    def finish(gathered: list[Tensor]) -> Tensor:
+        indices, values = gathered
+        if op == Average:
+            integer = not (values.is_floating_point() or values.is_complex())
+            values = torch.div(values, size, rounding_mode="trunc" if integer else None)
+        return torch.sparse_coo_tensor(indices.t(), values, shape)
 
-    def wait(self) -> Tensor:
-        """Return the sum; raise MismatchError if ranks disagree on what of it is sparse."""
-        indices, values = self._indices.wait(), self._values.wait()
-        parts = [part for part in _split(indices) if len(part)]
-        sparse_dims = {len(part) for part in parts}
-        if len(sparse_dims) != 1:
-            raise MismatchError(
-                f"'{self._name}': the sparse gradients of the ranks have different numbers of "
-                f"sparse dimensions: {sorted(sparse_dims)}"
-            )
-        if self._like.is_complex():
-            values = torch.view_as_complex(values.view(-1, 2))
-        inner = self._like.shape[sparse_dims.pop() :]
-        joined = torch.cat(parts, dim=1)
-        values = values.view(joined.shape[1], *inner) / self._divisor
-        return torch.sparse_coo_tensor(
-            joined, values, self._like.shape, check_invariants=False, is_coalesced=False
-        )
-
-
-def _split(indices: Tensor) -> Iterator[Tensor]:
-    """Yield the indices [sparse_dim, rows] of each rank: its shape goes before each."""
-    begin = 0
-    while begin < len(indices):
-        sparse_dim, rows = indices[begin : begin + 2].tolist()
-        begin += 2
-        yield indices[begin : begin + sparse_dim * rows].view(sparse_dim, rows)
-        begin += sparse_dim * rows
+    # An index is a row: what is gathered is concatenated along the first dimension.
+    rows = [tensor._indices().t().contiguous(), tensor._values().detach()]
+    return SparseHandle(engine.grouped_allgather(rows, name or ""), finish)
