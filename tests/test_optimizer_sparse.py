@@ -137,7 +137,7 @@ def mixes(sparse_as_dense: bool) -> None:
         expect({7: 1}, sparse=True)
         weight.grad = None
         look([8, hvd.rank()], sparse=hvd.rank() == 0).backward()
-        expect({8: hvd.size(), **{rank: 1 for rank in range(hvd.size())}}, sparse=False)
+        expect({8: hvd.size(), **dict.fromkeys(range(hvd.size()), 1)}, sparse=False)
         # By hand, and only found at the step.
         rows = torch.tensor([[hvd.rank()]])
         weight.grad = torch.sparse_coo_tensor(rows, torch.ones(1, WIDTH), weight.shape)
