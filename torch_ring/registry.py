@@ -160,20 +160,20 @@ class Registry:
     def _join(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine | None:
         """Return a running engine, or None in a process that only helps the members to meet."""
         engine = None
-        try:
-            if self._identity.rank in ranks:
-                engine = self._start_engine(ranks, meeting)
-            else:
-                _sit_through_connect(meeting)
-            meeting.gather("started", "")
-        except BaseException as error:
-            cause = meeting.explain(error) if isinstance(error, PeerLostError) else error
-            meeting.fail(cause)
-            if engine is not None:
-                engine.shutdown()
-            if cause is error:
+        with contextlib.ExitStack() as cleanup:
+            try:
+                if self._identity.rank in ranks:
+                    engine = self._start_engine(ranks, meeting)
+                    cleanup.callback(engine.shutdown)
+                else:
+                    _sit_through_connect(meeting)
+                meeting.gather("started", "")
+            except PeerLostError as error:
+                raise _tell(meeting, meeting.explain(error)) from None
+            except BaseException as error:
+                _tell(meeting, error)
                 raise
-            raise cause from None
+            cleanup.pop_all()
         return engine
 
     def _start_engine(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine:
@@ -206,3 +206,9 @@ def _sit_through_connect(meeting: SetMeeting) -> None:
     """Gather as often as connect() does."""
     meeting.gather("cards", "")
     meeting.gather("connected", "")
+
+
+def _tell(meeting: SetMeeting, cause: BaseException) -> BaseException:
+    """Return `cause` when all ranks know; not kept in a frame that it would keep alive."""
+    meeting.fail(cause)
+    return cause
