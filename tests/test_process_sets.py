@@ -4,7 +4,7 @@ import copy
 import os
 import pickle
 import signal
-import threading
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -261,6 +261,7 @@ def one_cannot(broken: int) -> None:
     from torch_ring import mesh, registry
 
     before = resources()
+
     def fails(*args: Any) -> Any:
         raise OSError("no descriptors left")
 
@@ -278,7 +279,11 @@ def one_cannot(broken: int) -> None:
         if hvd.rank() == broken:
             assert (kind, text) == ("OSError", "no descriptors left")
         else:
-            assert (kind, f"rank {broken} could not join" in text) == ("RingError", True), (function, kind, text)
+            assert (kind, f"rank {broken} could not join" in text) == ("RingError", True), (
+                function,
+                kind,
+                text,
+            )
             assert "no descriptors left" in text
     assert hvd.ProcessSet([0, 1]).process_set_id is None
     use(hvd.add_process_set([0, 1]), [0, 1])
@@ -327,3 +332,39 @@ def forks() -> None:
 @both_transports
 def test_a_forked_child_has_no_sets(transport):
     run(forks, 3, transport=transport)
+
+
+# --- worlds of some of the ranks
+
+
+def in_halves(turns: int) -> None:
+    rank = int(os.environ["RANK"])
+    for _ in range(turns):
+        half = [rank % 2 + 2, rank % 2]
+        hvd.init(comm=half)
+        assert (hvd.rank(), hvd.size()) == (rank // 2, 2)
+        assert (hvd.local_size(), hvd.cross_size()) == (2, 1)
+        assert hvd.allgather(torch.tensor([rank])).tolist() == sorted(half)
+        use(hvd.add_process_set([1]), [1])
+        hvd.shutdown()
+    kind, text = kind_and_text(lambda: hvd.init(comm=[(rank + 1) % 4]))
+    assert (kind, f"rank {rank} is not in" in text) == ("InvalidArgumentError", True)
+    hvd.init(comm=[rank])
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    hvd.shutdown()
+    hvd.init(comm=[3, 1, 2, 0])
+    assert (hvd.rank(), hvd.size()) == (rank, 4)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("meeting", ["agent", "rank 0", "host"])
+def test_lists_of_ranks(meeting):
+    env = {}
+    if meeting != "agent":
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = str(unused.getsockname()[1])
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+    if meeting == "host":
+        env["MASTER_ADDR"] = ""
+    run(in_halves, 4, args=(3,), env=env, initialized=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch_ring import _C
 from torch_ring.config import Config
@@ -177,19 +177,11 @@ class Registry:
         return engine
 
     def _start_engine(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine:
-        world = self._identity
         labels = [self._labels[rank] for rank in ranks]
         if len(ranks) == 1 or self._rendezvous is None:
             _sit_through_connect(meeting)
             return make_engine(0, Mesh(labels=labels), self._config)
-        identity = replace(
-            world,
-            rank=ranks.index(world.rank),
-            size=len(ranks),
-            local_rank=None,
-            local_size=None,
-            nodes=1 if world.on_one_node() else None,
-        )
+        identity = self._identity.among(ranks)
         with contextlib.closing(
             connect(identity, self._config, self._rendezvous, meeting, labels=labels)
         ) as mesh:
