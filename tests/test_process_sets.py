@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -316,6 +317,58 @@ def test_a_killed_member(transport):
     for rank in (0, 1, 3):
         kind, text = outcomes[rank]
         assert (kind, "rank 2 (" in text) == ("PeerLostError", True), outcomes[rank]
+
+
+def dies_while_joining() -> tuple[str, str]:
+    from torch_ring import mesh
+
+    if hvd.rank() == 2:
+        mesh._run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    return kind_and_text(lambda: hvd.add_process_set([1, 2]))
+
+
+@both_transports
+def test_a_member_that_dies_while_it_joins(transport):
+    for kind, text in run(dies_while_joining, 3, transport=transport, may_die=[2])[:2]:
+        assert (kind, "rank 2 (" in text) == ("PeerLostError", True), text
+
+
+def interrupted() -> None:
+    from torch_ring import mesh
+
+    run_of_mesh = mesh._run
+
+    def is_interrupted(work: Any) -> None:
+        work.close()
+        raise KeyboardInterrupt
+
+    if hvd.rank() == 1:
+        mesh._run = is_interrupted
+        with pytest.raises(KeyboardInterrupt):
+            hvd.add_process_set([0, 1])
+        mesh._run = run_of_mesh
+    else:
+        kind, text = kind_and_text(lambda: hvd.add_process_set([0, 1]))
+        assert (kind, "KeyboardInterrupt" in text) == ("RingError", True), text
+    use(hvd.add_process_set([0, 1]), [0, 1])
+
+
+@both_transports
+def test_an_interrupted_member(transport):
+    run(interrupted, 3, transport=transport)
+
+
+def is_shut_down_by_another_thread() -> str:
+    if hvd.rank() == 0:  # waits for the others, who never come
+        threading.Timer(0.1, hvd.shutdown).start()
+        return kind_and_text(lambda: hvd.add_process_set([0]))[0]
+    return kind_and_text(hvd.barrier)[0]
+
+
+def test_shutdown_ends_what_is_being_added():
+    ended = run(is_shut_down_by_another_thread, 2)
+    assert ended[0] in ("RingError", "NotInitializedError", "PeerLostError")
+    assert ended[1] in ("MismatchError", "PeerLostError")
 
 
 def forks() -> None:
