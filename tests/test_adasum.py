@@ -67,7 +67,7 @@ def combines_changes(fp16: bool) -> None:
             torch.testing.assert_close(parameter, want, rtol=1e-5, atol=tolerance)
         for twin in twins:
             twin.load_state_dict(model.state_dict())
-    assert_same_on_all_ranks(model.parameters())
+    assert_same_on_all_ranks(*model.parameters())
     with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
         pass
 

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -279,8 +280,11 @@ def one_cannot(broken: int) -> None:
         if hvd.rank() == broken:
             assert (kind, text) == ("OSError", "no descriptors left")
         else:
-            told = f"rank {broken} could not join" in text
-            assert (kind, told) == ("RingError", True), (function, kind, text)
+            assert (kind, f"rank {broken} could not join" in text) == ("RingError", True), (
+                function,
+                kind,
+                text,
+            )
             assert "no descriptors left" in text
     assert hvd.ProcessSet([0, 1]).process_set_id is None
     use(hvd.add_process_set([0, 1]), [0, 1])
@@ -315,6 +319,58 @@ def test_a_killed_member(transport):
         assert (kind, "rank 2 (" in text) == ("PeerLostError", True), outcomes[rank]
 
 
+def dies_while_joining() -> tuple[str, str]:
+    from torch_ring import mesh
+
+    if hvd.rank() == 2:
+        mesh._run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    return kind_and_text(lambda: hvd.add_process_set([1, 2]))
+
+
+@both_transports
+def test_a_member_that_dies_while_it_joins(transport):
+    for kind, text in run(dies_while_joining, 3, transport=transport, may_die=[2])[:2]:
+        assert (kind, "rank 2 (" in text) == ("PeerLostError", True), text
+
+
+def interrupted() -> None:
+    from torch_ring import mesh
+
+    run_of_mesh = mesh._run
+
+    def is_interrupted(work: Any) -> None:
+        work.close()
+        raise KeyboardInterrupt
+
+    if hvd.rank() == 1:
+        mesh._run = is_interrupted
+        with pytest.raises(KeyboardInterrupt):
+            hvd.add_process_set([0, 1])
+        mesh._run = run_of_mesh
+    else:
+        kind, text = kind_and_text(lambda: hvd.add_process_set([0, 1]))
+        assert (kind, "KeyboardInterrupt" in text) == ("RingError", True), text
+    use(hvd.add_process_set([0, 1]), [0, 1])
+
+
+@both_transports
+def test_an_interrupted_member(transport):
+    run(interrupted, 3, transport=transport)
+
+
+def is_shut_down_by_another_thread() -> str:
+    if hvd.rank() == 0:  # waits for the others, who never come
+        threading.Timer(0.1, hvd.shutdown).start()
+        return kind_and_text(lambda: hvd.add_process_set([0]))[0]
+    return kind_and_text(hvd.barrier)[0]
+
+
+def test_shutdown_ends_what_is_being_added():
+    ended = run(is_shut_down_by_another_thread, 2)
+    assert ended[0] in ("RingError", "NotInitializedError", "PeerLostError")
+    assert ended[1] in ("MismatchError", "PeerLostError")
+
+
 def forks() -> None:
     pair = hvd.add_process_set([0, 1])
     child = os.fork()
@@ -329,3 +385,39 @@ def forks() -> None:
 @both_transports
 def test_a_forked_child_has_no_sets(transport):
     run(forks, 3, transport=transport)
+
+
+# --- worlds of some of the ranks
+
+
+def in_halves(turns: int) -> None:
+    rank = int(os.environ["RANK"])
+    for _ in range(turns):
+        half = [rank % 2 + 2, rank % 2]
+        hvd.init(comm=half)
+        assert (hvd.rank(), hvd.size()) == (rank // 2, 2)
+        assert (hvd.local_size(), hvd.cross_size()) == (2, 1)
+        assert hvd.allgather(torch.tensor([rank])).tolist() == sorted(half)
+        use(hvd.add_process_set([1]), [1])
+        hvd.shutdown()
+    kind, text = kind_and_text(lambda: hvd.init(comm=[(rank + 1) % 4]))
+    assert (kind, f"rank {rank} is not in" in text) == ("InvalidArgumentError", True)
+    hvd.init(comm=[rank])
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    hvd.shutdown()
+    hvd.init(comm=[3, 1, 2, 0])
+    assert (hvd.rank(), hvd.size()) == (rank, 4)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("meeting", ["agent", "rank 0", "host"])
+def test_lists_of_ranks(meeting):
+    env = {}
+    if meeting != "agent":
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = str(unused.getsockname()[1])
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+    if meeting == "host":
+        env["MASTER_ADDR"] = ""
+    run(in_halves, 4, args=(3,), env=env, initialized=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch_ring import _C
 from torch_ring.config import Config
@@ -160,36 +160,28 @@ class Registry:
     def _join(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine | None:
         """Return a running engine, or None in a process that only helps the members to meet."""
         engine = None
-        try:
-            if self._identity.rank in ranks:
-                engine = self._start_engine(ranks, meeting)
-            else:
-                _sit_through_connect(meeting)
-            meeting.gather("started", "")
-        except BaseException as error:
-            cause = meeting.explain(error) if isinstance(error, PeerLostError) else error
-            meeting.fail(cause)
-            if engine is not None:
-                engine.shutdown()
-            if cause is error:
+        with contextlib.ExitStack() as cleanup:
+            try:
+                if self._identity.rank in ranks:
+                    engine = self._start_engine(ranks, meeting)
+                    cleanup.callback(engine.shutdown)
+                else:
+                    _sit_through_connect(meeting)
+                meeting.gather("started", "")
+            except PeerLostError as error:
+                raise _tell(meeting, meeting.explain(error)) from None
+            except BaseException as error:
+                _tell(meeting, error)
                 raise
-            raise cause from None
+            cleanup.pop_all()
         return engine
 
     def _start_engine(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine:
-        world = self._identity
         labels = [self._labels[rank] for rank in ranks]
         if len(ranks) == 1 or self._rendezvous is None:
             _sit_through_connect(meeting)
             return make_engine(0, Mesh(labels=labels), self._config)
-        identity = replace(
-            world,
-            rank=ranks.index(world.rank),
-            size=len(ranks),
-            local_rank=None,
-            local_size=None,
-            nodes=1 if world.on_one_node() else None,
-        )
+        identity = self._identity.among(ranks)
         with contextlib.closing(
             connect(identity, self._config, self._rendezvous, meeting, labels=labels)
         ) as mesh:
@@ -206,3 +198,9 @@ def _sit_through_connect(meeting: SetMeeting) -> None:
     """Gather as often as connect() does."""
     meeting.gather("cards", "")
     meeting.gather("connected", "")
+
+
+def _tell(meeting: SetMeeting, cause: BaseException) -> BaseException:
+    """Return `cause` when all ranks know; not kept in a frame that it would keep alive."""
+    meeting.fail(cause)
+    return cause

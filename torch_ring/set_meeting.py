@@ -110,9 +110,9 @@ class SetMeeting:
         """Return what the ranks have said in the pending round, by rank in the world."""
         if self._pending is None:
             return []
-        work, self._pending = self._pending, None
         with self._over_if_it_fails():
-            payload = work.wait()
+            payload = self._pending.wait()
+            self._pending = None  # not after a KeyboardInterrupt: fail() has to wait then
             lines = [json.loads(line) for line in bytes(payload.numpy()).splitlines()]
             for kind, text in lines:
                 if kind not in (_VALUE, _WAITING):
@@ -124,5 +124,5 @@ class SetMeeting:
         try:
             yield
         except RingError:
-            self._over = True
+            self._over, self._pending = True, None
             raise

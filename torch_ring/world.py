@@ -77,7 +77,8 @@ def init(
     Does nothing in a process that has joined already; after shutdown() it joins anew.
 
     Args:
-        comm: an mpi4py communicator of all ranks, or a list of all of them; usually None.
+        comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
+            anew in the order of their ranks. Usually None: all ranks.
         process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks. More
             can always be added; "dynamic" says so, and means none.
         rank: this process, if the launcher does not tell it.
@@ -105,7 +106,7 @@ def init(
             "local_size": local_size,
         }
         if comm is None or isinstance(comm, Sequence):
-            identity, comm = _identity_in_list(comm, given), None
+            identity, comm = _identity_in_list(comm or (), given), None
         else:
             identity = _identity_in_communicator(comm, given)
         sets = _static_sets(process_sets, identity.size)
@@ -199,23 +200,27 @@ def _current() -> World:
 # --- who am I
 
 
-def _identity_in_list(ranks: Sequence[int] | None, given: dict[str, Any]) -> Identity:
-    identity = discover(**given)
-    if ranks and sorted(ranks) != list(range(identity.size)):
-        raise InvalidArgumentError(
-            f"comm={ranks!r} is not the list of all {identity.size} ranks; others are not "
-            "available yet"
-        )
-    return identity
+def _identity_in_list(ranks: Sequence[int], given: dict[str, Any]) -> Identity:
+    return _among(discover(**given), ranks) if ranks else discover(**given)
 
 
 def _identity_in_communicator(comm: Any, given: dict[str, Any]) -> Identity:
     if not hasattr(comm, "Get_rank"):
         raise InvalidArgumentError(f"comm={comm!r} is neither a list nor an mpi4py communicator")
-    mpi = importlib.import_module("mpi4py.MPI")
-    if mpi.Comm.Compare(comm, mpi.COMM_WORLD) not in (mpi.IDENT, mpi.CONGRUENT):
-        raise InvalidArgumentError("comm must be MPI.COMM_WORLD: parts are not available yet")
-    return discover(**{**given, "rank": comm.Get_rank(), "size": comm.Get_size()})
+    everyone = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    given |= {"rank": everyone.Get_rank(), "size": everyone.Get_size()}
+    identity = _among(discover(**given), comm)
+    if identity.rank != comm.Get_rank():
+        raise InvalidArgumentError("comm must number its processes in the order of MPI.COMM_WORLD")
+    return identity
+
+
+def _among(identity: Identity, comm: Any) -> Identity:
+    """Return who this process is among the ranks of a list, or of a communicator."""
+    ranks = ranks_of(comm, identity.size)
+    if identity.rank not in ranks:
+        raise InvalidArgumentError(f"comm: rank {identity.rank} is not in {list(ranks)}")
+    return identity if len(ranks) == identity.size else identity.among(ranks)
 
 
 def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
@@ -274,7 +279,8 @@ def _rendezvous(
     if store is None:
         return rendezvous.meet(identity, config, deadline, comm=comm)
     host = getattr(store, "host", None)  # a TCPStore's
-    return contextlib.nullcontext(Rendezvous(PrefixStore("torch_ring", store), host))
+    view = rendezvous.of_part(PrefixStore("torch_ring", store), identity)
+    return contextlib.nullcontext(Rendezvous(view, host))
 
 
 def _start_engine(rank: int, mesh: Mesh, config: Config, meeting: Meeting) -> _C.Engine:
