@@ -14,6 +14,7 @@ from torch_ring.grouped import grouped_allreduce
 from torch_ring.process_set import ProcessSet
 from torch_ring.reduce_op import Adasum
 from torch_ring.state import require_same
+from torch_ring.stateful import StatefulCompressor
 from torch_ring.wrapping import Wrapped, wrap
 
 __all__ = ["AdasumOptimizer", "wrap_adasum"]
@@ -63,7 +64,7 @@ class AdasumOptimizer(Wrapped):
 def wrap_adasum(
     optimizer: torch.optim.Optimizer,
     names: dict[Tensor, str],
-    compression: type[Compressor],
+    compression: type[Compressor] | StatefulCompressor,
     process_set: ProcessSet,
 ) -> None:
     """Make `optimizer` an :class:`AdasumOptimizer`. Collective.
@@ -72,17 +73,20 @@ def wrap_adasum(
         ValueError: the number of ranks is no power of two, or a parameter is no real number.
         MismatchError: the parameters differ between ranks.
     """
-    size = process_set.size()
+    if isinstance(compression, StatefulCompressor):
+        raise ValueError("op=Adasum: a compressor with a state compresses gradients, not changes")
+    size = process_set.size() if process_set.included() else 1
     if size & (size - 1):
         raise ValueError(f"op=Adasum needs a power of two of ranks, not {size}")
     for parameter, name in names.items():
         if not parameter.is_floating_point():
             raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")
-    require_same(
-        [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
-        "the ranks wrap different optimizers",
-        process_set,
-    )
+    if size > 1:
+        require_same(
+            [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
+            "the ranks wrap different optimizers",
+            process_set,
+        )
     wrapped = wrap(optimizer, AdasumOptimizer)
     wrapped._parameter_names = names
     wrapped._compression = compression

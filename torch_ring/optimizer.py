@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_ring import world
+from torch_ring.adasum import wrap_adasum
 from torch_ring.compression import Compression, Compressor
 from torch_ring.gradients import Reducer, Reduction
 from torch_ring.groups import Groups, check_groups, resolve_groups
@@ -20,6 +20,7 @@ from torch_ring.passes import passes_of
 from torch_ring.process_set import ProcessSet, global_process_set
 from torch_ring.reduce_op import Adasum, Average, ReduceOp, Sum
 from torch_ring.stateful import StatefulCompressor
+from torch_ring.wrapping import Wrapped, wrap
 
 __all__ = ["DistributedOptimizer"]
 
@@ -73,7 +74,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             they are averaged over ranks. One pass more before ``step()`` is an AssertionError.
             With 1, the gradients of each pass are averaged and added to what is there. Under
             ``GradScaler``, call ``synchronize()`` before a step after fewer passes than this.
-        op: Average or Sum.
+        op: Average or Sum, of gradients; or Adasum, which makes another kind of optimizer: each
+            rank steps with its own gradients, and what has changed is combined
+            (:class:`torch_ring.adasum.AdasumOptimizer`).
         gradient_predivide_factor: Average divides by this before it sums, and by the size over
             this afterwards.
         num_groups: deprecated, use `groups`.
@@ -94,9 +97,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer")
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, Wrapped):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     _check_passes(backward_passes_per_step)
+    names = _checked_names(optimizer, named_parameters)
+    if op == Adasum:
+        if gradient_predivide_factor != 1.0:
+            raise ValueError("gradient_predivide_factor needs op=Average")
+        wrap_adasum(optimizer, names, compression, process_set)
+        return optimizer
     reduction = Reduction(
         _checked_op(op, gradient_predivide_factor),
         gradient_predivide_factor,
@@ -104,14 +113,10 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         world.config().bucket_bytes,
         sparse_as_dense,
     )
-    names = _checked_names(optimizer, named_parameters)
     groups = check_groups(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set)
     reducer = settings.make_reducer(names, backward_passes_per_step)
-    cls: type = type(optimizer)
-    wrapped = cast(_Distributed, optimizer)
-    wrapped.__class__ = _distributed_class(cls)
-    wrapped._start(reducer, names, settings, backward_passes_per_step)
+    wrap(optimizer, _Distributed)._start(reducer, names, settings, backward_passes_per_step)
     return optimizer
 
 
@@ -140,7 +145,7 @@ class _Settings:
         return reducer
 
 
-class _Distributed(torch.optim.Optimizer):
+class _Distributed(Wrapped):
     """What a wrapped optimizer's class adds to the user's class."""
 
     _parameter_names: dict[Tensor, str]
@@ -219,17 +224,6 @@ class _Distributed(torch.optim.Optimizer):
         self._reducer = None  # its buckets are freed before there are new ones
         self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as an optimizer of the user's class: another process may have no ranks."""
-        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
-
-
-@functools.cache
-def _distributed_class(cls: type) -> type[_Distributed]:
-    """Return the subclass of `cls` that a wrapped optimizer is an instance of."""
-    described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return cast(type[_Distributed], type(cls)(cls.__name__, (_Distributed, cls), described))
-
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -287,10 +281,8 @@ def _check_passes(passes: int) -> None:
 
 
 def _checked_op(op: int, predivide_factor: float) -> ReduceOp:
-    if op == Adasum:
-        raise ValueError("op=Adasum is not available: use Average or Sum")
     if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum, not {op!r}")
+        raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
     if predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
     if not predivide_factor > 0:

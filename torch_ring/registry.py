@@ -6,6 +6,7 @@ operations of one set never wait for those of another.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -170,6 +171,8 @@ class Registry:
             meeting.fail(cause)
             if engine is not None:
                 engine.shutdown()
+            if cause is error:
+                raise
             raise cause from None
         return engine
 
@@ -187,8 +190,10 @@ class Registry:
             local_size=None,
             nodes=1 if world.on_one_node() else None,
         )
-        mesh = connect(identity, self._config, self._rendezvous, meeting, labels=labels)
-        engine = make_engine(identity.rank, mesh, self._config)
+        with contextlib.closing(
+            connect(identity, self._config, self._rendezvous, meeting, labels=labels)
+        ) as mesh:
+            engine = make_engine(identity.rank, mesh, self._config)
         try:
             wait_for_all(engine, meeting.deadline)
         except BaseException:
