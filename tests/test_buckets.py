@@ -140,3 +140,9 @@ def test_parameters_are_split_evenly(count, parts):
     lengths = [len(group) for group in groups]
     assert sorted(lengths, reverse=True) == lengths
     assert not lengths or lengths[0] - lengths[-1] <= 1
+
+
+def test_a_small_capacity_holds_for_the_last_bucket_too():
+    specs = [TensorSpec(16, torch.float32, CPU)] * 4
+    buckets = plan_buckets(specs, [3, 2, 1, 0], capacity_bytes=128)
+    assert [len(bucket.slots) for bucket in buckets] == [2, 2]

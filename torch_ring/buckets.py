@@ -100,7 +100,7 @@ def plan_buckets(
         specs: the gradients, by parameter index.
         order: a permutation of the parameter indices.
         capacity_bytes: the most that goes into one bucket.
-        last_bytes: the same for the last bucket.
+        last_bytes: the same for the last bucket, if that is less.
         groups: parameters that stay together; each is in one group or in none.
 
     Returns:
@@ -118,7 +118,7 @@ def plan_buckets(
     parts: list[list[int]] = []
     for (_, _, group_index), parameters in kinds.items():
         if group_index is None:
-            parts += _split(specs, parameters, capacity_bytes, last_bytes)
+            parts += _split(specs, parameters, capacity_bytes, min(last_bytes, capacity_bytes))
         else:
             parts.append(parameters)
     ready_at = {parameter: position for position, parameter in enumerate(order)}
