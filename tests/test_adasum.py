@@ -13,7 +13,8 @@ import torch_ring as hvd
 
 def adaptive_sum(a: Tensor, b: Tensor) -> Tensor:
     ab, aa, bb = ((x.double() * y.double()).sum() for x, y in ((a, b), (a, a), (b, b)))
-    return ((1 - ab / (2 * aa)) * a + (1 - ab / (2 * bb)) * b).to(a.dtype)
+    of_a, of_b = (1 - ab / (2 * norm) if norm else 1.0 for norm in (aa, bb))
+    return (of_a * a + of_b * b).to(a.dtype)
 
 
 def of_tree(changes: list[Tensor]) -> Tensor:
