@@ -119,7 +119,7 @@ def refuses() -> None:
         "unique: 0.weight": {"named_parameters": [named[0], *named]},
         "lacks 1 of the 6": {"named_parameters": named[1:]},
         "must be pairs": {"named_parameters": model.parameters()},
-        "Average or Sum": {"op": hvd.Max},
+        "Average, Sum or Adasum": {"op": hvd.Max},
         "needs op=Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
         "positive": {"gradient_predivide_factor": 0.0},
         "at least 1": {"backward_passes_per_step": 0},
