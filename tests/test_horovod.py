@@ -36,11 +36,24 @@ def test_all_behaviours_in_one_job(launcher, size):
         assert f"rank {rank} of {size}: {len(BEHAVIOURS)} behaviours" in output, output
 
 
+@pytest.mark.launcher
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_programs_of_users_of_horovod(launcher):
+    program = str(Path(__file__).parent / "horovod_programs" / "run_all.py")
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    command = torchrun if launcher == "torchrun" else [*mpirun("Open MPI"), sys.executable]
+    output = finish(start([*command, program]))
+    assert "rank 0 of 2: all programs" in output, output
+    assert "rank 1 of 2: all programs" in output, output
+    assert "Total img/sec on 2 CPU(s)" in output, output
+
+
 NAMES = """
     init shutdown is_initialized rank size local_rank local_size cross_rank cross_size
     is_homogeneous mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built
     ddl_built ccl_built cuda_built rocm_built Average Sum Adasum Min Max Product
-    HorovodInternalError HostsUpdatedInterrupt ProcessSet global_process_set add_process_set remove_process_set
+    HorovodInternalError HostsUpdatedInterrupt ProcessSet global_process_set add_process_set
+    remove_process_set
     allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
     grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
     grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_

@@ -185,7 +185,8 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   try {
     drive(target, interrupt);
   } catch (const Error& error) {
-    if (abort_->raise(error)) watchdog_->announce(error);
+    const Error cause = first_cause(error);
+    if (abort_->raise(cause)) watchdog_->announce(cause);
   } catch (const Interrupted& caught) {
     interrupted = caught.cause;
   } catch (const std::exception& error) {  // out of memory, say: the ranks are out of step
@@ -313,6 +314,23 @@ void Engine::settle(Work& work, std::optional<Error> error) {
   if (waiters_ > 0) changed_.notify_all();
 }
 
+Error Engine::departed(int rank) const {
+  return {ErrorKind::kPeerLost,
+          labels_[static_cast<std::size_t>(rank)] + " has left: it called shutdown() or exited"};
+}
+
+/// Why a transfer failed. Whoever fails closes its connections, so that its peers lose it; what it
+/// failed of is on its way to the watchdog, or a goodbye is.
+Error Engine::first_cause(const Error& error) const {
+  if (error.kind() != ErrorKind::kPeerLost) return error;
+  const auto deadline = Clock::now() + kDepartureGrace;
+  while (!abort_->raised() && Clock::now() < deadline) {
+    if (const auto departure = watchdog_->departure()) return departed(departure->rank);
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return error;
+}
+
 /// With the lock held, nobody driving, and the abort raised.
 void Engine::fail_all() {
   std::optional<Error> cause;
@@ -339,8 +357,7 @@ void Engine::look_around() {
   const auto now = Clock::now();
   if (const auto departure = watchdog_->departure();
       departure && now - departure->since > kDepartureGrace) {
-    throw Error(ErrorKind::kPeerLost, labels_[static_cast<std::size_t>(departure->rank)] +
-                                          " has left: it called shutdown() or exited");
+    throw departed(departure->rank);
   }
   for (const auto& [key, work] : pending_) {
     // Who has joined waits as long as the others get on.

@@ -86,6 +86,8 @@ class Engine {
   void finish_round();
   void renumber();
   Error describe(const Work& work, const Error& error) const;
+  Error departed(int rank) const;
+  Error first_cause(const Error& error) const;
   void settle(Work& work, std::optional<Error> error);
   void look_around();
   std::string late_ranks(const Work& work) const;
