@@ -28,10 +28,7 @@ struct Held {
 class Delivery {
  public:
   Delivery(const Routes& routes, int rank, std::span<const std::size_t> bytes)
-      : routes_(routes),
-        rank_(rank),
-        size_(routes.size()),
-        bytes_(bytes) {}
+      : routes_(routes), rank_(rank), size_(routes.size()), bytes_(bytes) {}
 
   int size() const { return size_; }
   std::size_t bytes_of(Parcel parcel) const {
