@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ring.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan_buckets
+from torch_ring.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan_buckets, split_evenly
 
 CPU = torch.device("cpu")
 CAPACITY_BYTES, LAST_BYTES = 1024, 256
@@ -103,3 +103,46 @@ def test_touching_all_of_a_bucket_is_one_run():
     assert bucket.runs(0b111) == [(0, bucket.numel)]
     assert bucket.runs(0b101) == [(0, 7), (32, 35)]
     assert bucket.runs(0b1000) == []
+
+
+@given(specs_and_orders, st.data())
+def test_a_group_is_one_bucket_of_each_kind(case, data):
+    specs, order = case
+    numbers = st.sampled_from([None, 0, 1, 2])
+    group_of = data.draw(st.lists(numbers, min_size=len(specs), max_size=len(specs)))
+    groups = [[p for p, number in enumerate(group_of) if number == g] for g in range(3)]
+    buckets = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, groups)
+    placed = [slot.parameter for bucket in buckets for slot in bucket.slots]
+    assert sorted(placed) == list(range(len(specs)))
+    kinds = []
+    for bucket in buckets:
+        (number,) = {group_of[slot.parameter] for slot in bucket.slots}
+        if number is not None:
+            kinds.append((bucket.dtype, bucket.device, number))
+    assert len(kinds) == len(set(kinds)), "no group is split"
+
+
+@given(specs_and_orders)
+def test_groups_leave_the_plan_of_the_others_alone(case):
+    specs, order = case
+    first = order[: len(order) // 2]
+    rest = order[len(first) :]
+    together = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, [first])
+    ungrouped = [b for b in together if b.slots[0].parameter in set(rest)]
+    assert tuple(ungrouped) == plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
+
+
+@given(st.integers(0, 40), st.integers(1, 50))
+def test_parameters_are_split_evenly(count, parts):
+    groups = split_evenly(count, parts)
+    assert [i for group in groups for i in group] == list(range(count))
+    assert len(groups) == min(count, parts)
+    lengths = [len(group) for group in groups]
+    assert sorted(lengths, reverse=True) == lengths
+    assert not lengths or lengths[0] - lengths[-1] <= 1
+
+
+def test_a_small_capacity_holds_for_the_last_bucket_too():
+    specs = [TensorSpec(16, torch.float32, CPU)] * 4
+    buckets = plan_buckets(specs, [3, 2, 1, 0], capacity_bytes=128)
+    assert [len(bucket.slots) for bucket in buckets] == [2, 2]

@@ -1,5 +1,6 @@
 """Training on several ranks is training on one with the joined batch."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -142,7 +143,8 @@ def test_clipping_sees_averaged_gradients():
     run(clips, 2)
 
 
-def scales() -> None:
+def scales(dance: bool) -> list[Tensor]:
+    """Train with loss scaling; with `dance`, as scripts for Horovod do it."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -153,18 +155,56 @@ def scales() -> None:
             loss = loss_of(model, part(batch))
         overflow = step == 2 and hvd.rank() == 1
         scaler.scale(loss * torch.inf if overflow else loss).backward()
+        if dance:
+            optimizer.synchronize()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
+        with optimizer.skip_synchronize() if dance else contextlib.nullcontext():
+            scaler.step(optimizer)
         scaler.update()
         stayed = all(map(torch.equal, before, model.parameters()))
         assert stayed == (step == 2), "a step is skipped on all ranks or on none"
     assert scaler.get_scale() == 512.0
     assert_same_on_all_ranks(*model.parameters())
+    return list(model.parameters())
+
+
+def scales_in_both_ways() -> None:
+    plain, danced = scales(dance=False), scales(dance=True)
+    assert all(map(torch.equal, plain, danced))
 
 
 def test_grad_scaler_skips_a_step_on_all_ranks():
-    run(scales, 2)
+    run(scales_in_both_ways, 2)
+
+
+def scales_sums() -> None:
+    """Loss scaling, accumulation and sparse gradients; the last step has a pass less."""
+
+    def play(wrap: Callable[[Optimizer], Optimizer], ranks: list[int]) -> nn.Module:
+        words = nn.Embedding(8, 2, sparse=True)
+        nn.init.ones_(words.weight)
+        optimizer = wrap(SGD(words.parameters(), lr=0.5))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for passes in (2, 2, 1):
+            optimizer.zero_grad()
+            for step in range(passes):
+                for rank in ranks:
+                    loss = words(torch.tensor([rank, step, 7])).square().sum() / len(ranks)
+                    scaler.scale(loss).backward()
+            if hasattr(optimizer, "synchronize"):
+                optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return words
+
+    together = play(lambda o: hvd.DistributedOptimizer(o, backward_passes_per_step=2), [hvd.rank()])
+    assert_same_weights(together, play(lambda o: o, list(range(hvd.size()))))
+
+
+def test_grad_scaler_with_accumulation_and_sparse_gradients():
+    run(scales_sums, 2)
 
 
 def minimizes(line_search: str | None) -> None:

@@ -119,16 +119,25 @@ def refuses() -> None:
         "unique: 0.weight": {"named_parameters": [named[0], *named]},
         "lacks 1 of the 6": {"named_parameters": named[1:]},
         "must be pairs": {"named_parameters": model.parameters()},
-        "Adasum": {"op": hvd.Adasum},
-        "Average or Sum": {"op": hvd.Max},
+        "Average, Sum or Adasum": {"op": hvd.Max},
         "needs op=Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
         "positive": {"gradient_predivide_factor": 0.0},
         "at least 1": {"backward_passes_per_step": 0},
+        "non-negative integer, not -1": {"groups": -1},
+        "list of lists": {"groups": model.parameters()},
+        "consist of tensors, not of str": {"groups": [["0.weight"]]},
+        "only once": {"groups": [[named[0][1]], [named[1][1], named[0][1]]]},
+        r"shape \[2\] in groups is no parameter": {"groups": [[weight]]},
     }.items():
         with pytest.raises(ValueError, match=message):
             hvd.DistributedOptimizer(make_sgd(model), **options)
     with pytest.raises(TypeError, match="Optimizer"):
         hvd.DistributedOptimizer(model)
+    with (
+        pytest.warns(DeprecationWarning, match="use groups"),
+        pytest.raises(ValueError, match="-2"),
+    ):
+        hvd.DistributedOptimizer(make_sgd(model), num_groups=-2)
     low = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"'low' has dtype torch.float8"):
         hvd.DistributedOptimizer(SGD([low], lr=0.1), [("low", low)])
@@ -148,21 +157,6 @@ def test_before_init():
     run(comes_too_early, 1, initialized=False)
 
 
-def refuses_sparse() -> None:
-    words = nn.Embedding(4, 2, sparse=True)
-    optimizer = hvd.DistributedOptimizer(SGD(words.parameters(), 0.1), words.named_parameters())
-    with pytest.raises(ValueError, match="parameter 'weight' has a sparse gradient"):
-        words(torch.tensor([1])).sum().backward()
-    words.sparse = False
-    optimizer.zero_grad()
-    words(torch.tensor([hvd.rank()])).sum().backward()
-    assert words.weight.grad.sum(1).tolist() == [1, 1, 0, 0]
-
-
-def test_sparse_gradients_are_refused():
-    run(refuses_sparse, 2)
-
-
 def differs(what: str) -> str:
     odd = hvd.rank() == hvd.size() - 1
     shape = (4, 3) if what == "shape" and odd else (3, 4)
@@ -172,6 +166,8 @@ def differs(what: str) -> str:
     if what == "count" and odd:
         model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
     options = {"op": hvd.Sum} if what == "op" and odd else {}
+    if what == "groups":
+        options = {"groups": 1 if odd else 2}
     with pytest.raises(hvd.MismatchError) as error:
         hvd.DistributedOptimizer(make_sgd(model), model.named_parameters(), **options)
     optimizer = hvd.DistributedOptimizer(make_sgd(make_model()))  # the job may go on
@@ -186,6 +182,7 @@ def differs(what: str) -> str:
         ("dtype", "rank 0: 'weight' float32 [4, 3] on cpu; rank 2: 'weight' float64 [4, 3] on cpu"),
         ("count", "rank 0: nothing; rank 2: 'extra' float32 [1] on cpu"),
         ("op", "rank 0: Average, "),
+        ("groups", "float32 [4] on cpu in group 1; rank 2: 'bias' float32 [4] on cpu in group 0"),
     ],
 )
 def test_different_models(what, expected):

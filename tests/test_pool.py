@@ -131,7 +131,7 @@ def test_nobody_is_left_behind(tmp_path):
     shared = sorted(os.listdir("/dev/shm"))
     run(facts, 2)
     waiting = set(multiprocessing.active_children())  # for another test
-    run(facts, 2, initialized=False)
+    run(os.getpid, 2, initialized=False)
     assert set(multiprocessing.active_children()) == waiting
     assert sorted(os.listdir("/dev/shm")) == shared
     run(leaves_a_child, 1, args=[tmp_path], initialized=False)

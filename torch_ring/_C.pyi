@@ -172,11 +172,17 @@ class GradientHooks:
     def place(self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]]) -> None:
         """Give every parameter its (bucket, offset in elements); gradients move there."""
 
-    def pending(self, everything: bool) -> tuple[bytes, bool]:
-        """Return the bitmap of what is due, and whether there is more that is not due yet."""
+    def pending(self, everything: bool) -> tuple[bytes, bytes, bool]:
+        """Return the bitmap of what is due, of what is sparse of it, and whether there is more."""
 
     def adopt(self, touched: bytes) -> None:
         """Prepare the parameters of the bitmap to be reduced: gradients move, or become zero."""
+
+    def contribution(self, index: int) -> Tensor | None:
+        """Return the gradient of a parameter that is to be reduced outside the buckets."""
+
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """Make a sparse tensor the reduced gradient of a parameter."""
 
     def reduced(self, touched: bytes) -> None:
         """Record that the parameters of the bitmap have been reduced."""

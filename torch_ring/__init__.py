@@ -7,15 +7,38 @@ from torch_ring.errors import check_build
 
 check_build()
 
+from torch_ring.capabilities import (  # noqa: E402
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from torch_ring.compression import Compression, Compressor  # noqa: E402
 from torch_ring.errors import (  # noqa: E402
     HorovodInternalError,
+    HostsUpdatedInterrupt,
     InvalidArgumentError,
     MismatchError,
     NotInitializedError,
     PeerLostError,
     RingError,
     TimeoutError,
+)
+from torch_ring.grouped import (  # noqa: E402
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
 )
 from torch_ring.handle import Handle, poll, synchronize  # noqa: E402
 from torch_ring.ops import (  # noqa: E402
@@ -30,9 +53,24 @@ from torch_ring.ops import (  # noqa: E402
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    join,
 )
 from torch_ring.optimizer import DistributedOptimizer  # noqa: E402
+from torch_ring.process_set import (  # noqa: E402
+    ProcessSet,
+    _basics,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from torch_ring.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
+from torch_ring.scattering import (  # noqa: E402
+    alltoall,
+    alltoall_async,
+    reducescatter,
+    reducescatter_async,
+)
+from torch_ring.sparse import sparse_allreduce_async  # noqa: E402
 from torch_ring.state import (  # noqa: E402
     allgather_object,
     broadcast_object,
@@ -40,6 +78,7 @@ from torch_ring.state import (  # noqa: E402
     broadcast_parameters,
 )
 from torch_ring.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor  # noqa: E402
+from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from torch_ring.world import (  # noqa: E402
     cross_rank,
     cross_size,
@@ -65,19 +104,24 @@ __all__ = [
     "Gather",
     "Handle",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "InvalidArgumentError",
     "Max",
     "Min",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "Reduce",
     "ReduceOp",
     "RingError",
     "StatefulCompressor",
     "Sum",
+    "SyncBatchNorm",
     "TimeoutError",
+    "_basics",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -85,6 +129,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -93,16 +139,41 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
-__all__ = ["Bucket", "Slot", "TensorSpec", "plan_buckets"]
+__all__ = ["Bucket", "Slot", "TensorSpec", "plan_buckets", "split_evenly"]
 
 ALIGNMENT_BYTES = 64
 """Every gradient begins on a cache line: ranks that write neighbours do not share one."""
@@ -87,17 +88,20 @@ def plan_buckets(
     order: Sequence[int],
     capacity_bytes: int,
     last_bytes: int = LAST_BUCKET_BYTES,
+    groups: Sequence[Sequence[int]] = (),
 ) -> tuple[Bucket, ...]:
     """Pack gradients into buckets in the order in which they become ready.
 
     A bucket holds one dtype on one device. The gradients that are ready last get a bucket of at
-    most `last_bytes`; a gradient that is larger than a limit gets a bucket of its own.
+    most `last_bytes`; a gradient that is larger than a limit gets a bucket of its own. A group of
+    gradients gets a bucket of its own for each dtype and device, whatever its size.
 
     Args:
         specs: the gradients, by parameter index.
         order: a permutation of the parameter indices.
         capacity_bytes: the most that goes into one bucket.
-        last_bytes: the same for the last bucket.
+        last_bytes: the same for the last bucket, if that is less.
+        groups: parameters that stay together; each is in one group or in none.
 
     Returns:
         The buckets, in the order in which they become full.
@@ -105,32 +109,41 @@ def plan_buckets(
     Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", VLDB 13(12), 2020, section 3.2.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
+    kinds: dict[tuple[torch.dtype, torch.device, int | None], list[int]] = {}
     for parameter in order:
         spec = specs[parameter]
-        kinds.setdefault((spec.dtype, spec.device), []).append(parameter)
-    groups = [
-        group
-        for parameters in kinds.values()
-        for group in _split(specs, parameters, capacity_bytes, last_bytes)
-    ]
+        kind = (spec.dtype, spec.device, group_of.get(parameter))
+        kinds.setdefault(kind, []).append(parameter)
+    parts: list[list[int]] = []
+    for (_, _, group_index), parameters in kinds.items():
+        if group_index is None:
+            parts += _split(specs, parameters, capacity_bytes, min(last_bytes, capacity_bytes))
+        else:
+            parts.append(parameters)
     ready_at = {parameter: position for position, parameter in enumerate(order)}
-    groups.sort(key=lambda group: ready_at[group[-1]])
-    return tuple(_lay_out(specs, group) for group in groups)
+    parts.sort(key=lambda part: ready_at[part[-1]])
+    return tuple(_lay_out(specs, part) for part in parts)
+
+
+def split_evenly(count: int, parts: int) -> list[range]:
+    """Cut `count` parameters into `parts` consecutive groups; the first may have one more."""
+    ends = [part * (count // parts) + min(part, count % parts) for part in range(parts + 1)]
+    return [range(begin, end) for begin, end in pairwise(ends) if begin < end]
 
 
 def _split(
     specs: Sequence[TensorSpec], parameters: Sequence[int], capacity_bytes: int, last_bytes: int
 ) -> list[list[int]]:
-    """Cut `parameters`, all of one kind, into groups that fit the limits."""
+    """Cut `parameters`, all of one kind, into parts that fit the limits."""
     tail = _fitting([specs[parameter] for parameter in reversed(parameters)], last_bytes)
     body, last = parameters[: len(parameters) - tail], parameters[len(parameters) - tail :]
-    groups: list[list[int]] = []
+    parts: list[list[int]] = []
     while body:
         count = _fitting([specs[parameter] for parameter in body], capacity_bytes)
-        groups.append(list(body[:count]))
+        parts.append(list(body[:count]))
         body = body[count:]
-    return [*groups, list(last)]
+    return [*parts, list(last)]
 
 
 def _fitting(specs: Sequence[TensorSpec], limit_bytes: int) -> int:

@@ -110,6 +110,10 @@ def _horovod_level(text: str) -> str:
     return {"trace": "debug", "fatal": "error"}.get(level, level)
 
 
+def _stall_shutdown(text: str) -> float | None:
+    return _number(0.0)(text) or None  # 0, its default: never
+
+
 def _disables_stall_check(text: str) -> float | None:
     return None if _one_of("0", "1", "false", "true")(text) in ("0", "false") else 0.0
 
@@ -128,6 +132,7 @@ SETTINGS = (
         "TORCH_RING_TIMEOUT",
         _number(0.1),
         "seconds without progress after which a collective fails",
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _stall_shutdown),),
     ),
     Setting(
         "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", _number(0.1), "seconds that init() may take"

@@ -6,6 +6,7 @@ import builtins
 
 __all__ = [
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "InvalidArgumentError",
     "MismatchError",
     "NotInitializedError",
@@ -22,6 +23,10 @@ class RingError(RuntimeError):
 
 HorovodInternalError = RingError
 """Horovod's name for it."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
+    """The hosts of an elastic job have changed: Horovod's name, which handlers catch."""
 
 
 class MismatchError(RingError):

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from torch_ring import _C
+from torch_ring import passes as backward_passes
 from torch_ring.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.compression import Compression, Compressor
 from torch_ring.exchange import Exchanges
-from torch_ring.passes import BackwardPasses, Report
+from torch_ring.passes import BackwardPasses
+from torch_ring.process_set import ProcessSet
 from torch_ring.reduce_op import Average, ReduceOp, Sum
+from torch_ring.reports import Report
 from torch_ring.rounds import Collectives
+from torch_ring.sparse_gradients import SparseSum
 from torch_ring.state import require_same
 from torch_ring.stateful import StatefulCompressor
 
@@ -35,12 +39,14 @@ class Reduction:
         predivide_factor: Average divides by this before the sum, by size / this after it.
         compression: what travels in place of a bucket, or of each gradient.
         bucket_bytes: the most that is reduced together.
+        sparse_as_dense: whether sparse gradients are dense on their way.
     """
 
     op: ReduceOp
     predivide_factor: float
     compression: type[Compressor] | StatefulCompressor
     bucket_bytes: int
+    sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
         kind = self.compression
@@ -60,7 +66,10 @@ class Reduction:
     def describe(self) -> str:
         """Return what all ranks must have in common."""
         name = getattr(self.compression, "__qualname__", str(self.compression))
-        return f"{self.op.name}, {self.predivide_factor=}, {name}, {self.bucket_bytes=}"
+        return (
+            f"{self.op.name}, {self.predivide_factor=}, {name}, {self.bucket_bytes=}, "
+            f"{self.sparse_as_dense=}"
+        )
 
 
 class Reducer:
@@ -72,28 +81,34 @@ class Reducer:
     first parameter that is not the same on two ranks; ValueError for one that cannot be reduced.
 
     Args:
-        passes: all reducers of this world.
-        size: the number of ranks.
+        passes: all reducers of this process set.
         parameters: leaves, whether they require grad now or not.
         names: what errors call them.
         reduction: how to combine the gradients.
+        groups: indices of parameters whose gradients stay together (`plan_buckets`).
     """
 
     def __init__(
         self,
         passes: BackwardPasses,
-        size: int,
         parameters: Sequence[Tensor],
         names: Sequence[str],
         reduction: Reduction,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        _require_same_parameters(parameters, names, reduction)
+        size = passes.size
+        _require_same_parameters(passes.process_set, parameters, names, reduction, groups)
+        self._parameters = parameters
+        self._names = names
+        self._groups = groups
         self._specs = [
             _spec(name, parameter) for name, parameter in zip(names, parameters, strict=True)
         ]
         self._passes = passes
         self._engine = passes.engine
         self._op = reduction.op
+        self._sparse_as_dense = reduction.sparse_as_dense
+        self._sparse_divisor = size if reduction.op == Average else 1
         self._arguments = reduction.arguments(size)
         self._compression = reduction.compression
         self._exchanges: Exchanges | None = None
@@ -111,7 +126,7 @@ class Reducer:
             parameters,
             names,
             reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
-            on_backward_end=passes.end,
+            on_backward_end=backward_passes.end,
             on_bucket_full=(
                 functools.partial(passes.start_bucket, self.index)
                 if self._engine.overlaps()
@@ -123,7 +138,9 @@ class Reducer:
         self._wires: list[Tensor | None] = []
         self._started: dict[int, Callable[[], object]] = {}  # whole buckets, sent during the pass
         self._unfinished: list[Callable[[], object]] = []  # each returns whether to call it again
-        self._touched = 0
+        self._touched = 0  # what is reduced in buckets
+        self._sparse = 0  # what becomes sparse again after that
+        self._sparse_sums: dict[int, SparseSum] = {}
         self._order_is_real = False
         self._place(range(len(parameters) - 1, -1, -1))
         _reducers.add(self)
@@ -152,12 +169,12 @@ class Reducer:
 
     def report(self, everything: bool) -> Report | None:
         """See `Participant`."""
-        due, held_back = self.hooks.pending(everything)
+        due, sparse, held_back = self.hooks.pending(everything)
         bitmap = int.from_bytes(due, "little")
         if not (bitmap or held_back or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
-        return Report(self.index, bitmap, held_back, order)
+        return Report(self.index, bitmap, int.from_bytes(sparse, "little"), held_back, order)
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
@@ -174,8 +191,19 @@ class Reducer:
         else:
             self._started[index] = self._send(name, memory, self._wires[index])
 
-    def start(self, touched: int, number: int) -> None:
+    def start(self, touched: int, sparse: int, number: int) -> None:
         """See `Participant`."""
+        self._sparse = sparse if self._sparse_as_dense else 0
+        sparse ^= self._sparse
+        for parameter in _members(sparse):
+            self._sparse_sums[parameter] = SparseSum(
+                self._engine,
+                f"gradients.{self.index}.{number}.sparse.{self._names[parameter]}",
+                self._parameters[parameter],
+                self.hooks.contribution(parameter),
+                self._sparse_divisor,
+            )
+        touched ^= sparse
         self._touched = touched
         self.hooks.adopt(self._bitmap(touched))
         for index, bucket in enumerate(self._plan):
@@ -205,10 +233,20 @@ class Reducer:
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
         self.hooks.reduced(self._bitmap(self._touched))
+        self._finish_sparse()
         if order and not self._order_is_real:
             self._order_is_real = True
             rest = set(range(len(self._specs))).difference(order)
             self._place([*order, *sorted(rest, reverse=True)])
+
+    def _finish_sparse(self) -> None:
+        sums, self._sparse_sums = self._sparse_sums, {}
+        for parameter, pending in sums.items():
+            self.hooks.replace(parameter, pending.wait())
+        for parameter in _members(self._sparse):
+            gradient = self._parameters[parameter].grad
+            assert gradient is not None, "it has just been reduced"
+            self.hooks.replace(parameter, gradient.to_sparse(1))
 
     def _send(self, name: str, region: Tensor, wire: Tensor | None) -> Callable[[], None]:
         """Start to reduce `region` in place; return what waits for it."""
@@ -234,7 +272,7 @@ class Reducer:
 
     def _place(self, order: Sequence[int]) -> None:
         """Plan the buckets, and give every gradient its place in one."""
-        plan = plan_buckets(self._specs, order, self._bucket_bytes)
+        plan = plan_buckets(self._specs, order, self._bucket_bytes, groups=self._groups)
         if plan == self._plan:
             return
         self._plan = plan
@@ -260,6 +298,11 @@ class Reducer:
         return self._memory(bucket, dtype)
 
 
+def _members(bitmap: int) -> list[int]:
+    """Return the parameters of a bitmap."""
+    return [index for index in range(bitmap.bit_length()) if bitmap >> index & 1]
+
+
 def _wait(work: _C.Work) -> None:
     work.wait()
 
@@ -280,16 +323,23 @@ def _spec(name: str, parameter: Tensor) -> TensorSpec:
 
 
 def _require_same_parameters(
-    parameters: Sequence[Tensor], names: Sequence[str], reduction: Reduction
+    process_set: ProcessSet,
+    parameters: Sequence[Tensor],
+    names: Sequence[str],
+    reduction: Reduction,
+    groups: Sequence[Sequence[int]],
 ) -> None:
     lines = [reduction.describe()]
-    for name, parameter in zip(names, parameters, strict=True):
+    group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         dtype = str(parameter.dtype).removeprefix("torch.")
         line = f"'{name}' {dtype} {list(parameter.shape)}"
         # The order of elements in memory is the order in which they are added up.
         line += "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
-        lines.append(f"{line} on {parameter.device.type}")
-    require_same(lines, "the ranks wrap different optimizers")
+        line += f" on {parameter.device.type}"
+        line += f" in group {group_of[index]}" if index in group_of else ""
+        lines.append(line)
+    require_same(lines, "the ranks wrap different optimizers", process_set)
 
 
 _reducers: WeakSet[Reducer] = WeakSet()

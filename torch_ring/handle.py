@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torch_ring import _C
 
-__all__ = ["Handle", "poll", "synchronize"]
+__all__ = ["GroupHandle", "Handle", "poll", "synchronize"]
 
 
 class Handle:
@@ -40,6 +40,38 @@ class Handle:
         work, self._work = self._work, None
         result = work.wait()
         return result if self._finish is None else self._finish(result)
+
+
+class GroupHandle(Handle):
+    """The handle of operations that complete together; its result is made of all of theirs."""
+
+    __slots__ = ("_finish_group", "_works")
+
+    def __init__(
+        self, works: Sequence[_C.Work], finish: Callable[[list[Tensor]], Any] = list
+    ) -> None:
+        self._works: Sequence[_C.Work] | None = works
+        self._finish_group = finish
+
+    def done(self) -> bool:
+        """Return whether all operations have completed, successfully or not."""
+        return self._works is None or all(work.done() for work in self._works)
+
+    def wait(self) -> Any:
+        """Block until all operations are done; see :meth:`Handle.wait`. Raises the first error."""
+        if self._works is None:
+            return None
+        works, self._works = self._works, None
+        results: list[Tensor] = []
+        first_error: Exception | None = None
+        for work in works:
+            try:
+                results.append(work.wait())
+            except Exception as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        return self._finish_group(results)
 
 
 def _checked(handle: Handle) -> Handle:

@@ -25,6 +25,7 @@ class Identity:
         launcher: who started it, a key of `LAUNCHERS`; "python" when nobody did, "init" when the
             program says who it is.
         job: the launcher's name of this start of the job.
+        part: the launcher's ranks that are counted here, ascending, if these are not all.
     """
 
     rank: int = 0
@@ -35,6 +36,26 @@ class Identity:
     nodes: int | None = None
     launcher: str = "python"
     job: str = ""
+    part: tuple[int, ...] = ()
+
+    def among(self, ranks: tuple[int, ...]) -> Identity:
+        """Return who this process is among some of these ranks, given in ascending order.
+
+        Its local rank is not the launcher's any more, but counted anew.
+        """
+        return replace(
+            self,
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            local_rank=None,
+            local_size=None,
+            nodes=1 if self.on_one_node() else None,
+            part=ranks,
+        )
+
+    def launched_rank(self) -> int:
+        """Return this process's rank as the launcher counts."""
+        return self.part[self.rank] if self.part else self.rank
 
     def on_one_node(self) -> bool:
         """Return whether the launcher says that all ranks are on one node."""

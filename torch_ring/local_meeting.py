@@ -28,7 +28,8 @@ _ANSWER_BYTES = 4096
 def meeting_point(identity: Identity) -> str:
     """Return the name of the socket at which the ranks of this start of the job meet."""
     job = identity.job or _starter(identity)
-    digest = hashlib.sha256(f"{os.getuid()}/{identity.launcher}/{job}".encode()).hexdigest()
+    name = f"{os.getuid()}/{identity.launcher}/{job}/{identity.part}"
+    digest = hashlib.sha256(name.encode()).hexdigest()
     return f"\0torch_ring/{digest[:32]}"
 
 

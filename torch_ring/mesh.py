@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch_ring.launchers import Identity
 from torch_ring.meeting import Meeting
 from torch_ring.network import own_address, receive_fds, require_same_user
 from torch_ring.rendezvous import Rendezvous
+from torch_ring.set_meeting import SetMeeting
 
 __all__ = ["Mesh", "connect"]
 
@@ -81,8 +82,24 @@ class Mesh:
                 os.close(fds.popitem()[1])
 
 
-def connect(identity: Identity, config: Config, rendezvous: Rendezvous, meeting: Meeting) -> Mesh:
+def connect(
+    identity: Identity,
+    config: Config,
+    rendezvous: Rendezvous,
+    meeting: Meeting | SetMeeting,
+    *,
+    labels: Sequence[str] = (),
+    common: Mapping[str, Any] | None = None,
+) -> Mesh:
     """Connect this rank to all others.
+
+    Args:
+        identity: this process among those to connect.
+        config: the settings.
+        rendezvous: where they met, and the secret that they share.
+        meeting: what they tell one another by.
+        labels: what to call the ranks; else they are called by their cards.
+        common: what must be the same on all ranks besides settings, by name.
 
     Returns:
         The mesh, when those of all ranks are complete.
@@ -97,12 +114,12 @@ def connect(identity: Identity, config: Config, rendezvous: Rendezvous, meeting:
         cleanup.callback(mesh.close)
         shares = config.transport != "tcp" and _make_memory(identity.rank, mesh, config)
         with _listen_tcp(identity, config, rendezvous) as tcp, _listen_unix() as unix:
-            card = _make_card(identity, config, shares, tcp, unix)
+            card = _make_card(identity, config, shares, tcp, unix, common or {})
             texts = meeting.gather("cards", card.to_json())
             mesh.cards = [Card.from_json(rank, text) for rank, text in enumerate(texts)]
             cards.require_agreement(mesh.cards)
             mesh.host_of = cards.host_of(mesh.cards, config.transport)
-            mesh.labels = cards.labels(mesh.cards)
+            mesh.labels = list(labels) or cards.labels(mesh.cards)
             mesh.may_spin = cards.may_spin(identity.rank, mesh.cards)
             nonce = bytes.fromhex(mesh.cards[0].nonce)
             secret = (config.secret or rendezvous.secret).encode()
@@ -138,7 +155,12 @@ def _make_memory(rank: int, mesh: Mesh, config: Config) -> bool:
 
 
 def _make_card(
-    identity: Identity, config: Config, shares: bool, tcp: socket.socket, unix: socket.socket
+    identity: Identity,
+    config: Config,
+    shares: bool,
+    tcp: socket.socket,
+    unix: socket.socket,
+    common: Mapping[str, Any],
 ) -> Card:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Card(
@@ -155,7 +177,7 @@ def _make_card(
         socket=unix.getsockname()[1:].decode(),
         cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
         nonce=secrets.token_hex(32),
-        settings=config.common(),
+        settings={**config.common(), **common},
     )
 
 
@@ -214,7 +236,7 @@ def _run_here(work: Coroutine[Any, Any, None]) -> None:
 class _Connector:
     """Makes the connections of one rank, each in a task of its own: a silent one delays nobody."""
 
-    def __init__(self, rank: int, key: bytes, mesh: Mesh, meeting: Meeting) -> None:
+    def __init__(self, rank: int, key: bytes, mesh: Mesh, meeting: Meeting | SetMeeting) -> None:
         self._rank = rank
         self._key = key
         self._mesh = mesh
@@ -265,8 +287,8 @@ class _Connector:
         late = sorted({peer for peer, _ in self._missing})
         names = ", ".join(self._mesh.labels[peer] for peer in late[:8])
         raise TimeoutError(
-            f"rank {self._rank} has no connection with {len(late)} of its peers, {names}, "
-            f"{self._meeting.deadline}" + (f": {self._reason}" if self._reason else "")
+            f"{self._mesh.labels[self._rank]} has no connection with {len(late)} of its peers, "
+            f"{names}, {self._meeting.deadline}" + (f": {self._reason}" if self._reason else "")
         )
 
     async def _accept(self, listener: socket.socket) -> None:

@@ -1,14 +1,16 @@
 """Collective operations on tensors.
 
-Every rank calls the same operations. Operations with a name may be submitted in any order; those
-without are numbered, so their order must be the same on all ranks. Tensors are dense and on the
-CPU; their dtype is uint8, int8, int32, int64, float16, bfloat16, float32, float64 or bool.
+Every rank of the process set calls the same operations. Operations with a name may be submitted in
+any order; those without are numbered, so their order must be the same on all ranks. Tensors are
+dense and on the CPU; their dtype is uint8, int8, int32, int64, float16, bfloat16, float32, float64
+or bool.
 
 Raised by all of them, on every rank:
 
 * :class:`NotInitializedError` before :func:`torch_ring.init`;
 * ``ValueError`` for what is wrong on this rank alone, before anything is sent;
-* :class:`MismatchError` when the ranks ask for different things; the job may go on;
+* :class:`MismatchError` when the ranks ask for different things, or some have called
+  :func:`join` and the operation needs them; the job may go on;
 * :class:`PeerLostError`, :class:`TimeoutError` when a rank is gone or silent.
 """
 
@@ -19,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring import world
+from torch_ring import passes, world
 from torch_ring.compression import Compression, Compressor
 from torch_ring.handle import Handle
+from torch_ring.process_set import ProcessSet, engine_of, global_process_set, root_in
 from torch_ring.reduce_op import Average, resolve_op
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "join",
 ]
 
 
@@ -46,9 +50,11 @@ def _allreduce(
     op: int,
     prescale: float,
     postscale: float,
+    process_set: ProcessSet,
+    *,
     awaited: bool,
 ) -> Handle:
-    work = world.engine().allreduce(
+    work = engine_of(process_set).allreduce(
         tensor, output, name or "", op, prescale, postscale, awaited=awaited
     )
     return Handle(work)
@@ -61,6 +67,7 @@ def allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to reduce `tensor` over all ranks into a new tensor.
 
@@ -68,16 +75,18 @@ def allreduce_async(
         tensor: any shape; the same shape and dtype on every rank.
         average: deprecated, use `op`.
         name: what identifies the operation on all ranks.
-        op: Average (the default), Sum, Min, Max or Product; Min, Max or Product for bool.
+        op: Average (the default), Sum, Min, Max, Product or Adasum; Min, Max or Product for bool,
+            Adasum for floating point on a power of two of ranks.
         prescale_factor: multiplies the tensor before it is reduced.
         postscale_factor: multiplies the result.
+        process_set: the ranks that take part; this one must be among them.
 
     Returns:
         A handle whose result has the shape and dtype of `tensor`.
     """
-    op = resolve_op(average, op)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     output = torch.empty_like(tensor, requires_grad=False)
-    return _allreduce(tensor, output, name, op, prescale_factor, postscale_factor, False)
+    return _allreduce(tensor, output, name, *arguments, awaited=False)
 
 
 def allreduce_async_(
@@ -87,31 +96,31 @@ def allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to reduce `tensor` over all ranks in place; see :func:`allreduce_async`.
 
     `tensor` may be a leaf that requires grad. Its handle's result is `tensor` itself.
     """
-    op = resolve_op(average, op)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     return _in_place(
-        _allreduce(tensor, tensor, name, op, prescale_factor, postscale_factor, False), tensor
+        _allreduce(tensor, tensor, name, *arguments, awaited=False),
+        tensor,
     )
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float
-    ) -> Tensor:
-        ctx.arguments = (op, prescale, postscale)
+    def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
+        ctx.arguments = arguments
         output = torch.empty_like(tensor)
-        _allreduce(tensor, output, name, op, prescale, postscale, True).wait()
+        _allreduce(tensor, output, name, *arguments, awaited=True).wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        op, prescale, postscale = ctx.arguments
-        return _Allreduce.apply(gradient, None, op, prescale, postscale), None, None, None, None
+        reduced = _Allreduce.apply(gradient, None, *ctx.arguments)
+        return reduced, *[None] * (1 + len(ctx.arguments))
 
 
 def allreduce(
@@ -122,6 +131,7 @@ def allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce `tensor` over all ranks and return the result; see :func:`allreduce_async`.
 
@@ -129,13 +139,13 @@ def allreduce(
 
     `compression` is what travels in place of `tensor`, such as ``Compression.fp16``.
     """
-    op = resolve_op(average, op)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
-        reduced = _Allreduce.apply(compressed, name, op, prescale_factor, postscale_factor)
+        reduced = _Allreduce.apply(compressed, name, *arguments)
     else:
         reduced = torch.empty_like(compressed, requires_grad=False)
-        _allreduce(compressed, reduced, name, op, prescale_factor, postscale_factor, True).wait()
+        _allreduce(compressed, reduced, name, *arguments, awaited=True).wait()
     return compression.decompress(reduced, context)
 
 
@@ -146,10 +156,11 @@ def allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce `tensor` over all ranks in place and return it; see :func:`allreduce_async_`."""
-    op = resolve_op(average, op)
-    handle = _allreduce(tensor, tensor, name, op, prescale_factor, postscale_factor, True)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
+    handle = _allreduce(tensor, tensor, name, *arguments, awaited=True)
     result: Tensor = _in_place(handle, tensor).wait()
     return result
 
@@ -160,94 +171,160 @@ def _in_place(handle: Handle, tensor: Tensor) -> Handle:
     return handle
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+def _broadcast(
+    tensor: Tensor,
+    output: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    awaited: bool,
+) -> Handle:
+    engine = engine_of(process_set)
+    root = root_in(process_set, root_rank)
+    return Handle(engine.broadcast(tensor, output, root, name or "", awaited=awaited))
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
     """Start to copy the root's `tensor` into a new tensor on every rank.
 
     Args:
         tensor: the same shape and dtype on every rank; its values matter on the root only.
-        root_rank: the rank whose values all get.
+        root_rank: the rank whose values all get: its global rank, also in a process set.
         name: what identifies the operation on all ranks.
+        process_set: the ranks that take part; this one and the root must be among them.
     """
     output = torch.empty_like(tensor, requires_grad=False)
-    return Handle(world.engine().broadcast(tensor, output, root_rank, name or ""))
+    return _broadcast(tensor, output, root_rank, name, process_set, awaited=False)
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
     """Start to overwrite `tensor` with the root's; see :func:`broadcast_async`."""
-    work = world.engine().broadcast(tensor, tensor, root_rank, name or "")
-    return _in_place(Handle(work), tensor)
+    return _in_place(
+        _broadcast(tensor, tensor, root_rank, name, process_set, awaited=False), tensor
+    )
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
         ctx.root_rank = root_rank
+        ctx.process_set = process_set
         output = torch.empty_like(tensor)
-        world.engine().broadcast(tensor, output, root_rank, name or "", awaited=True).wait()
+        _broadcast(tensor, output, root_rank, name, process_set, awaited=True).wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        averaged = allreduce(gradient, op=Average)
+        averaged = allreduce(gradient, op=Average, process_set=ctx.process_set)
         if world.rank() != ctx.root_rank:
             averaged = torch.zeros_like(averaged)
-        return averaged, None, None
+        return averaged, None, None, None
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
     """Return the root's `tensor` on every rank; see :func:`broadcast_async`.
 
     Differentiable: the root's gradient is the average over ranks, as in Horovod (not the sum);
     the others' is zero.
     """
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name)
+    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return result
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
     """Overwrite `tensor` with the root's and return it; see :func:`broadcast_async`."""
-    work = world.engine().broadcast(tensor, tensor, root_rank, name or "", awaited=True)
-    result: Tensor = _in_place(Handle(work), tensor).wait()
+    handle = _broadcast(tensor, tensor, root_rank, name, process_set, awaited=True)
+    result: Tensor = _in_place(handle, tensor).wait()
     return result
 
 
-def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
     """Start to concatenate the ranks' tensors along their first dimension.
 
     Args:
         tensor: at least one dimension; all but the first are equal on all ranks.
         name: what identifies the operation on all ranks.
+        process_set: the ranks that take part; this one must be among them.
 
     Returns:
         A handle whose result has as many rows as all tensors together, in the order of ranks.
     """
-    return Handle(world.engine().allgather(tensor, name or ""))
+    return Handle(engine_of(process_set).allgather(tensor, name or ""))
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None) -> Tensor:
-        ctx.rows = tensor.shape[0] if tensor.dim() > 0 else 0
-        return world.engine().allgather(tensor, name or "", awaited=True).wait()
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        work = engine_of(process_set).allgather(tensor, name or "", awaited=True)
+        gathered = work.wait()
+        ctx.rows = work.received_splits()
+        ctx.process_set = process_set
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        averaged = allreduce(gradient, op=Average)
-        rows = allgather_async(torch.tensor([ctx.rows])).wait().tolist()
-        begin = sum(rows[: world.rank()])
-        return averaged[begin : begin + ctx.rows], None
+        averaged = allreduce(gradient, op=Average, process_set=ctx.process_set)
+        return torch.split(averaged, ctx.rows)[ctx.process_set.rank()], None, None
 
 
-def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Return the ranks' tensors, concatenated along the first dimension.
 
     Differentiable: a rank's gradient is its rows of the gradient's average over ranks, as in
     Horovod. See :func:`allgather_async`.
     """
-    result: Tensor = _Allgather.apply(tensor, name)
+    result: Tensor = _Allgather.apply(tensor, name, process_set)
     return result
 
 
-def barrier() -> None:
-    """Block until every rank has called it."""
-    world.engine().barrier("", awaited=True).wait()
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until every rank of the set has called it.
+
+    Ranks that have submitted different numbers of operations without a name are in step after it.
+    """
+    engine_of(process_set).barrier("", awaited=True).wait()
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001
+    """Take part no more, until every rank has called it: for ranks that run out of data first.
+
+    Meanwhile this rank gives zeros to the others' sums, and ones, or an end of the dtype's range,
+    to their products, minima and maxima; an Average still divides by all ranks. Operations that
+    need every rank are a MismatchError on the ranks that call them. Of the global process set.
+
+    Args:
+        device: ignored; Horovod has it.
+
+    Returns:
+        The last rank that joined.
+    """
+    last = int(world.engine().join().wait())
+    passes.rejoin()
+    return last

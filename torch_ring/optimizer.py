@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_ring import world
+from torch_ring.adasum import wrap_adasum
 from torch_ring.compression import Compression, Compressor
 from torch_ring.gradients import Reducer, Reduction
-from torch_ring.passes import BackwardPasses
+from torch_ring.groups import Groups, check_groups, resolve_groups
+from torch_ring.passes import passes_of
+from torch_ring.process_set import ProcessSet, global_process_set
 from torch_ring.reduce_op import Adasum, Average, ReduceOp, Sum
 from torch_ring.stateful import StatefulCompressor
+from torch_ring.wrapping import Wrapped, wrap
 
 __all__ = ["DistributedOptimizer"]
 
@@ -30,6 +34,10 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
@@ -37,6 +45,10 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     and anything else that looks at them needs no special call. A parameter that has a gradient on
     any rank gets one on all (a rank without counts as zero); one that has none keeps ``p.grad`` as
     it is. ``p.grad`` is memory that the next backward pass uses again: clone what you keep.
+
+    A gradient that is sparse on all ranks that have it (``Embedding(sparse=True)``) is gathered and
+    is the uncoalesced sum of all ranks' rows, divided by the size for Average; compression does
+    not apply to it. If it is dense on some rank it is dense on all.
 
     The optimizer itself becomes one of a subclass of its class that has in addition
 
@@ -49,8 +61,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     give what they would give without torch_ring. A closure given to ``step`` returns the loss of
     all ranks together, so that LBFGS does on every rank what one process would do.
 
-    Collective: all ranks wrap optimizers of the same parameters in the same order, and call
-    ``add_param_group`` alike. On one rank it costs nothing.
+    Collective: all ranks of the process set wrap optimizers of the same parameters in the same
+    order, and call ``add_param_group`` alike. On one rank it costs nothing.
 
     Args:
         optimizer: any torch optimizer, fresh or with state.
@@ -62,9 +74,19 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             they are averaged over ranks. One pass more before ``step()`` is an AssertionError.
             With 1, the gradients of each pass are averaged and added to what is there. Under
             ``GradScaler``, call ``synchronize()`` before a step after fewer passes than this.
-        op: Average or Sum.
+        op: Average or Sum, of gradients; or Adasum, which makes another kind of optimizer: each
+            rank steps with its own gradients, and what has changed is combined
+            (:class:`torch_ring.adasum.AdasumOptimizer`).
         gradient_predivide_factor: Average divides by this before it sums, and by the size over
             this afterwards.
+        num_groups: deprecated, use `groups`.
+        groups: which gradients are always reduced together, whatever their size, and apart from
+            others: lists of parameters (of which those of one dtype and device make one reduction),
+            or into how many groups of consecutive parameters to split them all. 0 or None: the
+            library packs them by size and readiness.
+        sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
+        process_set: the ranks that train this model together. On other ranks the optimizer can be
+            wrapped too, and steps with its own gradients.
 
     Returns:
         `optimizer`.
@@ -75,30 +97,60 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer")
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, Wrapped):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     _check_passes(backward_passes_per_step)
+    names = _checked_names(optimizer, named_parameters)
+    if op == Adasum:
+        if gradient_predivide_factor != 1.0:
+            raise ValueError("gradient_predivide_factor needs op=Average")
+        wrap_adasum(optimizer, names, compression, process_set)
+        return optimizer
     reduction = Reduction(
         _checked_op(op, gradient_predivide_factor),
         gradient_predivide_factor,
         compression,
         world.config().bucket_bytes,
+        sparse_as_dense,
     )
-    names = _checked_names(optimizer, named_parameters)
-    reducer = _make_reducer(names, reduction, backward_passes_per_step)
-    cls: type = type(optimizer)
-    wrapped = cast(_Distributed, optimizer)
-    wrapped.__class__ = _distributed_class(cls)
-    wrapped._start(reducer, names, reduction, backward_passes_per_step)
+    groups = check_groups(groups, num_groups, list(names))
+    settings = _Settings(reduction, groups, process_set)
+    reducer = settings.make_reducer(names, backward_passes_per_step)
+    wrap(optimizer, _Distributed)._start(reducer, names, settings, backward_passes_per_step)
     return optimizer
 
 
-class _Distributed(torch.optim.Optimizer):
+@dataclass(frozen=True)
+class _Settings:
+    """What a reducer is made with, now and when parameters are added."""
+
+    reduction: Reduction
+    groups: Groups
+    process_set: ProcessSet
+
+    def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
+        """Return what reduces the parameters; None where there is nobody else. Collective."""
+        is_set = self.process_set.process_set_id is not None  # else passes_of() tells
+        if is_set and (not self.process_set.included() or self.process_set.size() == 1):
+            return None
+        parameters = list(names)
+        reducer = Reducer(
+            passes_of(self.process_set),
+            parameters,
+            list(names.values()),
+            self.reduction,
+            resolve_groups(self.groups, parameters),
+        )
+        reducer.hooks.set_passes_per_step(passes_per_step)
+        return reducer
+
+
+class _Distributed(Wrapped):
     """What a wrapped optimizer's class adds to the user's class."""
 
     _parameter_names: dict[Tensor, str]
-    _reducer: Reducer | None  # None on one rank
-    _reduction: Reduction
+    _reducer: Reducer | None  # None on one rank, and outside the process set
+    _settings: _Settings
     _passes_per_step: int
     _skip_synchronize: bool
     _step_is_open: bool
@@ -107,12 +159,12 @@ class _Distributed(torch.optim.Optimizer):
         self,
         reducer: Reducer | None,
         names: dict[Tensor, str],
-        reduction: Reduction,
+        settings: _Settings,
         passes_per_step: int,
     ) -> None:
         self._reducer = reducer
         self._parameter_names = names
-        self._reduction = reduction
+        self._settings = settings
         self._passes_per_step = passes_per_step
         self._skip_synchronize = False
         self._step_is_open = False
@@ -170,18 +222,7 @@ class _Distributed(torch.optim.Optimizer):
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = _unnamed(group, index)
         self._reducer = None  # its buckets are freed before there are new ones
-        self._reducer = _make_reducer(self._parameter_names, self._reduction, self._passes_per_step)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as an optimizer of the user's class: another process may have no ranks."""
-        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
-
-
-@functools.cache
-def _distributed_class(cls: type) -> type[_Distributed]:
-    """Return the subclass of `cls` that a wrapped optimizer is an instance of."""
-    described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return cast(type[_Distributed], type(cls)(cls.__name__, (_Distributed, cls), described))
+        self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 
 
 def _before_step(
@@ -240,10 +281,8 @@ def _check_passes(passes: int) -> None:
 
 
 def _checked_op(op: int, predivide_factor: float) -> ReduceOp:
-    if op == Adasum:
-        raise ValueError("op=Adasum is not available: use Average or Sum")
     if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum, not {op!r}")
+        raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
     if predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
     if not predivide_factor > 0:
@@ -279,29 +318,3 @@ def _checked_names(
 
 def _unnamed(group: int, index: int) -> str:
     return f"allreduce.noname.{group}.{index}"
-
-
-def _make_reducer(
-    names: dict[Tensor, str], reduction: Reduction, passes_per_step: int
-) -> Reducer | None:
-    """Return what reduces the parameters; None on one rank. Collective."""
-    passes = _passes()
-    if passes is None:
-        return None
-    reducer = Reducer(passes, world.size(), list(names), list(names.values()), reduction)
-    reducer.hooks.set_passes_per_step(passes_per_step)
-    return reducer
-
-
-_latest: BackwardPasses | None = None  # of the latest world
-
-
-def _passes() -> BackwardPasses | None:
-    """Return what all optimizers of this world share; None on one rank, which reduces nothing."""
-    global _latest
-    engine = world.engine()
-    if world.size() == 1:
-        return None
-    if _latest is None or _latest.engine is not engine:
-        _latest = BackwardPasses(engine)
-    return _latest

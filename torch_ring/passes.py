@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -12,73 +11,10 @@ import torch
 
 from torch_ring import _C, world
 from torch_ring.errors import MismatchError, RingError
+from torch_ring.process_set import ProcessSet, engine_of
+from torch_ring.reports import Entry, Report
 
-__all__ = ["BackwardPasses", "Participant", "Report"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one rank says about the gradients of one optimizer.
-
-    Attributes:
-        participant: the optimizer's index, the same on all ranks.
-        due: the parameters to reduce now, as a bitmap (bit i is parameter i).
-        held_back: whether there are gradients that are to be reduced later in this step.
-        order: parameters in the order in which their gradients became ready, if that is news.
-    """
-
-    participant: int
-    due: int
-    held_back: bool = False
-    order: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What one rank says at the end of a pass.
-
-    Attributes:
-        steps: steps that its optimizers have taken, all together.
-        reports: about each optimizer that has something to say.
-    """
-
-    steps: int
-    reports: tuple[Report, ...] = ()
-
-    # Sizes in bytes or elements; little-endian, no padding.
-    _HEADER = struct.Struct("<IQI")  # bytes of the entry, steps, reports
-    _REPORT = struct.Struct("<I?II")  # participant, held_back, bytes of due, elements of order
-
-    def encode(self) -> bytes:
-        """Return the bytes that `decode` understands."""
-        body = bytearray()
-        for report in self.reports:
-            due = report.due.to_bytes((report.due.bit_length() + 7) // 8, "little")
-            order = struct.pack(f"<{len(report.order)}I", *report.order)
-            body += self._REPORT.pack(
-                report.participant, report.held_back, len(due), len(report.order)
-            )
-            body += due + order
-        total = self._HEADER.size + len(body)
-        return self._HEADER.pack(total, self.steps, len(self.reports)) + bytes(body)
-
-    @classmethod
-    def decode_all(cls, data: memoryview) -> Iterator[Entry]:
-        """Yield the entries of the ranks, which follow one another in `data`."""
-        while data:
-            total, steps, count = cls._HEADER.unpack_from(data)
-            yield cls(steps, tuple(cls._decode_reports(data[cls._HEADER.size : total], count)))
-            data = data[total:]
-
-    @classmethod
-    def _decode_reports(cls, data: memoryview, count: int) -> Iterator[Report]:
-        for _ in range(count):
-            participant, held_back, due_bytes, order_count = cls._REPORT.unpack_from(data)
-            data = data[cls._REPORT.size :]
-            due = int.from_bytes(data[:due_bytes], "little")
-            order = struct.unpack_from(f"<{order_count}I", data, due_bytes)
-            data = data[due_bytes + 4 * order_count :]
-            yield Report(participant, due, held_back, order)
+__all__ = ["BackwardPasses", "Participant", "end", "passes_of", "rejoin"]
 
 
 class Participant(Protocol):
@@ -90,8 +26,14 @@ class Participant(Protocol):
     def report(self, everything: bool) -> Report | None:
         """Return what is due here, with `everything` whatever there is; None: nothing to say."""
 
-    def start(self, touched: int, number: int) -> None:
-        """Start to reduce the parameters of the bitmap; `number` is the agreement's."""
+    def start(self, touched: int, sparse: int, number: int) -> None:
+        """Start to reduce parameters; `number` is the agreement's.
+
+        Args:
+            touched: those that have a gradient on some rank, as a bitmap.
+            sparse: those of them whose gradients are sparse wherever there is one.
+            number: a part of the names of all that is sent.
+        """
 
     def start_bucket(self, bucket: int) -> None:
         """Start to reduce a bucket during the pass."""
@@ -102,7 +44,7 @@ class Participant(Protocol):
 
 @dataclass
 class BackwardPasses:
-    """All wrapped optimizers of this process in one world.
+    """All wrapped optimizers of this process on one process set.
 
     A backward pass may touch the parameters of several optimizers (GAN), or on this rank of other
     ones than elsewhere. So each pass ends with one agreement about all of them: what has a gradient
@@ -113,18 +55,37 @@ class BackwardPasses:
     has left nothing behind anywhere, every rank knows that from the pass's agreement, and `settle`
     does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more.
 
+    Ranks that have called join() take no part in agreements; in what is reduced they are zeros.
+
     Thread: the one that runs backward(). Blocking: until every rank has agreed.
+
+    Attributes:
+        process_set: the ranks.
+        engine: the set's.
+        size: the number of ranks.
+        number: agreements so far: a part of the names of all that follows from the next one.
+        steps: steps that the optimizers have taken, all together.
     """
 
-    engine: _C.Engine
+    process_set: ProcessSet
+    engine: _C.Engine = field(init=False)
+    size: int = field(init=False)
     number: int = 0
-    """Agreements so far: a part of the names of all that follows from the next one."""
-
     steps: int = 0
+    _world: _C.Engine = field(default_factory=world.engine)
     _registered: int = 0
     _participants: WeakValueDictionary[int, Participant] = field(
         default_factory=WeakValueDictionary
     )
+
+    def __post_init__(self) -> None:
+        self.engine = engine_of(self.process_set)
+        self.size = self.process_set.size()
+
+    @property
+    def current(self) -> bool:
+        """Whether the world is the one in which this was made."""
+        return world.is_initialized() and world.engine() is self._world
 
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
@@ -138,13 +99,7 @@ class BackwardPasses:
         self._participants[participant].start_bucket(bucket)
 
     def end(self) -> None:
-        """End a pass. Called by autograd when a backward pass has touched a participant.
-
-        After shutdown() this is left to the next step(), which will fail: the parameters may belong
-        to an optimizer of a newer world by now.
-        """
-        if not world.is_initialized() or world.engine() is not self.engine:
-            return
+        """End a pass."""
         reports = self._reports()
         if any(report.due for report in reports):
             self._agree(reports)
@@ -153,6 +108,12 @@ class BackwardPasses:
         """Reduce whatever a rank has accumulated for `participant`, due or not."""
         while not participant.settled:
             self._agree(self._reports(stepping=participant))
+
+    def rejoin(self) -> None:
+        """Forget what ranks may have counted differently."""
+        self.number = self.steps = 0
+        for participant in self._participants.values():
+            participant.settled = False
 
     def _reports(self, stepping: Participant | None = None) -> tuple[Report, ...]:
         participants = list(self._participants.values())
@@ -165,13 +126,18 @@ class BackwardPasses:
         number, self.number = self.number, self.number + 1
         self._check_steps([entry.steps for entry in entries])
         touched: dict[int, int] = {}
+        dense: dict[int, int] = {}
         for report in (report for entry in entries for report in entry.reports):
-            touched[report.participant] = touched.get(report.participant, 0) | report.due
+            index = report.participant
+            touched[index] = touched.get(index, 0) | report.due
+            dense[index] = dense.get(index, 0) | report.due & ~report.sparse
         held_back = {r.participant for entry in entries for r in entry.reports if r.held_back}
-        orders = {report.participant: report.order for report in entries[0].reports}
+        # A rank that has joined does not hear of an order, and must keep the same plan.
+        everybody = len(entries) == self.size
+        orders = {r.participant: r.order for r in entries[0].reports} if everybody else {}
         participants = [(index, self._participant(index)) for index in sorted(touched)]
         for index, participant in participants:
-            participant.start(touched[index], number)
+            participant.start(touched[index], touched[index] & ~dense[index], number)
         for index, participant in participants:
             participant.finish(orders.get(index, ()))
             participant.settled = index not in held_back
@@ -182,6 +148,7 @@ class BackwardPasses:
             torch.frombuffer(bytearray(mine), dtype=torch.uint8),
             f"backward.{self.number}",
             awaited=True,
+            joinable=True,
         )
         gathered = bytes(work.wait().numpy())
         ranks = len(gathered) // len(mine)
@@ -189,13 +156,13 @@ class BackwardPasses:
             return [entry] * ranks
         return list(Entry.decode_all(memoryview(gathered)))
 
-    @staticmethod
-    def _check_steps(steps: Sequence[int]) -> None:
+    def _check_steps(self, steps: Sequence[int]) -> None:
+        who = "rank" if len(steps) == self.size else "of the ranks that have not joined, number"
         for rank, other in enumerate(steps):
             if other != steps[0]:
                 raise MismatchError(
-                    f"the ranks are in different steps: rank 0 has taken {steps[0]} optimizer "
-                    f"steps, rank {rank} {other}. Every rank must call step() equally often, and "
+                    f"the ranks are in different steps: {who} 0 has taken {steps[0]} optimizer "
+                    f"steps, {who} {rank} {other}. Every rank must call step() equally often, and "
                     "backward() equally often between two steps (a rank without data may leave "
                     "it out)"
                 )
@@ -208,3 +175,38 @@ class BackwardPasses:
                 "not exist here (any more): wrap and drop optimizers alike on all ranks"
             )
         return participant
+
+
+_passes: dict[int, BackwardPasses] = {}  # of this world, by process_set_id
+
+
+def passes_of(process_set: ProcessSet) -> BackwardPasses:
+    """Return what all optimizers on a process set share. This rank is a member."""
+    engine, number = engine_of(process_set), process_set.process_set_id
+    assert number is not None, "there is an engine"
+    for key in [key for key, passes in _passes.items() if not passes.current]:
+        del _passes[key]
+    if number not in _passes or _passes[number].engine is not engine:  # ids are used again
+        _passes[number] = BackwardPasses(process_set)
+    return _passes[number]
+
+
+def end() -> None:
+    """End a pass on all process sets. Called by autograd when it has touched a participant.
+
+    It is called once for each optimizer, in an order that may differ between ranks; the first call
+    does it all, in the order of ids: two ranks with two sets in common never wait for each other.
+
+    After shutdown() this is left to the next step(), which will fail: the parameters may belong to
+    an optimizer of a newer world by now.
+    """
+    for _, passes in sorted(_passes.items()):
+        if passes.current:
+            passes.end()
+
+
+def rejoin() -> None:
+    """Bring the ranks in step again: join() is returning on all of them."""
+    passes = _passes.get(0)  # the global set's: no other can be joined
+    if passes and passes.current:
+        passes.rejoin()

@@ -26,7 +26,7 @@ from torch_ring.launchers import Identity, first_host
 from torch_ring.meeting import Deadline
 from torch_ring.network import is_loopback, is_loopback_name, own_address
 
-__all__ = ["Rendezvous", "forget", "meet"]
+__all__ = ["Rendezvous", "forget", "meet", "of_part"]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
@@ -56,7 +56,7 @@ class Rendezvous:
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # those that live in this process
 _points: dict[str, tuple[int, str]] = {}  # meeting point on this host -> port and secret
-_by_mpi: list[Address] = []  # what rank 0 told, once
+_by_mpi: dict[tuple[int, ...], Address] = {}  # what rank 0 of a part told, once
 
 
 @contextlib.contextmanager
@@ -70,7 +70,9 @@ def meet(
 ) -> Iterator[Rendezvous]:
     """Show this rank the store of its job; while the context lasts, others are shown it too.
 
-    Rank 0 serves the store, unless torchrun's agent does. The ranks find it
+    Rank 0 serves the store, unless torchrun's agent does. Parts of the ranks that meet by an
+    address share the store of the launcher's rank 0, which must then be in one of them; others
+    have one each. The ranks find it
 
     1. at MASTER_ADDR and MASTER_PORT (default 29400);
     2. by `comm`, an mpi4py communicator;
@@ -84,10 +86,11 @@ def meet(
         InvalidArgumentError: there is no way to find it; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
+    rank = identity.launched_rank()
     if host:
         address = (host, port or _DEFAULT_PORT)
     elif comm is not None:
-        address = _ask_mpi(comm, identity, config, deadline)
+        address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
     elif identity.on_one_node() or identity.launcher == "init":
         with _meet_on_host(identity, deadline) as rendezvous:
             yield rendezvous
@@ -95,13 +98,21 @@ def meet(
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
-        address = _ask_mpi(_mpi_world(identity), identity, config, deadline)
-    serves = identity.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        known = _by_mpi.get(identity.part)
+        address = known or _ask_mpi(_mpi_world(identity), identity, config, deadline)
+        rank = identity.rank
+    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves:
         store = _serve(address, deadline, one_host=identity.on_one_node())
     else:
         store = _connect(address, deadline)
-    yield Rendezvous(PrefixStore(f"torch_ring/{identity.job}", store), address[0], serves)
+    view = of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+    yield Rendezvous(view, address[0], serves)
+
+
+def of_part(store: Store, identity: Identity) -> Store:
+    """Return a view of a store that all ranks share, for the part of them that is meant."""
+    return PrefixStore("-".join(map(str, identity.part)), store) if identity.part else store
 
 
 def forget() -> None:
@@ -171,7 +182,7 @@ def _slurm_port(identity: Identity) -> int:
 
 
 def _mpi_world(identity: Identity) -> Any:
-    """Return MPI's communicator of all ranks."""
+    """Return MPI's communicator of all ranks, or of the part that is asked for."""
     advice = (
         f"the {identity.size} ranks of {identity.launcher} may be on several hosts: set "
         "MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there, or "
@@ -186,6 +197,8 @@ def _mpi_world(identity: Identity) -> Any:
     if not mpi.Is_initialized() or mpi.Is_finalized():
         raise InvalidArgumentError(f"{advice}, or initialize mpi4py's MPI before torch_ring")
     comm = mpi.COMM_WORLD
+    if identity.part and identity.part[-1] < comm.Get_size():
+        comm = comm.Create_group(comm.Get_group().Incl(identity.part))
     if (comm.Get_rank(), comm.Get_size()) != (identity.rank, identity.size):
         raise InvalidArgumentError(
             f"{advice}: the MPI library that mpi4py uses is not the one of the launcher"
@@ -195,8 +208,8 @@ def _mpi_world(identity: Identity) -> Any:
 
 def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) -> Address:
     """Return the address of rank 0's store; rank 0 makes it. A collective of `comm`."""
-    if _by_mpi:
-        return _by_mpi[0]
+    if identity.part in _by_mpi:
+        return _by_mpi[identity.part]
     answer: Address | str = ""
     if identity.rank == 0:
         try:
@@ -209,7 +222,7 @@ def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) 
     answer = comm.bcast(answer, root=0)
     if isinstance(answer, str):
         raise RingError(f"rank 0 cannot serve the job's store: {answer}")
-    _by_mpi.append(answer)
+    _by_mpi[identity.part] = answer
     return answer
 
 

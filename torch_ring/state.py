@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_ring import ops, world
 from torch_ring.errors import MismatchError
+from torch_ring.process_set import ProcessSet, global_process_set
 
 __all__ = [
     "allgather_object",
@@ -39,20 +40,24 @@ _SENDABLE = frozenset(
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[Tensor | tuple[str, Any]], root_rank: int
+    params: Mapping[str, Any] | Iterable[Tensor | tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite tensors, in place, with those of the root.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors: in the
             same order or with the same names on all ranks. What is not a tensor is left alone.
-        root_rank: the rank whose values all get.
+        root_rank: the rank whose values all get: its global rank, also in a process set.
+        process_set: the ranks that take part; this one and the root must be among them.
 
     Raises:
         MismatchError: a tensor has another shape or dtype on another rank, or another name.
     """
     pairs = params.items() if isinstance(params, Mapping) else _named(params)
-    _broadcast_all([(n, value) for n, value in pairs if isinstance(value, Tensor)], root_rank)
+    tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    _broadcast_all(tensors, root_rank, process_set)
 
 
 def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
@@ -62,9 +67,11 @@ def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, An
         yield param if isinstance(param, tuple) else (str(index), param)
 
 
-def _broadcast_all(named: Iterable[tuple[str, Tensor]], root_rank: int) -> None:
+def _broadcast_all(
+    named: Iterable[tuple[str, Tensor]], root_rank: int, process_set: ProcessSet
+) -> None:
     handles = [
-        ops.broadcast_async_(_sendable(tensor), root_rank, f"parameter.{name}")
+        ops.broadcast_async_(_sendable(tensor), root_rank, f"parameter.{name}", process_set)
         for name, tensor in named
     ]
     for handle in handles:
@@ -79,36 +86,46 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Return the root's object on every rank.
 
     Args:
         obj: anything that pickle takes; looked at on the root only.
-        root_rank: the rank whose object all get.
+        root_rank: the rank whose object all get: its global rank, also in a process set.
         name: what identifies the operation on all ranks.
+        process_set: the ranks that take part; this one and the root must be among them.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
     """
     is_root = world.rank() == root_rank
     payload = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    size = ops.broadcast_(torch.tensor([payload.numel()]), root_rank, name and f"{name}.size")
+    size = torch.tensor([payload.numel()])
+    ops.broadcast_(size, root_rank, name and f"{name}.size", process_set)
     if not is_root:
         payload = torch.empty(int(size), dtype=torch.uint8)
-    ops.broadcast_(payload, root_rank, name)
+    ops.broadcast_(payload, root_rank, name, process_set)
     return obj if is_root else _unpickled(payload)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks, by rank.
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all ranks of the set, by rank.
 
     Args:
         obj: anything that pickle takes.
         name: what identifies the operation on all ranks.
+        process_set: the ranks that take part; this one must be among them.
     """
     payload = _pickled(obj)
-    sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size")
-    gathered = ops.allgather(payload, name)
+    sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
+    gathered = ops.allgather(payload, name, process_set)
     return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
 
 
@@ -121,25 +138,29 @@ def _unpickled(payload: Tensor) -> Any:
     return pickle.loads(payload.numpy().data)
 
 
-def require_same(lines: Sequence[str], complaint: str) -> None:
-    """Check that all ranks describe the same thing, at the price of one small allgather.
+def require_same(
+    lines: Sequence[str], complaint: str, process_set: ProcessSet = global_process_set
+) -> None:
+    """Check that all ranks of the set describe the same thing, at the price of one small allgather.
 
     Args:
         lines: the description.
         complaint: what to say before the first difference.
+        process_set: the ranks that take part; this one must be among them.
 
     Raises:
         MismatchError: on every rank, if the lines differ anywhere.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    digests = ops.allgather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    if bytes(digests.numpy()) == digest * world.size():
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    digests = ops.allgather(own, process_set=process_set)
+    if bytes(digests.numpy()) == digest * process_set.size():
         return
-    first, *others = allgather_object(list(lines))
-    for rank, other in enumerate(others, start=1):
+    (rank, first), *others = allgather_object((world.rank(), list(lines)), None, process_set)
+    for other_rank, other in others:
         for left, right in zip_longest(first, other, fillvalue="nothing"):
             if left != right:
-                raise MismatchError(f"{complaint}: rank 0: {left}; rank {rank}: {right}")
+                raise MismatchError(f"{complaint}: rank {rank}: {left}; rank {other_rank}: {right}")
 
 
 @dataclass(frozen=True)
@@ -155,6 +176,7 @@ def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
     model: torch.nn.Module | None = None,  # noqa: ARG001
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give the optimizer of every rank the state and the hyper-parameters of the root's.
 
@@ -165,6 +187,7 @@ def broadcast_optimizer_state(
         optimizer: with the same parameters on all ranks; wrapped or not.
         root_rank: the rank whose state all get.
         model: ignored; Horovod has it.
+        process_set: the ranks that take part; this one and the root must be among them.
 
     Raises:
         MismatchError: the parameter groups are not the same on all ranks.
@@ -178,13 +201,15 @@ def broadcast_optimizer_state(
             for index, parameter in enumerate(group["params"])
         ],
         "the ranks have different optimizers",
+        process_set,
     )
     if world.rank() == root_rank:
         tensors: list[Tensor] = []
-        broadcast_object(_pack(_contents(optimizer, parameters), tensors), root_rank)
-        _broadcast_all(_numbered(tensors), root_rank)
+        packed = _pack(_contents(optimizer, parameters), tensors)
+        broadcast_object(packed, root_rank, None, process_set)
+        _broadcast_all(_numbered(tensors), root_rank, process_set)
         return
-    packed = broadcast_object(None, root_rank)
+    packed = broadcast_object(None, root_rank, None, process_set)
     received: dict[int, Tensor] = {}
     state = {
         (parameters[key] if isinstance(key, int) else key): _unpack(
@@ -196,7 +221,8 @@ def broadcast_optimizer_state(
         _unpack(values, _device(group["params"]), received)
         for values, group in zip(packed["param_groups"], groups, strict=True)
     ]
-    _broadcast_all(_numbered(received[index] for index in range(len(received))), root_rank)
+    numbered = _numbered(received[index] for index in range(len(received)))
+    _broadcast_all(numbered, root_rank, process_set)
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, values in zip(groups, hyper, strict=True):

@@ -1,4 +1,4 @@
-"""This process's world: init, shutdown, who is who. Holds the one engine."""
+"""This process's world: init, shutdown, who is who."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +18,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch_ring import _C, cards, rendezvous
 from torch_ring.cards import Place
 from torch_ring.config import Config
-from torch_ring.errors import (
-    InvalidArgumentError,
-    NotInitializedError,
-    PeerLostError,
-    TimeoutError,
-)
+from torch_ring.engines import make_engine, wait_for_all
+from torch_ring.errors import InvalidArgumentError, NotInitializedError, PeerLostError
 from torch_ring.launchers import Identity, discover
 from torch_ring.meeting import Deadline, Meeting
 from torch_ring.mesh import Mesh, connect
+from torch_ring.ranks import Ranks, ranks_of
+from torch_ring.registry import Registry
 from torch_ring.rendezvous import Rendezvous
 
 __all__ = [
@@ -41,6 +38,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "registry",
     "shutdown",
     "size",
 ]
@@ -57,6 +55,7 @@ class World:
     place: Place
     config: Config
     engine: _C.Engine
+    registry: Registry
 
 
 _world: World | None = None
@@ -65,7 +64,7 @@ _changing = threading.Lock()  # held by init() and shutdown()
 
 def init(
     comm: Any = None,
-    process_sets: Sequence[Any] | None = None,
+    process_sets: Sequence[Any] | str | None = None,
     *,
     rank: int | None = None,
     size: int | None = None,
@@ -78,8 +77,10 @@ def init(
     Does nothing in a process that has joined already; after shutdown() it joins anew.
 
     Args:
-        comm: an mpi4py communicator of all ranks, or a list of all of them; usually None.
-        process_sets: not available yet.
+        comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
+            anew in the order of their ranks. Usually None: all ranks.
+        process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks. More
+            can always be added; "dynamic" says so, and means none.
         rank: this process, if the launcher does not tell it.
         size: the number of processes; goes with `rank`.
         local_rank: this process within its node.
@@ -96,8 +97,6 @@ def init(
     with _changing:
         if _world is not None:
             return
-        if process_sets:
-            raise InvalidArgumentError("process_sets are not available yet")
         config = Config.from_environment()
         _set_up_log(config)
         given: dict[str, Any] = {
@@ -107,10 +106,21 @@ def init(
             "local_size": local_size,
         }
         if comm is None or isinstance(comm, Sequence):
-            identity, comm = _identity_in_list(comm, given), None
+            identity, comm = _identity_in_list(comm or (), given), None
         else:
             identity = _identity_in_communicator(comm, given)
-        _world = _join(identity, config, comm, store) if identity.size > 1 else _alone(config)
+        sets = _static_sets(process_sets, identity.size)
+        if identity.size > 1:
+            world = _join(identity, config, comm, store, {"process_sets": sets})
+        else:
+            world = _alone(identity, config)
+        try:
+            for ranks in sets:
+                world.registry.add(ranks)
+        except BaseException:
+            world.registry.close()
+            raise
+        _world = world
 
 
 def shutdown() -> None:
@@ -123,7 +133,7 @@ def shutdown() -> None:
     with _changing:
         if _world is not None:
             world, _world = _world, None
-            world.engine.shutdown()
+            world.registry.close()
 
 
 def is_initialized() -> bool:
@@ -134,6 +144,11 @@ def is_initialized() -> bool:
 def engine() -> _C.Engine:
     """Return the engine of this process. Raises NotInitializedError."""
     return _current().engine
+
+
+def registry() -> Registry:
+    """Return the process sets of this world. Raises NotInitializedError."""
+    return _current().registry
 
 
 def config() -> Config:
@@ -185,39 +200,60 @@ def _current() -> World:
 # --- who am I
 
 
-def _identity_in_list(ranks: Sequence[int] | None, given: dict[str, Any]) -> Identity:
-    identity = discover(**given)
-    if ranks and sorted(ranks) != list(range(identity.size)):
-        raise InvalidArgumentError(
-            f"comm={ranks!r} is not the list of all {identity.size} ranks; others are not "
-            "available yet"
-        )
-    return identity
+def _identity_in_list(ranks: Sequence[int], given: dict[str, Any]) -> Identity:
+    return _among(discover(**given), ranks) if ranks else discover(**given)
 
 
 def _identity_in_communicator(comm: Any, given: dict[str, Any]) -> Identity:
     if not hasattr(comm, "Get_rank"):
         raise InvalidArgumentError(f"comm={comm!r} is neither a list nor an mpi4py communicator")
-    mpi = importlib.import_module("mpi4py.MPI")
-    if mpi.Comm.Compare(comm, mpi.COMM_WORLD) not in (mpi.IDENT, mpi.CONGRUENT):
-        raise InvalidArgumentError("comm must be MPI.COMM_WORLD: parts are not available yet")
-    return discover(**{**given, "rank": comm.Get_rank(), "size": comm.Get_size()})
+    everyone = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    given |= {"rank": everyone.Get_rank(), "size": everyone.Get_size()}
+    identity = _among(discover(**given), comm)
+    if identity.rank != comm.Get_rank():
+        raise InvalidArgumentError("comm must number its processes in the order of MPI.COMM_WORLD")
+    return identity
+
+
+def _among(identity: Identity, comm: Any) -> Identity:
+    """Return who this process is among the ranks of a list, or of a communicator."""
+    ranks = ranks_of(comm, identity.size)
+    if identity.rank not in ranks:
+        raise InvalidArgumentError(f"comm: rank {identity.rank} is not in {list(ranks)}")
+    return identity if len(ranks) == identity.size else identity.among(ranks)
+
+
+def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
+    if isinstance(process_sets, str):
+        if process_sets != "dynamic":
+            raise InvalidArgumentError(f'process_sets={process_sets!r}: the only word is "dynamic"')
+        return []
+    sets = [ranks_of(each, size) for each in process_sets or ()]
+    for ranks in sets:
+        if sets.count(ranks) > 1 or len(ranks) == size:
+            raise InvalidArgumentError(f"process_sets: there are two sets of {list(ranks)}")
+    return sets
 
 
 # --- joining
 
 
-def _alone(config: Config) -> World:
-    return World(0, 1, Place(), config, _make_engine(0, Mesh(), config))
+def _alone(identity: Identity, config: Config) -> World:
+    mesh = Mesh()
+    labels = mesh.labels
+    engine = make_engine(0, mesh, config)
+    return World(0, 1, Place(), config, engine, Registry(identity, config, None, engine, labels))
 
 
-def _join(identity: Identity, config: Config, comm: Any, store: Store | None) -> World:
+def _join(
+    identity: Identity, config: Config, comm: Any, store: Store | None, common: dict[str, Any]
+) -> World:
     deadline = Deadline(config.init_timeout_s)
     try:
         with _rendezvous(identity, config, deadline, comm, store) as met:
             meeting = Meeting(met.store, identity.rank, identity.size, deadline, serves=met.serves)
             try:
-                mesh = connect(identity, config, met, meeting)
+                mesh = connect(identity, config, met, meeting, common=common)
                 engine = _start_engine(identity.rank, mesh, config, meeting)
             except PeerLostError as error:
                 cause = meeting.explain(error)
@@ -233,7 +269,8 @@ def _join(identity: Identity, config: Config, comm: Any, store: Store | None) ->
     if identity.rank == 0:
         _log.info("%s", _describe(mesh))
     place = cards.place(identity.rank, mesh.cards)
-    return World(identity.rank, identity.size, place, config, engine)
+    registry = Registry(identity, config, met, engine, mesh.labels)
+    return World(identity.rank, identity.size, place, config, engine, registry)
 
 
 def _rendezvous(
@@ -242,41 +279,20 @@ def _rendezvous(
     if store is None:
         return rendezvous.meet(identity, config, deadline, comm=comm)
     host = getattr(store, "host", None)  # a TCPStore's
-    return contextlib.nullcontext(Rendezvous(PrefixStore("torch_ring", store), host))
+    view = rendezvous.of_part(PrefixStore("torch_ring", store), identity)
+    return contextlib.nullcontext(Rendezvous(view, host))
 
 
 def _start_engine(rank: int, mesh: Mesh, config: Config, meeting: Meeting) -> _C.Engine:
     """Start the engine, and see that those of all ranks run before anybody relies on it."""
-    engine = _make_engine(rank, mesh, config)
+    engine = make_engine(rank, mesh, config)
     try:
         meeting.finish()
-        work = engine.barrier("torch_ring.init")
-        while not work.done():
-            if meeting.deadline.passed():
-                raise TimeoutError(f"not all engines have answered {meeting.deadline}")
-            time.sleep(0.0005)
-        work.wait()
+        wait_for_all(engine, meeting.deadline)
     except BaseException:
         engine.shutdown()
         raise
     return engine
-
-
-def _make_engine(rank: int, mesh: Mesh, config: Config) -> _C.Engine:
-    return _C.Engine(
-        rank,
-        len(mesh.host_of),
-        mesh.host_of,
-        mesh.labels,
-        mesh.may_spin,
-        **mesh.release(),
-        timeout_s=config.timeout_s,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        stall_warning_s=config.stall_warning_s,
-        fusion_window_s=config.fusion_window_s,
-        fusion_threshold_bytes=config.fusion_threshold_bytes,
-        log=_log.warning,
-    )
 
 
 # --- the log
@@ -314,7 +330,7 @@ def _forget_in_child() -> None:
     """In a forked child (a DataLoader worker): there is no world; the parent's is untouched."""
     global _world, _changing
     if _world is not None:
-        _world.engine.abandon()
+        _world.registry.abandon()
     _world = None
     _changing = threading.Lock()
     rendezvous.forget_in_child()

@@ -5,7 +5,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,7 +13,6 @@
 namespace torch_ring {
 namespace {
 
-namespace py = pybind11;
 using torch::autograd::variable_list;
 
 /// What the Python exception of that name is to autograd.
@@ -22,27 +20,6 @@ struct AssertionError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_AssertionError; }
 };
-
-/// A Python function for autograd's threads: autograd carries its exception to backward()'s caller.
-template <class... Args>
-std::function<void(Args...)> callback(py::object function) {
-  if (function.is_none()) return {};
-  const std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* it) {
-    const py::gil_scoped_acquire gil;  // the last reference may be an autograd thread's
-    delete it;
-  });
-  return [held](Args... args) {
-    const py::gil_scoped_acquire gil;
-    try {
-      (*held)(args...);
-    } catch (py::error_already_set& error) {
-      error.restore();
-      python_error for_autograd;
-      for_autograd.persist();
-      throw for_autograd;
-    }
-  };
-}
 
 bool get(const std::string& bitmap, std::size_t i) {
   return (static_cast<unsigned char>(bitmap.at(i / 8)) >> (i % 8)) & 1;
@@ -67,6 +44,7 @@ at::Tensor place_in(const at::Tensor& bucket, std::int64_t offset, const at::Ten
 }
 
 void copy_into(const at::Tensor& to, const at::Tensor& from) {
+  if (from.is_sparse()) return copy_into(to, from.detach().to_dense());
   const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
                            from.strides() == to.strides() && !from.is_neg() && !from.is_conj();
   if (same_layout) {
@@ -202,7 +180,7 @@ void GradientHooks::after_accumulation(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     Parameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
-    bucket_full = count_arrival(index, move_in(parameter));
+    bucket_full = count_arrival(index, take(parameter));
     bucket = parameter.bucket;
   }
   if (!pass_open_.exchange(true)) {
@@ -232,7 +210,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
     return false;
   }
   arrived_.push_back(index);
-  if (!synchronizing_ || !due(parameter)) return false;
+  if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
   return --missing_[parameter.bucket] == 0 && options_.on_bucket_full;
 }
 
@@ -249,16 +227,20 @@ void GradientHooks::end_pass() {
 
 GradientHooks::Pending GradientHooks::pending(bool everything) {
   const std::scoped_lock lock(mutex_);
-  Pending pending{Bitmap((parameters_.size() + 7) / 8, '\0'), false};
+  const Bitmap none((parameters_.size() + 7) / 8, '\0');
+  Pending pending{none, none, false};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
-    if (!grad.defined()) parameter.held = false;  // zero_grad() of the model, not ours
-    const bool here =
-        parameter.held || (everything && grad.defined() && !grad.is_same(parameter.view));
-    if (!here) continue;
+    if (!grad.defined()) {  // zero_grad() of the model, not ours
+      parameter.held = false;
+      continue;
+    }
+    const bool ours = grad.is_same(parameter.view) || grad.is_same(parameter.sparse);
+    if (!parameter.held && (!everything || ours)) continue;
     if (everything || (synchronizing_ && due(parameter))) {
       set(pending.due, i);
+      if (grad.is_sparse()) set(pending.sparse, i);
     } else {
       pending.held_back = true;
     }
@@ -272,15 +254,32 @@ void GradientHooks::adopt(const Bitmap& touched) {
     if (!get(touched, i)) continue;
     Parameter& parameter = parameters_[i];
     at::Tensor& grad = parameter.variable.mutable_grad();
-    if (parameter.arrived) {
+    if (parameter.arrived && !parameter.sparse.defined()) {
       grad = parameter.view;  // it may be on its way already, whatever `grad` was set to since
     } else if (!grad.defined()) {
       parameter.view.zero_();
+      parameter.sparse.reset();
       grad = parameter.view;
-    } else if (!move_in(parameter) && !parameter.held) {
-      discount(parameter);
+    } else {
+      if (!parameter.held) discount(parameter);
+      move_in(parameter);
     }
   }
+}
+
+at::Tensor GradientHooks::contribution(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  Parameter& parameter = parameters_.at(index);
+  if (!parameter.held) discount(parameter);
+  return parameter.variable.mutable_grad();
+}
+
+void GradientHooks::replace(std::size_t index, const at::Tensor& gradient) {
+  const std::scoped_lock lock(mutex_);
+  Parameter& parameter = parameters_.at(index);
+  parameter.variable.mutable_grad() = parameter.sparse = gradient;
+  parameter.held = false;
+  parameter.base_reduced = true;
 }
 
 void GradientHooks::reduced(const Bitmap& touched) {
@@ -301,7 +300,9 @@ void GradientHooks::restart(bool gradients) {
   const std::scoped_lock lock(mutex_);
   for (Parameter& parameter : parameters_) {
     parameter.passes = 0;
-    if (gradients) parameter.held = parameter.base_reduced = false;
+    if (!gradients) continue;
+    parameter.held = parameter.base_reduced = false;
+    parameter.sparse.reset();
   }
 }
 
@@ -317,16 +318,32 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 
 void GradientHooks::disable() { disabled_ = true; }
 
-/// Makes `grad` the place in the bucket, with its value; returns whether it was elsewhere.
-bool GradientHooks::move_in(Parameter& parameter) {
-  at::Tensor& grad = parameter.variable.mutable_grad();
-  if (grad.is_same(parameter.view)) return false;
-  TORCH_CHECK_VALUE(grad.layout() == at::kStrided, "parameter '", parameter.name,
-                    "' has a sparse gradient, which cannot be reduced: make it dense, for an "
-                    "Embedding with sparse=False");
+/// A bucket has room for the shape that the parameter had.
+void GradientHooks::require_shape(Parameter& parameter) {
+  const at::Tensor& grad = parameter.variable.mutable_grad();
   TORCH_CHECK_VALUE(grad.sizes() == parameter.view.sizes(), "parameter '", parameter.name,
                     "' has changed its shape from ", parameter.view.sizes(), " to ", grad.sizes(),
                     " since the optimizer was wrapped: wrap it again");
+}
+
+/// Receives what autograd has accumulated; returns whether it is another tensor than before.
+bool GradientHooks::take(Parameter& parameter) {
+  const at::Tensor& grad = parameter.variable.mutable_grad();
+  if (!grad.is_sparse()) return move_in(parameter);
+  require_shape(parameter);
+  const bool fresh = !grad.is_same(parameter.sparse);
+  parameter.sparse = grad;
+  return fresh;
+}
+
+/// Makes `grad` the place in the bucket, with its value; returns whether it was elsewhere.
+bool GradientHooks::move_in(Parameter& parameter) {
+  at::Tensor& grad = parameter.variable.mutable_grad();
+  parameter.sparse.reset();
+  if (grad.is_same(parameter.view)) return false;
+  TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '",
+                    parameter.name, "' has layout ", grad.layout(), ", which cannot be reduced");
+  require_shape(parameter);
   copy_into(parameter.view, grad);
   grad = parameter.view;
   return true;
@@ -336,52 +353,10 @@ bool GradientHooks::move_in(Parameter& parameter) {
 void GradientHooks::discount(Parameter& parameter) {
   if (options_.reduced_scale == 1.0 || parameter.held || !parameter.base_reduced) return;
   at::Tensor& grad = parameter.variable.mutable_grad();
-  if (!grad.is_same(parameter.view)) return;
+  if (!grad.is_same(parameter.view) && !grad.is_same(parameter.sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(options_.reduced_scale);
   parameter.base_reduced = false;
-}
-
-void bind_gradients(py::module_& module) {
-  using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
-      .def(
-          py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                      double reduced_scale, py::object on_backward_end, py::object on_bucket_full) {
-            return GradientHooks::make(std::move(parameters), std::move(names),
-                                       {reduced_scale, callback<>(std::move(on_backward_end)),
-                                        callback<std::size_t>(std::move(on_bucket_full))});
-          }),
-          py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
-          py::arg("on_backward_end"), py::arg("on_bucket_full"))
-      .def(
-          "place",
-          [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
-             const std::vector<std::pair<std::size_t, std::int64_t>>& slots) {
-            std::vector<GradientHooks::Slot> placed;
-            for (const auto& [bucket, offset] : slots) placed.push_back({bucket, offset});
-            hooks.place(buckets, placed);
-          },
-          py::arg("buckets"), py::arg("slots"), Release())
-      .def(
-          "pending",
-          [](GradientHooks& hooks, bool everything) {
-            GradientHooks::Pending pending;
-            {
-              const py::gil_scoped_release release;
-              pending = hooks.pending(everything);
-            }
-            return std::pair(py::bytes(pending.due), pending.held_back);
-          },
-          py::arg("everything"))
-      .def("adopt", &GradientHooks::adopt, py::arg("touched"), Release())
-      .def("reduced", &GradientHooks::reduced, py::arg("touched"), Release())
-      .def("ready_order", &GradientHooks::ready_order, Release())
-      .def("restart", &GradientHooks::restart, py::kw_only(), py::arg("gradients"), Release())
-      .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
-      .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
-           Release())
-      .def("disable", &GradientHooks::disable);
 }
 
 }  // namespace torch_ring

@@ -20,6 +20,9 @@ namespace torch_ring {
 /// then on autograd accumulates in place, and nothing is copied until `grad` is replaced. It costs
 /// tens of nanoseconds a parameter besides the copy, and no Python.
 ///
+/// A sparse gradient stays where it is, and fills no bucket: only all ranks together know whether
+/// it is reduced as one (`contribution`, `replace`) or as a dense one (`adopt`).
+///
 /// The hooks outlive the object and do nothing once it is gone. A parameter is hooked whether it
 /// requires grad now or not, so that it can be frozen and unfrozen.
 ///
@@ -41,6 +44,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// What has been accumulated here and not been reduced.
   struct Pending {
     Bitmap due;      // to be reduced now
+    Bitmap sparse;   // those of them that are sparse
     bool held_back;  // there is more, which is not due yet
   };
 
@@ -65,6 +69,12 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// Prepares the parameters of `touched`, which have a gradient on some rank, to be reduced: a
   /// gradient that is elsewhere moves into its bucket, a missing one becomes zero.
   void adopt(const Bitmap& touched);
+
+  /// The gradient of a parameter that is reduced outside the buckets; undefined if there is none.
+  at::Tensor contribution(std::size_t index);
+
+  /// Makes `gradient`, which is sparse, the reduced gradient of a parameter.
+  void replace(std::size_t index, const at::Tensor& gradient);
 
   /// Records that the buckets hold the reduced gradients of `touched`.
   void reduced(const Bitmap& touched);
@@ -91,7 +101,8 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     // The accumulator lives as long as somebody holds it: a weak reference is all a tensor has.
     decltype(torch::autograd::impl::grad_accumulator(variable)) accumulator;
     std::string name;
-    at::Tensor view;  // the place in the bucket, with the parameter's shape and strides
+    at::Tensor view;    // the place in the bucket, with the parameter's shape and strides
+    at::Tensor sparse;  // the gradient as we have left it, if it was sparse
     std::size_t bucket = 0;
     int passes = 0;             // since the step began
     bool held = false;          // it holds a contribution of this rank that is not reduced
@@ -110,6 +121,8 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void end_pass();
 
   // Under mutex_:
+  static void require_shape(Parameter& parameter);
+  bool take(Parameter& parameter);
   bool move_in(Parameter& parameter);
   void discount(Parameter& parameter);
   bool due(const Parameter& parameter) const { return parameter.passes >= passes_per_step_; }

@@ -48,6 +48,10 @@ class Communicator {
   virtual void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                              const Reduction& reduction) = 0;
 
+  /// `data`, tensors of the given lengths one after the other, becomes their adaptive sum over the
+  /// ranks (collective/adasum.h).
+  void adasum(void* data, std::span<const std::size_t> counts, DType dtype);
+
   virtual void barrier() = 0;
 
   /// Memory from which allreduce() in place needs no copy, freed with its last owner (which may

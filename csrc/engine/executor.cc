@@ -5,8 +5,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "collective/adasum.h"
-
 namespace torch_ring {
 
 namespace {
@@ -293,7 +291,7 @@ void Executor::adasum_fused(std::span<const Request* const> requests) {
     copy(at, request->input, counts.back(), first.prescale);
     at += bytes_of(*request);
   }
-  adasum(communicator_, fusion_buffer_.data(), counts, first.dtype);
+  communicator_.adasum(fusion_buffer_.data(), counts, first.dtype);
   at = fusion_buffer_.data();
   for (const Request* request : requests) {
     copy(request->output, at, request->fingerprint.count(), first.postscale);

@@ -1,0 +1,57 @@
+"""The behaviours of horovod.torch, on every transport and under two launchers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from horovod_behaviours import BEHAVIOURS
+from pool import run
+from test_launchers import TORCHRUN, finish, mpirun, start
+
+import torch_ring as hvd
+
+PROGRAM = str(Path(__file__).parent / "horovod_behaviours.py")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
+def test_behaviour(behaviour, size, transport):
+    run(behaviour, size, transport=transport)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), ("mpirun", 3)])
+def test_all_behaviours_in_one_job(launcher, size):
+    if launcher == "torchrun":
+        command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(size)]
+        transport = "tcp"
+    else:
+        command = [*mpirun("Open MPI")[:-1], str(size), sys.executable]
+        transport = "auto"
+    output = finish(start([*command, PROGRAM], TORCH_RING_TRANSPORT=transport))
+    for rank in range(size):
+        assert f"rank {rank} of {size}: {len(BEHAVIOURS)} behaviours" in output, output
+
+
+NAMES = """
+    init shutdown is_initialized rank size local_rank local_size cross_rank cross_size
+    is_homogeneous mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built
+    ddl_built ccl_built cuda_built rocm_built Average Sum Adasum Min Max Product
+    HorovodInternalError HostsUpdatedInterrupt ProcessSet global_process_set add_process_set remove_process_set
+    allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+    grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async
+    grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_
+    alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
+    grouped_reducescatter_async join barrier poll synchronize Compression DistributedOptimizer
+    broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object SyncBatchNorm
+"""
+
+
+def test_every_name_is_there():
+    assert [name for name in NAMES.split() if not hasattr(hvd, name)] == []
+    assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+    assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)

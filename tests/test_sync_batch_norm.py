@@ -1,0 +1,116 @@
+"""SyncBatchNorm: what one process computes on the joined batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+
+import torch_ring as hvd
+
+on_all_worlds = pytest.mark.parametrize(
+    ("transport", "size"), [("shm", 1), ("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)]
+)
+
+
+def batches(shape: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the batch of each rank; a large mean, which a sum of squares would not survive."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, *shape, generator=generator) * 2 + 300).to(dtype) for n in counts]
+
+
+def is_one_process() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    cases = [
+        (nn.BatchNorm1d(4), (4,), [3 + r for r in range(size)], torch.float32),
+        (nn.BatchNorm1d(4, momentum=None), (4, 7), [2] * size, torch.float64),
+        (nn.BatchNorm2d(3, eps=0.1, affine=False), (3, 5, 2), [2 + r for r in range(size)], None),
+        (nn.BatchNorm3d(2, track_running_stats=False), (2, 2, 2, 2), [1] * size, torch.float32),
+        (nn.BatchNorm2d(3), (3, 4, 4), [5 * (r == 0) for r in range(size)], torch.float32),
+    ]
+    for plain, shape, counts, given in cases:
+        dtype = given or torch.float32
+        plain.to(dtype)
+        with torch.no_grad():
+            for index, parameter in enumerate(plain.parameters()):
+                parameter.copy_(torch.arange(len(parameter)) + 0.5 + index)
+        sync = hvd.SyncBatchNorm(
+            plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats
+        ).to(dtype)
+        sync.load_state_dict(plain.state_dict())
+        tolerance = {"rtol": 1e-4, "atol": 1e-4}
+        for _ in range(2):  # the second with running statistics of the first
+            parts = [part.requires_grad_() for part in batches(shape, counts, dtype)]
+            plain.zero_grad()
+            sync.zero_grad()
+            joined = plain(torch.cat(parts))
+            weights = torch.arange(joined.numel(), dtype=dtype).view(joined.shape).cos()
+            (joined * weights).sum().backward()
+            begin = sum(counts[:rank])
+            mine = parts[rank].detach().requires_grad_()
+            output = sync(mine)
+            (output * weights[begin : begin + counts[rank]]).sum().backward()
+            torch.testing.assert_close(output, joined[begin : begin + counts[rank]], **tolerance)
+            torch.testing.assert_close(mine.grad, parts[rank].grad, **tolerance)
+            for ours, theirs in zip(sync.parameters(), plain.parameters(), strict=True):
+                total = hvd.allreduce(ours.grad, op=hvd.Sum)
+                torch.testing.assert_close(total, theirs.grad, rtol=1e-4, atol=1e-2)
+            for ours, theirs in zip(sync.buffers(), plain.buffers(), strict=True):
+                torch.testing.assert_close(ours, theirs, **tolerance)
+        plain.eval()
+        sync.eval()
+        torch.testing.assert_close(sync(parts[0]), plain(parts[0]), **tolerance)
+
+
+@on_all_worlds
+def test_equal_to_one_process(transport, size):
+    run(is_one_process, size, transport=transport)
+
+
+def takes_16_bits_and_refuses_too_little() -> None:
+    layer = hvd.SyncBatchNorm(4)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(6, 4).to(dtype).requires_grad_()
+        output = layer(x)
+        output.sum().backward()
+        assert output.dtype == x.grad.dtype == dtype
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        layer(torch.randn(1 if hvd.rank() == 0 else 0, 4))  # on both
+    with pytest.raises(ValueError, match="4 channels"):
+        layer(torch.randn(2, 5))
+    with pytest.raises(ValueError, match="2 dimensions"):
+        layer(torch.randn(4))
+    assert layer(torch.randn(1, 4)).shape == (1, 4)  # two values on two ranks
+
+
+def test_dtypes_and_errors():
+    run(takes_16_bits_and_refuses_too_little, 2)
+
+
+def converts() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(2, affine=False))
+    )
+    model[1].eval()
+    parameters = list(model.parameters())
+    buffers = list(model.buffers())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert isinstance(model[1], hvd.SyncBatchNorm)
+    assert isinstance(model[2][0], hvd.SyncBatchNorm)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert not model[1].training
+    assert model[2].training
+    layer = model[1]
+    assert hvd.convert_sync_batchnorm(layer) is layer
+    assert isinstance(hvd.convert_sync_batchnorm(nn.BatchNorm1d(3)), hvd.SyncBatchNorm)
+    with pytest.raises(ValueError, match="lazy"):
+        hvd.convert_sync_batchnorm(nn.LazyBatchNorm2d())
+    model(torch.randn(2, 1, 5, 5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+
+
+def test_convert():
+    run(converts, 2)

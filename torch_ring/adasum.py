@@ -1,0 +1,128 @@
+"""The optimizer behind ``op=Adasum``: ranks step for themselves and combine what has changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ring.compression import Compressor
+from torch_ring.grouped import grouped_allreduce
+from torch_ring.process_set import ProcessSet
+from torch_ring.reduce_op import Adasum
+from torch_ring.state import require_same
+from torch_ring.stateful import StatefulCompressor
+from torch_ring.wrapping import Wrapped, wrap
+
+__all__ = ["AdasumOptimizer", "wrap_adasum"]
+
+
+class AdasumOptimizer(Wrapped):
+    """What a wrapped optimizer's class has in addition with ``op=Adasum``.
+
+    Each ``step()`` is taken with this rank's own gradients. The change of every parameter is then
+    combined over the ranks by adaptive summation (S. Maleki et al., "Scaling Distributed Training
+    with Adaptive Summation", MLSys 2021), so that Adam's change counts and not its gradient. Under
+    ``GradScaler`` a rank that skips its step would leave the others waiting: scale by hand.
+    """
+
+    _parameter_names: dict[Tensor, str]
+    _compression: type[Compressor]
+    _process_set: ProcessSet
+    _before: dict[Tensor, Tensor] | None
+
+    def synchronize(self) -> None:
+        """Do nothing: ``step()`` reduces, and there is nothing to reduce before it."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise AssertionError, as in Horovod: it is the step that is reduced."""
+        raise AssertionError("skip_synchronize() is not possible with op=Adasum")
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: backward passes never communicate here."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing but check `passes`: gradients add up on this rank until ``step()``."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer; their changes are reduced from now on."""
+        super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            self._parameter_names[parameter] = f"allreduce.noname.{group}.{index}"
+
+
+def wrap_adasum(
+    optimizer: torch.optim.Optimizer,
+    names: dict[Tensor, str],
+    compression: type[Compressor] | StatefulCompressor,
+    process_set: ProcessSet,
+) -> None:
+    """Make `optimizer` an :class:`AdasumOptimizer`. Collective.
+
+    Raises:
+        ValueError: the number of ranks is no power of two, or a parameter is no real number.
+        MismatchError: the parameters differ between ranks.
+    """
+    if isinstance(compression, StatefulCompressor):
+        raise ValueError("op=Adasum: a compressor with a state compresses gradients, not changes")
+    size = process_set.size() if process_set.included() else 1
+    if size & (size - 1):
+        raise ValueError(f"op=Adasum needs a power of two of ranks, not {size}")
+    for parameter, name in names.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")
+    if size > 1:
+        require_same(
+            [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
+            "the ranks wrap different optimizers",
+            process_set,
+        )
+    wrapped = wrap(optimizer, AdasumOptimizer)
+    wrapped._parameter_names = names
+    wrapped._compression = compression
+    wrapped._process_set = process_set
+    wrapped._before = None
+    if size > 1:
+        # Hooks and not a method: a scheduler may have put the class's `step` into the instance.
+        wrapped.register_step_pre_hook(_remember)
+        wrapped.register_step_post_hook(_combine)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.requires_grad)
+
+
+def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Step pre-hook. Called twice for one step where a `step` calls its base class's."""
+    assert isinstance(optimizer, AdasumOptimizer)
+    if optimizer._before is None:
+        optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
+
+
+@torch.no_grad()
+def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Step post-hook; called twice where `_remember` is."""
+    assert isinstance(optimizer, AdasumOptimizer)
+    before, optimizer._before = optimizer._before, None
+    if before is None:
+        return
+    changes = [parameter - start for parameter, start in before.items()]
+    combined = grouped_allreduce(
+        changes,
+        compression=optimizer._compression,
+        op=Adasum,
+        process_set=optimizer._process_set,
+    )
+    for (parameter, start), change in zip(before.items(), combined, strict=True):
+        parameter.copy_(start + change)

@@ -1,0 +1,76 @@
+"""Horovod's questions about what is built in, with answers that suit the scripts that ask."""
+
+from __future__ import annotations
+
+from torch_ring import world
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
+
+def mpi_built() -> bool:
+    """Return False: no collective goes over MPI, also where mpirun started the ranks."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False; see :func:`mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: a program may call MPI (mpi4py) beside torch_ring, from any of its threads.
+
+    Raises:
+        NotInitializedError: before init(), as in Horovod.
+    """
+    world.size()
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: there are collectives on the CPU that need no MPI, which is what scripts mean.
+
+    They are torch_ring's own, not Gloo's.
+    """
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return True; see :func:`gloo_built`."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return 0: tensors on GPUs are not reduced yet. Horovod returns NCCL's version code."""
+    return 0
+
+
+def cuda_built() -> bool:
+    """Return False; see :func:`nccl_built`."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: AMD's ROCm is not used."""
+    return False

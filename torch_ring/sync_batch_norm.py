@@ -1,0 +1,203 @@
+"""Batch normalisation over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from torch_ring.ops import allgather, allreduce
+from torch_ring.process_set import ProcessSet, global_process_set
+from torch_ring.reduce_op import Sum
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """``torch.nn.BatchNorm`` with the statistics of the batches of all ranks together.
+
+    On the CPU and on GPUs. Ranks may have batches of different sizes, also empty ones. Output,
+    gradient of the input and running statistics are what one process would compute on the joined
+    batch; the gradients of weight and bias are this rank's part of them, which DistributedOptimizer
+    reduces like all others. Every rank must run forward, and backward, equally often.
+
+    Cost: an allgather of 2 C + 1 numbers in forward, an allreduce of 2 C in backward.
+
+    Args:
+        num_features: C of an input of shape [N, C, ...].
+        eps, momentum, affine, track_running_stats: as of ``torch.nn.BatchNorm2d``.
+        process_set: the ranks whose batches belong together; this one must be among them.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.process_set = process_set
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
+        if input.size(1) != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels, got {input.size(1)}")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Normalise `input`, shape [N, C, ...], floating point. Collective in training."""
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or self.process_set.size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, variance, count = _Normalize.apply(
+            input, self.weight, self.bias, self.eps, self.process_set
+        )
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance * (count / (count - 1)))
+        result: Tensor = output
+        return result
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = self.momentum
+        if factor is None:  # the average of all batches
+            factor = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
+        """Replace the batch normalisations in `module`; see :func:`convert_sync_batchnorm`."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            return cls._of(module, process_set)
+        for name, child in module.named_children():
+            module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
+        return module
+
+    @classmethod
+    def _of(cls, module: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
+        """Return a layer with the parameters and buffers of `module` themselves."""
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            raise ValueError("run a batch through lazy layers before you convert them")
+        converted = cls(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            process_set,
+            device="meta",
+        )
+        converted._parameters.update(module._parameters)
+        converted._buffers.update(module._buffers)
+        converted.training = module.training
+        return converted
+
+
+def convert_sync_batchnorm(
+    module: torch.nn.Module, process_set: ProcessSet = global_process_set
+) -> torch.nn.Module:
+    """Replace every batch normalisation in `module` by a :class:`SyncBatchNorm`.
+
+    Parameters and buffers stay the same objects, so that an optimizer made before still has them.
+
+    Returns:
+        `module`, or its replacement if it is a batch normalisation itself.
+
+    Raises:
+        ValueError: a lazy layer that has seen no input.
+    """
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_set)
+
+
+class _Normalize(torch.autograd.Function):
+    """Returns the normalised input, and the mean, biased variance and count that it went by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        wide = _wide(x)
+        mean, variance, count = _joint_statistics(wide, process_set)
+        if count <= 1:
+            raise ValueError(f"more than one value per channel is needed in training: {x.shape}")
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.count = count
+        ctx.process_set = process_set
+        normalized = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
+        if weight is not None and bias is not None:
+            normalized = normalized * _per_channel(weight, x) + _per_channel(bias, x)
+        ctx.mark_non_differentiable(mean, variance)
+        return normalized.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        centred = _wide(x) - _per_channel(mean, x)
+        gradient = _wide(gradient)
+        own = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
+        weight_gradient = (own[1] * scale).to(weight.dtype) if weight is not None else None
+        bias_gradient = own[0].to(weight.dtype) if weight is not None else None
+        total = allreduce(own, op=Sum, process_set=ctx.process_set) / ctx.count
+        # The derivatives through the mean and through the variance, S. Ioffe and C. Szegedy,
+        # "Batch normalization", ICML 2015, section 3.
+        through = _per_channel(total[0], x) + centred * _per_channel(total[1] * scale**2, x)
+        factor = scale if weight is None else scale * weight
+        input_gradient = (gradient - through) * _per_channel(factor, x)
+        return input_gradient.to(x.dtype), weight_gradient, bias_gradient, None, None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in the dtype in which it is computed with: 16 bits are not enough."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, float]:
+    """Return mean and biased variance of each channel, and the values it has on all ranks.
+
+    From each rank's count, mean and sum of squared deviations (T. Chan, G. Golub and R. LeVeque,
+    "Updating formulae and a pairwise algorithm for computing sample variances", 1979), which loses
+    nothing when the mean is large.
+    """
+    channels = x.shape[1]
+    own_count = x.numel() // channels if channels else 0
+    own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    if own_count:
+        variance, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+        own = torch.cat([own.new_tensor([own_count]), mean.double(), variance.double() * own_count])
+    rows = allgather(own.unsqueeze(0), process_set=process_set)
+    counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    count = float(counts.sum())
+    if not count:
+        return means[0].to(x.dtype), squares[0].to(x.dtype), count
+    mean = (counts * means).sum(0) / count
+    squares = (squares + counts * (means - mean) ** 2).sum(0)
+    return mean.to(x.dtype), (squares / count).to(x.dtype), count
