@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -58,10 +58,11 @@ std::vector<Dots> summed(Communicator& communicator, const std::vector<Dots>& ow
   return sums;
 }
 
-/// Sends the half that `rank` gives away at this level to its partner, and returns the partner's.
+/// Sends the half that this rank gives away at this level to its partner; `received` becomes the
+/// partner's values of the half that it keeps.
 template <class T>
-std::vector<T> swap_halves(Communicator& communicator, const T* data, std::size_t count,
-                           int level) {
+void swap_halves(Communicator& communicator, const T* data, T* received, std::size_t count,
+                 int level) {
   const int size = communicator.size();
   const int bit = 1 << level;
   std::vector<std::size_t> bytes(static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
@@ -70,22 +71,19 @@ std::vector<T> swap_halves(Communicator& communicator, const T* data, std::size_
         adasum_range(count, rank ^ bit, level + 1).count * sizeof(T);
   }
   const Range given = adasum_range(count, communicator.rank() ^ bit, level + 1);
-  std::vector<T> received(adasum_range(count, communicator.rank(), level + 1).count);
-  communicator.alltoall(data + given.begin, received.data(), bytes);
-  return received;
+  communicator.alltoall(data + given.begin, received, bytes);
 }
 
-/// Every rank has its part; brings all of them to all.
+/// Every rank has its part; brings all of them to all. `scratch` has `count` elements.
 template <class T>
-void gather(Communicator& communicator, T* data, std::size_t count, int levels) {
+void gather(Communicator& communicator, T* data, T* scratch, std::size_t count, int levels) {
   std::vector<std::size_t> bytes;
   for (int rank = 0; rank < communicator.size(); ++rank) {
     bytes.push_back(adasum_range(count, rank, levels).count * sizeof(T));
   }
-  std::vector<T> in_order_of_ranks(count);
   const Range own = adasum_range(count, communicator.rank(), levels);
-  communicator.allgather(data + own.begin, in_order_of_ranks.data(), bytes);
-  const T* at = in_order_of_ranks.data();
+  communicator.allgather(data + own.begin, scratch, bytes);
+  const T* at = scratch;  // in the order of ranks
   for (int rank = 0; rank < communicator.size(); ++rank) {
     const Range range = adasum_range(count, rank, levels);
     std::copy_n(at, range.count, data + range.begin);
@@ -98,8 +96,10 @@ void adasum_in(Communicator& communicator, T* data, std::span<const std::size_t>
   const std::vector<Range> tensors = ranges_of(counts);
   const std::size_t count = tensors.empty() ? 0 : tensors.back().begin + tensors.back().count;
   const int levels = std::countr_zero(static_cast<unsigned>(communicator.size()));
+  const auto scratch = std::make_unique_for_overwrite<T[]>(count);
+  T* const received = scratch.get();
   for (int level = 0; level < levels; ++level) {
-    const std::vector<T> received = swap_halves(communicator, data, count, level);
+    swap_halves(communicator, data, received, count, level);
     const Range kept = adasum_range(count, communicator.rank(), level + 1);
     const bool has_a = (communicator.rank() >> level & 1) == 0;
 
@@ -107,7 +107,7 @@ void adasum_in(Communicator& communicator, T* data, std::span<const std::size_t>
     for (const Range tensor : tensors) {
       const Range part = overlap(tensor, kept);
       const T* const mine = data + part.begin;
-      const T* const theirs = received.data() + (part.begin - kept.begin);
+      const T* const theirs = received + (part.begin - kept.begin);
       dots.push_back(part.count == 0 ? Dots{}
                      : has_a         ? Dots::of(mine, theirs, part.count)
                                      : Dots::of(theirs, mine, part.count));
@@ -124,7 +124,7 @@ void adasum_in(Communicator& communicator, T* data, std::span<const std::size_t>
       }
     }
   }
-  gather(communicator, data, count, levels);
+  gather(communicator, data, scratch.get(), count, levels);
 }
 
 }  // namespace
@@ -149,6 +149,7 @@ void adasum(Communicator& communicator, void* data, std::span<const std::size_t>
                 std::string("Adasum needs floating point and a power of two of ranks, not ") +
                     name_of(dtype) + " and " + std::to_string(communicator.size()));
   }
+  if (communicator.size() == 1) return;
   if (dtype == DType::kFloat32) return adasum_in(communicator, static_cast<float*>(data), counts);
   if (dtype == DType::kFloat64) return adasum_in(communicator, static_cast<double*>(data), counts);
 

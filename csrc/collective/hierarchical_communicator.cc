@@ -3,8 +3,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "collective/routed_alltoall.h"
-
 namespace torch_ring {
 
 namespace {
@@ -28,6 +26,7 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       host_of_(world.host_of),
       ranks_of_host_(all_hosts(world)),
       lanes_(world.lanes()),
+      routes_(ranks_of_host_, lanes_),
       shm_(world, config, abort),
       block_(shm_.allocate_shared(kBlockBytes)),
       block_offset_(shm_.shared_offset(block_.get(), kBlockBytes)) {
@@ -55,26 +54,57 @@ void HierarchicalCommunicator::allreduce(const void* input, void* output, std::s
                                          const Reduction& reduction,
                                          std::span<const std::int64_t> shared_offsets) {
   if (count == 0) return;
-  const auto& local_ranks =
-      ranks_of_host_[static_cast<std::size_t>(host_of_[static_cast<std::size_t>(rank_)])];
-  std::vector<std::byte*> buffers;
-  for (int peer = 0; peer < shm_.size(); ++peer) {
-    const auto global = static_cast<std::size_t>(local_ranks[static_cast<std::size_t>(peer)]);
-    const std::int64_t offset = shared_offsets.empty() ? block_offset_ : shared_offsets[global];
-    buffers.push_back(shm_.host().memory(peer).at(static_cast<std::size_t>(offset)));
-  }
   if (!shared_offsets.empty()) {
-    allreduce_in_place(buffers, count, reduction);
+    allreduce_in_place(buffers_of_host(shared_offsets), count, reduction);
     return;
   }
   const std::size_t item = size_of(reduction.dtype);
+  allreduce_in_blocks(input, count, reduction, [&](Range block) {
+    std::memcpy(static_cast<std::byte*>(output) + block.begin * item, block_.get(),
+                block.count * item);
+  });
+}
+
+void HierarchicalCommunicator::reducescatter(const void* input, void* output,
+                                             std::span<const std::size_t> counts,
+                                             const Reduction& reduction) {
+  const std::vector<Range> parts = ranges_of(counts);
+  const Range own = parts[static_cast<std::size_t>(rank_)];
+  const std::size_t item = size_of(reduction.dtype);
+  allreduce_in_blocks(input, parts.back().begin + parts.back().count, reduction, [&](Range block) {
+    const Range part = overlap(own, block);
+    if (part.count == 0) return;
+    std::memcpy(static_cast<std::byte*>(output) + (part.begin - own.begin) * item,
+                static_cast<const std::byte*>(block_.get()) + (part.begin - block.begin) * item,
+                part.count * item);
+  });
+}
+
+template <class Take>
+void HierarchicalCommunicator::allreduce_in_blocks(const void* input, std::size_t count,
+                                                   const Reduction& reduction, Take&& take) {
+  const std::size_t item = size_of(reduction.dtype);
+  const std::vector<std::byte*> blocks = buffers_of_host({});
   for (const Range block : ranges_of(count, kBlockBytes / item)) {
-    const std::size_t begin = block.begin * item;
-    std::memcpy(block_.get(), static_cast<const std::byte*>(input) + begin, block.count * item);
+    std::memcpy(block_.get(), static_cast<const std::byte*>(input) + block.begin * item,
+                block.count * item);
     shm_.barrier();
-    allreduce_in_place(buffers, block.count, reduction);
-    std::memcpy(static_cast<std::byte*>(output) + begin, block_.get(), block.count * item);
+    allreduce_in_place(blocks, block.count, reduction);
+    take(block);
   }
+}
+
+std::vector<std::byte*> HierarchicalCommunicator::buffers_of_host(
+    std::span<const std::int64_t> shared_offsets) {
+  const Host& host = shm_.host();
+  std::vector<std::byte*> buffers;
+  for (int peer = 0; peer < host.size(); ++peer) {
+    const std::int64_t offset = shared_offsets.empty()
+                                    ? block_offset_
+                                    : shared_offsets[static_cast<std::size_t>(host.rank_of(peer))];
+    buffers.push_back(host.memory(peer).at(static_cast<std::size_t>(offset)));
+  }
+  return buffers;
 }
 
 void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> buffers,
@@ -145,18 +175,7 @@ void HierarchicalCommunicator::allgather(const void* input, void* output,
 
 void HierarchicalCommunicator::alltoall(const void* input, void* output,
                                         std::span<const std::size_t> bytes) {
-  routed_alltoall({ranks_of_host_, lanes_}, rank_, shm_, lane_.get(), input, output, bytes);
-}
-
-void HierarchicalCommunicator::reducescatter(const void* input, void* output,
-                                             std::span<const std::size_t> counts,
-                                             const Reduction& reduction) {
-  const std::vector<Range> parts = ranges_of(counts);
-  const std::size_t item = size_of(reduction.dtype);
-  std::vector<std::byte> whole((parts.back().begin + parts.back().count) * item);
-  allreduce(input, whole.data(), whole.size() / item, reduction, {});
-  const Range own = parts[static_cast<std::size_t>(rank_)];
-  if (own.count > 0) std::memcpy(output, whole.data() + own.begin * item, own.count * item);
+  routed_alltoall(routes_, rank_, shm_, lane_.get(), input, output, bytes);
 }
 
 void HierarchicalCommunicator::barrier() {

@@ -6,6 +6,7 @@
 
 #include "collective/hierarchical_board.h"
 #include "collective/ring_communicator.h"
+#include "collective/routed_alltoall.h"
 #include "collective/shm_communicator.h"
 
 namespace torch_ring {
@@ -15,8 +16,8 @@ namespace torch_ring {
 /// it to its host. For S bytes on h hosts the network carries 2 S (h - 1) / h bytes a host,
 /// whatever the number of ranks there, on L connections at once.
 ///
-/// An alltoall takes three hops (collective/routed_alltoall.h). A reducescatter is an allreduce of
-/// which each rank keeps its part: twice the bytes that it needs.
+/// A reducescatter is such an allreduce, of which each rank copies its part only: the network
+/// carries up to twice the bytes that it needs. An alltoall takes three hops (routed_alltoall.h).
 class HierarchicalCommunicator : public Communicator {
  public:
   HierarchicalCommunicator(World& world, const EngineConfig& config, const Abort& abort);
@@ -42,6 +43,15 @@ class HierarchicalCommunicator : public Communicator {
  private:
   bool leads() const { return shm_.rank() == 0; }
 
+  /// The buffers of this host's ranks: those at shared_offsets, or their blocks if there are none.
+  std::vector<std::byte*> buffers_of_host(std::span<const std::int64_t> shared_offsets);
+
+  /// Allreduce of a private tensor, block by block: take(range) is called when block_ holds the
+  /// results of these elements.
+  template <class Take>
+  void allreduce_in_blocks(const void* input, std::size_t count, const Reduction& reduction,
+                           Take&& take);
+
   /// Allreduce of buffers that lie in the shared memory of every rank, `buffers` being those of
   /// this host; all ranks have written theirs.
   void allreduce_in_place(std::span<std::byte* const> buffers, std::size_t count,
@@ -52,6 +62,7 @@ class HierarchicalCommunicator : public Communicator {
   const std::vector<int> host_of_;
   const std::vector<std::vector<int>> ranks_of_host_;
   const int lanes_;
+  const Routes routes_;
   ShmCommunicator shm_;
   std::unique_ptr<RingCommunicator> lane_;  // null on ranks that drive no network
   std::unique_ptr<HierarchicalBoard> board_;

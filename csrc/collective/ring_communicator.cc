@@ -102,6 +102,7 @@ void RingCommunicator::reducescatter(const void* input, void* output,
     std::byte* partial = at_least(partials_, to * partial_item);
     reduce_scatter(partial, bytes_of(input), pieces, reduction);
     const Piece& own = pieces[static_cast<std::size_t>(rank())];
+    if (own.count == 0) continue;  // other ranks' parts are longer
     const std::array<void*, 1> finished{bytes_of(output) + block.begin * item};
     finish_partial(finished, partial + own.to * partial_item, own.count, reduction);
   }

@@ -1,8 +1,9 @@
 #include "collective/routed_alltoall.h"
 
-#include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "collective/plan.h"
@@ -11,144 +12,131 @@ namespace torch_ring {
 
 namespace {
 
-/// What one rank sends to another.
-struct Parcel {
-  int from;
-  int to;
-  auto operator<=>(const Parcel&) const = default;
-};
-
-/// The parcels that a rank has, one after the other in `data`.
+/// The parcels that a rank has: in memory of its own, or at first in the caller's input.
 struct Held {
-  std::vector<Parcel> parcels;
-  std::vector<std::byte> data;
+  std::map<Parcel, const std::byte*> place;
+  std::unique_ptr<std::byte[]> memory;
+
+  /// Parcels that lie one after the other from `at` on.
+  static Held consecutive(std::span<const Parcel> parcels, const std::byte* at) {
+    Held held;
+    for (const Parcel& parcel : parcels) {
+      held.place[parcel] = at;
+      at += parcel.bytes;
+    }
+    return held;
+  }
 };
 
-/// One alltoall of all ranks, on its way.
-class Delivery {
- public:
-  Delivery(const Routes& routes, int rank, std::span<const std::size_t> bytes)
-      : routes_(routes), rank_(rank), size_(routes.size()), bytes_(bytes) {}
+std::unique_ptr<std::byte[]> memory_for(std::span<const Parcel> parcels) {
+  std::size_t bytes = 0;
+  for (const Parcel& parcel : parcels) bytes += parcel.bytes;
+  return std::make_unique_for_overwrite<std::byte[]>(bytes);
+}
 
-  int size() const { return size_; }
-  std::size_t bytes_of(Parcel parcel) const {
-    return bytes_[static_cast<std::size_t>(parcel.from * size_ + parcel.to)];
+Held take_hop(Communicator& communicator, const Hop& hop, Held held) {
+  const auto outgoing = memory_for(hop.sent);
+  std::byte* at = outgoing.get();
+  for (const Parcel& parcel : hop.sent) {
+    std::memcpy(at, held.place.at(parcel), parcel.bytes);
+    at += parcel.bytes;
   }
+  held.memory.reset();  // before more is allocated
+  auto incoming = memory_for(hop.received);
+  communicator.alltoall(outgoing.get(), incoming.get(), hop.bytes);
+  held = Held::consecutive(hop.received, incoming.get());
+  held.memory = std::move(incoming);
+  return held;
+}
 
-  /// Hop number `hop`, from 1, among the `members` of `communicator`, in its order.
-  Held run(int hop, Communicator& communicator, const std::vector<int>& members,
-           const Held& held) const {
-    std::map<Parcel, const std::byte*> place;
-    const std::byte* at = held.data.data();
-    for (const Parcel parcel : held.parcels) {
-      place[parcel] = at;
-      at += bytes_of(parcel);
-    }
-
-    Held sent;
-    Held received;
-    std::vector<std::size_t> matrix;
-    for (const int sender : members) {
-      for (const int receiver : members) {
-        std::size_t sum = 0;
-        for (const Parcel parcel : passed_on(hop, sender, receiver)) {
-          sum += bytes_of(parcel);
-          if (receiver == rank_) received.parcels.push_back(parcel);
-          if (sender != rank_) continue;
-          const std::byte* const data = place.at(parcel);
-          sent.data.insert(sent.data.end(), data, data + bytes_of(parcel));
-        }
-        matrix.push_back(sum);
-      }
-    }
-    std::size_t sum = 0;
-    for (const Parcel parcel : received.parcels) sum += bytes_of(parcel);
-    received.data.resize(sum);
-    communicator.alltoall(sent.data.data(), received.data.data(), matrix);
-    return received;
-  }
-
- private:
-  /// What `sender` passes on to `receiver`, in an order that both know.
-  std::vector<Parcel> passed_on(int hop, int sender, int receiver) const {
-    std::vector<Parcel> parcels;
-    for (int from = 0; from < size_; ++from) {
-      for (int to = 0; to < size_; ++to) {
-        if (routes_.holder(from, to, hop - 1) == sender &&
-            routes_.holder(from, to, hop) == receiver) {
-          parcels.push_back({from, to});
-        }
-      }
-    }
-    return parcels;
-  }
-
-  const Routes& routes_;
-  const int rank_;
-  const int size_;
-  const std::span<const std::size_t> bytes_;
-};
+std::vector<Parcel> concatenated(const std::vector<std::vector<Parcel>>& lists) {
+  std::vector<Parcel> all;
+  for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
 
 }  // namespace
 
-int Routes::size() const {
+Routes::Routes(std::vector<std::vector<int>> ranks_of_host, int lanes)
+    : ranks_of_host_(std::move(ranks_of_host)), lanes_(static_cast<std::size_t>(lanes)) {
   std::size_t size = 0;
-  for (const auto& ranks : ranks_of_host) size += ranks.size();
-  return static_cast<int>(size);
-}
-
-int Routes::host_of(int rank) const {
-  const auto has = [&](const auto& ranks) {
-    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-  };
-  return static_cast<int>(std::find_if(ranks_of_host.begin(), ranks_of_host.end(), has) -
-                          ranks_of_host.begin());
-}
-
-int Routes::index_of(int rank) const {
-  const auto& ranks = ranks_of_host[static_cast<std::size_t>(host_of(rank))];
-  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  for (const auto& ranks : ranks_of_host_) size += ranks.size();
+  places_.resize(size);
+  for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
+    for (std::size_t index = 0; index < ranks_of_host_[host].size(); ++index) {
+      places_[static_cast<std::size_t>(ranks_of_host_[host][index])] = {host, index};
+    }
+  }
 }
 
 int Routes::holder(int from, int to, int hops) const {
   if (hops == 0) return from;
   if (hops == kHops) return to;
-  const int host = host_of(hops == 1 ? from : to);
-  return ranks_of_host[static_cast<std::size_t>(host)]
-                      [static_cast<std::size_t>(index_of(to) % lanes)];
+  const std::size_t lane = place_of(to).index % lanes_;
+  return ranks_of_host_[place_of(hops == 1 ? from : to).host][lane];
+}
+
+std::vector<int> Routes::members(int rank, int hop) const {
+  const auto [host, index] = place_of(rank);
+  if (hop != 2) return ranks_of_host_[host];
+  std::vector<int> lane;
+  if (index < lanes_) {
+    for (const auto& ranks : ranks_of_host_) lane.push_back(ranks[index]);
+  }
+  return lane;
+}
+
+Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_t> bytes) {
+  constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+  const std::vector<int> members = routes.members(rank, hop);
+  std::vector<std::size_t> member_of(static_cast<std::size_t>(routes.size()), kNone);
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    member_of[static_cast<std::size_t>(members[i])] = i;
+  }
+
+  Hop plan;
+  plan.bytes.resize(members.size() * members.size());
+  std::vector<std::vector<Parcel>> sent(members.size());
+  std::vector<std::vector<Parcel>> received(members.size());
+  const std::size_t* next = bytes.data();
+  for (int from = 0; from < routes.size(); ++from) {
+    for (int to = 0; to < routes.size(); ++to) {
+      const Parcel parcel{from, to, *next++};
+      const int sender = routes.holder(from, to, hop - 1);
+      const std::size_t row = member_of[static_cast<std::size_t>(sender)];
+      if (parcel.bytes == 0 || row == kNone) continue;  // no hop leads out of the members
+      const int receiver = routes.holder(from, to, hop);
+      const std::size_t column = member_of[static_cast<std::size_t>(receiver)];
+      plan.bytes[row * members.size() + column] += parcel.bytes;
+      if (sender == rank) sent[column].push_back(parcel);
+      if (receiver == rank) received[row].push_back(parcel);
+    }
+  }
+  plan.sent = concatenated(sent);
+  plan.received = concatenated(received);
+  return plan;
 }
 
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes) {
-  const Delivery delivery(routes, rank, bytes);
-  const std::vector<int>& neighbours =
-      routes.ranks_of_host[static_cast<std::size_t>(routes.host_of(rank))];
-  std::vector<int> lane_ranks;
-  for (const auto& ranks : routes.ranks_of_host) {
-    if (lane) lane_ranks.push_back(ranks[static_cast<std::size_t>(routes.index_of(rank))]);
+  std::vector<Parcel> own;
+  const auto row = row_of(bytes, routes.size(), rank);
+  for (int to = 0; to < routes.size(); ++to) {
+    own.push_back({rank, to, row[static_cast<std::size_t>(to)]});
+  }
+  Held held = Held::consecutive(own, static_cast<const std::byte*>(input));
+  const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
+  for (int hop = 1; hop <= Routes::kHops; ++hop) {
+    Communicator* const communicator = hops[static_cast<std::size_t>(hop - 1)];
+    if (!communicator) continue;  // a rank that drives no network holds nothing now
+    held = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(held));
   }
 
-  Held held;
-  std::size_t sum = 0;
-  for (int to = 0; to < delivery.size(); ++to) {
-    held.parcels.push_back({rank, to});
-    sum += delivery.bytes_of(held.parcels.back());
-  }
-  held.data.assign(static_cast<const std::byte*>(input),
-                   static_cast<const std::byte*>(input) + sum);
-
-  held = delivery.run(1, host, neighbours, held);
-  if (lane) held = delivery.run(2, *lane, lane_ranks, held);
-  held = delivery.run(3, host, neighbours, held);
-
-  const std::vector<Range> places = ranges_of(column_of(bytes, delivery.size(), rank));
-  const std::byte* at = held.data.data();
-  for (const Parcel parcel : held.parcels) {
-    const Range place = places[static_cast<std::size_t>(parcel.from)];
-    if (place.count > 0) {
-      std::memcpy(static_cast<std::byte*>(output) + place.begin, at, place.count);
-    }
-    at += place.count;
+  // In the order of senders, as `output` is.
+  auto* at = static_cast<std::byte*>(output);
+  for (const auto& [parcel, data] : held.place) {
+    std::memcpy(at, data, parcel.bytes);
+    at += parcel.bytes;
   }
 }
 

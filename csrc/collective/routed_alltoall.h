@@ -1,6 +1,8 @@
 // An alltoall where only some ranks have connections.
 #pragma once
 
+#include <cstddef>
+#include <span>
 #include <vector>
 
 #include "collective/communicator.h"
@@ -9,22 +11,58 @@ namespace torch_ring {
 
 /// Which way the parts of an alltoall go, in three hops: inside the sender's host to the rank on
 /// the receiver's lane, along that lane to the receiver's host, inside it to the receiver. Pure.
-struct Routes {
+class Routes {
+ public:
   static constexpr int kHops = 3;
 
-  std::vector<std::vector<int>> ranks_of_host;
-  int lanes;  // the first ranks of each host drive its network; the others use theirs in turn
+  /// `lanes`: the first ranks of each host drive its network; the others use theirs in turn.
+  Routes(std::vector<std::vector<int>> ranks_of_host, int lanes);
+
+  int size() const { return static_cast<int>(places_.size()); }
 
   /// Who has the part that `from` sends to `to` after so many hops.
   int holder(int from, int to, int hops) const;
 
-  int size() const;
-  int host_of(int rank) const;
-  int index_of(int rank) const;  // among the ranks of its host
+  /// The ranks among which `rank` takes a hop, in the order of their communicator: its host, or its
+  /// lane; none if it drives no network.
+  std::vector<int> members(int rank, int hop) const;
+
+ private:
+  struct Place {
+    std::size_t host;
+    std::size_t index;  // among the ranks of the host
+  };
+  const Place& place_of(int rank) const { return places_[static_cast<std::size_t>(rank)]; }
+
+  std::vector<std::vector<int>> ranks_of_host_;
+  std::size_t lanes_;
+  std::vector<Place> places_;  // by rank
 };
 
+/// What one rank sends to another.
+struct Parcel {
+  int from;
+  int to;
+  std::size_t bytes;
+  auto operator<=>(const Parcel&) const = default;
+};
+
+/// What one rank does in one hop: an alltoall among its members. Empty parcels are left out.
+struct Hop {
+  std::vector<std::size_t> bytes;  // its matrix, in the order of members
+  std::vector<Parcel> sent;        // in the order of receivers
+  std::vector<Parcel> received;    // in the order of senders
+};
+
+/// Hop number `hop`, from 1, of `rank`; `bytes` is the matrix of the whole alltoall. Pure. Cost:
+/// one look at each element of the matrix.
+Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_t> bytes);
+
 /// See Communicator::alltoall(). `host` joins the ranks of this host; `lane`, one rank a host in
-/// the order of hosts, is null on a rank that drives no network. Every byte is copied twice more.
+/// the order of hosts, is null on a rank that drives no network.
+///
+/// Cost: between hosts each byte travels once, on the receiver's lane; inside hosts twice. Every
+/// hop packs what it sends into memory of its own, and the receiver unpacks at the end.
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes);
 

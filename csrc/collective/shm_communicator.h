@@ -20,6 +20,11 @@ namespace torch_ring {
 ///              the rest out of its own segment. Two flags a segment, and the three stages of
 ///              neighbouring segments overlap.
 ///
+/// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps taking
+/// the one before. A segment of a reducescatter has a piece of every rank's part: (n-1)S/n staged,
+/// reduced straight into the output. In an alltoall each rank stages its parts for rank + 1,
+/// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
+///
 /// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
 ///

@@ -1,46 +1,18 @@
 // What every Communicator does, whatever lies beneath.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <bit>
 #include <latch>
 #include <random>
 
 #include "board_suite.h"
-#include "collective/adasum.h"
-#include "elements.h"
+#include "scatter_suite.h"
+#include "values.h"
 
 namespace torch_ring::test {
 
-constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
-
-/// Element i on rank r: i * size + r, kept so small that no result leaves the range of any dtype.
-inline double value_at(std::size_t i, int rank, int size, ReduceOp op) {
-  const std::size_t value = i * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank);
-  return op == ReduceOp::kProduct ? 1.0 + static_cast<double>(value % 3)
-                                  : static_cast<double>(value % 25);
-}
-
-/// The reduction of element i over the ranks.
-inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
-  const auto value = [&](int rank) {
-    const double number = value_at(i, rank, size, op);
-    return dtype == DType::kBool ? static_cast<double>(number != 0) : number;
-  };
-  double result = value(0);
-  for (int rank = 1; rank < size; ++rank) {
-    if (op == ReduceOp::kSum) result += value(rank);
-    if (op == ReduceOp::kProduct) result *= value(rank);
-    if (op == ReduceOp::kMin) result = std::min(result, value(rank));
-    if (op == ReduceOp::kMax) result = std::max(result, value(rank));
-  }
-  return dtype == DType::kBool ? static_cast<double>(result != 0) : result;
-}
-
 inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op, std::size_t count,
                             bool in_place) {
-  constexpr std::size_t kPeriod = 25 * 3;  // of value_at, whatever the op
   const int size = communicator.size();
   const Elements before = Elements::repeating(dtype, count, kPeriod, [&](std::size_t i) {
     return value_at(i, communicator.rank(), size, op);
@@ -142,16 +114,6 @@ inline void allreduce_same_bits(const Layout& layout, int size) {
   }
 }
 
-/// Bytes that differ from rank to rank, and from place to place.
-inline Bytes bytes_of(int rank, std::size_t count) {
-  return Elements::repeating(
-             DType::kUInt8, count, 251,
-             [&](std::size_t i) {
-               return static_cast<double>((i + 50 * static_cast<std::size_t>(rank)) % 251);
-             })
-      .bytes();
-}
-
 inline void broadcast_from_every_root(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     for (const std::size_t bytes : {0, 1, 1000, 1'300'001}) {
@@ -185,131 +147,6 @@ inline void allgather_ragged(const Layout& layout, int size) {
   });
 }
 
-/// Bytes that say from whom to whom they go.
-inline Bytes parcel_of(int from, int to, std::size_t count) {
-  return bytes_of(7 * from + to, count);
-}
-
-inline void alltoall_ragged(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    const int rank = communicator.rank();
-    for (const std::size_t scale : {0, 1, 500, 90'001}) {
-      std::vector<std::size_t> bytes;
-      Bytes input;
-      Bytes expected;
-      for (int from = 0; from < size; ++from) {
-        for (int to = 0; to < size; ++to) {
-          bytes.push_back(static_cast<std::size_t>((from + 2 * to) % 4) * scale);
-          const Bytes parcel = parcel_of(from, to, bytes.back());
-          if (from == rank) input.insert(input.end(), parcel.begin(), parcel.end());
-          if (to == rank) expected.insert(expected.end(), parcel.begin(), parcel.end());
-        }
-      }
-      Bytes output(expected.size());
-      communicator.alltoall(input.data(), output.data(), bytes);
-      CHECK(same(output, expected));
-    }
-  });
-}
-
-inline void reducescatter_ragged(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt32}) {
-      for (const std::size_t scale : {0, 1, 500, 70'001}) {
-        std::vector<std::size_t> counts;
-        std::size_t before = 0;
-        std::size_t count = 0;
-        for (int rank = 0; rank < size; ++rank) {
-          counts.push_back(static_cast<std::size_t>((rank + 1) % 3) * scale);
-          if (rank < communicator.rank()) before += counts.back();
-          count += counts.back();
-        }
-        const auto value = [&](std::size_t i) {
-          return value_at(i, communicator.rank(), size, ReduceOp::kSum);
-        };
-        const Elements before_all = Elements::repeating(dtype, count, 75, value);
-        Elements input = before_all;
-        Elements output(dtype, counts[static_cast<std::size_t>(communicator.rank())]);
-        communicator.reducescatter(input.data(), output.data(), counts,
-                                   {dtype, ReduceOp::kSum, {.postscale = 2.0}});
-        CHECK(same(input.bytes(), before_all.bytes()));
-        for (std::size_t i = 0; i < output.count(); i += 1 + output.count() / 100) {
-          Elements expected(dtype, 1);
-          expected.set(0, 2 * reduced_at(before + i, size, ReduceOp::kSum, dtype));
-          CHECK_EQ(output.at(i), expected.at(0));
-        }
-      }
-    }
-  });
-}
-
-/// The adaptive sum of what the ranks first, first + 1, ... have.
-inline std::vector<double> adaptive_sum(const std::vector<std::vector<double>>& vectors,
-                                        std::size_t first, std::size_t ranks) {
-  if (ranks == 1) return vectors[first];
-  const auto a = adaptive_sum(vectors, first, ranks / 2);
-  const auto b = adaptive_sum(vectors, first + ranks / 2, ranks / 2);
-  double ab = 0;
-  double aa = 0;
-  double bb = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    ab += a[i] * b[i];
-    aa += a[i] * a[i];
-    bb += b[i] * b[i];
-  }
-  std::vector<double> sum;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    sum.push_back((aa == 0 ? 1 : 1 - ab / (2 * aa)) * a[i] +
-                  (bb == 0 ? 1 : 1 - ab / (2 * bb)) * b[i]);
-  }
-  return sum;
-}
-
-inline void adasum_of_tensors(const Layout& layout, int size) {
-  const std::vector<std::size_t> counts{1, 200, 0, 5'001, 3};
-  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16}) {
-    std::vector<Bytes> results(static_cast<std::size_t>(size));
-    run_world(layout, size, [&](Communicator& communicator, Abort&) {
-      std::vector<Elements> inputs;
-      const std::size_t all = 5'205;
-      for (int rank = 0; rank < size; ++rank) {
-        std::mt19937 random(static_cast<unsigned>(rank));
-        std::normal_distribution<double> normal;
-        Elements input(dtype, all);
-        for (std::size_t i = 0; i < all; ++i) {
-          input.set(i, i > 0 && i <= 200 && rank == 1 ? 0.0 : normal(random));  // one is all zeros
-        }
-        inputs.push_back(std::move(input));
-      }
-      Elements data = inputs[static_cast<std::size_t>(communicator.rank())];
-      if (std::popcount(static_cast<unsigned>(size)) != 1) {
-        CHECK_THROWS(adasum(communicator, data.data(), counts, dtype), ErrorKind::kInvalidArgument,
-                     "power of two");
-        return;
-      }
-      adasum(communicator, data.data(), counts, dtype);
-      results[static_cast<std::size_t>(communicator.rank())] = data.bytes();
-      const double tolerance = dtype == DType::kBFloat16  ? 1.0 / 256
-                               : dtype == DType::kFloat32 ? 1e-5
-                                                          : 1e-12;
-      std::size_t begin = 0;
-      for (const std::size_t count : counts) {
-        std::vector<std::vector<double>> vectors;
-        for (const Elements& input : inputs) {
-          vectors.emplace_back();
-          for (std::size_t i = 0; i < count; ++i) vectors.back().push_back(input.at(begin + i));
-        }
-        const std::vector<double> sum = adaptive_sum(vectors, 0, vectors.size());
-        for (std::size_t i = 0; i < count; ++i) {
-          CHECK(std::fabs(data.at(begin + i) - sum[i]) <= tolerance * (1 + std::fabs(sum[i])));
-        }
-        begin += count;
-      }
-    });
-    for (const Bytes& result : results) CHECK(same(result, results[0]));
-  }
-}
-
 inline void barrier_holds_all(const Layout& layout, int size) {
   std::atomic<int> entered{0};
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
@@ -332,6 +169,10 @@ inline void everything_in_turns(const Layout& layout, int size) {
       std::byte token{static_cast<unsigned char>(communicator.rank())};
       communicator.broadcast(&token, 1, round % size);
       CHECK_EQ(static_cast<int>(token), round % size);
+      const std::size_t unit = round % 8 == 0 ? 17'000 : 1;  // 17'000: two segments and more
+      check_alltoall(communicator,
+                     [&](std::size_t from, std::size_t to) { return (from + to) % 2 * 8 * unit; });
+      check_reducescatter(communicator, {}, [&](std::size_t peer) { return peer % 2 * unit; });
       if (round % 3 == 0) communicator.barrier();
       CHECK_EQ(entry_at(board, size - 1), entry_of(size - 1, round, 1000));
     }
@@ -386,16 +227,13 @@ inline bool add_communicator_suite(const Layout& layout) {
   add("allreduce gives the same bits on all ranks and runs", allreduce_same_bits);
   add("broadcast from every root", broadcast_from_every_root);
   add("allgather of ragged and empty parts", allgather_ragged);
-  add("alltoall of ragged and empty parts", alltoall_ragged);
-  add("reducescatter of ragged and empty parts", reducescatter_ragged);
-  add("adasum is the pairwise formula", adasum_of_tensors);
   add("barrier holds all until the last", barrier_holds_all);
   add("agreement and data in turns", everything_in_turns);
   Layout with_peers = layout;
   std::erase(with_peers.sizes, 1);
   add_for_sizes(with_peers, "silence is a timeout", silence_is_a_timeout);
   add_for_sizes(with_peers, "an abort ends a wait with its cause", an_abort_ends_a_wait);
-  return add_board_suite(layout);
+  return add_scatter_suite(layout) && add_board_suite(layout);
 }
 
 }  // namespace torch_ring::test

@@ -5,25 +5,6 @@ using namespace torch_ring::test;
 
 namespace {
 
-std::vector<int> two_hosts(int size) {
-  std::vector<int> host_of(static_cast<std::size_t>(size), 1);
-  std::fill_n(host_of.begin(), (size + 1) / 2, 0);
-  return host_of;
-}
-
-std::vector<int> two_hosts_in_turns(int size) {
-  std::vector<int> host_of;
-  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank % 2);
-  return host_of;
-}
-
-// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some drive no network.
-std::vector<int> three_hosts(int size) {
-  std::vector<int> host_of;
-  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * 3 / size);
-  return host_of;
-}
-
 // Two ranks of a kind also spin, as ranks with cores of their own do.
 [[maybe_unused]] const bool added[] = {
     add_communicator_suite({"shm", one_host}),
@@ -36,4 +17,26 @@ std::vector<int> three_hosts(int size) {
     add_communicator_suite({"three hosts", three_hosts, {4, 5}}),
 };
 
+[[maybe_unused]] const bool added_silence = [] {
+  for (const Layout& layout : {Layout{"shm", one_host, {2}}, Layout{"ring", one_rank_a_host, {3}},
+                               Layout{"two hosts", two_hosts, {3}}}) {
+    add_for_sizes(layout, "silence in reducescatter and alltoall is a timeout",
+                  silence_in_parts_is_a_timeout);
+  }
+  return true;
+}();
+
 }  // namespace
+
+TEST(reducescatter_longer_than_a_ring_s_or_a_hierarchy_s_block) {
+  run_world({"ring", one_rank_a_host}, 2, [](Communicator& communicator, Abort&) {
+    // Blocks of 4 MiB a part: the first rank's ends in the first one, the other's in the second.
+    check_reducescatter(communicator, {},
+                        [](std::size_t rank) { return rank == 0 ? 5 : 1'100'003; });
+  });
+  run_world({"two hosts", two_hosts}, 3, [](Communicator& communicator, Abort&) {
+    // Blocks of 8 MiB of the whole: the second rank's part lies in both.
+    check_reducescatter(communicator, {DType::kFloat64, ReduceOp::kSum, {}},
+                        [](std::size_t rank) { return rank == 0 ? 1'000'000 : 70'000; });
+  });
+}

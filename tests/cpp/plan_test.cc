@@ -3,8 +3,6 @@
 #include <array>
 #include <set>
 
-#include "collective/adasum.h"
-#include "collective/routed_alltoall.h"
 #include "harness.h"
 
 using namespace torch_ring;
@@ -116,29 +114,4 @@ TEST(an_alltoall_begins_with_the_next_rank_and_leaves_out_itself) {
   CHECK_EQ(ranges[0].begin, 7u);
   CHECK_EQ(ranges[0].count, 5u);
   CHECK_EQ(ranges[1].count, 0u);
-}
-
-TEST(adasum_halves_cover_the_tensor_once) {
-  for (const std::size_t count : {0u, 1u, 5u, 64u}) {
-    std::vector<int> owners(count, 0);
-    for (int rank = 0; rank < 8; ++rank) {
-      const Range range = adasum_range(count, rank, 3);
-      for (std::size_t i = 0; i < range.count; ++i) ++owners[range.begin + i];
-    }
-    CHECK(owners == std::vector<int>(count, 1));
-  }
-}
-
-TEST(every_hop_stays_in_a_host_or_in_a_lane) {
-  const Routes routes{{{0, 3, 4}, {1, 2}}, 2};
-  for (int from = 0; from < 5; ++from) {
-    for (int to = 0; to < 5; ++to) {
-      const int first = routes.holder(from, to, 1);
-      const int second = routes.holder(from, to, 2);
-      CHECK_EQ(routes.host_of(first), routes.host_of(from));
-      CHECK_EQ(routes.index_of(first), routes.index_of(second));
-      CHECK(routes.index_of(first) < 2);
-      CHECK_EQ(routes.host_of(second), routes.host_of(to));
-    }
-  }
 }

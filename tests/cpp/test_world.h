@@ -118,6 +118,25 @@ inline std::vector<int> one_rank_a_host(int size) {
   return host_of;
 }
 
+inline std::vector<int> two_hosts(int size) {
+  std::vector<int> host_of(static_cast<std::size_t>(size), 1);
+  std::fill_n(host_of.begin(), (size + 1) / 2, 0);
+  return host_of;
+}
+
+inline std::vector<int> two_hosts_in_turns(int size) {
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank % 2);
+  return host_of;
+}
+
+/// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some drive no network.
+inline std::vector<int> three_hosts(int size) {
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * 3 / size);
+  return host_of;
+}
+
 /// Long enough that only a hang meets it, and shorter than the harness's patience.
 inline EngineConfig patient() {
   EngineConfig config;

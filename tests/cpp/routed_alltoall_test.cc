@@ -1,0 +1,102 @@
+#include "collective/routed_alltoall.h"
+
+#include <algorithm>
+#include <set>
+
+#include "harness.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+struct Hosts {
+  std::vector<std::vector<int>> ranks;
+  int lanes;
+};
+const std::vector<Hosts> kHosts{
+    {{{0, 1}, {2}}, 1}, {{{0, 2}, {1, 3}}, 2}, {{{0, 3, 4, 5, 8}, {1, 2}, {6, 7, 9}}, 2}};
+
+/// With empty parcels, and no two sums that are equal by chance.
+std::vector<std::size_t> matrix_of(int size) {
+  std::vector<std::size_t> bytes;
+  for (int i = 0; i < size * size; ++i) {
+    bytes.push_back(i % 3 == 0 ? 0 : at(1000 + i * i));
+  }
+  return bytes;
+}
+
+/// The parcels at [begin, begin + bytes) of parcels that lie one after the other.
+std::vector<Parcel> cut(const std::vector<Parcel>& parcels, std::size_t begin, std::size_t bytes) {
+  std::vector<Parcel> part;
+  std::size_t place = 0;
+  for (const Parcel& parcel : parcels) {
+    if (place >= begin && place < begin + bytes) part.push_back(parcel);
+    place += parcel.bytes;
+  }
+  return part;
+}
+
+}  // namespace
+
+TEST(every_hop_stays_in_a_host_or_in_a_lane) {
+  const Routes routes{{{0, 3, 4}, {1, 2}}, 2};
+  CHECK_EQ(routes.members(4, 1), (std::vector{0, 3, 4}));
+  CHECK_EQ(routes.members(3, 2), (std::vector{3, 2}));
+  CHECK(routes.members(4, 2).empty());
+  for (int from = 0; from < 5; ++from) {
+    for (int to = 0; to < 5; ++to) {
+      CHECK_EQ(routes.holder(from, to, 0), from);
+      CHECK_EQ(routes.holder(from, to, Routes::kHops), to);
+      for (int hop = 1; hop <= Routes::kHops; ++hop) {
+        const auto members = routes.members(routes.holder(from, to, hop - 1), hop);
+        CHECK(std::count(members.begin(), members.end(), routes.holder(from, to, hop)) == 1);
+      }
+    }
+  }
+}
+
+// Plays all ranks: what one cuts out of its alltoall is what another packed for it, and after the
+// last hop every rank has what is for it.
+TEST(hops_bring_every_parcel_to_its_receiver) {
+  for (const Hosts& hosts : kHosts) {
+    const Routes routes(hosts.ranks, hosts.lanes);
+    const int size = routes.size();
+    const std::vector<std::size_t> bytes = matrix_of(size);
+    std::vector<std::set<Parcel>> held(at(size));
+    for (int i = 0; i < size * size; ++i) {
+      if (bytes[at(i)] > 0) held[at(i / size)].insert({i / size, i % size, bytes[at(i)]});
+    }
+    for (int hop = 1; hop <= Routes::kHops; ++hop) {
+      for (int rank = 0; rank < size; ++rank) {
+        const std::vector<int> members = routes.members(rank, hop);
+        const Hop plan = plan_hop(routes, rank, hop, bytes);
+        CHECK((std::set<Parcel>(plan.sent.begin(), plan.sent.end()) == held[at(rank)]));
+        const auto own =
+            at(static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin()));
+        std::size_t sent = 0;
+        for (std::size_t peer = 0; peer < members.size(); ++peer) {
+          const Hop theirs = plan_hop(routes, members[peer], hop, bytes);
+          CHECK_EQ(plan.bytes, theirs.bytes);
+          std::size_t received = 0;  // by the peer, from members before this rank
+          for (std::size_t i = 0; i < own; ++i) received += plan.bytes[i * members.size() + peer];
+          const std::size_t part = plan.bytes[own * members.size() + peer];
+          CHECK(cut(plan.sent, sent, part) == cut(theirs.received, received, part));
+          sent += part;
+        }
+      }
+      for (int rank = 0; rank < size; ++rank) {
+        const Hop plan = plan_hop(routes, rank, hop, bytes);
+        held[at(rank)] = {plan.received.begin(), plan.received.end()};
+      }
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      for (int from = 0; from < size; ++from) {
+        const std::size_t part = bytes[at(from * size + rank)];
+        CHECK_EQ(held[at(rank)].contains({from, rank, part}), part > 0);
+      }
+    }
+  }
+}

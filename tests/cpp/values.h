@@ -1,0 +1,48 @@
+// Data with a closed form, so that every rank can tell what the others have.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "elements.h"
+
+namespace torch_ring::test {
+
+constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
+
+constexpr std::size_t kPeriod = 25 * 3;  // of value_at(i, ...), whatever the op
+
+/// Element i on rank r: i * size + r, kept so small that no result leaves the range of any dtype.
+inline double value_at(std::size_t i, int rank, int size, ReduceOp op) {
+  const std::size_t value = i * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank);
+  return op == ReduceOp::kProduct ? 1.0 + static_cast<double>(value % 3)
+                                  : static_cast<double>(value % 25);
+}
+
+/// The reduction of element i over the ranks.
+inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
+  const auto value = [&](int rank) {
+    const double number = value_at(i, rank, size, op);
+    return dtype == DType::kBool ? static_cast<double>(number != 0) : number;
+  };
+  double result = value(0);
+  for (int rank = 1; rank < size; ++rank) {
+    if (op == ReduceOp::kSum) result += value(rank);
+    if (op == ReduceOp::kProduct) result *= value(rank);
+    if (op == ReduceOp::kMin) result = std::min(result, value(rank));
+    if (op == ReduceOp::kMax) result = std::max(result, value(rank));
+  }
+  return dtype == DType::kBool ? static_cast<double>(result != 0) : result;
+}
+
+/// Bytes that differ from rank to rank, and from place to place.
+inline Bytes bytes_of(int rank, std::size_t count) {
+  return Elements::repeating(
+             DType::kUInt8, count, 251,
+             [&](std::size_t i) {
+               return static_cast<double>((i + 50 * static_cast<std::size_t>(rank)) % 251);
+             })
+      .bytes();
+}
+
+}  // namespace torch_ring::test
