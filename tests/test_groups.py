@@ -35,6 +35,7 @@ def groups() -> None:
     gathered = hvd.grouped_allgather([torch.full((rank, 2), rank), torch.tensor([rank])], name="h")
     assert gathered[1].tolist() == list(range(size))
     assert len(gathered[0]) == total
+    assert hvd.grouped_allreduce((t for t in tensors[:2]), op=hvd.Sum)[1][0] == total
     for empty in (hvd.grouped_allreduce([]), hvd.grouped_allgather([]), hvd.grouped_allreduce_([])):
         assert empty == []
 
@@ -124,6 +125,33 @@ def sums_rows() -> None:
 @on_all_worlds
 def test_sparse(transport, size):
     run(sums_rows, size, transport=transport)
+
+
+def disagrees_about_rows() -> None:
+    rank = hvd.rank()
+    row = torch.tensor([[0]])
+    ends = hvd.add_process_set([0, 2])
+    if not ends.included():
+        return
+    for op, shape, sparse_dim, text in (
+        (hvd.Sum, (2 + rank, 3), 1, "rank 0: Sum of [2, 3]; rank 2: Sum of [4, 3]"),
+        (rank // 2, (2, 3), 1, "rank 0: Average of [2, 3]; rank 2: Sum of [2, 3]"),
+        (hvd.Sum, (2, 3), 1 + rank // 2, "rank 0: allgather 'rows.1' float32 [*, 3]; rank 2: "),
+        (hvd.Sum, (2, 3, 4)[rank // 2 :], 2 - rank // 2, "rank 0: Sum of [2, 3, 4]; rank 2: Sum"),
+    ):
+        values = torch.ones(1, *shape[sparse_dim:])
+        mine = torch.sparse_coo_tensor(row.expand(sparse_dim, 1), values, shape)
+        handle = hvd.sparse_allreduce_async(mine, "rows", op, ends)
+        with pytest.raises(hvd.MismatchError) as error:
+            handle()
+        assert text in str(error.value)
+    same = torch.sparse_coo_tensor(row, torch.ones(1), (1,))
+    assert hvd.sparse_allreduce_async(same, "rows", hvd.Sum, ends)().to_dense().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_sparse_tensors_that_differ_are_refused_on_all_ranks(transport):
+    run(disagrees_about_rows, 3, transport=transport)
 
 
 def adapts() -> None:

@@ -32,9 +32,9 @@ def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: it is no sequence of tensors, or they are on several devices.
     """
-    if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in tensors):
+    group = [] if isinstance(tensors, Tensor) else list(tensors)
+    if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in group):
         raise ValueError("a group is a list of tensors")
-    group = list(tensors)
     devices = {str(tensor.device) for tensor in group}
     if len(devices) > 1:
         raise ValueError(f"the tensors of a group are on several devices: {sorted(devices)}")
