@@ -51,6 +51,10 @@ def refuses_splits() -> None:
         ([-1, 2], "negative"),
         ([3, 3], "more rows"),
         (torch.tensor([0.5, 0.5]), "integers"),
+        ([1.0, 1.0], "integers"),
+        (["1", "1"], "integers"),
+        (torch.tensor([[1, 1]]), "integers"),
+        (2, "integers"),
         (None, "5 rows do not divide"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,11 +33,11 @@ def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) ->
         if rows % size:
             raise ValueError(f"alltoall: {rows} rows do not divide among {size} ranks: give splits")
         return [rows // size] * size
-    if isinstance(splits, Tensor):
-        if splits.is_floating_point() or splits.is_complex() or splits.dim() != 1:
-            raise ValueError("alltoall: splits must be a vector of integers")
-        return [int(rows) for rows in splits.tolist()]
-    return [int(rows) for rows in splits]
+    try:
+        counts: Any = splits.tolist() if isinstance(splits, Tensor) else splits
+        return [operator.index(count) for count in counts]
+    except TypeError:
+        raise ValueError("alltoall: splits must be integers, one for each rank") from None
 
 
 def _received(work: _C.Work) -> Tensor:
