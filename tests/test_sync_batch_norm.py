@@ -68,6 +68,44 @@ def test_equal_to_one_process(transport, size):
     run(is_one_process, size, transport=transport)
 
 
+def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a penalty of the gradient of what `layer` makes of x, used twice."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((layer(layer(x)) ** 3).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def is_one_process_in_a_set() -> None:
+    """Also in second derivatives, without a bias, and in a layer that is used twice."""
+    pair = hvd.add_process_set([0, 2])
+    if not pair.included():
+        with pytest.raises(ValueError, match="is not in"):
+            hvd.SyncBatchNorm(3, process_set=pair)(torch.ones(2, 3))
+        return
+    plain = nn.BatchNorm1d(3).double()
+    plain.bias = None
+    with torch.no_grad():
+        plain.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    sync = hvd.SyncBatchNorm(3, process_set=pair).double()
+    sync.bias = None
+    sync.load_state_dict(plain.state_dict())
+    parts = batches((3,), [4, 0] if hvd.size() == 4 else [4, 5], torch.float64)
+    want = second_gradients(plain, torch.cat(parts)).split([len(part) for part in parts])
+    got = second_gradients(sync, parts[pair.rank()])
+    torch.testing.assert_close(got, want[pair.rank()])
+    weight_gradient = hvd.allreduce(sync.weight.grad, op=hvd.Sum, process_set=pair)
+    torch.testing.assert_close(weight_gradient, plain.weight.grad)
+    for ours, theirs in zip(sync.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), ("shm", 4)])
+def test_in_a_set_and_differentiated_twice(transport, size):
+    run(is_one_process_in_a_set, size, transport=transport)
+
+
 def takes_16_bits_and_refuses_too_little() -> None:
     layer = hvd.SyncBatchNorm(4)
     for dtype in (torch.bfloat16, torch.float16):
@@ -79,6 +117,8 @@ def takes_16_bits_and_refuses_too_little() -> None:
         layer(torch.randn(1 if hvd.rank() == 0 else 0, 4))  # on both
     with pytest.raises(ValueError, match="4 channels"):
         layer(torch.randn(2, 5))
+    with pytest.raises(ValueError, match="floating point"):
+        layer(torch.ones(2, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="2 dimensions"):
         layer(torch.randn(4))
     assert layer(torch.randn(1, 4)).shape == (1, 4)  # two values on two ranks
@@ -106,6 +146,10 @@ def converts() -> None:
     layer = model[1]
     assert hvd.convert_sync_batchnorm(layer) is layer
     assert isinstance(hvd.convert_sync_batchnorm(nn.BatchNorm1d(3)), hvd.SyncBatchNorm)
+    shared = nn.BatchNorm1d(3)
+    twice = hvd.convert_sync_batchnorm(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}))
+    assert isinstance(twice["a"], hvd.SyncBatchNorm)
+    assert twice["a"] is twice["b"][0]
     with pytest.raises(ValueError, match="lazy"):
         hvd.convert_sync_batchnorm(nn.LazyBatchNorm2d())
     model(torch.randn(2, 1, 5, 5)).sum().backward()

@@ -22,7 +22,8 @@ class SyncBatchNorm(_BatchNorm):
     On the CPU and on GPUs. Ranks may have batches of different sizes, also empty ones. Output,
     gradient of the input and running statistics are what one process would compute on the joined
     batch; the gradients of weight and bias are this rank's part of them, which DistributedOptimizer
-    reduces like all others. Every rank must run forward, and backward, equally often.
+    reduces like all others. Every rank must run forward, and backward, equally often. Gradients can
+    be differentiated again (``create_graph=True``).
 
     Cost: an allgather of 2 C + 1 numbers in forward, an allreduce of 2 C in backward.
 
@@ -53,6 +54,8 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
         if input.size(1) != self.num_features:
             raise ValueError(f"expected {self.num_features} channels, got {input.size(1)}")
+        if not input.is_floating_point():
+            raise ValueError(f"expected an input of floating point, got {input.dtype}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Normalise `input`, shape [N, C, ...], floating point. Collective in training."""
@@ -85,11 +88,19 @@ class SyncBatchNorm(_BatchNorm):
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
         """Replace the batch normalisations in `module`; see :func:`convert_sync_batchnorm`."""
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-            return cls._of(module, process_set)
-        for name, child in module.named_children():
-            module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
-        return module
+        converted: dict[torch.nn.Module, SyncBatchNorm] = {}  # a layer may have several names
+
+        def convert(layer: torch.nn.Module) -> torch.nn.Module:
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                if layer not in converted:
+                    converted[layer] = cls._of(layer, process_set)
+                return converted[layer]
+            for name, child in layer._modules.items():
+                if child is not None:
+                    layer._modules[name] = convert(child)
+            return layer
+
+        return convert(module)
 
     @classmethod
     def _of(cls, module: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
@@ -145,24 +156,30 @@ class _Normalize(torch.autograd.Function):
             raise ValueError(f"more than one value per channel is needed in training: {x.shape}")
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, scale)
+        ctx.has_bias = bias is not None
+        ctx.eps = eps
         ctx.count = count
         ctx.process_set = process_set
         normalized = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
-        if weight is not None and bias is not None:
-            normalized = normalized * _per_channel(weight, x) + _per_channel(bias, x)
+        if weight is not None:
+            normalized = normalized * _per_channel(weight, x)
+        if bias is not None:
+            normalized = normalized + _per_channel(bias, x)
         ctx.mark_non_differentiable(mean, variance)
         return normalized.to(x.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        dims = [dim for dim in range(x.dim()) if dim != 1]
+        if torch.is_grad_enabled():  # create_graph=True: the statistics depend on x, too
+            mean, scale = _differentiable_statistics(_wide(x), ctx)
+        dims = _all_but_channels(x)
         centred = _wide(x) - _per_channel(mean, x)
         gradient = _wide(gradient)
         own = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
-        weight_gradient = (own[1] * scale).to(weight.dtype) if weight is not None else None
-        bias_gradient = own[0].to(weight.dtype) if weight is not None else None
-        total = allreduce(own, op=Sum, process_set=ctx.process_set) / ctx.count
+        weight_gradient = own[1] * scale if weight is not None else None
+        bias_gradient = own[0] if ctx.has_bias else None
+        total = _mean_of_ranks(own, ctx)
         # The derivatives through the mean and through the variance, S. Ioffe and C. Szegedy,
         # "Batch normalization", ICML 2015, section 3.
         through = _per_channel(total[0], x) + centred * _per_channel(total[1] * scale**2, x)
@@ -180,6 +197,24 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _mean_of_ranks(sums: Tensor, ctx: Any) -> Tensor:
+    """Return the sum over ranks, divided by the values of a channel; differentiable."""
+    count: float = ctx.count
+    return allreduce(sums, op=Sum, process_set=ctx.process_set) / count
+
+
+def _differentiable_statistics(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
+    """Return what forward has found, the mean and the scale of each channel, as functions of x."""
+    dims = _all_but_channels(x)
+    mean = _mean_of_ranks(x.sum(dims), ctx)
+    variance = _mean_of_ranks((x - _per_channel(mean, x)).square().sum(dims), ctx)
+    return mean, torch.rsqrt(variance + ctx.eps)
+
+
 def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, float]:
     """Return mean and biased variance of each channel, and the values it has on all ranks.
 
@@ -191,7 +226,7 @@ def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tenso
     own_count = x.numel() // channels if channels else 0
     own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     if own_count:
-        variance, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
+        variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
         own = torch.cat([own.new_tensor([own_count]), mean.double(), variance.double() * own_count])
     rows = allgather(own.unsqueeze(0), process_set=process_set)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
