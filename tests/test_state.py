@@ -101,10 +101,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Adamax": lambda m: torch.optim.Adamax(m.parameters()),
     "ASGD": lambda m: torch.optim.ASGD(m.parameters()),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3),
+    "Muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]),
     "NAdam": lambda m: torch.optim.NAdam(m.parameters()),
     "RAdam": lambda m: torch.optim.RAdam(m.parameters()),
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), centered=True, momentum=0.1),
     "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "SparseAdam": lambda m: torch.optim.SparseAdam(m.parameters()),
     "groups": lambda m: torch.optim.Adam([{"params": [p], "tag": "x"} for p in m.parameters()]),
 }
 
@@ -116,6 +118,10 @@ def steps(model: nn.Module, optimizer: Optimizer) -> None:
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loss.backward()
+            if isinstance(optimizer, torch.optim.SparseAdam):  # takes no others
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad = parameter.grad.to_sparse()
             return loss
 
         optimizer.step(closure)
@@ -133,11 +139,17 @@ def comparable(value: object) -> object:
 
 
 def broadcasts_optimizer(name: str, root: int, wrap: bool) -> None:
-    """The root has trained with other hyper-parameters; then all train on, alike."""
+    """The root has other hyper-parameters; who is warm has trained; then all train on, alike."""
+    for warm in ([root], [r for r in range(hvd.size()) if r != root], range(hvd.size()), []):
+        broadcasts_one_optimizer(name, root, wrap, hvd.rank() in warm)
+
+
+def broadcasts_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> None:
     model = make_model()
     optimizer = OPTIMIZERS[name](model)
-    if hvd.rank() == root:
+    if warm:
         steps(model, optimizer)
+    if hvd.rank() == root:
         optimizer.param_groups[0]["lr"] *= 3
         optimizer.param_groups[0]["note"] = ("a tuple", None, True, 7)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -153,6 +165,16 @@ def broadcasts_optimizer(name: str, root: int, wrap: bool) -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=root)
     steps(model, optimizer)
     assert_same_on_all_ranks(*model.parameters())
+
+
+def names_all_optimizers() -> None:
+    tested = {type(make(make_model())) for make in OPTIMIZERS.values()}
+    known = [c for c in vars(torch.optim).values() if isinstance(c, type)]
+    assert tested == {c for c in known if issubclass(c, Optimizer)} - {Optimizer}
+
+
+def test_no_optimizer_of_torch_is_left_out():
+    run(names_all_optimizers, 1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -179,12 +201,15 @@ def test_optimizers_of_different_models():
 
 def shares_objects() -> None:
     for root in range(hvd.size()):
-        mine = {"rank": hvd.rank(), "tensor": torch.ones(3), "text": "é" * 1000}
+        text = "é" * (1000 + hvd.rank() * 1_500_000)  # UTF-8: up to 6 MB
+        mine = {"rank": hvd.rank(), "tensor": torch.ones(3), "text": text}
         received = hvd.broadcast_object(mine, root_rank=root, name="a thing")
         assert received["rank"] == root
+        assert len(received["text"]) == 1000 + root * 1_500_000
         assert (received is mine) == (hvd.rank() == root)
-    gathered = hvd.allgather_object(list(range(hvd.rank())), name="lists")
-    assert gathered == [list(range(rank)) for rank in range(hvd.size())]
+    for length in (1, 100_000):
+        gathered = hvd.allgather_object(list(range(hvd.rank() * length)), name="lists")
+        assert gathered == [list(range(rank * length)) for rank in range(hvd.size())]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
