@@ -81,6 +81,7 @@ def computes() -> str:
         want = torch.cat([torch.full((r * count, 2), float(r)) for r in range(size)])
         assert torch.equal(hvd.allgather(rows), want)
     hvd.barrier()
+    uses_sets()
     trains()
     kind = "nothing"
     try:
@@ -89,7 +90,32 @@ def computes() -> str:
         kind = str(error)
     assert "rank 0: allreduce 'a' float32 [3]" in kind
     hvd.shutdown()
+    joins_a_part(rank, size)
     return line
+
+
+def uses_sets() -> None:
+    """Sets inside a host, across hosts, and of a part of each host."""
+    size, rank = hvd.size(), hvd.rank()
+    for ranks in ([0, 1], [size - 1, 0], list(range(1, size)), list(range(0, size, 2))):
+        if len(ranks) == size or hvd.ProcessSet(ranks).process_set_id is not None:
+            continue
+        added = hvd.add_process_set(ranks)
+        if rank in ranks:
+            for count in (1, 50_000):
+                summed = hvd.allreduce(torch.full((count,), rank), op=hvd.Sum, process_set=added)
+                assert (summed == sum(ranks)).all()
+            assert hvd.allgather_object(rank, process_set=added) == sorted(ranks)
+    hvd.barrier()
+
+
+def joins_a_part(rank: int, size: int) -> None:
+    """Worlds of even and of odd ranks, which meet in the one store of rank 0."""
+    part = list(range(rank % 2, size, 2))
+    hvd.init(comm=part)
+    assert hvd.allgather(torch.tensor([rank])).tolist() == part
+    hvd.barrier()
+    hvd.shutdown()
 
 
 def trains() -> None:
