@@ -53,7 +53,8 @@ class BackwardPasses:
 
     A step must not begin before the gradients of all ranks are reduced. Usually the pass before it
     has left nothing behind anywhere, every rank knows that from the pass's agreement, and `settle`
-    does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more.
+    does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more; where
+    only this rank has accumulated since, the next agreement finds the ranks in different steps.
 
     Ranks that have called join() take no part in agreements; in what is reduced they are zeros.
 
@@ -101,6 +102,9 @@ class BackwardPasses:
     def end(self) -> None:
         """End a pass."""
         reports = self._reports()
+        for report in reports:
+            if report.held_back:  # under no_sync(), say: only this rank knows
+                self._participants[report.participant].settled = False
         if any(report.due for report in reports):
             self._agree(reports)
 

@@ -353,6 +353,7 @@ bool GradientHooks::move_in(Parameter& parameter) {
 void GradientHooks::discount(Parameter& parameter) {
   if (options_.reduced_scale == 1.0 || parameter.held || !parameter.base_reduced) return;
   at::Tensor& grad = parameter.variable.mutable_grad();
+  if (!grad.defined()) return;  // which is_same() takes for an undefined `sparse`
   if (!grad.is_same(parameter.view) && !grad.is_same(parameter.sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(options_.reduced_scale);
