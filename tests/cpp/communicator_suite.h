@@ -34,13 +34,8 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
   }
 }
 
-// The arithmetic of every dtype is tested without threads: a sanitizer, under which it is ten times
-// slower, sees enough of them in three.
-#if defined(TORCH_RING_SANITIZED)
-constexpr int kDTypeStep = 3;
-#else
-constexpr int kDTypeStep = 1;
-#endif
+// The arithmetic of every dtype is tested without threads: sanitizers see enough of them in three.
+constexpr int kDTypeStep = kSanitized ? 3 : 1;
 
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {

@@ -15,6 +15,12 @@
 
 namespace torch_ring::test {
 
+#if defined(TORCH_RING_SANITIZED)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 class CheckFailed : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
