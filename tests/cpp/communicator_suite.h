@@ -36,6 +36,8 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
 
 // The arithmetic of every dtype is tested without threads: sanitizers see enough of them in three.
 constexpr int kDTypeStep = kSanitized ? 3 : 1;
+// ... and of long data a third, which is still several segments.
+constexpr std::size_t kShare = kSanitized ? 3 : 1;
 
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
@@ -54,10 +56,10 @@ inline void allreduce_all(const Layout& layout, int size) {
 inline void allreduce_long(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     // Two ranks: more than a block of the ring, 8 MiB. Otherwise many segments.
-    check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum, size == 2 ? 2'100'003 : 500'009,
-                    true);
-    check_allreduce(communicator, DType::kBFloat16, ReduceOp::kSum, 600'001, true);
-    check_allreduce(communicator, DType::kUInt8, ReduceOp::kSum, 1'100'001, false);
+    check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum,
+                    (size == 2 ? 2'100'003 : 500'009) / kShare, true);
+    check_allreduce(communicator, DType::kBFloat16, ReduceOp::kSum, 600'001 / kShare, true);
+    check_allreduce(communicator, DType::kUInt8, ReduceOp::kSum, 1'100'001 / kShare, false);
   });
 }
 
@@ -98,7 +100,7 @@ inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
 }
 
 inline void allreduce_same_bits(const Layout& layout, int size) {
-  constexpr std::size_t kCount = 200'003;
+  constexpr std::size_t kCount = 200'003 / kShare;
   std::vector<Bytes> results[2];
   for (auto& result : results) {
     result.resize(static_cast<std::size_t>(size));
@@ -119,7 +121,8 @@ inline void allreduce_same_bits(const Layout& layout, int size) {
 
 inline void broadcast_from_every_root(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    for (const std::size_t bytes : {0, 1, 1000, 1'300'001}) {
+    for (const std::size_t bytes :
+         {std::size_t{0}, std::size_t{1}, std::size_t{1000}, 1'300'001 / kShare}) {
       for (int root = 0; root < size; ++root) {
         Bytes data = bytes_of(communicator.rank(), bytes);
         communicator.broadcast(data.data(), bytes, root);
@@ -131,7 +134,8 @@ inline void broadcast_from_every_root(const Layout& layout, int size) {
 
 inline void allgather_ragged(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    for (const std::size_t scale : {0, 1, 500, 140'001}) {
+    for (const std::size_t scale :
+         {std::size_t{0}, std::size_t{1}, std::size_t{500}, 140'001 / kShare}) {
       for (int empty = 0; empty <= size; ++empty) {  // at `size` there is none
         std::vector<std::size_t> bytes;
         Bytes expected;

@@ -42,7 +42,6 @@ bool run(const Test& test) {
   running = test.name.c_str();
   try {
     test.body();
-    std::printf("passed  %s\n", running);
     return true;
   } catch (const std::exception& error) {
     std::printf("FAILED  %s\n%s\n", running, error.what());
