@@ -13,12 +13,14 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "transport": {"core"},
     "collective": {"core", "transport"},
     "engine": {"core", "collective/communicator.h", "collective/board.h"},
-    "bindings": {"core", "transport", "collective", "engine"},
+    "nccl": {"core", "collective/communicator.h"},
+    "bindings": {"core", "transport", "collective", "engine", "nccl"},
 }
 FORBIDDEN = {
     "core": r"<(thread|condition_variable|sys/socket\.h|cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "transport": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "collective": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "nccl": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "engine": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "bindings": r"<cuda.*>",
 }

@@ -107,6 +107,8 @@ struct Layout {
   std::vector<int> sizes{1, 2, 3, 4};
   Sockets sockets = Sockets::kUnix;
   bool may_spin = false;
+  /// Makes what is tested of that communicator and the rank's Abort; empty: it is tested itself.
+  std::function<std::shared_ptr<Communicator>(std::shared_ptr<Communicator>, Abort&)> over = {};
 };
 
 inline std::vector<int> one_host(int size) {
@@ -164,7 +166,9 @@ inline void run_world(const Layout& layout, int size,
     World& world = worlds[static_cast<std::size_t>(rank)];
     world.may_spin = layout.may_spin;
     Abort abort;
-    fn(*make_communicator(world, config, abort), abort);
+    std::shared_ptr<Communicator> communicator = make_communicator(world, config, abort);
+    if (layout.over) communicator = layout.over(std::move(communicator), abort);
+    fn(*communicator, abort);
   });
 }
 

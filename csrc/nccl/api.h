@@ -1,0 +1,104 @@
+// NCCL's C interface, as far as it is used here: NCCL is found at run time, so that nothing of CUDA
+// is needed to build. tests/nccl_header_check.cc holds these declarations against the real nccl.h.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+#include <string>
+
+#include "core/types.h"
+
+namespace torch_ring::nccl {
+
+/// 0 is success; a code that is not named here is an error.
+enum class Result : int { kSuccess = 0, kRemoteError = 6, kInProgress = 7 };
+
+enum class DataType : int {
+  kInt8 = 0,
+  kUInt8 = 1,
+  kInt32 = 2,
+  kInt64 = 4,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+  kBFloat16 = 9,
+};
+
+enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3 };
+
+struct UniqueId {
+  char bytes[128];
+};
+
+/// What NCCL 2.18.5 knew of ncclConfig_t: newer ones only append, and take what is missing for
+/// unset.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21805;
+  int blocking = 0;
+  int cga_cluster_size = INT_MIN;
+  int min_ctas = INT_MIN;
+  int max_ctas = INT_MIN;
+  const char* net_name = nullptr;
+  int split_share = INT_MIN;
+};
+static_assert(sizeof(Config) == 48);
+
+struct OpaqueComm;
+using Comm = OpaqueComm*;  // ncclComm_t
+
+struct OpaqueStream;
+using Stream = OpaqueStream*;  // cudaStream_t
+
+/// The functions of a loaded library; what each does is NCCL's documentation's to say.
+struct Api {
+  Result (*get_version)(int*);
+  Result (*get_unique_id)(UniqueId*);
+  const char* (*get_error_string)(Result);
+  const char* (*get_last_error)(Comm);
+  Result (*comm_init_rank_config)(Comm*, int ranks, UniqueId, int rank, Config*);
+  Result (*comm_get_async_error)(Comm, Result*);
+  Result (*comm_finalize)(Comm);
+  Result (*comm_destroy)(Comm);
+  Result (*comm_abort)(Comm);
+  Result (*all_reduce)(const void*, void*, std::size_t count, DataType, RedOp, Comm, Stream);
+  Result (*broadcast)(const void*, void*, std::size_t count, DataType, int root, Comm, Stream);
+  Result (*reduce)(const void*, void*, std::size_t count, DataType, RedOp, int root, Comm, Stream);
+  Result (*all_gather)(const void*, void*, std::size_t send_count, DataType, Comm, Stream);
+  Result (*reduce_scatter)(const void*, void*, std::size_t recv_count, DataType, RedOp, Comm,
+                           Stream);
+  Result (*send)(const void*, std::size_t count, DataType, int peer, Comm, Stream);
+  Result (*recv)(void*, std::size_t count, DataType, int peer, Comm, Stream);
+  Result (*group_start)();
+  Result (*group_end)();
+
+  int version;       // 22703 is 2.27.3
+  std::string path;  // of the library
+};
+
+/// The dtype in which NCCL reduces ours; bools are bytes of 0 and 1.
+constexpr DataType data_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kInt8:
+      return DataType::kInt8;
+    case DType::kUInt8:
+    case DType::kBool:
+      return DataType::kUInt8;
+    case DType::kInt32:
+      return DataType::kInt32;
+    case DType::kInt64:
+      return DataType::kInt64;
+    case DType::kFloat16:
+      return DataType::kFloat16;
+    case DType::kBFloat16:
+      return DataType::kBFloat16;
+    case DType::kFloat32:
+      return DataType::kFloat32;
+    case DType::kFloat64:
+      return DataType::kFloat64;
+  }
+  return DataType::kUInt8;
+}
+
+}  // namespace torch_ring::nccl

@@ -1,0 +1,237 @@
+#include "nccl/nccl_communicator.h"
+
+#include <algorithm>
+#include <string>
+#include <thread>
+
+#include "core/clock.h"
+#include "core/error.h"
+
+namespace torch_ring::nccl {
+
+namespace {
+
+constexpr std::chrono::microseconds kShortestSleep{10};
+constexpr std::chrono::microseconds kLongestSleep{1000};
+// The destructor's patience with what is still running, before it aborts that.
+constexpr std::chrono::milliseconds kFarewell{5000};
+
+RedOp red_op_of(const Reduction& reduction) {
+  switch (reduction.op) {
+    case ReduceOp::kMin:
+      return RedOp::kMin;
+    case ReduceOp::kMax:
+      return RedOp::kMax;
+    case ReduceOp::kProduct:
+      return RedOp::kProd;
+    default:  // of bools, which are bytes to NCCL: whether there is any
+      return reduction.dtype == DType::kBool ? RedOp::kMax : RedOp::kSum;
+  }
+}
+
+const std::byte* at(const void* data, std::size_t bytes) {
+  return static_cast<const std::byte*>(data) + bytes;
+}
+std::byte* at(void* data, std::size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+
+bool all_equal(std::span<const std::size_t> values) {
+  return std::all_of(values.begin(), values.end(), [&](auto value) { return value == values[0]; });
+}
+
+}  // namespace
+
+/// From its construction to end() NCCL only takes notes. A call that throws leaves the group open,
+/// and the communicator failed: the destructor closes it.
+class NcclCommunicator::Group {
+ public:
+  explicit Group(NcclCommunicator& communicator) : communicator_(communicator) {
+    communicator_.wait(communicator_.api_.group_start(), "ncclGroupStart");
+  }
+  ~Group() {
+    if (!ended_) communicator_.api_.group_end();
+  }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  /// Within a group a call is only noted: whether it is in progress is asked at the end.
+  void add(Result result, const char* call) {
+    if (result != Result::kInProgress && result != Result::kSuccess) {
+      communicator_.fail(result, call);
+    }
+  }
+
+  void end() {
+    ended_ = true;
+    communicator_.wait(communicator_.api_.group_end(), "ncclGroupEnd");
+  }
+
+ private:
+  NcclCommunicator& communicator_;
+  bool ended_ = false;
+};
+
+NcclCommunicator::NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size,
+                                   Board& board, const Abort& abort,
+                                   std::chrono::milliseconds timeout, Device device)
+    : api_(api),
+      rank_(rank),
+      size_(size),
+      board_(board),
+      abort_(abort),
+      timeout_(timeout),
+      device_(std::move(device)) {
+  Config config;
+  try {
+    wait(api_.comm_init_rank_config(&comm_, size, id, rank, &config), "ncclCommInitRankConfig");
+  } catch (const Error&) {
+    if (comm_) api_.comm_abort(comm_);
+    throw;
+  }
+}
+
+NcclCommunicator::~NcclCommunicator() {
+  if (!failed_) {
+    Result result = api_.comm_finalize(comm_);
+    const auto deadline = Clock::now() + std::min(timeout_, kFarewell);
+    while (result == Result::kInProgress && !abort_.raised() && Clock::now() < deadline) {
+      std::this_thread::sleep_for(kLongestSleep);
+      if (api_.comm_get_async_error(comm_, &result) != Result::kSuccess) break;
+    }
+    if (result == Result::kSuccess) {
+      api_.comm_destroy(comm_);
+      return;
+    }
+  }
+  api_.comm_abort(comm_);
+}
+
+void NcclCommunicator::allreduce(const void* input, void* output, std::size_t count,
+                                 const Reduction& reduction, std::span<const std::int64_t>) {
+  wait(api_.all_reduce(input, output, count, data_type_of(reduction.dtype), red_op_of(reduction),
+                       comm_, device_.stream),
+       "ncclAllReduce");
+  finish(output, count, reduction);
+}
+
+void NcclCommunicator::broadcast(void* data, std::size_t bytes, int root) {
+  wait(api_.broadcast(data, data, bytes, DataType::kUInt8, root, comm_, device_.stream),
+       "ncclBroadcast");
+}
+
+void NcclCommunicator::allgather(const void* input, void* output,
+                                 std::span<const std::size_t> bytes) {
+  if (all_equal(bytes)) {
+    wait(api_.all_gather(input, output, bytes[0], DataType::kUInt8, comm_, device_.stream),
+         "ncclAllGather");
+    return;
+  }
+  Group group(*this);
+  std::size_t start = 0;
+  for (int root = 0; root < size_; ++root) {
+    const std::size_t part = bytes[static_cast<std::size_t>(root)];
+    if (part > 0) {
+      group.add(api_.broadcast(input, at(output, start), part, DataType::kUInt8, root, comm_,
+                               device_.stream),
+                "ncclBroadcast");
+    }
+    start += part;
+  }
+  group.end();
+}
+
+void NcclCommunicator::alltoall(const void* input, void* output,
+                                std::span<const std::size_t> bytes) {
+  const auto size = static_cast<std::size_t>(size_);
+  const auto self = static_cast<std::size_t>(rank_);
+  std::size_t sent = 0;
+  std::size_t received = 0;
+  Group group(*this);
+  for (std::size_t peer = 0; peer < size; ++peer) {
+    const auto other = static_cast<int>(peer);
+    if (const std::size_t part = bytes[self * size + peer]; part > 0) {
+      group.add(api_.send(at(input, sent), part, DataType::kUInt8, other, comm_, device_.stream),
+                "ncclSend");
+      sent += part;
+    }
+    if (const std::size_t part = bytes[peer * size + self]; part > 0) {
+      group.add(
+          api_.recv(at(output, received), part, DataType::kUInt8, other, comm_, device_.stream),
+          "ncclRecv");
+      received += part;
+    }
+  }
+  group.end();
+}
+
+void NcclCommunicator::reducescatter(const void* input, void* output,
+                                     std::span<const std::size_t> counts,
+                                     const Reduction& reduction) {
+  const DataType type = data_type_of(reduction.dtype);
+  const RedOp op = red_op_of(reduction);
+  if (all_equal(counts)) {
+    wait(api_.reduce_scatter(input, output, counts[0], type, op, comm_, device_.stream),
+         "ncclReduceScatter");
+  } else {
+    Group group(*this);
+    std::size_t start = 0;
+    for (int root = 0; root < size_; ++root) {
+      const std::size_t part = counts[static_cast<std::size_t>(root)];
+      if (part > 0) {
+        group.add(
+            api_.reduce(at(input, start), output, part, type, op, root, comm_, device_.stream),
+            "ncclReduce");
+      }
+      start += part * size_of(reduction.dtype);
+    }
+    group.end();
+  }
+  finish(output, counts[static_cast<std::size_t>(rank_)], reduction);
+}
+
+void NcclCommunicator::check() {
+  Result state = Result::kSuccess;
+  const Result asked = api_.comm_get_async_error(comm_, &state);
+  if (asked != Result::kSuccess) fail(asked, "ncclCommGetAsyncError");
+  if (state != Result::kSuccess && state != Result::kInProgress) fail(state, "NCCL");
+}
+
+/// Returns when NCCL has taken the call that gave `result`.
+void NcclCommunicator::wait(Result result, const char* call) {
+  const auto deadline = Clock::now() + timeout_;
+  auto pause = kShortestSleep;
+  while (result == Result::kInProgress) {
+    if (abort_.raised()) failed_ = true;
+    abort_.check();
+    if (Clock::now() > deadline) {
+      failed_ = true;
+      throw Error(ErrorKind::kTimeout,
+                  std::string(call) + " was not taken within " +
+                      std::to_string(timeout_.count() / 1000.0).substr(0, 5) +
+                      " s: another rank has not called it, or cannot be reached");
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestSleep);
+    const Result asked = api_.comm_get_async_error(comm_, &result);
+    if (asked != Result::kSuccess) result = asked;
+  }
+  if (result != Result::kSuccess) fail(result, call);
+}
+
+void NcclCommunicator::fail(Result result, const char* call) {
+  failed_ = true;
+  const char* detail = comm_ ? api_.get_last_error(comm_) : nullptr;
+  const bool remote = result == Result::kRemoteError;
+  throw Error(remote ? ErrorKind::kPeerLost : ErrorKind::kInternal,
+              std::string(call) + ": " + api_.get_error_string(result) +
+                  (detail && *detail ? std::string(" (") + detail + ")" : "") +
+                  (remote ? "; another rank has probably died" : "") +
+                  ". NCCL_DEBUG=WARN tells more");
+}
+
+void NcclCommunicator::finish(void* data, std::size_t count, const Reduction& reduction) {
+  const Scaling& scaling = reduction.scaling;
+  if (count == 0 || (scaling.postscale == 1.0 && scaling.divisor == 1)) return;
+  device_.scale(data, count, reduction.dtype, scaling);
+}
+
+}  // namespace torch_ring::nccl

@@ -1,0 +1,248 @@
+// The NCCL communicator on a stand-in for NCCL (doubles/nccl_double.h).
+
+#include "nccl/nccl_communicator.h"
+
+#include <dlfcn.h>
+
+#include "communicator_suite.h"
+#include "doubles/nccl_double.h"
+#include "nccl/loader.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+using nccl::NcclCommunicator;
+
+namespace {
+
+const nccl::Api& double_api() {
+  static const nccl::Api api = nccl::load(NCCL_DOUBLE);
+  return api;
+}
+
+template <class Function>
+Function* double_symbol(const char* name) {
+  static void* const library = dlopen(NCCL_DOUBLE, RTLD_NOW);
+  return reinterpret_cast<Function*>(dlsym(library, name));
+}
+
+NcclDoubleFaults& faults() {
+  return *double_symbol<decltype(nccl_double_faults)>("nccl_double_faults")();
+}
+
+/// Faults are over at the end of a test.
+struct FaultsEnd {
+  ~FaultsEnd() {
+    faults().version = 22703;
+    faults().in_progress = faults().async_error = 0;
+    faults().init_hangs = false;
+  }
+};
+
+struct Stream {
+  Stream()
+      : handle(double_symbol<decltype(nccl_double_stream_create)>("nccl_double_stream_create")()) {}
+  ~Stream() {
+    double_symbol<decltype(nccl_double_stream_destroy)>("nccl_double_stream_destroy")(handle);
+  }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  void synchronize() const {
+    double_symbol<decltype(nccl_double_stream_synchronize)>("nccl_double_stream_synchronize")(
+        handle);
+  }
+  void enqueue(std::function<void()> task) const {
+    double_symbol<decltype(nccl_double_stream_enqueue)>("nccl_double_stream_enqueue")(
+        handle,
+        [](void* argument) {
+          const std::unique_ptr<std::function<void()>> owned(
+              static_cast<std::function<void()>*>(argument));
+          (*owned)();
+        },
+        new std::function<void()>(std::move(task)));
+  }
+
+  const nccl::Stream handle;
+};
+
+/// One rank: its CPU communicator for agreement, a stream, and NCCL. Each call waits for the
+/// stream, so that the suites can be as they are.
+class OnStream final : public Communicator {
+ public:
+  OnStream(std::shared_ptr<Communicator> host, const Abort& abort,
+           std::chrono::milliseconds timeout = patient().timeout)
+      : host_(std::move(host)) {
+    nccl::UniqueId id{};
+    if (rank() == 0) CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
+    host_->broadcast(&id, sizeof id, 0);
+    const auto scale = [this](void* data, std::size_t count, DType dtype, const Scaling& scaling) {
+      stream_.enqueue([=] {
+        const void* const inputs[] = {data};
+        void* const outputs[] = {data};
+        reduce(outputs, inputs, count, {dtype, ReduceOp::kSum, scaling});
+      });
+    };
+    nccl_ = std::make_unique<NcclCommunicator>(double_api(), id, rank(), size(), board(), abort,
+                                               timeout, nccl::Device{stream_.handle, scale});
+  }
+
+  int rank() const override { return host_->rank(); }
+  int size() const override { return host_->size(); }
+  Board& board() override { return host_->board(); }
+  NcclCommunicator& nccl() { return *nccl_; }
+  Stream& stream() { return stream_; }
+
+  void allreduce(const void* input, void* output, std::size_t count, const Reduction& reduction,
+                 std::span<const std::int64_t>) override {
+    nccl_->allreduce(input, output, count, reduction);
+    stream_.synchronize();
+  }
+  void broadcast(void* data, std::size_t bytes, int root) override {
+    nccl_->broadcast(data, bytes, root);
+    stream_.synchronize();
+  }
+  void allgather(const void* input, void* output, std::span<const std::size_t> bytes) override {
+    nccl_->allgather(input, output, bytes);
+    stream_.synchronize();
+  }
+  void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override {
+    nccl_->alltoall(input, output, bytes);
+    stream_.synchronize();
+  }
+  void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
+                     const Reduction& reduction) override {
+    nccl_->reducescatter(input, output, counts, reduction);
+    stream_.synchronize();
+  }
+  void barrier() override { host_->barrier(); }
+
+ private:
+  std::shared_ptr<Communicator> host_;
+  Stream stream_;
+  std::unique_ptr<NcclCommunicator> nccl_;
+};
+
+Layout on_double(std::vector<int> sizes, std::chrono::milliseconds timeout = patient().timeout) {
+  return {"nccl double",
+          one_host,
+          std::move(sizes),
+          Sockets::kUnix,
+          false,
+          [timeout](std::shared_ptr<Communicator> host, Abort& abort) {
+            return std::make_unique<OnStream>(std::move(host), abort, timeout);
+          }};
+}
+
+void run_on_double(int size, const std::function<void(OnStream&, Abort&)>& fn,
+                   std::chrono::milliseconds timeout = patient().timeout) {
+  run_world(on_double({}, timeout), size, [&](Communicator& communicator, Abort& abort) {
+    fn(dynamic_cast<OnStream&>(communicator), abort);
+  });
+}
+
+[[maybe_unused]] const bool added = [] {
+  const Layout layout = on_double({1, 2, 3});
+  add_for_sizes(layout, "allreduce of every dtype and operator", allreduce_all);
+  add_for_sizes(layout, "broadcast from every root", broadcast_from_every_root);
+  add_for_sizes(layout, "allgather of ragged and empty parts", allgather_ragged);
+  add_for_sizes(layout, "reducescatter of every dtype and operator", reducescatter_all);
+  add_for_sizes(layout, "alltoall", alltoall_all);
+  add_for_sizes(layout, "agreement and data in turns", everything_in_turns);
+  return true;
+}();
+
+constexpr std::size_t kCount = 1000;
+
+std::vector<float> ones() { return std::vector<float>(kCount, 1.0f); }
+
+void sum(OnStream& rank, std::vector<float>& data, const Scaling& scaling = {}) {
+  rank.nccl().allreduce(data.data(), data.data(), kCount,
+                        {DType::kFloat32, ReduceOp::kSum, scaling});
+}
+
+}  // namespace
+
+TEST(nccl_calls_return_before_the_stream_has_come_so_far) {
+  run_on_double(2, [](OnStream& rank, Abort&) {
+    std::latch gate(1);
+    std::vector<float> data(kCount, 0.0f);
+    rank.stream().enqueue([&] {
+      gate.wait();
+      std::fill(data.begin(), data.end(), 1.0f);
+    });
+    sum(rank, data, {.postscale = 3, .divisor = 2});
+    CHECK_EQ(data[0], 0.0f);  // the stream stands at the gate
+    gate.count_down();
+    rank.stream().synchronize();
+    CHECK(data == std::vector<float>(kCount, 3.0f));
+  });
+}
+
+TEST(nccl_calls_that_are_in_progress_are_waited_for) {
+  const FaultsEnd end;
+  faults().in_progress = 5;
+  run_on_double(2, [](OnStream& rank, Abort&) {
+    std::vector<float> data = ones();
+    for (int i = 0; i < 3; ++i) sum(rank, data);
+    rank.stream().synchronize();
+    CHECK_EQ(data[0], 8.0f);
+  });
+}
+
+TEST(nccl_names_what_went_wrong_and_aborts) {
+  const FaultsEnd end;
+  for (const auto& [code, kind, text] :
+       {std::tuple{6, ErrorKind::kPeerLost, "NCCL: remote process exited (as told); another rank"},
+        std::tuple{1, ErrorKind::kInternal, "NCCL: the double's error (as told)"}}) {
+    const int aborted = faults().aborted;
+    std::vector<float> data = ones();  // outlives the communicators: until then it may be in use
+    run_on_double(2, [&](OnStream& rank, Abort&) {
+      if (rank.rank() == 0) {  // alone: on the stream it waits for rank 1, for ever
+        sum(rank, data);
+        faults().async_error = code;
+        CHECK_THROWS(rank.nccl().check(), kind, text);
+        faults().async_error = 0;
+      }
+      rank.barrier();
+    });
+    CHECK_EQ(faults().aborted, aborted + 1);
+  }
+}
+
+TEST(nccl_ranks_that_do_not_come_are_a_timeout) {
+  const FaultsEnd end;
+  faults().init_hangs = true;
+  const int aborted = faults().aborted;
+  run_world({"shm", one_host}, 2, [](Communicator& host, Abort& abort) {
+    const Stream stream;
+    const auto make = [&] {
+      nccl::UniqueId id{};
+      CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
+      NcclCommunicator(double_api(), id, host.rank(), 2, host.board(), abort,
+                       std::chrono::milliseconds(50), {stream.handle, nullptr});
+    };
+    CHECK_THROWS(make(), ErrorKind::kTimeout, "ncclCommInitRankConfig was not taken within 0.05");
+  });
+  CHECK_EQ(faults().aborted, aborted + 2);
+}
+
+TEST(nccl_waits_end_with_the_job) {
+  const FaultsEnd end;
+  std::vector<float> of_rank[] = {ones(), ones()};
+  run_on_double(2, [&](OnStream& rank, Abort& abort) {
+    rank.barrier();
+    faults().in_progress = 1'000'000'000;
+    abort.raise(Error(ErrorKind::kPeerLost, "rank 7 is lost"));
+    CHECK_THROWS(sum(rank, of_rank[rank.rank()]), ErrorKind::kPeerLost, "rank 7 is lost");
+  });
+}
+
+TEST(nccl_that_is_too_old_or_none_is_refused) {
+  const FaultsEnd end;
+  faults().version = 21403;
+  CHECK_THROWS(nccl::load(NCCL_DOUBLE), ErrorKind::kInvalidArgument,
+               "is NCCL 2.14.3; 2.18.5 or newer is needed");
+  CHECK_THROWS(nccl::load("/nowhere/libnccl.so"), ErrorKind::kInvalidArgument,
+               "tensors on GPUs need NCCL, which cannot be loaded: /nowhere/libnccl.so");
+  CHECK_THROWS(nccl::load("libm.so.6"), ErrorKind::kInvalidArgument, "has no ncclGetVersion");
+}
