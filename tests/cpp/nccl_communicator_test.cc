@@ -197,6 +197,7 @@ TEST(nccl_names_what_went_wrong_and_aborts) {
     const int aborted = faults().aborted;
     std::vector<float> data = ones();  // outlives the communicators: until then it may be in use
     run_on_double(2, [&](OnStream& rank, Abort&) {
+      rank.barrier();          // both have come
       if (rank.rank() == 0) {  // alone: on the stream it waits for rank 1, for ever
         sum(rank, data);
         faults().async_error = code;
