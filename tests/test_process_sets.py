@@ -191,7 +191,7 @@ def inits_often() -> None:
     static = hvd.ProcessSet([0, 1])
     before: tuple[int, int] | None = None
     for number in range(200):
-        hvd.init(process_sets=[static, [0]] if number % 10 == 0 else "dynamic")
+        hvd.init(process_sets=[static, [0]] if number % 10 == 0 else "Dynamic")
         assert total(hvd.global_process_set) == sum(range(hvd.size()))
         if static.included():
             assert total(static) == 1

@@ -225,7 +225,7 @@ def _among(identity: Identity, comm: Any) -> Identity:
 
 def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
     if isinstance(process_sets, str):
-        if process_sets != "dynamic":
+        if process_sets.lower() != "dynamic":
             raise InvalidArgumentError(f'process_sets={process_sets!r}: the only word is "dynamic"')
         return []
     sets = [ranks_of(each, size) for each in process_sets or ()]
