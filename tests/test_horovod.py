@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from horovod_behaviours import BEHAVIOURS
 from pool import run
 from test_launchers import TORCHRUN, finish, mpirun, start
@@ -73,6 +74,7 @@ def test_every_name_is_there():
 def test_every_module_is_there():
     """Programs ask for ``hvd.mpi_ops.Sum``, and import from horovod.torch's modules."""
     from torch_ring.compression import Compressor, FP16Compressor, NoneCompressor
+    from torch_ring.optimizer import _DistributedOptimizer
     from torch_ring.sync_batch_norm import SyncBatchNorm
 
     functions = [
@@ -93,3 +95,4 @@ def test_every_module_is_there():
     assert issubclass(hvd.Compression.none, NoneCompressor)
     assert Compressor is hvd.Compressor
     assert SyncBatchNorm is hvd.SyncBatchNorm
+    assert issubclass(_DistributedOptimizer, torch.optim.Optimizer)  # hints are made with it

@@ -116,7 +116,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     groups = check_groups(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set)
     reducer = settings.make_reducer(names, backward_passes_per_step)
-    wrap(optimizer, _Distributed)._start(reducer, names, settings, backward_passes_per_step)
+    wrap(optimizer, _DistributedOptimizer)._start(
+        reducer, names, settings, backward_passes_per_step
+    )
     return optimizer
 
 
@@ -145,7 +147,7 @@ class _Settings:
         return reducer
 
 
-class _Distributed(Wrapped):
+class _DistributedOptimizer(Wrapped):
     """What a wrapped optimizer's class adds to the user's class."""
 
     _parameter_names: dict[Tensor, str]
@@ -238,7 +240,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Step pre-hook. May be called twice for one step, where a `step` calls its base class's."""
-    assert isinstance(optimizer, _Distributed)
+    assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
@@ -255,7 +257,7 @@ def _before_step(
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step post-hook; called twice where `_before_step` is."""
-    assert isinstance(optimizer, _Distributed)
+    assert isinstance(optimizer, _DistributedOptimizer)
     if optimizer._step_is_open and optimizer._reducer:
         optimizer._reducer.finish_step()
     optimizer._step_is_open = False
