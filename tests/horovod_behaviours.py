@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,10 @@ def behaviour_05_arithmetic() -> None:
     total = size * (size - 1) // 2
     for dtype in (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64):
         assert hvd.allreduce(torch.full((2,), rank, dtype=dtype), op=hvd.Sum)[0] == total
+    for asked in (False, 0, np.bool_(False)):  # whatever is false
+        assert hvd.allreduce(torch.tensor(float(rank)), average=asked) == total
+    for asked in (None, True, 1):
+        assert hvd.allreduce(torch.tensor(float(rank)), average=asked) == (size - 1) / 2
     negative = hvd.allreduce(torch.full((1,), -1 - (rank == 0), dtype=torch.int64))
     assert negative.item() == -1  # truncated toward zero
     scaled = hvd.allreduce(torch.tensor([3]), op=hvd.Sum, prescale_factor=0.5)
@@ -249,7 +254,9 @@ def behaviour_11_backward_passes() -> None:
         (x * hvd.rank()).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    assert optimizer.backward_passes_per_step == 2
     optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
     (x * hvd.rank()).sum().backward()
     assert x.grad.item() == mean
     optimizer.step()

@@ -251,7 +251,7 @@ def test_init_and_shutdown_many_times(transport):
 
 def forks_a_worker() -> None:
     def work(queue) -> None:
-        queue.put((hvd.is_initialized(), os.getpid()))
+        queue.put((hvd.rank(), os.getpid()))
         time.sleep(60)
 
     if hvd.rank() == 1:
@@ -261,8 +261,8 @@ def forks_a_worker() -> None:
         queue = context.Queue()
         child = context.Process(target=work, args=(queue,), daemon=True)
         child.start()
-        initialized, pid = queue.get()
-        assert not initialized
+        rank, pid = queue.get()
+        assert rank == 1
         hvd.allreduce(torch.ones(3))
         # The worker lives on; that its parent has died must be noticed all the same.
         threading.Timer(20, os.kill, (pid, signal.SIGKILL)).start()
@@ -290,15 +290,24 @@ def test_a_forked_worker_does_not_hide_a_death(transport, tmp_path):
     assert path.exists()  # the worker, a process of the rank's group, was ended with it
 
 
+class Shard(torch.utils.data.IterableDataset):
+    """Numbers of which each worker of each rank has its part: it asks there who it is."""
+
+    def __iter__(self):
+        assert hvd.is_initialized()
+        worker = torch.utils.data.get_worker_info()
+        part = hvd.rank() * worker.num_workers + worker.id
+        yield from torch.arange(32.0)[part :: hvd.size() * worker.num_workers]
+
+
 def loads_data() -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(32.0))
     for _ in range(2):
         loader = torch.utils.data.DataLoader(
-            data, batch_size=8, num_workers=2, multiprocessing_context="fork"
+            Shard(), batch_size=8, num_workers=2, multiprocessing_context="fork"
         )
-        total = sum(float(batch.sum()) for (batch,) in loader)
-        assert hvd.allreduce(torch.tensor([total])).item() == sum(range(32))
+        total = sum(float(batch.sum()) for batch in loader)
+        assert hvd.allreduce(torch.tensor([total]), op=hvd.Sum).item() == sum(range(32))
 
 
-def test_data_loader_workers_are_harmless():
+def test_data_loader_workers_know_the_rank_and_are_harmless():
     run(loads_data, 2)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from horovod_behaviours import BEHAVIOURS
 from pool import run
 from test_launchers import TORCHRUN, finish, mpirun, start
@@ -68,3 +69,30 @@ def test_every_name_is_there():
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
     assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
+
+
+def test_every_module_is_there():
+    """Programs ask for ``hvd.mpi_ops.Sum``, and import from horovod.torch's modules."""
+    from torch_ring.compression import Compressor, FP16Compressor, NoneCompressor
+    from torch_ring.optimizer import _DistributedOptimizer
+    from torch_ring.sync_batch_norm import SyncBatchNorm
+
+    functions = [
+        "broadcast_parameters",
+        "broadcast_optimizer_state",
+        "broadcast_object",
+        "allgather_object",
+    ]
+    elsewhere = {"Compression", "DistributedOptimizer", "HostsUpdatedInterrupt", "SyncBatchNorm"}
+    for name in NAMES.split():
+        if name in functions:
+            assert getattr(hvd.functions, name) is getattr(hvd, name)
+        elif name not in elsewhere:
+            assert getattr(hvd.mpi_ops, name) is getattr(hvd, name), name
+    assert hvd.mpi_ops._basics is hvd._basics
+    assert hvd.optimizer.DistributedOptimizer is hvd.DistributedOptimizer
+    assert issubclass(hvd.Compression.fp16, FP16Compressor)
+    assert issubclass(hvd.Compression.none, NoneCompressor)
+    assert Compressor is hvd.Compressor
+    assert SyncBatchNorm is hvd.SyncBatchNorm
+    assert issubclass(_DistributedOptimizer, torch.optim.Optimizer)  # hints are made with it

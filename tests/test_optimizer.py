@@ -312,6 +312,7 @@ def combines(options: dict[str, object], factor: float) -> None:
         ({"compression": hvd.Compression.fp16}, 1 / 2),
         ({"compression": hvd.Compression.bf16, "op": hvd.Sum}, 1),
         ({"compression": TwoParts}, 1 / 2),
+        ({"compression": TwoParts()}, 1 / 2),
     ],
 )
 def test_ways_to_combine(options, factor):

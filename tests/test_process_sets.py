@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,7 +192,7 @@ def inits_often() -> None:
     static = hvd.ProcessSet([0, 1])
     before: tuple[int, int] | None = None
     for number in range(200):
-        hvd.init(process_sets=[static, [0]] if number % 10 == 0 else "dynamic")
+        hvd.init(process_sets=[static, [0]] if number % 10 == 0 else "Dynamic")
         assert total(hvd.global_process_set) == sum(range(hvd.size()))
         if static.included():
             assert total(static) == 1
@@ -373,17 +374,49 @@ def test_shutdown_ends_what_is_being_added():
 
 def forks() -> None:
     pair = hvd.add_process_set([0, 1])
+    expected = known_of(pair)
     child = os.fork()
     if child == 0:
-        known = pair.process_set_id, hvd.is_initialized()
-        hvd.shutdown()
-        os._exit(0 if known == (None, False) else 1)
+        try:
+            asks_but_cannot_use(pair, expected)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     use(pair, [0, 1])
 
 
+def known_of(pair: hvd.ProcessSet) -> list[object]:
+    ranks = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size(), hvd.is_homogeneous()
+    member = pair.included() and pair.rank()
+    sets = hvd._basics._get_process_set_ids_and_ranks()
+    return [*ranks, pair.process_set_id, pair.ranks, member, hvd.global_process_set.ranks, sets]
+
+
+def asks_but_cannot_use(pair: hvd.ProcessSet, expected: list[object]) -> None:
+    """A worker of a DataLoader shards its data by what its parent is, also within a set."""
+    hvd.init()  # there is a world
+    assert known_of(pair) == expected
+    for operation in (
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.broadcast_object(1, root_rank=0),
+        lambda: hvd.add_process_set([1, 2]),
+        lambda: hvd.remove_process_set(pair),
+        hvd.join,
+        hvd.barrier,
+    ):
+        with pytest.raises(hvd.NotInitializedError, match=f"forked from rank {expected[0]}"):
+            operation()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    assert pair.process_set_id is None
+    with pytest.raises(hvd.NotInitializedError, match="call init"):
+        hvd.rank()
+
+
 @both_transports
-def test_a_forked_child_has_no_sets(transport):
+def test_a_forked_child_can_ask_and_no_more(transport):
     run(forks, 3, transport=transport)
 
 

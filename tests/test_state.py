@@ -1,5 +1,7 @@
 """Ranks that start differently are made alike."""
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -216,6 +218,42 @@ def shares_objects() -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_objects(transport, size):
     run(shares_objects, size, transport=transport)
+
+
+def shares_what_has_no_name() -> None:
+    """Scripts share defaultdicts of lambdas and classes made in functions: Horovod takes them."""
+
+    class Local:
+        rank = hvd.rank()
+
+    counts = hvd.broadcast_object(defaultdict(lambda: 7, root=hvd.rank()), root_rank=1)
+    assert counts["root"] == 1
+    assert counts["missing"] == 7
+    assert [local.rank for local in hvd.allgather_object(Local)] == [0, 1]
+
+
+def test_objects_that_only_cloudpickle_takes():
+    pytest.importorskip("cloudpickle")
+    run(shares_what_has_no_name, 2)
+
+
+def cannot_share() -> None:
+    """All ranks hear of it, also when it is only one that cannot; the job goes on."""
+    for share in (hvd.broadcast_object, hvd.allgather_object):
+        mine = threading.Lock() if hvd.rank() == 0 else "text"
+        expected = (
+            pytest.raises(TypeError, match="pickle")
+            if hvd.rank() == 0
+            else pytest.raises(RuntimeError, match="rank 0 cannot pickle its object")
+        )
+        with expected:
+            share(mine)
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_objects_without_a_pickle(size):
+    run(cannot_share, size)
 
 
 def leaves_as_it_is() -> None:

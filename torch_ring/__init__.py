@@ -7,6 +7,7 @@ from torch_ring.errors import check_build
 
 check_build()
 
+from torch_ring import functions, mpi_ops  # noqa: E402
 from torch_ring.capabilities import (  # noqa: E402
     ccl_built,
     cuda_built,
@@ -145,6 +146,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "functions",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -164,6 +166,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "poll",

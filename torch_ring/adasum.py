@@ -30,9 +30,10 @@ class AdasumOptimizer(Wrapped):
     """
 
     _parameter_names: dict[Tensor, str]
-    _compression: type[Compressor]
+    _compression: Compressor
     _process_set: ProcessSet
     _before: dict[Tensor, Tensor] | None
+    backward_passes_per_step: int
 
     def synchronize(self) -> None:
         """Do nothing: ``step()`` reduces, and there is nothing to reduce before it."""
@@ -49,9 +50,10 @@ class AdasumOptimizer(Wrapped):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing but check `passes`: gradients add up on this rank until ``step()``."""
+        """Note `passes`: gradients add up on this rank until ``step()``, however many they are."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+        self.backward_passes_per_step = passes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer; their changes are reduced from now on."""
@@ -64,8 +66,9 @@ class AdasumOptimizer(Wrapped):
 def wrap_adasum(
     optimizer: torch.optim.Optimizer,
     names: dict[Tensor, str],
-    compression: type[Compressor] | StatefulCompressor,
+    compression: Compressor | StatefulCompressor,
     process_set: ProcessSet,
+    backward_passes_per_step: int,
 ) -> None:
     """Make `optimizer` an :class:`AdasumOptimizer`. Collective.
 
@@ -92,6 +95,7 @@ def wrap_adasum(
     wrapped._compression = compression
     wrapped._process_set = process_set
     wrapped._before = None
+    wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
         # Hooks and not a method: a scheduler may have put the class's `step` into the instance.
         wrapped.register_step_pre_hook(_remember)

@@ -44,7 +44,7 @@ class Reduction:
 
     op: ReduceOp
     predivide_factor: float
-    compression: type[Compressor] | StatefulCompressor
+    compression: Compressor | StatefulCompressor
     bucket_bytes: int
     sparse_as_dense: bool = False
 
@@ -65,10 +65,14 @@ class Reduction:
 
     def describe(self) -> str:
         """Return what all ranks must have in common."""
-        name = getattr(self.compression, "__qualname__", str(self.compression))
+        kind = self.compression
+        if isinstance(kind, StatefulCompressor):
+            name = str(kind)  # with its settings
+        else:  # an instance's repr may have an address in it
+            name = (kind if isinstance(kind, type) else type(kind)).__qualname__
         return (
-            f"{self.op.name}, {self.predivide_factor=}, {name}, {self.bucket_bytes=}, "
-            f"{self.sparse_as_dense=}"
+            f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "
+            f"bucket_bytes={self.bucket_bytes}, sparse_as_dense={self.sparse_as_dense}"
         )
 
 

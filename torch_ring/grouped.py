@@ -123,7 +123,7 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -245,7 +245,7 @@ class _GroupedReducescatter(torch.autograd.Function):
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

@@ -30,7 +30,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def DistributedOptimizer(  # noqa: N802  Horovod's name
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] | StatefulCompressor = Compression.none,
+    compression: Compressor | StatefulCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -55,7 +55,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     * ``synchronize()``: reduce whatever any rank has accumulated (``step()`` does that too);
     * ``no_sync()``: a context in which backward only accumulates, as DDP's;
     * ``skip_synchronize()``: a context in which ``step()`` reduces nothing;
-    * ``set_backward_passes_per_step(passes)``.
+    * ``set_backward_passes_per_step(passes)``, and ``backward_passes_per_step``.
 
     Its state, hyper-parameters, hooks and schedulers stay; ``state_dict()``, pickle and deepcopy
     give what they would give without torch_ring. A closure given to ``step`` returns the loss of
@@ -104,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if op == Adasum:
         if gradient_predivide_factor != 1.0:
             raise ValueError("gradient_predivide_factor needs op=Average")
-        wrap_adasum(optimizer, names, compression, process_set)
+        wrap_adasum(optimizer, names, compression, process_set, backward_passes_per_step)
         return optimizer
     reduction = Reduction(
         _checked_op(op, gradient_predivide_factor),
@@ -116,7 +116,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     groups = check_groups(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set)
     reducer = settings.make_reducer(names, backward_passes_per_step)
-    wrap(optimizer, _Distributed)._start(reducer, names, settings, backward_passes_per_step)
+    wrap(optimizer, _DistributedOptimizer)._start(
+        reducer, names, settings, backward_passes_per_step
+    )
     return optimizer
 
 
@@ -145,7 +147,7 @@ class _Settings:
         return reducer
 
 
-class _Distributed(Wrapped):
+class _DistributedOptimizer(Wrapped):
     """What a wrapped optimizer's class adds to the user's class."""
 
     _parameter_names: dict[Tensor, str]
@@ -197,6 +199,15 @@ class _Distributed(Wrapped):
             if self._reducer:
                 self._reducer.hooks.set_synchronizing(True)
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Over how many backward passes gradients are accumulated."""
+        return self._passes_per_step
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate gradients over `passes` backward passes from now on."""
         _check_passes(passes)
@@ -229,7 +240,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Step pre-hook. May be called twice for one step, where a `step` calls its base class's."""
-    assert isinstance(optimizer, _Distributed)
+    assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
@@ -246,7 +257,7 @@ def _before_step(
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step post-hook; called twice where `_before_step` is."""
-    assert isinstance(optimizer, _Distributed)
+    assert isinstance(optimizer, _DistributedOptimizer)
     if optimizer._step_is_open and optimizer._reducer:
         optimizer._reducer.finish_step()
     optimizer._step_is_open = False

@@ -126,6 +126,7 @@ def add_process_set(process_set: Any) -> ProcessSet:
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         RingError: on all ranks: a member could not connect to the others; says why.
     """
+    world.require_own()
     registry = world.registry()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     registry.add(tuple(added.ranks or ()))
@@ -143,6 +144,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
     """
+    world.require_own()
     _require_process_set(process_set)
     return world.registry().remove(tuple(process_set.ranks or ()))
 
@@ -152,8 +154,9 @@ def engine_of(process_set: ProcessSet) -> _C.Engine:
 
     Raises:
         InvalidArgumentError: the set has not been added, or this process is no member.
-        NotInitializedError: there is no world.
+        NotInitializedError: there is no world, or it is the one of this process's parent.
     """
+    world.require_own()
     engine = _membership(process_set).engine
     assert engine is not None  # a member has one
     return engine

@@ -36,4 +36,4 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
         if average is not None:
             raise ValueError("give `op` or the deprecated `average`, not both")
         return ReduceOp(op)
-    return Sum if average is False else Average
+    return Average if average is None or average else Sum

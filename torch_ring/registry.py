@@ -136,8 +136,10 @@ class Registry:
                 entry.engine.shutdown()
 
     def abandon(self) -> None:
-        """In a forked child, let go of what is the parent's."""
-        for entry in self._entries.values():  # no lock: who held it is not in this process
+        """In a forked child, let go of what is the parent's; the entries can still be read."""
+        self._changing = threading.Lock()  # who held the other is not in this process
+        self._rendezvous = None
+        for entry in self._entries.values():
             if entry.engine is not None:
                 entry.engine.abandon()
 

@@ -184,7 +184,7 @@ class _Reducescatter(torch.autograd.Function):
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

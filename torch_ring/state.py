@@ -6,6 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
 
@@ -95,18 +96,23 @@ def broadcast_object(
     """Return the root's object on every rank.
 
     Args:
-        obj: anything that pickle takes; looked at on the root only.
+        obj: anything that pickle takes, or cloudpickle if it is installed, which takes lambdas and
+            local classes; looked at on the root only.
         root_rank: the rank whose object all get: its global rank, also in a process set.
         name: what identifies the operation on all ranks.
         process_set: the ranks that take part; this one and the root must be among them.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
+
+    Raises:
+        Exception: the root cannot pickle it: there what pickle says, elsewhere a RuntimeError.
     """
     is_root = world.rank() == root_rank
-    payload = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    payload, failure = _pickled(obj) if is_root else (_NOTHING, None)
     size = torch.tensor([payload.numel()])
     ops.broadcast_(size, root_rank, name and f"{name}.size", process_set)
+    _require_pickled([root_rank], size, failure)
     if not is_root:
         payload = torch.empty(int(size), dtype=torch.uint8)
     ops.broadcast_(payload, root_rank, name, process_set)
@@ -119,18 +125,51 @@ def allgather_object(
     """Return the objects of all ranks of the set, by rank.
 
     Args:
-        obj: anything that pickle takes.
+        obj: anything that pickle takes, or cloudpickle if it is installed.
         name: what identifies the operation on all ranks.
         process_set: the ranks that take part; this one must be among them.
+
+    Raises:
+        Exception: a rank cannot pickle its own: there what pickle says, elsewhere a RuntimeError.
     """
-    payload = _pickled(obj)
+    payload, failure = _pickled(obj)
     sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
+    _require_pickled(process_set.ranks or [], sizes, failure)
     gathered = ops.allgather(payload, name, process_set)
     return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
 
 
-def _pickled(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # no object's pickle: those have a byte or more
+
+
+def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
+    """Return the bytes of `obj`; or nothing, and why: the other ranks wait for word of either."""
+    try:
+        data = _dumps(obj)
+    except Exception as failure:
+        return _NOTHING, failure
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), None
+
+
+def _dumps(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if find_spec("cloudpickle") is None:
+            raise
+    import cloudpickle  # type: ignore[import-untyped, unused-ignore]  # optional; slower than pickle
+
+    data: bytes = cloudpickle.dumps(obj)
+    return data
+
+
+def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | None) -> None:
+    """Raise on every rank if one of `ranks` has nothing to send."""
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, size in zip(ranks, sizes.tolist(), strict=True) if size == 0]
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} cannot pickle its object: see its error")
 
 
 def _unpickled(payload: Tensor) -> Any:

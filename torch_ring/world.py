@@ -39,6 +39,7 @@ __all__ = [
     "local_size",
     "rank",
     "registry",
+    "require_own",
     "shutdown",
     "size",
 ]
@@ -59,6 +60,7 @@ class World:
 
 
 _world: World | None = None
+_is_parents = False  # whether the world is that of the process from which this one was forked
 _changing = threading.Lock()  # held by init() and shutdown()
 
 
@@ -129,21 +131,36 @@ def shutdown() -> None:
     What is in flight fails; later operations of other ranks that need this one fail too. Does
     nothing without a world. Called at exit.
     """
-    global _world
+    global _world, _is_parents
     with _changing:
         if _world is not None:
             world, _world = _world, None
+            _is_parents = False
             world.registry.close()
 
 
 def is_initialized() -> bool:
-    """Return whether this process has a world: after init(), and not after shutdown()."""
+    """Return whether this process has a world: after init(), and not after shutdown().
+
+    A process that was forked from one that has (a worker of a DataLoader) has it as well. It can
+    ask who its parent is, to pick its part of the data, say; it cannot communicate.
+    """
     return _world is not None
 
 
 def engine() -> _C.Engine:
     """Return the engine of this process. Raises NotInitializedError."""
+    require_own()
     return _current().engine
+
+
+def require_own() -> None:
+    """Raise NotInitializedError in a forked process, which only knows its parent's world."""
+    if _is_parents:
+        raise NotInitializedError(
+            f"this process was forked from rank {rank()}: it cannot take part in collectives "
+            "(unless it calls shutdown() and init(), and is a rank of its own)"
+        )
 
 
 def registry() -> Registry:
@@ -225,7 +242,7 @@ def _among(identity: Identity, comm: Any) -> Identity:
 
 def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
     if isinstance(process_sets, str):
-        if process_sets != "dynamic":
+        if process_sets.lower() != "dynamic":
             raise InvalidArgumentError(f'process_sets={process_sets!r}: the only word is "dynamic"')
         return []
     sets = [ranks_of(each, size) for each in process_sets or ()]
@@ -326,15 +343,15 @@ def _set_up_log(config: Config) -> None:
 # --- the end
 
 
-def _forget_in_child() -> None:
-    """In a forked child (a DataLoader worker): there is no world; the parent's is untouched."""
-    global _world, _changing
+def _let_go_in_child() -> None:
+    """In a forked child (a DataLoader worker), keep of the parent's world what can be asked."""
+    global _is_parents, _changing
     if _world is not None:
         _world.registry.abandon()
-    _world = None
+        _is_parents = True
     _changing = threading.Lock()
     rendezvous.forget_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)
 atexit.register(shutdown)
