@@ -86,6 +86,12 @@ def test_mismatch(case, size, transport):
 # --- this rank is wrong, and nothing is sent
 
 
+def without_memory() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def misuses() -> None:
     t = torch.zeros(3)
     first = hvd.allreduce_async(t, name="twice")
@@ -103,6 +109,13 @@ def misuses() -> None:
         (lambda: hvd.broadcast(t, root_rank=9), "root_rank=9 is not in the process set"),
         (lambda: hvd.allreduce(t, name="#1"), "reserved"),
         (lambda: hvd.allreduce(t, name="x" * 5000), "longer than 4096"),
+        (lambda: hvd.allreduce(torch.nested.nested_tensor([t, t])), "not dense"),
+        (lambda: hvd.allreduce_(torch.ones(1).expand(5)), r"expanded tensor.*clone\(\) it"),
+        (lambda: hvd.grouped_allreduce_([torch.ones(1).expand(5)]), "expanded tensor"),
+        (lambda: hvd.broadcast_(torch.ones(1).expand(5), 0), "expanded tensor"),
+        (lambda: hvd.broadcast_(torch._efficientzerotensor((4,)), 0), "ZeroTensor"),
+        (lambda: hvd.allgather(without_memory()), "storage was resized"),
+        (lambda: torch.func.vmap(hvd.allreduce)(torch.ones(2, 3)), "has no memory"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

@@ -186,6 +186,35 @@ def broadcasts_everything() -> None:
                 assert torch.equal(mine, want)
 
 
+def noted_only() -> None:
+    """A tensor may be the negative of its memory, or all zero without any."""
+    size, numbers = hvd.size(), torch.arange(1.0, 3.0)
+    conjugate = torch.tensor([2 + 3j]).conj()
+    for tensor, expected in [
+        (conjugate.imag, [-3.0]),
+        (torch._neg_view(numbers), [-1.0, -2.0]),
+        (torch._neg_view(numbers.repeat_interleave(2)[::2]), [-1.0, -2.0]),
+        (torch._efficientzerotensor((2,)), [0.0, 0.0]),
+    ]:
+        rows = torch._neg_view(-torch.tensor(expected).repeat(size))
+        for result, times in [
+            (hvd.allreduce(tensor, op=hvd.Max), 1),
+            (hvd.grouped_allreduce([tensor])[0], 1),
+            (hvd.broadcast(tensor, 0), 1),
+            (hvd.allgather(tensor), size),
+            (hvd.alltoall(rows), size),
+            (hvd.reducescatter(rows), 1),
+        ]:
+            assert result.tolist() == expected * times
+    negative = torch._neg_view(torch.arange(3.0) + hvd.rank())
+    assert hvd.allreduce_(negative, op=hvd.Max).tolist() == [0.0, -1.0, -2.0]
+
+
+@on_all_worlds
+def test_values_that_are_only_noted(transport, size):
+    run(noted_only, size, transport=transport)
+
+
 @on_all_worlds
 def test_broadcast(transport, size):
     run(broadcasts_everything, size, transport=transport)

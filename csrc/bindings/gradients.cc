@@ -29,24 +29,11 @@ void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
 }
 
-/// The tensor over `bucket`'s memory from element `offset` on that serves as `variable.grad`. It is
-/// no view to autograd, and no more than its own elements are saved or copied with it.
-at::Tensor place_in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable) {
-  auto* const data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
-  const auto strides = variable.is_non_overlapping_and_dense()
-                           ? c10::DimVector(variable.strides())
-                           : c10::contiguous_strides(variable.sizes());
-  const auto dtype =
-      variable.is_complex() ? c10::toComplexType(bucket.scalar_type()) : bucket.scalar_type();
-  return at::from_blob(
-      data, variable.sizes(), strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
-      bucket.device());
-}
-
 void copy_into(const at::Tensor& to, const at::Tensor& from) {
   if (from.is_sparse()) return copy_into(to, from.detach().to_dense());
   const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
-                           from.strides() == to.strides() && !from.is_neg() && !from.is_conj();
+                           from.strides() == to.strides() && !from.is_neg() && !from.is_conj() &&
+                           !from._is_zerotensor();
   if (same_layout) {
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
   } else {
@@ -55,7 +42,33 @@ void copy_into(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
 }  // namespace
+
+GradientHooks::Place GradientHooks::Place::in(const at::Tensor& bucket, std::int64_t offset,
+                                              const at::Tensor& variable) {
+  Place place;
+  place.bucket = bucket;
+  place.data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
+  place.sizes = at::DimVector(variable.sizes());
+  place.strides = variable.is_non_overlapping_and_dense()
+                      ? at::DimVector(variable.strides())
+                      : c10::contiguous_strides(variable.sizes());
+  place.dtype =
+      variable.is_complex() ? c10::toComplexType(bucket.scalar_type()) : bucket.scalar_type();
+  return place;
+}
+
+/// A new tensor over the place that serves as `variable.grad`. It is no view to autograd, and no
+/// more than its own elements are saved or copied with it.
+at::Tensor GradientHooks::Place::view() const {
+  return at::from_blob(
+      data, sizes, strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
+      bucket.device());
+}
 
 class GradientHooks::Before final : public torch::autograd::FunctionPreHook {
  public:
@@ -130,6 +143,7 @@ GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std
     Parameter parameter;
     parameter.variable = std::move(parameters[i]);
     parameter.name = std::move(names.at(i));
+    parameter.dtype = parameter.variable.scalar_type();
     const bool frozen = !parameter.variable.requires_grad();
     if (frozen) parameter.variable.set_requires_grad(true);  // or it has no accumulator
     parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
@@ -154,8 +168,9 @@ void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vec
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
-    const at::Tensor before =
-        std::exchange(parameter.view, place_in(buckets.at(bucket), offset, parameter.variable));
+    keep_place(parameter);
+    parameter.place = Place::in(buckets.at(bucket), offset, parameter.variable);
+    const at::Tensor before = std::exchange(parameter.view, parameter.place.view());
     parameter.bucket = bucket;
     ++missing_[bucket];
     at::Tensor& grad = parameter.variable.mutable_grad();
@@ -163,12 +178,14 @@ void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vec
       copy_into(parameter.view, before);
       grad = parameter.view;
     }
+    if (parameter.version) parameter.version = version_of(parameter.view);
   }
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
   if (disabled_) return;
   const std::scoped_lock lock(mutex_);
+  keep_place(parameters_[index]);
   discount(parameters_[index]);
 }
 
@@ -180,6 +197,7 @@ void GradientHooks::after_accumulation(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     Parameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
+    keep_place(parameter);
     bucket_full = count_arrival(index, take(parameter));
     bucket = parameter.bucket;
   }
@@ -236,7 +254,12 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
       parameter.held = false;
       continue;
     }
+    keep_place(parameter);
     const bool ours = grad.is_same(parameter.view) || grad.is_same(parameter.sparse);
+    if (everything && written_by_hand(parameter)) {
+      parameter.held = true;
+      parameter.base_reduced = false;
+    }
     if (!parameter.held && (!everything || ours)) continue;
     if (everything || (synchronizing_ && due(parameter))) {
       set(pending.due, i);
@@ -253,6 +276,7 @@ void GradientHooks::adopt(const Bitmap& touched) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
     Parameter& parameter = parameters_[i];
+    keep_place(parameter);
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.arrived && !parameter.sparse.defined()) {
       grad = parameter.view;  // it may be on its way already, whatever `grad` was set to since
@@ -270,6 +294,7 @@ void GradientHooks::adopt(const Bitmap& touched) {
 at::Tensor GradientHooks::contribution(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   Parameter& parameter = parameters_.at(index);
+  keep_place(parameter);
   if (!parameter.held) discount(parameter);
   return parameter.variable.mutable_grad();
 }
@@ -280,6 +305,7 @@ void GradientHooks::replace(std::size_t index, const at::Tensor& gradient) {
   parameter.variable.mutable_grad() = parameter.sparse = gradient;
   parameter.held = false;
   parameter.base_reduced = true;
+  parameter.version.reset();
 }
 
 void GradientHooks::reduced(const Bitmap& touched) {
@@ -288,6 +314,7 @@ void GradientHooks::reduced(const Bitmap& touched) {
     if (!get(touched, i)) continue;
     parameters_[i].held = false;
     parameters_[i].base_reduced = true;
+    parameters_[i].version.reset();
   }
 }
 
@@ -300,6 +327,8 @@ void GradientHooks::restart(bool gradients) {
   const std::scoped_lock lock(mutex_);
   for (Parameter& parameter : parameters_) {
     parameter.passes = 0;
+    keep_place(parameter);
+    parameter.version = version_of(parameter.view);
     if (!gradients) continue;
     parameter.held = parameter.base_reduced = false;
     parameter.sparse.reset();
@@ -318,19 +347,39 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 
 void GradientHooks::disable() { disabled_ = true; }
 
-/// A bucket has room for the shape that the parameter had.
-void GradientHooks::require_shape(Parameter& parameter) {
+/// A bucket has room for the shape that the parameter had, in the dtype that it had.
+void GradientHooks::require_unchanged(Parameter& parameter) {
   const at::Tensor& grad = parameter.variable.mutable_grad();
   TORCH_CHECK_VALUE(grad.sizes() == parameter.view.sizes(), "parameter '", parameter.name,
                     "' has changed its shape from ", parameter.view.sizes(), " to ", grad.sizes(),
-                    " since the optimizer was wrapped: wrap it again");
+                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+  TORCH_CHECK_VALUE(parameter.variable.scalar_type() == parameter.dtype, "parameter '",
+                    parameter.name, "' has changed its dtype from ", parameter.dtype, " to ",
+                    parameter.variable.scalar_type(),
+                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+}
+
+/// Whether the program, and no pass, has put something into the gradient in this step. What has
+/// been reduced in this step may be written to: it is clipped, say.
+bool GradientHooks::written_by_hand(const Parameter& parameter) {
+  return !parameter.held && parameter.version &&
+         parameter.variable.grad().is_same(parameter.view) &&
+         *parameter.version != version_of(parameter.view);
+}
+
+/// The tensor that was our `grad` may have been given other memory (`grad.data = ...`, or a
+/// module's double(), to() or share_memory()). Then it is somebody else's, and the place stays.
+void GradientHooks::keep_place(Parameter& parameter) {
+  if (!parameter.view.defined() || parameter.view.numel() == 0) return;
+  if (parameter.view.const_data_ptr() == parameter.place.data) return;
+  parameter.view = parameter.place.view();
 }
 
 /// Receives what autograd has accumulated; returns whether it is another tensor than before.
 bool GradientHooks::take(Parameter& parameter) {
   const at::Tensor& grad = parameter.variable.mutable_grad();
   if (!grad.is_sparse()) return move_in(parameter);
-  require_shape(parameter);
+  require_unchanged(parameter);
   const bool fresh = !grad.is_same(parameter.sparse);
   parameter.sparse = grad;
   return fresh;
@@ -343,7 +392,7 @@ bool GradientHooks::move_in(Parameter& parameter) {
   if (grad.is_same(parameter.view)) return false;
   TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '",
                     parameter.name, "' has layout ", grad.layout(), ", which cannot be reduced");
-  require_shape(parameter);
+  require_unchanged(parameter);
   copy_into(parameter.view, grad);
   grad = parameter.view;
   return true;

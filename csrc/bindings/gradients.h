@@ -1,15 +1,18 @@
 // Moves gradients into buckets as autograd produces them.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -63,7 +66,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots);
 
   /// A gradient is due after `passes_per_step` passes. `everything`: all that is here is due, also
-  /// a `grad` that was assigned by hand.
+  /// a `grad` that was assigned by hand, or written to since the step began and never reduced.
   Pending pending(bool everything);
 
   /// Prepares the parameters of `touched`, which have a gradient on some rank, to be reduced: a
@@ -96,11 +99,25 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   class After;    // ... and the one after it
   class PassEnd;  // the callback at the end of a pass
 
+  /// A part of a bucket, and how a gradient lies in it.
+  struct Place {
+    at::Tensor bucket;
+    std::byte* data = nullptr;
+    at::DimVector sizes;
+    at::DimVector strides;
+    at::ScalarType dtype{};
+
+    static Place in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable);
+    at::Tensor view() const;
+  };
+
   struct Parameter {
     at::Tensor variable;
     // The accumulator lives as long as somebody holds it: a weak reference is all a tensor has.
     decltype(torch::autograd::impl::grad_accumulator(variable)) accumulator;
     std::string name;
+    at::ScalarType dtype{};  // the variable's, when it was wrapped
+    Place place;
     at::Tensor view;    // the place in the bucket, with the parameter's shape and strides
     at::Tensor sparse;  // the gradient as we have left it, if it was sparse
     std::size_t bucket = 0;
@@ -108,6 +125,8 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     bool held = false;          // it holds a contribution of this rank that is not reduced
     bool base_reduced = false;  // what is in `view` is the same on all ranks
     bool arrived = false;       // in the current pass
+    // Of `view` when the step began; none once the gradient has been reduced in this step.
+    std::optional<std::uint32_t> version;
   };
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
@@ -121,7 +140,9 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void end_pass();
 
   // Under mutex_:
-  static void require_shape(Parameter& parameter);
+  static void require_unchanged(Parameter& parameter);
+  static bool written_by_hand(const Parameter& parameter);
+  void keep_place(Parameter& parameter);
   bool take(Parameter& parameter);
   bool move_in(Parameter& parameter);
   void discount(Parameter& parameter);

@@ -1,8 +1,11 @@
 #include "bindings/tensors.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <bit>
@@ -19,9 +22,19 @@ std::string quoted(const std::string& collective, const std::string& name) {
 }
 
 void check_on_cpu(const at::Tensor& tensor, const std::string& what) {
-  if (tensor.layout() != at::kStrided) refuse(what + ": the tensor is not dense");
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) {
+    refuse(what + ": the tensor is not dense");
+  }
   if (!tensor.device().is_cpu()) {
     refuse(what + ": tensors on " + tensor.device().str() + " are not supported yet, only on cpu");
+  }
+  if (tensor._is_zerotensor()) return;  // torch has only noted that it is zero
+  if (!tensor.has_storage()) refuse(what + ": the tensor has no memory: is this in vmap or jvp?");
+  const std::size_t needed =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                       static_cast<std::size_t>(tensor.storage_offset()));
+  if (tensor.numel() > 0 && tensor.storage().nbytes() < needed) {
+    refuse(what + ": the tensor's storage was resized and is too small for it");
   }
 }
 
@@ -29,6 +42,30 @@ void check_output(const at::Tensor& tensor, const at::Tensor& output, const std:
   if (output.sizes() != tensor.sizes() || output.scalar_type() != tensor.scalar_type() ||
       output.device() != tensor.device()) {
     refuse(what + ": the output differs from the input in shape, dtype or device");
+  }
+  if (at::has_internal_overlap(output) == at::MemOverlap::Yes) {
+    refuse(what +
+           ": cannot write into an expanded tensor, of which several elements are one "
+           "place in memory: clone() it");
+  }
+  if (output._is_zerotensor()) refuse(what + ": cannot write into a ZeroTensor: clone() it");
+}
+
+/// The values of `tensor` in memory, one after the other. Where torch has only noted that they are
+/// negative, or all zero, that is carried out.
+at::Tensor values_of(const at::Tensor& tensor) {
+  const at::Tensor detached = tensor.detach();
+  if (detached._is_zerotensor()) return at::zeros(detached.sizes(), detached.options());
+  return detached.resolve_neg().contiguous();
+}
+
+/// Calls what torch may fail at, and leaves out the C++ stack of the failure.
+template <typename Function>
+auto torch_call(const Function& function) {
+  try {
+    return function();
+  } catch (const c10::Error& error) {
+    throw Error(ErrorKind::kInternal, error.what_without_backtrace());
   }
 }
 
@@ -62,17 +99,17 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
 /// Sets input and output to `tensor` and `output`, by way of contiguous copies where needed. The
 /// closure that copies back is also what keeps the tensors alive.
 void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
-  const at::Tensor input = tensor.detach().contiguous();
+  const at::Tensor input = values_of(tensor);
   const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
   const at::Tensor target = output.detach();
-  const at::Tensor result =
-      target.is_contiguous() ? target : (in_place ? input : at::empty_like(input));
+  const bool is_plain = target.is_contiguous() && !target.is_neg();
+  const at::Tensor result = is_plain ? target : (in_place ? input : at::empty_like(input));
   request.input = input.const_data_ptr();
   request.output = result.mutable_data_ptr();
   request.finish = [input, result, target] {
     if (!result.is_same(target)) {
       const at::NoGradGuard no_grad;
-      target.copy_(result);
+      torch_call([&] { target.copy_(result); });
     }
   };
 }
@@ -86,7 +123,7 @@ void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_p
     std::vector<std::int64_t> shape = input.sizes().vec();
     shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     result->rows.assign(rows.begin(), rows.end());
-    result->tensor = at::empty(shape, input.options());
+    result->tensor = torch_call([&] { return at::empty(shape, input.options()); });
     return result->tensor.mutable_data_ptr();
   };
 }
@@ -156,7 +193,7 @@ Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> resu
   const std::string what = quoted("allgather", name);
   check_on_cpu(tensor, what);
   if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to gather along");
-  const at::Tensor input = tensor.detach().contiguous();
+  const at::Tensor input = values_of(tensor);
   Request request;
   request.fingerprint = fingerprint_of(Collective::kAllgather, tensor, std::move(name));
   request.fingerprint.joinable = joinable;
@@ -186,7 +223,7 @@ Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> spl
   Request request;
   request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
   request.rows = std::move(splits);
-  set_ragged_buffers(request, tensor.detach().contiguous(), std::move(result));
+  set_ragged_buffers(request, values_of(tensor), std::move(result));
   return request;
 }
 
@@ -210,7 +247,7 @@ Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output
     refuse(what + ": op must be Sum or Average");
   }
   check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
-  const at::Tensor input = tensor.detach().contiguous();
+  const at::Tensor input = values_of(tensor);
   const at::Tensor target = output.detach();
   request.input = input.const_data_ptr();
   request.output = target.mutable_data_ptr();
