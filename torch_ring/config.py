@@ -106,8 +106,8 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def _horovod_level(text: str) -> str:
-    level = _one_of(*_LEVELS, "trace", "fatal")(text)
-    return {"trace": "debug", "fatal": "error"}.get(level, level)
+    level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
+    return level if level in _LEVELS else "warning"  # as Horovod
 
 
 def _stall_shutdown(text: str) -> float | None:

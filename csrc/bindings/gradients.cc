@@ -1,13 +1,11 @@
 #include "bindings/gradients.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/strides.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace torch_ring {
@@ -29,46 +27,11 @@ void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
 }
 
-void copy_into(const at::Tensor& to, const at::Tensor& from) {
-  if (from.is_sparse()) return copy_into(to, from.detach().to_dense());
-  const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
-                           from.strides() == to.strides() && !from.is_neg() && !from.is_conj() &&
-                           !from._is_zerotensor();
-  if (same_layout) {
-    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
-  } else {
-    const at::NoGradGuard no_grad;  // with create_graph=True the gradient has a graph
-    to.copy_(from);
-  }
-}
-
 std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
 }  // namespace
-
-GradientHooks::Place GradientHooks::Place::in(const at::Tensor& bucket, std::int64_t offset,
-                                              const at::Tensor& variable) {
-  Place place;
-  place.bucket = bucket;
-  place.data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
-  place.sizes = at::DimVector(variable.sizes());
-  place.strides = variable.is_non_overlapping_and_dense()
-                      ? at::DimVector(variable.strides())
-                      : c10::contiguous_strides(variable.sizes());
-  place.dtype =
-      variable.is_complex() ? c10::toComplexType(bucket.scalar_type()) : bucket.scalar_type();
-  return place;
-}
-
-/// A new tensor over the place that serves as `variable.grad`. It is no view to autograd, and no
-/// more than its own elements are saved or copied with it.
-at::Tensor GradientHooks::Place::view() const {
-  return at::from_blob(
-      data, sizes, strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
-      bucket.device());
-}
 
 class GradientHooks::Before final : public torch::autograd::FunctionPreHook {
  public:

@@ -1,13 +1,11 @@
 // Moves gradients into buckets as autograd produces them.
 #pragma once
 
-#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,6 +13,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "bindings/place.h"
 
 namespace torch_ring {
 
@@ -98,18 +98,6 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   class Before;   // the hook that runs before autograd accumulates
   class After;    // ... and the one after it
   class PassEnd;  // the callback at the end of a pass
-
-  /// A part of a bucket, and how a gradient lies in it.
-  struct Place {
-    at::Tensor bucket;
-    std::byte* data = nullptr;
-    at::DimVector sizes;
-    at::DimVector strides;
-    at::ScalarType dtype{};
-
-    static Place in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable);
-    at::Tensor view() const;
-  };
 
   struct Parameter {
     at::Tensor variable;

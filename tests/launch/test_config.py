@@ -25,6 +25,7 @@ def test_settings_have_defaults():
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_warning_s", 7.0),
         ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_warning_s", 0.0),
         ("HOROVOD_LOG_LEVEL", "trace", "log_level", "debug"),
+        ("HOROVOD_LOG_LEVEL", "1", "log_level", "warning"),  # not a name: as Horovod takes it
     ],
 )
 def test_settings(variable, text, field, value):

@@ -1,0 +1,43 @@
+#include "bindings/place.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/strides.h>
+
+#include <cstring>
+
+namespace torch_ring {
+
+Place Place::in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable) {
+  Place place;
+  place.bucket = bucket;
+  place.data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
+  place.sizes = at::DimVector(variable.sizes());
+  place.strides = variable.is_non_overlapping_and_dense()
+                      ? at::DimVector(variable.strides())
+                      : c10::contiguous_strides(variable.sizes());
+  place.dtype =
+      variable.is_complex() ? c10::toComplexType(bucket.scalar_type()) : bucket.scalar_type();
+  return place;
+}
+
+at::Tensor Place::view() const {
+  return at::from_blob(
+      data, sizes, strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
+      bucket.device());
+}
+
+void copy_into(const at::Tensor& to, const at::Tensor& from) {
+  if (from.is_sparse()) return copy_into(to, from.detach().to_dense());
+  const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
+                           from.strides() == to.strides() && !from.is_neg() && !from.is_conj() &&
+                           !from._is_zerotensor();
+  if (same_layout) {
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;  // with create_graph=True the gradient has a graph
+    to.copy_(from);
+  }
+}
+
+}  // namespace torch_ring

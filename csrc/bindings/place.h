@@ -1,0 +1,32 @@
+// Where a gradient lies in a bucket.
+#pragma once
+
+#include <ATen/core/DimVector.h>
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_ring {
+
+/// A part of a bucket, and how a gradient lies in it.
+struct Place {
+  at::Tensor bucket;
+  std::byte* data = nullptr;
+  at::DimVector sizes;
+  at::DimVector strides;
+  at::ScalarType dtype{};
+
+  /// The place from element `offset` of `bucket` on, with the shape and, if they leave no holes,
+  /// the strides of `variable`.
+  static Place in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable);
+
+  /// A new tensor over the place that serves as a `grad`. It is no view to autograd, and no more
+  /// than its own elements are saved or copied with it.
+  at::Tensor view() const;
+};
+
+/// Copies values between layouts, dtypes and devices; `from` may be sparse.
+void copy_into(const at::Tensor& to, const at::Tensor& from);
+
+}  // namespace torch_ring
