@@ -122,6 +122,10 @@ def takes_16_bits_and_refuses_too_little() -> None:
     with pytest.raises(ValueError, match="2 dimensions"):
         layer(torch.randn(4))
     assert layer(torch.randn(1, 4)).shape == (1, 4)  # two values on two ranks
+    before = layer.running_mean.clone()
+    layer.track_running_stats = False  # from now on
+    layer(torch.randn(6, 4))
+    assert torch.equal(layer.running_mean, before)
 
 
 def test_dtypes_and_errors():

@@ -66,7 +66,7 @@ class SyncBatchNorm(_BatchNorm):
         output, mean, variance, count = _Normalize.apply(
             input, self.weight, self.bias, self.eps, self.process_set
         )
-        if self.training and self.running_mean is not None:
+        if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean, variance * (count / (count - 1)))
         result: Tensor = output
         return result
