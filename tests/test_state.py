@@ -1,5 +1,6 @@
 """Ranks that start differently are made alike."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,9 @@ class Everything(nn.Module):
         image = torch.full((2, 3, 4, 4), float(value)).to(memory_format=torch.channels_last)
         self.register_buffer("image", image)
         self.register_buffer("empty", torch.empty(0))
+        for dtype in (torch.int16, torch.complex64, torch.complex128, torch.float8_e5m2):
+            transposed = torch.full((3, 2), value).to(dtype).t()
+            self.register_buffer(f"transposed_{str(dtype)[6:]}", transposed)
 
     def get_extra_state(self) -> str:
         return "not a tensor"
@@ -216,6 +220,26 @@ def shares_objects() -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_objects(transport, size):
     run(shares_objects, size, transport=transport)
+
+
+def cannot_pickle() -> None:
+    """Who cannot pickle tells the others, and all go on."""
+    rank, last = hvd.rank(), hvd.size() - 1
+    lock = threading.Lock() if rank == last else None
+    for share in (
+        lambda: hvd.broadcast_object(lock, last),
+        lambda: hvd.allgather_object([lock]),
+        lambda: hvd.allgather_object([lock], name="named"),
+    ):
+        kind, told = (TypeError, "") if lock else (hvd.MismatchError, f"rank {last} cannot pickle")
+        with pytest.raises(kind, match=f"{told}.*cannot pickle '_thread.lock' object"):
+            share()
+    assert hvd.allgather_object(rank) == list(range(hvd.size()))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_objects_that_cannot_be_pickled(transport):
+    run(cannot_pickle, 3, transport=transport)
 
 
 def leaves_as_it_is() -> None:

@@ -72,7 +72,7 @@ class Registry:
         self.everyone = Entry(0, tuple(range(identity.size)), engine)
         self._entries = {self.everyone.ranks: self.everyone}
         self._closed = False
-        self._changing = threading.Lock()  # the entries, and whether it is closed
+        self._changing = threading.RLock()  # the entries, and whether it is closed
         self._in_collective = threading.Lock()
 
     def find(self, ranks: Ranks) -> Entry | None:

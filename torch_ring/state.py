@@ -24,18 +24,9 @@ __all__ = [
     "require_same",
 ]
 
+_OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _SENDABLE = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-    }
+    {*_OF_BYTES.values(), torch.int8, torch.int32, torch.int64, torch.float16, torch.bool}
 )
 
 
@@ -61,8 +52,9 @@ def broadcast_parameters(
 
 
 def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    if isinstance(params, Tensor):
-        raise ValueError("params must be a dict or a list of tensors, not a tensor")
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        kind = type(params).__name__
+        raise ValueError(f"params must be a state_dict() or a list of tensors, not a {kind}")
     for index, param in enumerate(params):
         yield param if isinstance(param, tuple) else (str(index), param)
 
@@ -81,9 +73,11 @@ def _broadcast_all(
 def _sendable(tensor: Tensor) -> Tensor:
     """Return the same memory in a dtype that can be sent: a broadcast only moves bytes."""
     tensor = tensor.detach()
-    if tensor.dtype in _SENDABLE or not tensor.is_contiguous():
+    if tensor.dtype in _SENDABLE or tensor.is_quantized:
         return tensor
-    return tensor.view(-1).view(torch.uint8)
+    if tensor.is_complex() and not tensor.is_conj():
+        return torch.view_as_real(tensor)
+    return tensor.view(_OF_BYTES.get(tensor.itemsize, torch.uint8))
 
 
 def broadcast_object(
@@ -102,15 +96,20 @@ def broadcast_object(
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
+
+    Raises:
+        MismatchError: the root cannot pickle it; the root raises what pickle does.
     """
     is_root = world.rank() == root_rank
-    payload = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([payload.numel()])
+    payload, failure = _pickled(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
+    size = torch.tensor([_signed_size(payload, failure)])
     ops.broadcast_(size, root_rank, name and f"{name}.size", process_set)
     if not is_root:
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.empty(abs(int(size)), dtype=torch.uint8)
     ops.broadcast_(payload, root_rank, name, process_set)
-    return obj if is_root else _unpickled(payload)
+    if failure:
+        raise failure
+    return obj if is_root else _unpickled(payload, int(size), root_rank)
 
 
 def allgather_object(
@@ -122,19 +121,42 @@ def allgather_object(
         obj: anything that pickle takes.
         name: what identifies the operation on all ranks.
         process_set: the ranks that take part; this one must be among them.
+
+    Raises:
+        MismatchError: a rank cannot pickle its object; that rank raises what pickle does.
     """
-    payload = _pickled(obj)
-    sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
+    payload, failure = _pickled(obj)
+    size = torch.tensor([_signed_size(payload, failure)])
+    sizes = ops.allgather(size, name and f"{name}.size", process_set).tolist()
     gathered = ops.allgather(payload, name, process_set)
-    return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
+    if failure:
+        raise failure
+    parts = torch.split(gathered, [abs(size) for size in sizes])
+    ranks = process_set.ranks or range(len(parts))
+    return [_unpickled(*each) for each in zip(parts, sizes, ranks, strict=True)]
 
 
-def _pickled(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
+    """Return the pickled object; if it cannot be, the error's text and the error."""
+    failure = None
+    try:
+        payload = pickle.dumps(obj)
+    except Exception as error:
+        failure = error
+        payload = f"{type(error).__name__}: {error}".encode(errors="replace")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8), failure
 
 
-def _unpickled(payload: Tensor) -> Any:
+def _signed_size(payload: Tensor, failure: Exception | None) -> int:
+    """Return how many bytes to announce: below 0 says that it is an error's text."""
+    return -payload.numel() if failure else payload.numel()
+
+
+def _unpickled(payload: Tensor, size: int, rank: int) -> Any:
     # From a rank that has proved the job's secret, as all that we are connected to have.
+    if size < 0:
+        text = bytes(payload.numpy()).decode(errors="replace")
+        raise MismatchError(f"rank {rank} cannot pickle its object: {text}")
     return pickle.loads(payload.numpy().data)
 
 

@@ -59,7 +59,7 @@ class World:
 
 
 _world: World | None = None
-_changing = threading.Lock()  # held by init() and shutdown()
+_changing = threading.RLock()  # held by init() and shutdown(), of a signal handler too
 
 
 def init(
@@ -332,7 +332,7 @@ def _forget_in_child() -> None:
     if _world is not None:
         _world.registry.abandon()
     _world = None
-    _changing = threading.Lock()
+    _changing = threading.RLock()
     rendezvous.forget_in_child()
 
 
