@@ -122,6 +122,79 @@ def misuses() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
+def no_tensors() -> None:
+    for name in ("allreduce", "allgather", "alltoall", "reducescatter"):
+        for call in (getattr(hvd, name), getattr(hvd, f"{name}_async")):
+            with pytest.raises(TypeError, match=rf"^{name}\w* takes a torch.Tensor, not list$"):
+                call([1.0, 2.0])
+    for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
+        with pytest.raises(TypeError, match=r"takes a torch.Tensor, not NoneType$"):
+            call(None, 0)
+    for call in (hvd.allreduce_, hvd.allreduce_async_):
+        with pytest.raises(TypeError, match=r"takes a torch.Tensor, not str$"):
+            call("weight")
+    with pytest.raises(ValueError, match="a group is a list of tensors"):
+        hvd.grouped_allreduce(None)
+    with pytest.raises(ValueError, match="not a Linear"):
+        hvd.broadcast_parameters(torch.nn.Linear(2, 2), 0)
+    with pytest.raises(ValueError, match="root_rank='0'"):
+        hvd.broadcast(torch.zeros(1), "0")
+
+
+def test_no_tensors():
+    run(no_tensors, 2)
+
+
+def handlers_communicate() -> None:
+    """A signal handler runs within whatever its thread waits for."""
+    rank, size = hvd.rank(), hvd.size()
+    seen: list[list[float]] = []
+
+    def handler(*_: object) -> None:
+        seen.append(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="handler").tolist())
+        if rank == 0:
+            seen.append(hvd.broadcast_object([1.0], 0, name="again"))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            time.sleep(0.3)
+            handler()
+            hvd.broadcast_object(None, 0, name="again")
+        assert hvd.allreduce(torch.ones(3), name="main").tolist() == [1.0] * 3
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [[float(size)] * 2] + [[1.0]] * (rank == 0)
+
+
+@both_transports
+def test_a_signal_handler_may_communicate(transport):
+    run(handlers_communicate, 3, transport=transport)
+
+
+def handler_shuts_down() -> None:
+    if hvd.rank() == 0:
+        before = signal.signal(signal.SIGALRM, lambda *_: hvd.shutdown())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        kind, text = error_of(lambda: hvd.allreduce(torch.ones(2)))
+        signal.signal(signal.SIGALRM, before)
+        assert (kind, "shut down" in text) == ("RingError", True), text
+        assert not hvd.is_initialized()
+    else:
+        kind, text = error_of(lambda: hvd.allreduce(torch.ones(2), name="other"))
+        assert (kind, "rank 0" in text) == ("PeerLostError", True), text
+        hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@both_transports
+def test_a_signal_handler_may_shut_down(transport):
+    run(handler_shuts_down, 2, transport=transport)
+
+
 def test_misuse():
     run(misuses, 2)
     run(misuses, 1)

@@ -278,6 +278,27 @@ def test_parameters_added_later():
     run(grows, 2)
 
 
+def grows_by_hand() -> None:
+    """A parameter that is not known is an error, and one that is taken out is none."""
+    model, other = make_model(), nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    batch = part(joined_batches(steps=1)[0])
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+    train(model, optimizer, [batch])
+    for parameters in ([*group["params"], other], [*group["params"][1:], other]):
+        group["params"][:] = parameters
+        group["params"] = group["params"].copy()
+        with pytest.raises(ValueError, match=r"^1 parameters .* add_param_group\(\)"):
+            train(model, optimizer, [batch])
+    group["params"].pop()
+    train(model, optimizer, [batch])
+
+
+def test_parameters_added_by_hand():
+    run(grows_by_hand, 2)
+
+
 def checkpoints(use_reentrant: bool) -> None:
     alone, together = make_model(), make_model()
     batches = joined_batches(steps=3)

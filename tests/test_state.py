@@ -29,6 +29,9 @@ class Everything(nn.Module):
         image = torch.full((2, 3, 4, 4), float(value)).to(memory_format=torch.channels_last)
         self.register_buffer("image", image)
         self.register_buffer("empty", torch.empty(0))
+        for dtype in (torch.int16, torch.complex64, torch.complex128, torch.float8_e5m2):
+            transposed = torch.full((3, 2), value).to(dtype).t()
+            self.register_buffer(f"transposed_{str(dtype)[6:]}", transposed)
 
     def get_extra_state(self) -> str:
         return "not a tensor"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: it is no sequence of tensors, or they are on several devices.
     """
-    group = [] if isinstance(tensors, Tensor) else list(tensors)
-    if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in group):
+    is_group = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
+    group = list(tensors) if is_group else []
+    if not is_group or not all(isinstance(tensor, Tensor) for tensor in group):
         raise ValueError("a group is a list of tensors")
     devices = {str(tensor.device) for tensor in group}
     if len(devices) > 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_ring import _C
 
-__all__ = ["GroupHandle", "Handle", "poll", "synchronize"]
+__all__ = ["GroupHandle", "Handle", "poll", "require_tensor", "synchronize"]
 
 
 class Handle:
@@ -72,6 +72,12 @@ class GroupHandle(Handle):
         if first_error is not None:
             raise first_error
         return self._finish_group(results)
+
+
+def require_tensor(tensor: object, operation: str) -> None:
+    """Raise TypeError if what an operation was given is no tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{operation} takes a torch.Tensor, not {type(tensor).__name__}")
 
 
 def _checked(handle: Handle) -> Handle:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_ring import passes, world
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle
+from torch_ring.handle import Handle, require_tensor
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set, root_in
 from torch_ring.reduce_op import Average, resolve_op
 
@@ -84,6 +84,7 @@ def allreduce_async(
     Returns:
         A handle whose result has the shape and dtype of `tensor`.
     """
+    require_tensor(tensor, "allreduce_async")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     output = torch.empty_like(tensor, requires_grad=False)
     return _allreduce(tensor, output, name, *arguments, awaited=False)
@@ -102,6 +103,7 @@ def allreduce_async_(
 
     `tensor` may be a leaf that requires grad. Its handle's result is `tensor` itself.
     """
+    require_tensor(tensor, "allreduce_async_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     return _in_place(
         _allreduce(tensor, tensor, name, *arguments, awaited=False),
@@ -139,6 +141,7 @@ def allreduce(
 
     `compression` is what travels in place of `tensor`, such as ``Compression.fp16``.
     """
+    require_tensor(tensor, "allreduce")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -159,6 +162,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce `tensor` over all ranks in place and return it; see :func:`allreduce_async_`."""
+    require_tensor(tensor, "allreduce_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     handle = _allreduce(tensor, tensor, name, *arguments, awaited=True)
     result: Tensor = _in_place(handle, tensor).wait()
@@ -199,6 +203,7 @@ def broadcast_async(
         name: what identifies the operation on all ranks.
         process_set: the ranks that take part; this one and the root must be among them.
     """
+    require_tensor(tensor, "broadcast_async")
     output = torch.empty_like(tensor, requires_grad=False)
     return _broadcast(tensor, output, root_rank, name, process_set, awaited=False)
 
@@ -210,6 +215,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start to overwrite `tensor` with the root's; see :func:`broadcast_async`."""
+    require_tensor(tensor, "broadcast_async_")
     return _in_place(
         _broadcast(tensor, tensor, root_rank, name, process_set, awaited=False), tensor
     )
@@ -245,6 +251,7 @@ def broadcast(
     Differentiable: the root's gradient is the average over ranks, as in Horovod (not the sum);
     the others' is zero.
     """
+    require_tensor(tensor, "broadcast")
     result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return result
 
@@ -256,6 +263,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Overwrite `tensor` with the root's and return it; see :func:`broadcast_async`."""
+    require_tensor(tensor, "broadcast_")
     handle = _broadcast(tensor, tensor, root_rank, name, process_set, awaited=True)
     result: Tensor = _in_place(handle, tensor).wait()
     return result
@@ -274,6 +282,7 @@ def allgather_async(
     Returns:
         A handle whose result has as many rows as all tensors together, in the order of ranks.
     """
+    require_tensor(tensor, "allgather_async")
     return Handle(engine_of(process_set).allgather(tensor, name or ""))
 
 
@@ -300,6 +309,7 @@ def allgather(
     Differentiable: a rank's gradient is its rows of the gradient's average over ranks, as in
     Horovod. See :func:`allgather_async`.
     """
+    require_tensor(tensor, "allgather")
     result: Tensor = _Allgather.apply(tensor, name, process_set)
     return result
 

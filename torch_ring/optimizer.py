@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -100,6 +101,12 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if isinstance(optimizer, Wrapped):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     _check_passes(backward_passes_per_step)
+    if not callable(getattr(compression, "compress", None)):
+        raise ValueError(
+            f"compression must be a compressor like Compression.fp16, not {compression!r}"
+        )
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
     names = _checked_names(optimizer, named_parameters)
     if op == Adasum:
         if gradient_predivide_factor != 1.0:
@@ -156,6 +163,7 @@ class _DistributedOptimizer(Wrapped):
     _passes_per_step: int
     _skip_synchronize: bool
     _step_is_open: bool
+    _checked_lists: list[tuple[list[Tensor], int]]  # of parameters, by group, and their lengths
 
     def _start(
         self,
@@ -170,6 +178,7 @@ class _DistributedOptimizer(Wrapped):
         self._passes_per_step = passes_per_step
         self._skip_synchronize = False
         self._step_is_open = False
+        self._checked_lists = []
         # Hooks and not a method: a scheduler may have put the class's `step` into the instance.
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
@@ -226,6 +235,27 @@ class _DistributedOptimizer(Wrapped):
         if self._reducer:
             self._reducer.hooks.restart(gradients=False)
 
+    def _require_known_parameters(self) -> None:
+        """Refuse a parameter that is not reduced: one put into a group's list by hand.
+
+        Only a list that is another one, or has another length, is looked into.
+        """
+        lists = [(group["params"], len(group["params"])) for group in self.param_groups]
+        if len(lists) == len(self._checked_lists) and all(
+            params is before and count == count_before
+            for (params, count), (before, count_before) in zip(
+                lists, self._checked_lists, strict=True
+            )
+        ):
+            return
+        unknown = sum(p not in self._parameter_names for params, _ in lists for p in params)
+        if unknown:
+            raise ValueError(
+                f"{unknown} parameters of the optimizer have been put into its param_groups by "
+                "hand, and are not reduced: use add_param_group(), or wrap a new optimizer"
+            )
+        self._checked_lists = lists
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer; they are reduced from now on. Collective."""
         super().add_param_group(param_group)
@@ -245,6 +275,7 @@ def _before_step(
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
         return None
+    optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
     if position is not None:
         closure = _JointClosure.of(args[position], reducer)
@@ -287,8 +318,8 @@ class _JointClosure:
 
 
 def _check_passes(passes: int) -> None:
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+    if not isinstance(passes, Integral) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be an integer, at least 1, not {passes!r}")
 
 
 def _checked_op(op: int, predivide_factor: float) -> ReduceOp:

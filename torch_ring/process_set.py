@@ -171,7 +171,9 @@ def root_in(process_set: ProcessSet, root_rank: int) -> int:
     """
     ranks = _membership(process_set).ranks
     if root_rank not in ranks:
-        raise InvalidArgumentError(f"root_rank={root_rank} is not in the process set {list(ranks)}")
+        raise InvalidArgumentError(
+            f"root_rank={root_rank!r} is not in the process set {list(ranks)}"
+        )
     return ranks.index(root_rank)
 
 

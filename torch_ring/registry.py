@@ -72,7 +72,7 @@ class Registry:
         self.everyone = Entry(0, tuple(range(identity.size)), engine)
         self._entries = {self.everyone.ranks: self.everyone}
         self._closed = False
-        self._changing = threading.Lock()  # the entries, and whether it is closed
+        self._changing = threading.RLock()  # the entries, and whether it is closed
         self._in_collective = threading.Lock()
 
     def find(self, ranks: Ranks) -> Entry | None:
@@ -137,7 +137,7 @@ class Registry:
 
     def abandon(self) -> None:
         """In a forked child, let go of what is the parent's; the entries can still be read."""
-        self._changing = threading.Lock()  # who held the other is not in this process
+        self._changing = threading.RLock()  # who held the other is not in this process
         self._rendezvous = None
         for entry in self._entries.values():
             if entry.engine is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_ring import _C
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle
+from torch_ring.handle import Handle, require_tensor
 from torch_ring.ops import allgather
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set
 from torch_ring.reduce_op import Average, Sum
@@ -66,6 +66,7 @@ def alltoall_async(
     Raises:
         ValueError: the splits do not fit; a scalar.
     """
+    require_tensor(tensor, "alltoall_async")
     engine = engine_of(process_set)
     work = engine.alltoall(tensor, _splits(tensor, splits, process_set.size()), name or "")
     return Handle(work, None if splits is None else lambda result: (result, _received(work)))
@@ -103,6 +104,7 @@ def alltoall(
 
     Differentiable: the gradient goes back the way that the rows came.
     """
+    require_tensor(tensor, "alltoall")
     engine_of(process_set)  # before anything else is looked at
     rows = _splits(tensor, splits, process_set.size())
     result, received = _Alltoall.apply(tensor, rows, name, process_set)
@@ -158,6 +160,7 @@ def reducescatter_async(
         A handle whose result is this rank's rows. They are dealt out in the order of ranks; if they
         do not divide evenly, the first ranks get one more.
     """
+    require_tensor(tensor, "reducescatter_async")
     return _reducescatter(
         tensor, name, op, prescale_factor, postscale_factor, process_set, awaited=False
     )
@@ -195,6 +198,7 @@ def reducescatter(
     Differentiable: the gradient is the allgather of the ranks' gradients, for Sum times the number
     of ranks, as in Horovod.
     """
+    require_tensor(tensor, "reducescatter")
     compressed, context = compression.compress(tensor)
     reduced = _Reducescatter.apply(
         compressed, name, op, prescale_factor, postscale_factor, process_set

@@ -25,18 +25,9 @@ __all__ = [
     "require_same",
 ]
 
+_OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _SENDABLE = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-    }
+    {*_OF_BYTES.values(), torch.int8, torch.int32, torch.int64, torch.float16, torch.bool}
 )
 
 
@@ -62,8 +53,9 @@ def broadcast_parameters(
 
 
 def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    if isinstance(params, Tensor):
-        raise ValueError("params must be a dict or a list of tensors, not a tensor")
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        kind = type(params).__name__
+        raise ValueError(f"params must be a state_dict() or a list of tensors, not a {kind}")
     for index, param in enumerate(params):
         yield param if isinstance(param, tuple) else (str(index), param)
 
@@ -82,9 +74,11 @@ def _broadcast_all(
 def _sendable(tensor: Tensor) -> Tensor:
     """Return the same memory in a dtype that can be sent: a broadcast only moves bytes."""
     tensor = tensor.detach()
-    if tensor.dtype in _SENDABLE or not tensor.is_contiguous():
+    if tensor.dtype in _SENDABLE or tensor.is_quantized:
         return tensor
-    return tensor.view(-1).view(torch.uint8)
+    if tensor.is_complex() and not tensor.is_conj():
+        return torch.view_as_real(tensor)
+    return tensor.view(_OF_BYTES.get(tensor.itemsize, torch.uint8))
 
 
 def broadcast_object(

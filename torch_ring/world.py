@@ -61,7 +61,7 @@ class World:
 
 _world: World | None = None
 _is_parents = False  # whether the world is that of the process from which this one was forked
-_changing = threading.Lock()  # held by init() and shutdown()
+_changing = threading.RLock()  # held by init() and shutdown(), of a signal handler too
 
 
 def init(
@@ -349,7 +349,7 @@ def _let_go_in_child() -> None:
     if _world is not None:
         _world.registry.abandon()
         _is_parents = True
-    _changing = threading.Lock()
+    _changing = threading.RLock()
     rendezvous.forget_in_child()
 
 

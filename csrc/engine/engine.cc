@@ -59,16 +59,21 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort
       thread_([this] { run(); }) {}
 
 void Engine::close() {
+  bool pausing = false;
   {
     const Lock lock(mutex_);
     if (closing_) return;
     closing_ = true;
+    pausing = pausing_here();
+    if (pausing) driving_ = false;  // or the engine's thread would wait for this one
     abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down"));
     changed_.notify_all();
     board_.wake();
   }
   thread_.join();
   watchdog_.reset();
+  const Lock lock(mutex_);
+  if (pausing) driving_ = true;
 }
 
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
@@ -147,9 +152,13 @@ void Engine::renumber() {
 void Engine::wait(Work& work, const Interrupt& interrupt) {
   Lock lock(mutex_);
   while (!work.done()) {
-    if (!driving_) {
+    if (!driving_ || pausing_here()) {
       drive_in_turn(lock, &work, interrupt);
       continue;
+    }
+    if (driver_ == std::this_thread::get_id()) {
+      throw Error(ErrorKind::kInvalidArgument, name_ + ": a log handler cannot wait for " +
+                                                   work.request().fingerprint.describe());
     }
     ++waiters_;
     board_.wake();
@@ -179,7 +188,10 @@ void Engine::run() {
 }
 
 void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt) {
+  const bool pausing = driving_;
   driving_ = true;
+  driver_ = std::this_thread::get_id();
+  paused_ = false;
   lock.unlock();
   std::exception_ptr interrupted;
   try {
@@ -194,7 +206,8 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
     if (abort_->raise(cause)) watchdog_->announce(cause);
   }
   lock.lock();
-  driving_ = false;
+  driving_ = paused_ = pausing;
+  if (!pausing) driver_ = {};
   if (abort_->raised()) fail_all();
   if (waiters_ > 0 || !idle() || closing_) changed_.notify_all();
   if (interrupted) {
@@ -227,7 +240,9 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     if (target == nullptr && hand_over) return;
     board_.wait_until(Clock::now() + kLookAround);
     look_around();
+    paused_ = true;
     call(interrupt);
+    paused_ = false;
   }
 }
 

@@ -72,6 +72,9 @@ class Engine {
   std::shared_ptr<Work> make_work(Request request) const;
   void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
   std::string next_name(Collective collective);
+  /// Whether this thread drives, and is where nothing is half done: in its interrupt. That may be a
+  /// signal handler which waits for another work, and so drives too, or closes the engine.
+  bool pausing_here() const { return driving_ && driver_ == std::this_thread::get_id() && paused_; }
   bool idle() const { return queue_.empty() && outbox_.empty() && pending_.empty(); }
   void fail_all();
 
@@ -107,6 +110,7 @@ class Engine {
   std::deque<std::shared_ptr<Work>> outbox_;
   std::map<std::string, std::shared_ptr<Work>> pending_;
   bool round_open_ = false;
+  bool paused_ = false;  // it calls its interrupt
   Clock::time_point last_decision_;
 
   std::mutex mutex_;  // guards what follows; never held while driving
@@ -122,7 +126,8 @@ class Engine {
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
   bool driving_ = false;
-  int waiters_ = 0;  // threads that wait for the driver
+  std::thread::id driver_;  // none if nobody drives
+  int waiters_ = 0;         // threads that wait for the driver
   bool closing_ = false;
 
   std::unique_ptr<Watchdog> watchdog_;
