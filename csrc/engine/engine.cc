@@ -108,7 +108,7 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
   for (std::size_t i = 0; i < works.size(); ++i) {
     Work& work = *works[i];
     Fingerprint& fingerprint = work.request_.fingerprint;
-    if (fingerprint.name.empty()) fingerprint.name = next_name(fingerprint.collective);
+    if (fingerprint.name.empty()) fingerprint.name = names_.next(fingerprint.collective);
     work.key_ = key_of(fingerprint);
     if (!in_flight_.emplace(work.key_, &work).second) {
       for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
@@ -130,23 +130,6 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
   } else if (mode == Mode::kAsynchronous) {
     changed_.notify_all();
   }
-}
-
-/// "#7", or "#2.7" in a later era. Barriers are counted for themselves: ranks that have submitted
-/// different numbers of requests meet at the same one.
-std::string Engine::next_name(Collective collective) {
-  std::string name = "#";
-  if (era_ > 0) name.append(std::to_string(era_)).append(".");
-  if (collective == Collective::kBarrier) return name + "barrier." + std::to_string(++barriers_);
-  return name.append(std::to_string(++numbered_));
-}
-
-/// Begins an era. By the driver, when the rank's thread waits for what all ranks wait for.
-void Engine::renumber() {
-  const Lock lock(mutex_);
-  ++era_;
-  numbered_ = 0;
-  barriers_ = 0;
 }
 
 void Engine::wait(Work& work, const Interrupt& interrupt) {
@@ -294,7 +277,10 @@ void Engine::finish_round() {
   if (!decisions.empty()) last_decision_ = Clock::now();
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
-    if (decision.renumbers) renumber();
+    if (decision.renumbers) {  // this rank's thread waits for what all ranks wait for
+      const Lock lock(mutex_);
+      names_.renew();
+    }
     if (decision.mismatch) {
       if (mine == pending_.end()) continue;
       settle(*mine->second, *decision.mismatch);

@@ -15,6 +15,7 @@
 #include "core/config.h"
 #include "engine/agreement.h"
 #include "engine/executor.h"
+#include "engine/names.h"
 #include "engine/request.h"
 #include "engine/watchdog.h"
 
@@ -71,7 +72,6 @@ class Engine {
   void drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt);
   std::shared_ptr<Work> make_work(Request request) const;
   void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
-  std::string next_name(Collective collective);
   /// Whether this thread drives, and is where nothing is half done: in its interrupt. That may be a
   /// signal handler which waits for another work, and so drives too, or closes the engine.
   bool pausing_here() const { return driving_ && driver_ == std::this_thread::get_id() && paused_; }
@@ -87,7 +87,6 @@ class Engine {
   Seen take_queue();
   void announce_outbox(bool blocked);
   void finish_round();
-  void renumber();
   Error describe(const Work& work, const Error& error) const;
   Error departed(int rank) const;
   Error first_cause(const Error& error) const;
@@ -118,11 +117,7 @@ class Engine {
   std::vector<std::shared_ptr<Work>> queue_;
   std::size_t queued_bytes_ = 0;
   std::unordered_map<std::string, Work*> in_flight_;
-  // Where the next request without a name stands. A new era begins where all ranks meet, so that a
-  // rank that has missed some is in step again.
-  std::uint64_t era_ = 0;
-  std::uint64_t numbered_ = 0;
-  std::uint64_t barriers_ = 0;
+  Names names_;
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
   bool driving_ = false;
