@@ -1,10 +1,12 @@
 """What goes wrong is an error on every surviving rank, soon, and says who, what and with whom."""
 
 import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,6 +285,27 @@ def test_missing_ranks_are_named():
     with pytest.raises(RanksFailed) as failed:
         run(hvd.rank, 2, env=env)
     assert "ranks 2, 3 of 4 did not arrive" in message(failed.value)
+
+
+def has_few_addresses() -> None:
+    """Under `ulimit -v` there may be no room for the memory of the ranks: TCP needs none."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if int(os.environ["RANK"]) == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
+    try:
+        hvd.init()
+        assert hvd.allreduce(torch.ones(10_000), op=hvd.Sum).sum() == 10_000 * hvd.size()
+        assert not hvd.world.engine().has_shared_memory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    hvd.shutdown()
+
+
+def test_few_addresses():
+    run(has_few_addresses, 2, transport="", initialized=False)
+    with pytest.raises(RanksFailed, match=r"TORCH_RING_TRANSPORT=shm.*`ulimit -v` allows \d+ MiB"):
+        run(has_few_addresses, 2, transport="shm", initialized=False)
 
 
 def test_a_bad_setting_is_named():

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import logging
 import os
+import resource
 import secrets
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
@@ -112,7 +113,7 @@ def connect(
     mesh = Mesh()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(mesh.close)
-        shares = config.transport != "tcp" and _make_memory(identity.rank, mesh, config)
+        shares = config.transport != "tcp" and _make_memory(identity, mesh, config)
         with _listen_tcp(identity, config, rendezvous) as tcp, _listen_unix() as unix:
             card = _make_card(identity, config, shares, tcp, unix, common or {})
             texts = meeting.gather("cards", card.to_json())
@@ -133,10 +134,13 @@ def connect(
 # --- what this rank has to offer
 
 
-def _make_memory(rank: int, mesh: Mesh, config: Config) -> bool:
+def _make_memory(identity: Identity, mesh: Mesh, config: Config) -> bool:
     """Make this rank's memory and doorbell; return whether they can be had, and passed on."""
+    rank = identity.rank
     try:
         mesh.memory[rank] = _C.make_memory()
+        each = os.fstat(mesh.memory[rank]).st_size
+        _require_address_space(each * (identity.local_size or identity.size))
         mesh.doorbells[rank] = _C.make_doorbell()
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -152,6 +156,17 @@ def _make_memory(rank: int, mesh: Mesh, config: Config) -> bool:
             ) from error
         _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, error)
         return False
+
+
+def _require_address_space(needed: int) -> None:
+    """Raise RingError if this process may not map `needed` more bytes."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise RingError(
+            f"`ulimit -v` allows {limit - used >> 20} MiB of addresses more, and to map the memory "
+            f"of all ranks of the host takes {needed >> 20} MiB"
+        )
 
 
 def _make_card(
