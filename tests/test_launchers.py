@@ -1,4 +1,4 @@
-"""The same scripts, unchanged, under every launcher that is here."""
+"""The same script, unchanged, under every launcher that is here."""
 
 import os
 import shutil
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SMOKE = str(Path(__file__).parent / "smoke.py")
-HELLO = str(Path(__file__).parent / "hello.py")  # the same in half the time: without an optimizer
+HELLO = str(Path(__file__).parent / "hello.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 DEADLINE_S = 120
 
@@ -55,11 +54,11 @@ def free_port() -> int:
 
 
 def test_alone():
-    check(finish(start([sys.executable, SMOKE])), 1)
+    check(finish(start([sys.executable, HELLO])), 1)
 
 
 def test_torchrun():
-    output = finish(start([*TORCHRUN, "--standalone", "--nproc-per-node", "2", SMOKE]))
+    output = finish(start([*TORCHRUN, "--standalone", "--nproc-per-node", "2", HELLO]))
     check(output, 2)
     assert output.count("2 ranks on one host, by shared memory") == 1
 
