@@ -13,12 +13,14 @@ TORCH ?= torch
 VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
+CPP := $(MAKE) --no-print-directory -j $(JOBS) -C tests/cpp
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
@@ -32,12 +34,10 @@ help:
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)
 
-test:  # the C++ tests in the time in which pytest waits for processes to start
-	$(MAKE) --no-print-directory -j 2 test-cpp test-python
-	$(MAKE) --no-print-directory test-mpi
+test: test-cpp test-python test-mpi
 
 test-cpp:
-	$(MAKE) --no-print-directory -C tests/cpp check
+	$(CPP) check
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples
 	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
