@@ -452,7 +452,3 @@ def main() -> None:
     for behaviour in BEHAVIOURS:
         behaviour()
     print(f"rank {hvd.rank()} of {hvd.size()}: {len(BEHAVIOURS)} behaviours", flush=True)
-
-
-if __name__ == "__main__":
-    main()

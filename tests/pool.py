@@ -32,8 +32,10 @@ DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few se
 EXIT_DEADLINE_S = 10.0  # for a process whose function has returned
 
 _context = multiprocessing.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo, which takes seconds; tests import pytest.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring", "numpy", "pytest"])
+# What takes seconds to import. The first optimizer of a process imports torch._dynamo.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch_ring", "numpy", "pytest", "sklearn.datasets"]
+)
 _runs = itertools.count()
 
 

@@ -13,7 +13,7 @@ from test_launchers import TORCHRUN, finish, mpirun, start
 
 import torch_ring as hvd
 
-PROGRAM = str(Path(__file__).parent / "horovod_behaviours.py")
+PROGRAM = str(Path(__file__).parent / "horovod_programs" / "run_all.py")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -25,7 +25,7 @@ def test_behaviour(behaviour, size, transport):
 
 @pytest.mark.launcher
 @pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), ("mpirun", 3)])
-def test_all_behaviours_in_one_job(launcher, size):
+def test_programs_of_users_and_all_behaviours_in_one_job(launcher, size):
     if launcher == "torchrun":
         command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(size)]
         transport = "tcp"
@@ -34,19 +34,9 @@ def test_all_behaviours_in_one_job(launcher, size):
         transport = "auto"
     output = finish(start([*command, PROGRAM], TORCH_RING_TRANSPORT=transport))
     for rank in range(size):
+        assert f"rank {rank} of {size}: all programs" in output, output
         assert f"rank {rank} of {size}: {len(BEHAVIOURS)} behaviours" in output, output
-
-
-@pytest.mark.launcher
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_programs_of_users_of_horovod(launcher):
-    program = str(Path(__file__).parent / "horovod_programs" / "run_all.py")
-    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    command = torchrun if launcher == "torchrun" else [*mpirun("Open MPI"), sys.executable]
-    output = finish(start([*command, program]))
-    assert "rank 0 of 2: all programs" in output, output
-    assert "rank 1 of 2: all programs" in output, output
-    assert "Total img/sec on 2 CPU(s)" in output, output
+    assert f"Total img/sec on {size} CPU(s)" in output, output
 
 
 NAMES = """

@@ -57,11 +57,14 @@ def expected(stack: Tensor, op: int) -> Tensor:
     return result.to(stack.dtype) if stack.is_floating_point() else result.trunc().to(stack.dtype)
 
 
+def shapes(dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """Return what a dtype is tried with: that a tensor is sent in pieces concerns two of them."""
+    return SHAPES if dtype in (torch.float32, torch.bfloat16) else SHAPES[:-1]
+
+
 def allreduces_everything() -> None:
     for dtype in NUMBERS:
-        for shape in SHAPES:
-            if torch.Size(shape).numel() > 100_000 and dtype not in (torch.float32, torch.bfloat16):
-                continue
+        for shape in shapes(dtype):
             for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
                 mine = element(hvd.rank(), shape, dtype, hvd.size())
                 want = expected(all_ranks(shape, dtype), op)
@@ -176,7 +179,7 @@ def test_layouts(transport, size):
 
 def broadcasts_everything() -> None:
     for dtype in [*NUMBERS, torch.bool]:
-        for shape in SHAPES:
+        for shape in shapes(dtype):
             for root in range(hvd.size()):
                 mine = element(hvd.rank(), shape, dtype, hvd.size())
                 want = element(root, shape, dtype, hvd.size())

@@ -321,15 +321,18 @@ Error Engine::departed(int rank) const {
 }
 
 /// Why a transfer failed. Whoever fails closes its connections, so that its peers lose it; what it
-/// failed of is on its way to the watchdog, or a goodbye is.
+/// failed of is on its way to the watchdog, or a goodbye is. Peers may still be finishing what the
+/// departed rank took part in, which raising the abort at once would spoil.
 Error Engine::first_cause(const Error& error) const {
   if (error.kind() != ErrorKind::kPeerLost) return error;
-  const auto deadline = Clock::now() + kDepartureGrace;
-  while (!abort_->raised() && Clock::now() < deadline) {
-    if (const auto departure = watchdog_->departure()) return departed(departure->rank);
+  auto departure = watchdog_->departure();
+  const auto since = Clock::now();
+  while (!abort_->raised() &&
+         Clock::now() - (departure ? departure->since : since) < kDepartureGrace) {
     std::this_thread::sleep_for(milliseconds(1));
+    if (!departure) departure = watchdog_->departure();
   }
-  return error;
+  return departure ? departed(departure->rank) : error;
 }
 
 /// With the lock held, nobody driving, and the abort raised.

@@ -141,12 +141,20 @@ void Watchdog::handle(Peer& peer, Message message, ErrorKind kind, const std::st
                          label(peer) + " failed: " + text));
       raised_();
       return;
+    case Message::kLost:
+      if (abort_.raise(Error(ErrorKind::kPeerLost, text + ", says " + label(peer)))) raised_();
+      return;
   }
   lose(peer, "sent something that is no control message");
 }
 
 void Watchdog::lose(const Peer& peer, const std::string& how) {
-  if (abort_.raise(Error(ErrorKind::kPeerLost, label(peer) + ' ' + how))) raised_();
+  const Error cause(ErrorKind::kPeerLost, label(peer) + ' ' + how);
+  if (!abort_.raise(cause)) return;
+  // Before this rank leaves because of it: a peer that has not noticed yet would take the goodbye
+  // for the cause.
+  send_all(Message::kLost, cause.kind(), cause.what());
+  raised_();
 }
 
 void Watchdog::send_all(Message message, ErrorKind kind, const std::string& text) {

@@ -18,7 +18,8 @@ namespace torch_ring {
 
 /// A thread that sleeps in poll() on one control connection per peer. A process that dies closes
 /// its end, so every other rank learns of it within milliseconds; one that is stopped, or cut off,
-/// is missed by its heartbeats. A rank that fails on its own tells the others why.
+/// is missed by its heartbeats. A rank that fails on its own tells the others why, and one that
+/// misses a peer tells them which.
 ///
 /// A message on a control connection: u8 kind, u8 ErrorKind, u16 bytes of text, text.
 ///
@@ -43,7 +44,7 @@ class Watchdog {
   std::optional<Departure> departure() const;
 
  private:
-  enum class Message : std::uint8_t { kHeartbeat = 'H', kGoodbye = 'G', kAbort = 'A' };
+  enum class Message : std::uint8_t { kHeartbeat = 'H', kGoodbye = 'G', kAbort = 'A', kLost = 'L' };
   struct Peer {
     int rank;
     Fd socket;
