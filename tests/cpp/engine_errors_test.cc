@@ -1,0 +1,204 @@
+// What engines do when ranks disagree, leave, fall silent, or interrupt a wait.
+#include <latch>
+#include <stdexcept>
+#include <thread>
+
+#include "engine_ranks.h"
+
+namespace torch_ring::test {
+namespace {
+
+const bool kMismatch = on_all_layouts(
+    "a mismatch is an error everywhere, and life goes on",
+    [](Rank& rank) {
+      std::vector<float> values(rank.rank() == 0 ? 3 : 4, 1.0f);
+      CHECK_THROWS(rank.wait(rank.allreduce(values, "m")), ErrorKind::kMismatch,
+                   "rank 0: allreduce 'm' float32 [3]");
+      std::vector<float> again = rank.input(5);
+      rank.wait(rank.allreduce(again, "m"));
+      CHECK(again == Rank::sums(5, rank.size()));
+    },
+    2);
+
+const bool kDeadlock = on_all_layouts(
+    "waiting for different names is an error, and life goes on",
+    [](Rank& rank) {
+      std::vector<float> values(3, 1.0f);
+      const std::string name = "of rank " + std::to_string(rank.rank());
+      CHECK_THROWS(rank.wait(rank.allreduce(values, name)), ErrorKind::kMismatch,
+                   "allreduce 'of rank 1'");
+      std::vector<float> again = rank.input(5);
+      rank.wait(rank.allreduce(again, "together"));
+      CHECK(again == Rank::sums(5, rank.size()));
+    },
+    2);
+
+const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](Rank& rank) {
+  std::vector<float> first = rank.input(5);
+  std::vector<float> second = first;
+  std::vector<float> gate(1, 1.0f);
+  const auto work = rank.allreduce(first, "twice", Engine::Mode::kAwaited);  // nobody starts it
+  CHECK_THROWS(rank.allreduce(second, "twice", Engine::Mode::kAwaited), ErrorKind::kInvalidArgument,
+               "'twice' float32 [5] Sum is in flight already");
+  rank.wait(work);
+  rank.wait(rank.allreduce(second, "twice"));
+  CHECK(second == Rank::sums(5, rank.size()));
+});
+
+const bool kLeaves = on_all_layouts(
+    "a rank that leaves early is named",
+    [](Rank& rank) {
+      if (rank.rank() == 0) return;  // its engine says goodbye
+      std::vector<float> values(3);
+      CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kPeerLost,
+                   "rank 0 (a thread)");
+    },
+    2);
+
+const bool kInterrupt = on_all_layouts(
+    "an interrupt ends a wait and not the work",
+    [](Rank& rank) {
+      struct Stop : std::runtime_error {
+        Stop() : std::runtime_error("stop") {}
+      };
+      std::vector<float> values = rank.input(9);
+      std::shared_ptr<Work> work;
+      if (rank.rank() == 0) {
+        work = rank.allreduce(values, "slow");
+        bool stopped = false;
+        try {
+          rank.engine().wait(*work, [] { throw Stop(); });
+        } catch (const Stop&) {
+          stopped = true;
+        }
+        CHECK(stopped);
+        std::vector<float> gate(1);
+        rank.wait(rank.allreduce(gate, "gate"));
+      } else {
+        std::vector<float> gate(1);
+        rank.wait(rank.allreduce(gate, "gate"));
+        work = rank.allreduce(values, "slow");
+      }
+      rank.wait(work);
+      CHECK(values == Rank::sums(9, rank.size()));
+    },
+    2);
+
+TEST(a_silent_rank_is_a_timeout_that_says_what_it_does) {
+  EngineConfig config = patient();
+  config.timeout = std::chrono::milliseconds(400);
+  config.stall_warning = std::chrono::milliseconds(100);
+  std::latch done(2);
+  run_engines(
+      {0, 0, 0},
+      [&](Rank& rank) {
+        if (rank.rank() == 2) {
+          done.wait();
+          std::vector<float> values(3);
+          CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kTimeout, "rank");
+          return;
+        }
+        std::vector<float> values(3);
+        CHECK_THROWS(rank.wait(rank.allreduce(values, "x")), ErrorKind::kTimeout,
+                     "rank 2 (a thread) has not submitted it");
+        CHECK(rank.log().find("for allreduce 'x' float32 [3] Sum: rank 2") != std::string::npos);
+        done.count_down();
+      },
+      config);
+}
+
+TEST(after_a_fatal_error_everything_fails_with_its_cause) {
+  EngineConfig config = patient();
+  config.timeout = std::chrono::milliseconds(200);
+  run_engines(
+      {0, 1},
+      [&](Rank& rank) {
+        std::vector<float> values(3);
+        const std::string name = rank.rank() == 0 ? "a" : "b";
+        const auto work = rank.allreduce(values, name);
+        while (!work->done()) std::this_thread::yield();
+        CHECK_THROWS(rank.wait(work), ErrorKind::kTimeout, "has not submitted it");
+        CHECK_THROWS(rank.allreduce(values, "later"), ErrorKind::kTimeout, "has not submitted it");
+      },
+      config);
+}
+
+TEST(a_closed_engine_fails_what_is_pending) {
+  run_engines({0, 0}, [](Rank& rank) {
+    std::vector<float> values(3);
+    std::vector<float> other(3);
+    const auto work = rank.allreduce(values, rank.rank() == 0 ? "a" : "b");
+    rank.engine().close();
+    CHECK_THROWS(rank.wait(work), ErrorKind::kInternal, "shut down");
+    CHECK_THROWS(rank.allreduce(other, "later"), ErrorKind::kInternal, "shut down");
+  });
+}
+
+/// A wait that is interrupted in the middle, once, by `handler`, as a signal handler would.
+void wait_with(Rank& rank, const std::shared_ptr<Work>& work,
+               const std::function<void()>& handler) {
+  bool handled = false;
+  rank.engine().wait(*work, [&] {
+    if (!std::exchange(handled, true)) handler();
+  });
+}
+
+const bool kWaitsInInterrupt = on_all_layouts(
+    "an interrupt waits for works of its own",
+    [](Rank& rank) {
+      std::vector<float> outer = rank.input(20'000);
+      std::vector<float> inner = rank.input(30'000);
+      if (rank.rank() == 0) {
+        wait_with(rank, rank.allreduce(outer, "outer"), [&] {
+          rank.wait(rank.allreduce(inner, "inner"));
+          CHECK(inner == Rank::sums(30'000, rank.size()));
+        });
+      } else {
+        rank.wait(rank.allreduce(inner, "inner"));
+        rank.wait(rank.allreduce(outer, "outer"));
+      }
+      CHECK(outer == Rank::sums(20'000, rank.size()));
+    },
+    2);
+
+const bool kClosesInInterrupt = on_all_layouts(
+    "an interrupt closes the engine",
+    [](Rank& rank) {
+      std::vector<float> values(3);
+      const auto work = rank.allreduce(values, "x" + std::to_string(rank.rank()));
+      if (rank.rank() == 0) {
+        CHECK_THROWS(wait_with(rank, work, [&] { rank.engine().close(); }), ErrorKind::kInternal,
+                     "shut down");
+      } else {
+        CHECK_THROWS(rank.wait(work), ErrorKind::kPeerLost, "rank 0 (a thread)");
+      }
+    },
+    2);
+
+TEST(a_log_handler_that_waits_gets_an_error) {
+  EngineConfig config = patient();
+  config.stall_warning = std::chrono::milliseconds(50);
+  std::latch refused(1);
+  run_engines(
+      {0, 0},
+      [&](Rank& rank) {
+        std::vector<float> values(3);
+        std::vector<float> gate(3);
+        if (rank.rank() == 0) {
+          rank.on_log([&, asked = false]() mutable {
+            if (std::exchange(asked, true)) return;
+            CHECK_THROWS(rank.wait(rank.allreduce(gate, "gate")), ErrorKind::kInvalidArgument,
+                         "rank 0: a log handler cannot wait for allreduce 'gate'");
+            refused.count_down();
+          });
+          rank.wait(rank.allreduce(values, "x"));
+        } else {
+          refused.wait();
+          rank.wait(rank.allreduce(values, "x"));
+        }
+      },
+      config);
+}
+
+}  // namespace
+}  // namespace torch_ring::test

@@ -1,0 +1,64 @@
+#include "engine/watchdog.h"
+
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "test_world.h"
+
+namespace torch_ring::test {
+namespace {
+
+TEST(a_silent_process_is_missed_by_its_heartbeats) {
+  // A peer whose socket is open and says nothing: what SIGSTOP and a cut link look like.
+  auto [ours, theirs] = unix_pair();
+  std::vector<Fd> control(2);
+  control[1] = std::move(ours);
+  Abort abort;
+  std::atomic<bool> raised{false};
+  Watchdog watchdog(0, std::move(control), {"rank 0", "rank 1 (pid 7)"},
+                    std::chrono::milliseconds(200), abort, [&] { raised = true; });
+  while (!raised) std::this_thread::yield();
+  CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) has not been heard for 0.2");
+}
+
+TEST(a_dead_process_is_noticed_by_its_connection) {
+  auto [ours, theirs] = unix_pair();
+  std::vector<Fd> control(2);
+  control[1] = std::move(ours);
+  Abort abort;
+  std::atomic<bool> raised{false};
+  Watchdog watchdog(0, std::move(control), {"rank 0", "rank 1 (pid 7)"}, std::chrono::minutes(1),
+                    abort, [&] { raised = true; });
+  theirs.reset();
+  while (!raised) std::this_thread::yield();
+  CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) died");
+}
+
+TEST(who_misses_a_peer_tells_the_others_before_leaving) {
+  // Rank 1 hears from rank 0 about rank 2, which to rank 1 is still well: and then a goodbye.
+  auto [zero_to_one, one_to_zero] = unix_pair();
+  auto [zero_to_two, two_to_zero] = unix_pair();
+  const std::vector<std::string> labels{"rank 0 (pid 5)", "rank 1 (pid 6)", "rank 2 (pid 7)"};
+  const auto watch = [&](int rank, int peer, Fd socket, int other, Fd other_socket, Abort& abort,
+                         std::atomic<bool>& raised) {
+    std::vector<Fd> control(3);
+    control[static_cast<std::size_t>(peer)] = std::move(socket);
+    if (other_socket) control[static_cast<std::size_t>(other)] = std::move(other_socket);
+    return std::make_unique<Watchdog>(rank, std::move(control), labels, std::chrono::minutes(1),
+                                      abort, [&] { raised = true; });
+  };
+  Abort aborts[2];
+  std::atomic<bool> raised[2]{};
+  const auto one = watch(1, 0, std::move(one_to_zero), 2, {}, aborts[1], raised[1]);
+  auto zero = watch(0, 1, std::move(zero_to_one), 2, std::move(zero_to_two), aborts[0], raised[0]);
+  two_to_zero.reset();
+  while (!raised[0]) std::this_thread::yield();
+  zero.reset();
+  while (!raised[1]) std::this_thread::yield();
+  CHECK_THROWS(aborts[1].check(), ErrorKind::kPeerLost,
+               "rank 2 (pid 7) died: its control connection closed, says rank 0 (pid 5)");
+}
+
+}  // namespace
+}  // namespace torch_ring::test
