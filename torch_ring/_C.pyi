@@ -13,6 +13,12 @@ def make_memory() -> int:
 def make_doorbell() -> int:
     """Return a new eventfd."""
 
+def nccl_version(library: str) -> int:
+    """Return the version of NCCL at that path (empty: torch's, or the system's): 22703 is 2.27.3.
+
+    Errors: InvalidArgumentError if there is none, or it is too old.
+    """
+
 def lane_peers(rank: int, host_of: Sequence[int]) -> list[int]:
     """Return the ranks with which `rank` needs a data connection: the same lane of other hosts."""
 
@@ -47,6 +53,7 @@ class Engine:
         stall_warning_s: float,
         fusion_window_s: float,
         fusion_threshold_bytes: int,
+        nccl_library: str,
         log: Callable[[str], None],
     ) -> None: ...
     def allreduce(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch_ring import world
+import torch
+
+from torch_ring import _C, world
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
     "ccl_built",
@@ -52,13 +56,21 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: tensors on GPUs are not reduced yet. Horovod returns NCCL's version code."""
-    return 0
+    """Return NCCL's version code, as Horovod does (22703 is 2.27.3), or 0.
+
+    It is 0 where this torch has no CUDA, or NCCL cannot be found: NCCL is looked for at run time.
+    """
+    if not cuda_built():
+        return 0
+    try:
+        return _C.nccl_version(Config.from_environment().nccl_library)
+    except InvalidArgumentError:
+        return 0
 
 
 def cuda_built() -> bool:
-    """Return False; see :func:`nccl_built`."""
-    return False
+    """Return whether this torch has CUDA: the GPUs' collectives need nothing else built in."""
+    return torch.version.cuda is not None
 
 
 def ddl_built() -> bool:

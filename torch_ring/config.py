@@ -29,6 +29,7 @@ class Config:
     fusion_window_s: float = 0.001
     bucket_bytes: int = 25 << 20
     interface: str = ""
+    nccl_library: str = ""
     secret: str = field(default="", repr=False)
     log_level: str = "info"
 
@@ -181,6 +182,12 @@ SETTINGS = (
         "TORCH_RING_INTERFACE",
         str,
         "network interface of the job, by its name or its address",
+    ),
+    Setting(
+        "nccl_library",
+        "TORCH_RING_NCCL_LIBRARY",
+        str,
+        "path of libnccl.so.2; if unset, the one that torch has loaded, or the system's",
     ),
     Setting(
         "secret",

@@ -30,6 +30,7 @@ def make_engine(rank: int, mesh: Mesh, config: Config) -> _C.Engine:
         stall_warning_s=config.stall_warning_s,
         fusion_window_s=config.fusion_window_s,
         fusion_threshold_bytes=config.fusion_threshold_bytes,
+        nccl_library=config.nccl_library,
         log=_log.warning,
     )
 

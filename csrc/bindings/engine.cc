@@ -11,6 +11,7 @@
 
 #include <memory>
 
+#include "bindings/accelerator.h"
 #include "bindings/tensors.h"
 #include "collective/world.h"
 #include "engine/engine.h"
@@ -43,12 +44,20 @@ class PyWork {
   PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
       : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
 
-  bool done() const { return work_->done(); }
+  bool done() const {
+    return work_->done() && (!result_->written || work_->failed() || result_->written->query());
+  }
 
+  /// On a device the current stream waits for the output, and the host for its being enqueued.
   at::Tensor wait() const {
     {
       const py::gil_scoped_release no_gil;
       engine_->wait(*work_, check_signals);
+    }
+    if (result_->written) {
+      engine_->check();
+      result_->written->wait();
+      keep_for_stream(result_->tensor);  // which may have been allocated by the engine
     }
     return result_->tensor;
   }
@@ -65,6 +74,7 @@ class PyWork {
 struct Member {
   Request request;
   std::shared_ptr<Result> result;
+  c10::Device device;
 };
 
 std::string member_name(const std::string& group, std::size_t index) {
@@ -77,7 +87,7 @@ std::shared_ptr<Result> result_in(const at::Tensor& output) {
 
 class PyEngine {
  public:
-  PyEngine(World world, const EngineConfig& config, py::function log)
+  PyEngine(World world, const EngineConfig& config, std::string nccl_library, py::function log)
       : pid_(::getpid()), rank_(world.rank), size_(world.size), hosts_(world.host_count()) {
     for (const auto* fds : {&world.control, &world.data}) {
       for (const Fd& fd : *fds) remember(fd);
@@ -91,6 +101,12 @@ class PyEngine {
                               log(text);
                             }};
     communicator_ = make_communicator(world, config, *abort);
+    options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
+                           library = std::move(nccl_library)](std::uint8_t type, Communicator& host,
+                                                              const Abort& abort) {
+      return make_accelerator(device->get(static_cast<c10::DeviceType>(type)), host, abort, timeout,
+                              labels, library);
+    };
     engine_ = std::make_shared<Engine>(communicator_, abort, std::move(options));
   }
   PyEngine(const PyEngine&) = delete;
@@ -102,41 +118,42 @@ class PyEngine {
                    double prescale, double postscale, bool awaited) const {
     return submit(
         allreduce_request(tensor, output, std::move(name), op, prescale, postscale, size_),
-        result_in(output), awaited);
+        result_in(output), tensor.device(), awaited);
   }
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
                    bool awaited) const {
     return submit(broadcast_request(tensor, output, root, size_, std::move(name)),
-                  result_in(output), awaited);
+                  result_in(output), tensor.device(), awaited);
   }
 
   PyWork allgather(const at::Tensor& tensor, std::string name, bool awaited, bool joinable) const {
     auto result = std::make_shared<Result>();
-    return submit(allgather_request(tensor, result, std::move(name), joinable), result, awaited);
+    return submit(allgather_request(tensor, result, std::move(name), joinable), result,
+                  tensor.device(), awaited);
   }
 
   PyWork alltoall(const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string name,
                   bool awaited) const {
     auto result = std::make_shared<Result>();
     return submit(alltoall_request(tensor, std::move(splits), result, std::move(name), size_),
-                  result, awaited);
+                  result, tensor.device(), awaited);
   }
 
   PyWork reducescatter(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
                        double prescale, double postscale, bool awaited) const {
     return submit(reducescatter_request(tensor, output, std::move(name), op, prescale, postscale,
                                         rank_, size_),
-                  result_in(output), awaited);
+                  result_in(output), tensor.device(), awaited);
   }
 
   PyWork barrier(std::string name, bool awaited) const {
-    return submit(barrier_request(std::move(name)), std::make_shared<Result>(), awaited);
+    return submit(barrier_request(std::move(name)), std::make_shared<Result>(), at::kCPU, awaited);
   }
 
   PyWork join() const {
     auto result = std::make_shared<Result>();
-    return submit(join_request(result), result, true);
+    return submit(join_request(result), result, at::kCPU, true);
   }
 
   std::vector<PyWork> grouped_allreduce(const std::vector<at::Tensor>& tensors,
@@ -148,7 +165,7 @@ class PyEngine {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       members.push_back({allreduce_request(tensors[i], outputs[i], member_name(name, i), op,
                                            prescale, postscale, size_),
-                         result_in(outputs[i])});
+                         result_in(outputs[i]), tensors[i].device()});
     }
     return submit(std::move(members), awaited);
   }
@@ -158,8 +175,8 @@ class PyEngine {
     std::vector<Member> members;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       auto result = std::make_shared<Result>();
-      members.push_back(
-          {allgather_request(tensors[i], result, member_name(name, i), false), result});
+      members.push_back({allgather_request(tensors[i], result, member_name(name, i), false), result,
+                         tensors[i].device()});
     }
     return submit(std::move(members), awaited);
   }
@@ -173,7 +190,7 @@ class PyEngine {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       members.push_back({reducescatter_request(tensors[i], outputs[i], member_name(name, i), op,
                                                prescale, postscale, rank_, size_),
-                         result_in(outputs[i])});
+                         result_in(outputs[i]), tensors[i].device()});
     }
     return submit(std::move(members), awaited);
   }
@@ -235,8 +252,16 @@ class PyEngine {
     return *engine_;
   }
 
-  PyWork submit(Request request, std::shared_ptr<Result> result, bool awaited) const {
+  void prepare(Request& request, Result& result, c10::Device device) const {
+    if (request.fingerprint.on_host()) return;
+    device_->use(device);
+    result.written.emplace(device).follow(request);
+  }
+
+  PyWork submit(Request request, std::shared_ptr<Result> result, c10::Device device,
+                bool awaited) const {
     Engine& engine = running();
+    prepare(request, *result, device);
     std::shared_ptr<Work> work;
     {
       const py::gil_scoped_release no_gil;
@@ -248,7 +273,10 @@ class PyEngine {
   std::vector<PyWork> submit(std::vector<Member> members, bool awaited) const {
     Engine& engine = running();
     std::vector<Request> requests;
-    for (Member& member : members) requests.push_back(std::move(member.request));
+    for (Member& member : members) {
+      prepare(member.request, *member.result, member.device);
+      requests.push_back(std::move(member.request));
+    }
     std::vector<std::shared_ptr<Work>> works;
     {
       const py::gil_scoped_release no_gil;
@@ -270,6 +298,7 @@ class PyEngine {
   const int rank_;
   const int size_;
   const int hosts_;
+  const std::shared_ptr<DeviceChoice> device_ = std::make_shared<DeviceChoice>();
   std::vector<std::pair<int, ino_t>> connections_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Engine> engine_;
@@ -282,7 +311,7 @@ std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_
                                       const std::vector<int>& control, double timeout_s,
                                       double heartbeat_timeout_s, double stall_warning_s,
                                       double fusion_window_s, std::size_t fusion_threshold_bytes,
-                                      py::function log) {
+                                      std::string nccl_library, py::function log) {
   World world;
   world.data = own(data);  // first: whatever goes wrong now, they are closed
   world.memory = own(memory);
@@ -300,7 +329,8 @@ std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_
   config.fusion_window =
       std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
   config.fusion_threshold_bytes = fusion_threshold_bytes;
-  return std::make_unique<PyEngine>(std::move(world), config, std::move(log));
+  return std::make_unique<PyEngine>(std::move(world), config, std::move(nccl_library),
+                                    std::move(log));
 }
 
 }  // namespace
@@ -315,7 +345,7 @@ void bind_engine(py::module_& module) {
            py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
            py::arg("doorbells"), py::arg("control"), py::kw_only(), py::arg("timeout_s"),
            py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("log"))
+           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("awaited") = false)
       .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),

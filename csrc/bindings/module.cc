@@ -5,6 +5,7 @@
 #include "bindings/engine.h"
 #include "bindings/gradients.h"
 #include "collective/world.h"
+#include "nccl/loader.h"
 #include "transport/doorbell.h"
 #include "transport/shared_memory.h"
 
@@ -61,6 +62,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
   module.def("make_memory", [] { return SharedMemory::create().release(); });
   module.def("make_doorbell", [] { return Doorbell::make_event_fd().release(); });
+  module.def(
+      "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
+      py::arg("library"));
   module.def("lane_peers", &lane_peers, py::arg("rank"), py::arg("host_of"));
   bind_engine(module);
   bind_gradients(module);

@@ -11,6 +11,9 @@
 #include <bit>
 #include <numeric>
 
+#include "bindings/scaling.h"
+#include "bindings/streams.h"
+
 namespace torch_ring {
 
 namespace {
@@ -21,12 +24,12 @@ std::string quoted(const std::string& collective, const std::string& name) {
   return name.empty() ? collective : collective + " '" + name + "'";
 }
 
-void check_on_cpu(const at::Tensor& tensor, const std::string& what) {
+void check_tensor(const at::Tensor& tensor, const std::string& what) {
   if (tensor.layout() != at::kStrided || tensor.is_nested()) {
     refuse(what + ": the tensor is not dense");
   }
-  if (!tensor.device().is_cpu()) {
-    refuse(what + ": tensors on " + tensor.device().str() + " are not supported yet, only on cpu");
+  if (!tensor.is_cpu() && !tensor.is_cuda() && !tensor.is_privateuseone()) {
+    refuse(what + ": tensors on " + tensor.device().str() + " are not supported: use cpu or cuda");
   }
   if (tensor._is_zerotensor()) return;  // torch has only noted that it is zero
   if (!tensor.has_storage()) refuse(what + ": the tensor has no memory: is this in vmap or jvp?");
@@ -96,13 +99,21 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
   return fingerprint;
 }
 
+/// What the communicator is given of `tensor`. A device has no prescale; Adasum is for the host.
+at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
+  const at::Tensor values = values_of(tensor);
+  if (fingerprint.on_host()) return values.cpu();
+  return fingerprint.prescale == 1.0 ? values : scaled(values, fingerprint.prescale);
+}
+
 /// Sets input and output to `tensor` and `output`, by way of contiguous copies where needed. The
 /// closure that copies back is also what keeps the tensors alive.
 void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
-  const at::Tensor input = values_of(tensor);
+  const at::Tensor input = input_of(request.fingerprint, tensor);
   const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
   const at::Tensor target = output.detach();
-  const bool is_plain = target.is_contiguous() && !target.is_neg();
+  const bool is_plain =
+      target.is_contiguous() && !target.is_neg() && target.device() == input.device();
   const at::Tensor result = is_plain ? target : (in_place ? input : at::empty_like(input));
   request.input = input.const_data_ptr();
   request.output = result.mutable_data_ptr();
@@ -111,6 +122,7 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
       const at::NoGradGuard no_grad;
       torch_call([&] { target.copy_(result); });
     }
+    for (const at::Tensor& used : {input, result, target}) keep_for_stream(used);
   };
 }
 
@@ -120,6 +132,7 @@ void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_p
   request.fingerprint.shape.erase(request.fingerprint.shape.begin());
   request.input = input.const_data_ptr();
   request.allocate = [input, result = std::move(result)](std::span<const std::int64_t> rows) {
+    keep_for_stream(input);
     std::vector<std::int64_t> shape = input.sizes().vec();
     shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     result->rows.assign(rows.begin(), rows.end());
@@ -160,7 +173,7 @@ DType dtype_of(const at::Tensor& tensor) {
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                           int op, double prescale, double postscale, int size) {
   const std::string what = quoted("allreduce", name);
-  check_on_cpu(tensor, what);
+  check_tensor(tensor, what);
   check_output(tensor, output, what);
   Request request;
   request.fingerprint = fingerprint_of(Collective::kAllreduce, tensor, std::move(name));
@@ -175,7 +188,7 @@ Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, st
 Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, int root, int size,
                           std::string name) {
   const std::string what = quoted("broadcast", name);
-  check_on_cpu(tensor, what);
+  check_tensor(tensor, what);
   check_output(tensor, output, what);
   if (root < 0 || root >= size) {
     refuse(what + ": root rank " + std::to_string(root) + " is not one of the " +
@@ -191,7 +204,7 @@ Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, in
 Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> result,
                           std::string name, bool joinable) {
   const std::string what = quoted("allgather", name);
-  check_on_cpu(tensor, what);
+  check_tensor(tensor, what);
   if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to gather along");
   const at::Tensor input = values_of(tensor);
   Request request;
@@ -205,7 +218,7 @@ Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> resu
 Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
                          std::shared_ptr<Result> result, std::string name, int size) {
   const std::string what = quoted("alltoall", name);
-  check_on_cpu(tensor, what);
+  check_tensor(tensor, what);
   if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to split");
   if (splits.size() != static_cast<std::size_t>(size)) {
     refuse(what + ": there are " + std::to_string(splits.size()) + " splits for " +
@@ -230,11 +243,12 @@ Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> spl
 Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                               int op, double prescale, double postscale, int rank, int size) {
   const std::string what = quoted("reducescatter", name);
-  check_on_cpu(tensor, what);
+  check_tensor(tensor, what);
   if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to scatter");
   const auto rows = scattered_rows(tensor.size(0), size)[static_cast<std::size_t>(rank)];
-  if (!output.is_contiguous() || output.scalar_type() != tensor.scalar_type() ||
-      output.dim() != tensor.dim() || output.size(0) != rows ||
+  if (!output.is_contiguous() || output.device() != tensor.device() ||
+      output.scalar_type() != tensor.scalar_type() || output.dim() != tensor.dim() ||
+      output.size(0) != rows ||
       !std::equal(tensor.sizes().begin() + 1, tensor.sizes().end(), output.sizes().begin() + 1)) {
     refuse(what + ": the output is not a contiguous tensor of this rank's rows");
   }
@@ -247,11 +261,13 @@ Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output
     refuse(what + ": op must be Sum or Average");
   }
   check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
-  const at::Tensor input = values_of(tensor);
+  const at::Tensor input = input_of(request.fingerprint, tensor);
   const at::Tensor target = output.detach();
   request.input = input.const_data_ptr();
   request.output = target.mutable_data_ptr();
-  request.finish = [input, target] {};  // keeps them alive
+  request.finish = [input, target] {
+    for (const at::Tensor& used : {input, target}) keep_for_stream(used);
+  };
   return request;
 }
 

@@ -5,9 +5,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "bindings/streams.h"
 #include "engine/request.h"
 
 namespace torch_ring {
@@ -19,6 +21,7 @@ DType dtype_of(const at::Tensor& tensor);
 struct Result {
   at::Tensor tensor;
   std::vector<std::int64_t> rows;  // of an allgather or alltoall: how many came from each rank
+  std::optional<Written> written;  // on a device
 };
 
 /// The requests of the public operations. Each checks its tensors, keeps them alive until the work

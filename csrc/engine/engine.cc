@@ -1,7 +1,6 @@
 #include "engine/engine.h"
 
 #include <algorithm>
-#include <list>
 
 namespace torch_ring {
 
@@ -11,6 +10,7 @@ using std::chrono::milliseconds;
 
 // How often a waiting thread looks at the clock and lets its caller handle signals.
 constexpr milliseconds kLookAround{50};
+constexpr milliseconds kFarewell{5000};
 
 // A rank that has waited this long with nothing new tells the others, so that all find out when
 // everybody waits for something else. Mismatches are reported within a second.
@@ -48,7 +48,8 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort
       log_(std::move(options.log)),
       board_(communicator_->board()),
       agreement_(labels_),
-      executor_(*communicator_, config_.fusion_threshold_bytes),
+      executor_(*communicator_, host_memory_, config_.fusion_threshold_bytes),
+      device_(std::move(options.make_device), config_.fusion_threshold_bytes),
       watchdog_(std::make_unique<Watchdog>(communicator_->rank(), std::move(options.control),
                                            labels_, config_.heartbeat_timeout, *abort_,
                                            [this] {
@@ -61,16 +62,21 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort
 void Engine::close() {
   bool pausing = false;
   {
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
     if (closing_) return;
-    closing_ = true;
     pausing = pausing_here();
+    if (!pausing) {  // what still runs on the device is somebody's result
+      changed_.wait_for(lock, std::min(config_.timeout, kFarewell), [&] { return !device_busy_; });
+      if (closing_) return;
+    }
+    closing_ = true;
     if (pausing) driving_ = false;  // or the engine's thread would wait for this one
     abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down"));
     changed_.notify_all();
     board_.wake();
   }
   thread_.join();
+  device_.reset();
   watchdog_.reset();
   const Lock lock(mutex_);
   if (pausing) driving_ = true;
@@ -158,7 +164,12 @@ void Engine::wait(Work& work, const Interrupt& interrupt) {
 void Engine::run() {
   Lock lock(mutex_);
   while (!closing_) {
-    changed_.wait(lock, [&] { return closing_ || (!driving_ && waiters_ == 0 && !idle()); });
+    const auto due = [&] { return closing_ || (!driving_ && waiters_ == 0 && !idle()); };
+    changed_.wait(lock, [&] { return device_busy_ || due(); });
+    if (device_busy_ && !changed_.wait_for(lock, kLookAround, due)) {
+      if (!driving_ && !closing_) drive_in_turn(lock, nullptr, {});  // looks after the device
+      continue;
+    }
     // The fusion window: more may come, unless there is enough already or somebody waits (then
     // that thread drives).
     changed_.wait_for(lock, config_.fusion_window, [&] {
@@ -175,10 +186,12 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   driving_ = true;
   driver_ = std::this_thread::get_id();
   paused_ = false;
+  bool device_busy = device_busy_;
   lock.unlock();
   std::exception_ptr interrupted;
   try {
     drive(target, interrupt);
+    device_busy = device_.busy();
   } catch (const Error& error) {
     const Error cause = first_cause(error);
     if (abort_->raise(cause)) watchdog_->announce(cause);
@@ -188,11 +201,16 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
     const Error cause(ErrorKind::kInternal, error.what());
     if (abort_->raise(cause)) watchdog_->announce(cause);
   }
+  if (abort_->raised()) {
+    device_.abort();  // or its stream waits for ever, and so does who waits for the stream
+    device_busy = false;
+  }
   lock.lock();
   driving_ = paused_ = pausing;
   if (!pausing) driver_ = {};
   if (abort_->raised()) fail_all();
-  if (waiters_ > 0 || !idle() || closing_) changed_.notify_all();
+  const bool device_changed = std::exchange(device_busy_, device_busy) != device_busy;
+  if (waiters_ > 0 || !idle() || closing_ || device_changed) changed_.notify_all();
   if (interrupted) {
     lock.unlock();
     std::rethrow_exception(interrupted);
@@ -236,83 +254,6 @@ Engine::Seen Engine::take_queue() {
   queue_.clear();
   queued_bytes_ = 0;
   return {waiters_ > 0 || closing_, !several_submitters_};
-}
-
-void Engine::announce_outbox(bool blocked) {
-  entry_.clear(blocked);
-  while (!outbox_.empty()) {
-    Work& work = *outbox_.front();
-    const Request& request = work.request();
-    const Bytes fingerprint = encode(request.fingerprint);
-    Announcement announcement;
-    announcement.fingerprint = fingerprint;
-    announcement.rows = std::as_bytes(std::span(request.rows));
-    announcement.carries = Executor::rides_along(request, communicator_->size());
-    if (announcement.carries) {
-      announcement.payload = Executor::payload_of(request, communicator_->rank());
-    }
-    announcement.shared_offset = executor_.shared_offset(request);
-    const std::size_t needed = EntryWriter::bytes_needed(announcement);
-    if (entry_.bytes().size() + needed > board_.capacity()) {
-      if (entry_.count() > 0) break;  // the rest goes into the next round
-      throw Error(ErrorKind::kInternal, request.fingerprint.describe() + " does not fit an entry");
-    }
-    entry_.append(announcement);
-    pending_.emplace(work.key_, std::move(outbox_.front()));
-    outbox_.pop_front();
-  }
-  board_.post(entry_.bytes());
-  round_open_ = true;
-}
-
-void Engine::finish_round() {
-  round_open_ = false;
-  std::vector<ByteSpan> entries;
-  for (int rank = 0; rank < communicator_->size(); ++rank) entries.push_back(board_.entry(rank));
-  const std::vector<Decision> decisions = agreement_.round(entries);
-
-  std::vector<Job> jobs;
-  std::vector<std::shared_ptr<Work>> works;  // null for a stand-in
-  std::list<StandIn> stand_ins;
-  if (!decisions.empty()) last_decision_ = Clock::now();
-  for (const Decision& decision : decisions) {
-    const auto mine = pending_.find(decision.key);
-    if (decision.renumbers) {  // this rank's thread waits for what all ranks wait for
-      const Lock lock(mutex_);
-      names_.renew();
-    }
-    if (decision.mismatch) {
-      if (mine == pending_.end()) continue;
-      settle(*mine->second, *decision.mismatch);
-      pending_.erase(mine);
-    } else if (mine != pending_.end()) {
-      jobs.push_back({&mine->second->request(), &decision});
-      works.push_back(mine->second);
-    } else {
-      jobs.push_back({&stand_ins.emplace_back(decision.for_joined.value()).request, &decision});
-      works.push_back(nullptr);
-    }
-  }
-  executor_.run(jobs, [&](std::size_t i) {
-    if (!works[i]) return;
-    const std::string key = works[i]->key_;
-    settle(*works[i], std::nullopt);
-    pending_.erase(key);
-  });
-}
-
-/// The error as the work's: who, what, and why.
-Error Engine::describe(const Work& work, const Error& error) const {
-  return {error.kind(), name_ + ": " + work.request().fingerprint.describe() + ": " + error.what()};
-}
-
-void Engine::settle(Work& work, std::optional<Error> error) {
-  if (!error && work.request().finish) work.request().finish();
-  const Lock lock(mutex_);
-  in_flight_.erase(work.key_);
-  if (error) error = describe(work, *error);
-  work.complete(std::move(error));
-  if (waiters_ > 0) changed_.notify_all();
 }
 
 Error Engine::departed(int rank) const {

@@ -14,6 +14,7 @@
 
 #include "core/config.h"
 #include "engine/agreement.h"
+#include "engine/device.h"
 #include "engine/executor.h"
 #include "engine/names.h"
 #include "engine/request.h"
@@ -38,9 +39,10 @@ class Engine {
 
   struct Options {
     EngineConfig config;
-    std::vector<std::string> labels;  // by rank
-    std::vector<Fd> control;          // by rank: the watchdog's connections
-    Log log;                          // takes a warning; Thread: any
+    std::vector<std::string> labels;   // by rank
+    std::vector<Fd> control;           // by rank: the watchdog's connections
+    Log log;                           // takes a warning; Thread: any
+    DeviceExecutor::Make make_device;  // may be empty
   };
 
   /// `abort` is the one that the communicator's waits see.
@@ -62,6 +64,9 @@ class Engine {
 
   /// Blocks until the work is done, driving if nobody does. Throws the work's error.
   void wait(Work& work, const Interrupt& interrupt);
+
+  /// Throws the fatal cause, if there is one: what was enqueued on a device is void then.
+  void check() const { abort_->check(); }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -104,7 +109,9 @@ class Engine {
 
   // The driver's alone:
   Agreement agreement_;
+  HostMemory host_memory_;
   Executor executor_;
+  DeviceExecutor device_;
   EntryWriter entry_;
   std::deque<std::shared_ptr<Work>> outbox_;
   std::map<std::string, std::shared_ptr<Work>> pending_;
@@ -121,8 +128,9 @@ class Engine {
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
   bool driving_ = false;
-  std::thread::id driver_;  // none if nobody drives
-  int waiters_ = 0;         // threads that wait for the driver
+  std::thread::id driver_;    // none if nobody drives
+  int waiters_ = 0;           // threads that wait for the driver
+  bool device_busy_ = false;  // what the driver has enqueued there has not run yet
   bool closing_ = false;
 
   std::unique_ptr<Watchdog> watchdog_;

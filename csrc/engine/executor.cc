@@ -70,26 +70,26 @@ void concatenate(void* to, std::span<const ByteSpan> parts) {
 
 }  // namespace
 
-StandIn::StandIn(const Fingerprint& fingerprint) {
+StandIn::StandIn(const Fingerprint& fingerprint, Memory& memory) {
   request.fingerprint = fingerprint;
   if (fingerprint.collective == Collective::kAllreduce) {
-    buffer.resize(row_bytes_of(fingerprint));
-    fill_identity(buffer.data(), fingerprint.count(), fingerprint.dtype, fingerprint.op);
-    request.input = request.output = buffer.data();
+    data = memory.allocate(row_bytes_of(fingerprint));
+    memory.fill_identity(data.get(), fingerprint.count(), fingerprint.dtype, fingerprint.op);
+    request.input = request.output = data.get();
     return;
   }
   request.rows = {0};
-  request.allocate = [this](std::span<const std::int64_t> rows) {
+  request.allocate = [this, &memory](std::span<const std::int64_t> rows) {
     const auto all = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    buffer.resize(static_cast<std::size_t>(all) * row_bytes_of(request.fingerprint));
-    return buffer.data();
+    data = memory.allocate(static_cast<std::size_t>(all) * row_bytes_of(request.fingerprint));
+    return data.get();
   };
 }
 
 bool Executor::rides_along(const Request& request, int size) {
   const Fingerprint& f = request.fingerprint;
   if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
-  if (f.op == ReduceOp::kAdasum) return false;
+  if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
   const std::size_t bytes = bytes_of(request);
   return bytes <= kCarriedBytes &&
          bytes * static_cast<std::size_t>(size) <= kCarriedBytesOfAllRanks;
@@ -106,7 +106,7 @@ ByteSpan Executor::payload_of(const Request& request, int rank) {
 std::int64_t Executor::shared_offset(const Request& request) const {
   const Fingerprint& f = request.fingerprint;
   const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
-                        request.input == request.output;
+                        f.on_host() && request.input == request.output;
   return in_place ? communicator_.shared_offset(request.input, bytes_of(request)) : -1;
 }
 
@@ -121,6 +121,7 @@ Reduction Executor::reduction_of(const Fingerprint& f) const {
     reduction.op = ReduceOp::kSum;
     reduction.scaling.divisor = communicator_.size();
   }
+  if (!f.on_host()) reduction.scaling.prescale = 1.0;  // done where the tensor came from
   return reduction;
 }
 
@@ -140,7 +141,8 @@ void Executor::run_one(const Job& job) {
     case Collective::kBroadcast: {
       const std::size_t bytes = bytes_of(request);
       if (f.root == communicator_.rank() && request.output != request.input) {
-        std::memcpy(request.output, request.input, bytes);
+        const Copy own{request.output, request.input, bytes};
+        memory_.copy({&own, 1}, DType::kUInt8);
       }
       communicator_.broadcast(request.output, bytes, f.root);
       break;
@@ -247,11 +249,6 @@ void Executor::reducescatter(const Request& request) {
   communicator_.reducescatter(request.input, request.output, counts, reduction_of(f));
 }
 
-std::byte* Executor::fusion_buffer(std::size_t bytes) {
-  if (fusion_buffer_.size() < bytes) fusion_buffer_.resize(bytes);
-  return fusion_buffer_.data();
-}
-
 void Executor::allreduce_fused(std::span<const Request* const> requests) {
   const Reduction reduction = reduction_of(requests.front()->fingerprint);
   if (reduction.op == ReduceOp::kAdasum) {
@@ -263,19 +260,19 @@ void Executor::allreduce_fused(std::span<const Request* const> requests) {
     communicator_.allreduce(only.input, only.output, only.fingerprint.count(), reduction);
     return;
   }
-  const std::size_t bytes = bytes_of_all(requests);
-  std::byte* at = fusion_buffer(bytes);
+  auto* const buffer = static_cast<std::byte*>(memory_.buffer(bytes_of_all(requests)));
+  std::vector<Copy> packing;
+  std::vector<Copy> unpacking;
+  std::size_t count = 0;
   for (const Request* request : requests) {
-    std::memcpy(at, request->input, bytes_of(*request));
-    at += bytes_of(*request);
+    std::byte* const place = buffer + count * size_of(reduction.dtype);
+    packing.push_back({place, request->input, request->fingerprint.count()});
+    unpacking.push_back({request->output, place, request->fingerprint.count()});
+    count += request->fingerprint.count();
   }
-  communicator_.allreduce(fusion_buffer_.data(), fusion_buffer_.data(),
-                          bytes / size_of(reduction.dtype), reduction);
-  at = fusion_buffer_.data();
-  for (const Request* request : requests) {
-    std::memcpy(request->output, at, bytes_of(*request));
-    at += bytes_of(*request);
-  }
+  memory_.copy(packing, reduction.dtype);
+  communicator_.allreduce(buffer, buffer, count, reduction);
+  memory_.copy(unpacking, reduction.dtype);
 }
 
 void Executor::adasum_fused(std::span<const Request* const> requests) {
@@ -284,15 +281,16 @@ void Executor::adasum_fused(std::span<const Request* const> requests) {
   const auto copy = [&](void* to, const void* from, std::size_t count, double factor) {
     reduce({&to, 1}, {&from, 1}, count, {first.dtype, ReduceOp::kSum, {factor, 1.0, 1}});
   };
-  std::byte* at = fusion_buffer(bytes_of_all(requests));
+  auto* const buffer = static_cast<std::byte*>(memory_.buffer(bytes_of_all(requests)));
+  std::byte* at = buffer;
   std::vector<std::size_t> counts;
   for (const Request* request : requests) {
     counts.push_back(request->fingerprint.count());
     copy(at, request->input, counts.back(), first.prescale);
     at += bytes_of(*request);
   }
-  communicator_.adasum(fusion_buffer_.data(), counts, first.dtype);
-  at = fusion_buffer_.data();
+  communicator_.adasum(buffer, counts, first.dtype);
+  at = buffer;
   for (const Request* request : requests) {
     copy(request->output, at, request->fingerprint.count(), first.postscale);
     at += bytes_of(*request);

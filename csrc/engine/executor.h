@@ -8,18 +8,20 @@
 #include "collective/communicator.h"
 #include "engine/agreement.h"
 #include "engine/fusion.h"
+#include "engine/memory.h"
 
 namespace torch_ring {
 
 /// What a rank that has joined does in the place of a request: the identity of a reduction, or
 /// nothing. Its results are nobody's.
 struct StandIn {
-  explicit StandIn(const Fingerprint& fingerprint);
+  /// `memory`, of the executor that will run it, outlives it.
+  StandIn(const Fingerprint& fingerprint, Memory& memory);
   StandIn(const StandIn&) = delete;
   StandIn& operator=(const StandIn&) = delete;
 
   Request request;
-  std::vector<std::byte> buffer;
+  std::shared_ptr<void> data;
 };
 
 /// A decision and this rank's request for it.
@@ -29,11 +31,14 @@ struct Job {
 };
 
 /// Thread: the driving thread. Blocking: as the communicator.
-/// Errors: the communicator's; Error(kInternal) on data that rode along with a wrong size.
+/// Errors: the communicator's and the memory's; Error(kInternal) on data that rode along with a
+/// wrong size.
 class Executor {
  public:
-  Executor(Communicator& communicator, std::size_t fusion_threshold_bytes)
-      : communicator_(communicator), fusion_threshold_bytes_(fusion_threshold_bytes) {}
+  Executor(Communicator& communicator, Memory& memory, std::size_t fusion_threshold_bytes)
+      : communicator_(communicator),
+        memory_(memory),
+        fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
   /// Whether the tensor of a request is so small that it rides along with the agreement.
   static bool rides_along(const Request& request, int size);
@@ -46,6 +51,9 @@ class Executor {
   /// output is written.
   template <class Done>
   void run(std::span<const Job> jobs, Done&& done) {
+    for (const Job& job : jobs) {
+      if (job.request->begin) job.request->begin();
+    }
     std::vector<std::size_t> allreduces;
     for (std::size_t i = 0; i < jobs.size(); ++i) {
       if (fuses(jobs[i])) {
@@ -78,12 +86,11 @@ class Executor {
   void reducescatter(const Request& request);
   void allreduce_fused(std::span<const Request* const> requests);
   void adasum_fused(std::span<const Request* const> requests);
-  std::byte* fusion_buffer(std::size_t bytes);
   std::size_t scattered_count(const Fingerprint& fingerprint, int rank) const;
 
   Communicator& communicator_;
+  Memory& memory_;
   const std::size_t fusion_threshold_bytes_;
-  std::vector<std::byte> fusion_buffer_;
 };
 
 }  // namespace torch_ring

@@ -35,7 +35,8 @@ std::string Fingerprint::describe() const {
   if (collective == Collective::kBroadcast) text << " root " << root;
   if (prescale != 1.0) text << " prescale " << prescale;
   if (postscale != 1.0) text << " postscale " << postscale;
-  if (device != 0) text << " device type " << int{device};
+  if (device == 1) text << " on cuda";
+  if (device > 1) text << " on device type " << int{device};
   return text.str();
 }
 

@@ -36,7 +36,7 @@ struct Fingerprint {
   Collective collective = Collective::kAllreduce;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
-  std::uint8_t device = 0;  // c10::DeviceType, which this layer only compares
+  std::uint8_t device = 0;  // c10::DeviceType, of which this layer knows 0: the host
   std::int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -46,6 +46,9 @@ struct Fingerprint {
 
   /// Elements of `shape`.
   std::size_t count() const;
+
+  /// Whether the data is in the host's memory. For Adasum it is brought there.
+  bool on_host() const { return device == 0 || op == ReduceOp::kAdasum; }
 
   /// "allreduce 'a' float32 [3] Average": what errors call it.
   std::string describe() const;
@@ -61,11 +64,15 @@ struct Request {
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`; of an allgather or alltoall: see `allocate`
 
+  /// On a device, called first: its stream waits for the input. Thread: the driving one.
+  std::function<void()> begin;
+
   /// Of an allgather or alltoall: called once with the rows that come from each rank, returns the
   /// memory of the result. Thread: the driving one.
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
-  /// Called when the output is written, before the work is done. Thread: the driving one.
+  /// Called when the output is written, or on a device: will be when the stream has come so far;
+  /// before the work is done. Thread: the driving one.
   std::function<void()> finish;
 };
 
@@ -80,6 +87,9 @@ class Work {
   explicit Work(Request request) : request_(std::move(request)) {}
 
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+  /// Only when done().
+  bool failed() const noexcept { return error_.has_value(); }
 
   /// Throws the work's error, if it failed. Only when done().
   void check() const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "core/clock.h"
 #include "core/error.h"
@@ -84,7 +85,7 @@ NcclCommunicator::NcclCommunicator(const Api& api, const UniqueId& id, int rank,
   try {
     wait(api_.comm_init_rank_config(&comm_, size, id, rank, &config), "ncclCommInitRankConfig");
   } catch (const Error&) {
-    if (comm_) api_.comm_abort(comm_);
+    this->abort();
     throw;
   }
 }
@@ -102,7 +103,12 @@ NcclCommunicator::~NcclCommunicator() {
       return;
     }
   }
-  api_.comm_abort(comm_);
+  abort();
+}
+
+void NcclCommunicator::abort() noexcept {
+  failed_ = true;
+  if (comm_) api_.comm_abort(std::exchange(comm_, nullptr));
 }
 
 void NcclCommunicator::allreduce(const void* input, void* output, std::size_t count,
@@ -189,6 +195,7 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
 }
 
 void NcclCommunicator::check() {
+  if (!comm_) return;
   Result state = Result::kSuccess;
   const Result asked = api_.comm_get_async_error(comm_, &state);
   if (asked != Result::kSuccess) fail(asked, "ncclCommGetAsyncError");

@@ -54,6 +54,9 @@ class NcclCommunicator final : public Communicator {
   /// Throws what has gone wrong since on the device or between the ranks, if anything has.
   void check();
 
+  /// Ends what runs on the stream and waits for other ranks. No call may follow.
+  void abort() noexcept;
+
  private:
   class Group;  // calls that NCCL takes together
 

@@ -16,17 +16,19 @@ namespace torch_ring::test {
 /// One rank's engine over a communicator of its own, and the tensors of its requests.
 class Rank {
  public:
-  Rank(World& world, const EngineConfig& config)
+  Rank(World& world, const EngineConfig& config, DeviceExecutor::Make make_device = {})
       : abort_(std::make_shared<Abort>()),
         communicator_(make_communicator(world, config, *abort_)),
         engine_(communicator_, abort_,
-                {config, world.labels, std::move(world.control), [this](const std::string& text) {
+                {config, world.labels, std::move(world.control),
+                 [this](const std::string& text) {
                    {
                      const std::scoped_lock lock(mutex_);
                      log_ += text + "\n";
                    }
                    if (on_log_) on_log_();
-                 }}) {}
+                 },
+                 std::move(make_device)}) {}
 
   int rank() const { return communicator_->rank(); }
   int size() const { return communicator_->size(); }

@@ -1,0 +1,40 @@
+// Between the caller's streams and the one on which collectives run.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <memory>
+
+#include "engine/request.h"
+
+namespace torch_ring {
+
+/// The device's stream that this thread uses now.
+c10::Stream current_stream(c10::Device device);
+
+/// Keeps the tensor's memory from being given away before the thread's current stream has done
+/// what it has been told so far. On the host that is always so.
+void keep_for_stream(const at::Tensor& tensor);
+
+/// When the output of a request on a device is there.
+class Written {
+ public:
+  explicit Written(c10::Device device);
+
+  /// Makes the request wait, when it begins, for what the current stream has been told so far, and
+  /// this for the request. The host waits for neither.
+  void follow(Request& request);
+
+  /// Only when the request's work is done, which means enqueued:
+  /// Whether the output has been written.
+  bool query() const { return event_->query(); }
+  /// Makes the current stream wait for it.
+  void wait() const;
+
+ private:
+  c10::Device device_;
+  std::shared_ptr<c10::Event> event_;
+};
+
+}  // namespace torch_ring

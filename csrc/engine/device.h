@@ -1,0 +1,88 @@
+// An accelerator, as an engine sees it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "collective/communicator.h"
+#include "core/abort.h"
+#include "engine/executor.h"
+#include "engine/memory.h"
+
+namespace torch_ring {
+
+/// A stream of an accelerator, the memory there, and a communicator whose work runs on the stream.
+/// Thread: the driving one. Blocking: no. Errors: of kind kPeerLost, kTimeout, kInternal.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual Communicator& communicator() = 0;
+  virtual Memory& memory() = 0;
+
+  /// Calls `enqueue` with this device and its stream as the thread's current ones.
+  virtual void use(const std::function<void()>& enqueue) = 0;
+
+  /// Whether what was enqueued has not run yet. Throws what has gone wrong.
+  virtual bool busy() = 0;
+
+  /// Ends what waits for other ranks. Nothing can be enqueued afterwards.
+  virtual void abort() noexcept = 0;
+};
+
+/// Runs jobs on a device, which is made when the first of them comes: a rank that has no tensor
+/// there needs no driver, and no NCCL.
+class DeviceExecutor {
+ public:
+  /// `type`: Fingerprint::device. Collective over `host`'s ranks. Errors: of kind kInvalidArgument,
+  /// the same on all ranks, when they cannot use the device together; else as Device's.
+  using Make = std::function<std::unique_ptr<Device>(std::uint8_t type, Communicator& host,
+                                                     const Abort& abort)>;
+
+  DeviceExecutor(Make make, std::size_t fusion_threshold_bytes)
+      : make_(std::move(make)), fusion_threshold_bytes_(fusion_threshold_bytes) {}
+
+  /// Makes the device if there was none yet. Collective. Returns why there is none, if so.
+  const std::optional<Error>& prepare(std::uint8_t type, Communicator& host, const Abort& abort) {
+    if (device_ || unusable_) return unusable_;
+    try {
+      if (!make_) throw Error(ErrorKind::kInvalidArgument, "this engine has no devices");
+      device_ = make_(type, host, abort);
+      executor_.emplace(device_->communicator(), device_->memory(), fusion_threshold_bytes_);
+    } catch (const Error& error) {
+      if (error.fatal()) throw;
+      unusable_ = error;
+    }
+    return unusable_;
+  }
+
+  /// Only when prepared.
+  Memory& memory() { return device_->memory(); }
+
+  template <class Done>
+  void run(std::span<const Job> jobs, Done&& done) {
+    device_->use([&] { executor_->run(jobs, done); });
+  }
+
+  bool busy() { return device_ && device_->busy(); }
+  void abort() noexcept {
+    if (device_) device_->abort();
+  }
+  void reset() {
+    executor_.reset();
+    device_.reset();
+  }
+
+ private:
+  const Make make_;
+  const std::size_t fusion_threshold_bytes_;
+  std::unique_ptr<Device> device_;
+  std::optional<Executor> executor_;
+  std::optional<Error> unusable_;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,100 @@
+// The engine's rounds: announce what is new, run what is agreed. By the driver, without the lock.
+#include <list>
+
+#include "engine/engine.h"
+
+namespace torch_ring {
+
+void Engine::announce_outbox(bool blocked) {
+  entry_.clear(blocked);
+  while (!outbox_.empty()) {
+    Work& work = *outbox_.front();
+    const Request& request = work.request();
+    const Bytes fingerprint = encode(request.fingerprint);
+    Announcement announcement;
+    announcement.fingerprint = fingerprint;
+    announcement.rows = std::as_bytes(std::span(request.rows));
+    announcement.carries = Executor::rides_along(request, communicator_->size());
+    if (announcement.carries) {
+      announcement.payload = Executor::payload_of(request, communicator_->rank());
+    }
+    announcement.shared_offset = executor_.shared_offset(request);
+    const std::size_t needed = EntryWriter::bytes_needed(announcement);
+    if (entry_.bytes().size() + needed > board_.capacity()) {
+      if (entry_.count() > 0) break;  // the rest goes into the next round
+      throw Error(ErrorKind::kInternal, request.fingerprint.describe() + " does not fit an entry");
+    }
+    entry_.append(announcement);
+    pending_.emplace(work.key_, std::move(outbox_.front()));
+    outbox_.pop_front();
+  }
+  board_.post(entry_.bytes());
+  round_open_ = true;
+}
+
+void Engine::finish_round() {
+  round_open_ = false;
+  std::vector<ByteSpan> entries;
+  for (int rank = 0; rank < communicator_->size(); ++rank) entries.push_back(board_.entry(rank));
+  const std::vector<Decision> decisions = agreement_.round(entries);
+
+  struct {
+    std::vector<Job> jobs;
+    std::vector<std::shared_ptr<Work>> works;  // null for a stand-in
+  } here, on_device;
+  std::list<StandIn> stand_ins;
+  if (!decisions.empty()) last_decision_ = Clock::now();
+  for (const Decision& decision : decisions) {
+    const auto mine = pending_.find(decision.key);
+    if (decision.renumbers) {  // this rank's thread waits for what all ranks wait for
+      const Lock lock(mutex_);
+      names_.renew();
+    }
+    if (mine == pending_.end() && !decision.for_joined) continue;  // and a mismatch
+    const Fingerprint& fingerprint =
+        mine == pending_.end() ? *decision.for_joined : mine->second->request().fingerprint;
+    std::optional<Error> error = decision.mismatch;
+    if (!error && !fingerprint.on_host()) {
+      error = device_.prepare(fingerprint.device, *communicator_, *abort_);
+    }
+    auto& [jobs, works] = fingerprint.on_host() ? here : on_device;
+    if (error) {
+      if (mine == pending_.end()) continue;
+      settle(*mine->second, *error);
+      pending_.erase(mine);
+    } else if (mine != pending_.end()) {
+      jobs.push_back({&mine->second->request(), &decision});
+      works.push_back(mine->second);
+    } else {
+      Memory& memory = fingerprint.on_host() ? host_memory_ : device_.memory();
+      jobs.push_back({&stand_ins.emplace_back(fingerprint, memory).request, &decision});
+      works.push_back(nullptr);
+    }
+  }
+  const auto run = [&](auto& executor, auto& batch) {
+    executor.run(batch.jobs, [&](std::size_t i) {
+      if (!batch.works[i]) return;
+      const std::string key = batch.works[i]->key_;
+      settle(*batch.works[i], std::nullopt);
+      pending_.erase(key);
+    });
+  };
+  run(executor_, here);
+  if (!on_device.jobs.empty()) run(device_, on_device);
+}
+
+/// The error as the work's: who, what, and why.
+Error Engine::describe(const Work& work, const Error& error) const {
+  return {error.kind(), name_ + ": " + work.request().fingerprint.describe() + ": " + error.what()};
+}
+
+void Engine::settle(Work& work, std::optional<Error> error) {
+  if (!error && work.request().finish) work.request().finish();
+  const Lock lock(mutex_);
+  in_flight_.erase(work.key_);
+  if (error) error = describe(work, *error);
+  work.complete(std::move(error));
+  if (waiters_ > 0) changed_.notify_all();
+}
+
+}  // namespace torch_ring
