@@ -25,7 +25,7 @@ CPP := $(MAKE) --no-print-directory -j $(JOBS) -C tests/cpp
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-cpp test-python test-mpi lint bench clean FORCE
+.PHONY: help mnist test test-cpp test-python test-mpi doubles lint bench clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -39,11 +39,14 @@ test: test-cpp test-python test-mpi
 test-cpp:
 	$(CPP) check
 
-test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples
+test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples doubles
 	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi
+
+doubles: $(STAMPS)/torch build/venv
+	$(CPP) device PYTHON=$(abspath $(PY))
 
 lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff check .

@@ -1,162 +1,155 @@
 #include "doubles/nccl_double.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <condition_variable>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
+#include <set>
+#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "core/fd.h"
 #include "core/reduce.h"
+#include "doubles/opaque_stream.h"
 
 using namespace torch_ring;
 using namespace torch_ring::nccl;
 
 namespace torch_ring::nccl {
 
-struct OpaqueStream {
-  OpaqueStream() : thread([this] { run(); }) {}
-  ~OpaqueStream() {
-    enqueue(nullptr);
-    thread.join();
-  }
-
-  void enqueue(std::function<void()> task) {
-    const std::scoped_lock lock(mutex);
-    tasks.push_back(std::move(task));
-    changed.notify_all();
-  }
-
-  void synchronize() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return tasks.empty(); });
-  }
-
-  void run() {
-    std::unique_lock lock(mutex);
-    for (;;) {
-      changed.wait(lock, [&] { return !tasks.empty(); });
-      const auto task = tasks.front();  // stays there until it is done
-      if (!task) return;
-      lock.unlock();
-      task();
-      lock.lock();
-      tasks.pop_front();
-      changed.notify_all();
-    }
-  }
-
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> tasks;
-  std::thread thread;
-};
-
 namespace {
 
-/// What one rank brings to a collective.
-struct Part {
-  const void* input;
-  void* output;
+constexpr std::chrono::microseconds kPause{50};
+
+/// The way from one rank to another: a ring that holds the bytes [read, written). Each counter has
+/// one writer, whose release makes the bytes before it (or the room behind it) the other's.
+struct Mailbox {
+  static constexpr std::size_t kBytes = 256 << 10;
+  std::atomic<std::size_t> written;
+  std::atomic<std::size_t> read;
+  std::byte bytes[kBytes];
 };
 
-/// The ranks that share a unique id.
-struct Group {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int size = 0;
-  int joined = 0;
-  std::map<long, std::vector<Part>> rounds;  // by number, those who have come
-  std::map<long, int> left;                  // by number, how many have read the result
-  std::map<std::pair<int, int>, std::deque<const void*>> mail;  // by sender and receiver
-  std::map<std::pair<int, int>, long> taken;
-};
+/// What the ranks of a unique id share, in a file in memory that begins as zeros.
+struct alignas(Mailbox) World {
+  std::atomic<int> joined;
 
-std::mutex registry_mutex;
-std::map<std::string, std::weak_ptr<Group>> registry;
+  /// size * size of them come after this: by sender and receiver.
+  Mailbox* mail() { return reinterpret_cast<Mailbox*>(this + 1); }
+
+  static std::size_t bytes(int size) {
+    return sizeof(World) + static_cast<std::size_t>(size * size) * sizeof(Mailbox);
+  }
+};
+static_assert(std::atomic<std::size_t>::is_always_lock_free);
+static_assert(std::atomic<int>::is_always_lock_free);
 
 }  // namespace
 
 struct OpaqueComm {
-  std::shared_ptr<Group> group;
-  int rank = 0;
+  OpaqueComm(void* memory, int rank, int size)
+      : world(static_cast<World*>(memory)), rank(rank), size(size) {}
+  ~OpaqueComm() { munmap(world, World::bytes(size)); }
+
+  Mailbox& mail(int from, int to) const { return world->mail()[from * size + to]; }
+
+  World* const world;
+  const int rank;
+  const int size;
   int in_progress = 0;
-  long round = 0;
-  std::map<std::pair<int, int>, long> sent;
+  bool finalized = false;
   std::atomic<bool> aborted{false};
   std::atomic<int> running{0};
 };
 
 namespace {
 
-/// What a call does on its stream.
-using Task = std::function<void(OpaqueComm&)>;
-struct Note {
+/// Bytes on their way to a peer or from one; those that have gone are cut off.
+struct Transfer {
+  int peer;
+  bool sends;
+  std::byte* data;
+  std::size_t bytes;
+};
+
+/// Moves what can be moved now, and returns whether that was anything.
+bool advance(const OpaqueComm& self, Transfer& transfer) {
+  Mailbox& mail =
+      transfer.sends ? self.mail(self.rank, transfer.peer) : self.mail(transfer.peer, self.rank);
+  const std::size_t full = mail.written.load() - mail.read.load();
+  std::atomic<std::size_t>& position = transfer.sends ? mail.written : mail.read;
+  const std::size_t start = position.load() % Mailbox::kBytes;
+  const std::size_t bytes = std::min(
+      {transfer.bytes, Mailbox::kBytes - start, transfer.sends ? Mailbox::kBytes - full : full});
+  if (bytes == 0) return false;
+  std::byte* const there = mail.bytes + start;
+  std::memcpy(transfer.sends ? there : transfer.data, transfer.sends ? transfer.data : there,
+              bytes);
+  transfer.data += bytes;
+  transfer.bytes -= bytes;
+  position += bytes;
+  return true;
+}
+
+/// Makes all transfers together, those to or from one peer in their order. Returns false if the
+/// communicator is aborted before they are done.
+bool transfer_all(const OpaqueComm& self, std::span<Transfer> transfers) {
+  while (!self.aborted) {
+    bool moved = false;
+    std::set<std::pair<bool, int>> busy;
+    for (Transfer& transfer : transfers) {
+      const std::pair way{transfer.sends, transfer.peer};
+      if (transfer.bytes == 0 || busy.contains(way)) continue;
+      moved |= advance(self, transfer);
+      if (transfer.bytes > 0) busy.insert(way);
+    }
+    if (busy.empty() && !nccl_double_faults()->hang) return true;
+    if (!moved) std::this_thread::sleep_for(kPause);
+  }
+  return false;
+}
+
+/// A call: what it exchanges with the others, and what it computes when that is here.
+struct Call {
   Comm comm;
   Stream stream;
-  Task post;  // what others may wait for, first
-  Task wait;
+  std::vector<Transfer> transfers;
+  std::function<void()> compute;
 };
 thread_local int group_depth = 0;
-thread_local std::vector<Note> notes;
+thread_local std::vector<Call> group;
 
-Result answer(Comm comm) {
+/// Runs the calls of the group, which are of one communicator and stream, as one.
+Result launch() {
+  const auto calls = std::make_shared<std::vector<Call>>(std::exchange(group, {}));
+  if (calls->empty()) return Result::kSuccess;
+  const Comm comm = calls->front().comm;
+  ++comm->running;
+  calls->front().stream->enqueue([comm, calls] {
+    std::vector<Transfer> transfers;
+    for (const Call& call : *calls) {
+      transfers.insert(transfers.end(), call.transfers.begin(), call.transfers.end());
+    }
+    if (transfer_all(*comm, transfers)) {
+      for (const Call& call : *calls) call.compute();
+    }
+    --comm->running;
+  });
   comm->in_progress = nccl_double_faults()->in_progress;
   return comm->in_progress > 0 ? Result::kInProgress : Result::kSuccess;
 }
 
-Result launch() {
-  std::vector<Note> all;
-  std::swap(all, notes);
-  if (all.empty()) return Result::kSuccess;
-  const Comm comm = all[0].comm;
-  ++comm->running;
-  all[0].stream->enqueue([all] {
-    OpaqueComm& self = *all[0].comm;
-    for (const Note& note : all) {
-      if (note.post) note.post(self);
-    }
-    for (const bool sends : {false, true}) {  // a send is over when its receiver has come so far
-      for (const Note& note : all) {
-        if (static_cast<bool>(note.post) == sends) note.wait(self);
-      }
-    }
-    const std::scoped_lock lock(self.group->mutex);
-    --self.running;
-    self.group->changed.notify_all();
-  });
-  return answer(comm);
-}
-
-Result note(Note call) {
-  notes.push_back(std::move(call));
+Result add(Call call) {
+  group.push_back(std::move(call));
   return group_depth > 0 ? Result::kSuccess : launch();
-}
-
-/// Waits for all ranks; the last one computes for all.
-Result together(Comm comm, Stream stream, Part part,
-                std::function<void(const std::vector<Part>&)> compute) {
-  const long number = comm->round++;
-  return note({comm, stream, nullptr, [=](OpaqueComm& self) {
-                 Group& group = *self.group;
-                 std::unique_lock lock(group.mutex);
-                 auto& parts = group.rounds[number];
-                 parts.resize(static_cast<std::size_t>(group.size));
-                 parts[static_cast<std::size_t>(self.rank)] = part;
-                 if (++group.left[number] == group.size) {
-                   compute(parts);
-                   group.left[number] = 1000;  // done
-                   group.changed.notify_all();
-                 }
-                 group.changed.wait(lock,
-                                    [&] { return group.left[number] >= 1000 || self.aborted; });
-               }});
 }
 
 DType dtype_of(DataType type) {
@@ -171,17 +164,48 @@ Reduction reduction_of(DataType type, RedOp op) {
   return {dtype_of(type), kOps[static_cast<int>(op)], {}};
 }
 
-/// outputs = the reduction of the inputs from an offset on.
-void reduce_parts(const std::vector<Part>& parts, std::vector<void*> outputs, std::size_t offset,
-                  std::size_t count, const Reduction& reduction) {
+std::byte* at(const void* data, std::size_t offset = 0) {
+  return static_cast<std::byte*>(const_cast<void*>(data)) + offset;
+}
+
+void copy(const void* from, void* to, std::size_t bytes) {
+  if (bytes > 0 && from != to) std::memcpy(to, from, bytes);
+}
+
+/// Every rank sends `count` elements of its input to each rank that `receives`, those from
+/// `stride` * that rank on, and each of these reduces what it gets in the order of ranks.
+Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, const void* input,
+                  void* output, std::size_t count, const Reduction& reduction, Comm comm,
+                  Stream stream) {
+  const std::size_t width = size_of(reduction.dtype);
+  Call call{comm, stream, {}, [] {}};
+  for (int peer = 0; peer < comm->size; ++peer) {
+    const std::size_t start = static_cast<std::size_t>(peer) * stride * width;
+    if (peer != comm->rank && receives(peer)) {
+      call.transfers.push_back({peer, true, at(input, start), count * width});
+    }
+  }
+  if (!receives(comm->rank)) return add(std::move(call));
+
+  const auto arrived = std::make_shared<std::vector<std::vector<std::byte>>>();
   std::vector<const void*> inputs;
-  std::vector<std::byte> result(count * size_of(reduction.dtype));
-  for (const Part& part : parts)
-    inputs.push_back(static_cast<const std::byte*>(part.input) + offset);
-  void* const into[] = {result.data()};
-  reduce(into, inputs, count, reduction);
-  for (void* output : outputs)
-    std::copy(result.begin(), result.end(), static_cast<std::byte*>(output));
+  for (int peer = 0; peer < comm->size; ++peer) {
+    if (peer == comm->rank) {
+      inputs.push_back(at(input, static_cast<std::size_t>(peer) * stride * width));
+    } else {
+      std::byte* const data = arrived->emplace_back(count * width).data();
+      call.transfers.push_back({peer, false, data, count * width});
+      inputs.push_back(data);
+    }
+  }
+  call.compute = [=] {
+    std::vector<std::byte> result(count * width);  // the output may overlap the input
+    void* const into[] = {result.data()};
+    reduce(into, inputs, count, reduction);
+    copy(result.data(), output, result.size());
+    arrived->clear();
+  };
+  return add(std::move(call));
 }
 
 }  // namespace
@@ -194,22 +218,15 @@ NcclDoubleFaults* nccl_double_faults() {
   return &faults;
 }
 
-Stream nccl_double_stream_create() { return new OpaqueStream; }
-void nccl_double_stream_synchronize(Stream stream) { stream->synchronize(); }
-void nccl_double_stream_destroy(Stream stream) { delete stream; }
-void nccl_double_stream_enqueue(Stream stream, void (*fn)(void*), void* argument) {
-  stream->enqueue([=] { fn(argument); });
-}
-
 Result ncclGetVersion(int* version) {
   *version = nccl_double_faults()->version;
   return Result::kSuccess;
 }
 
 Result ncclGetUniqueId(UniqueId* id) {
-  static std::atomic<int> count{0};
-  std::snprintf(id->bytes, sizeof id->bytes, "double %d", ++count);
-  return Result::kSuccess;
+  const int file = memfd_create("nccl_double", MFD_CLOEXEC);  // the others may come at any time
+  std::snprintf(id->bytes, sizeof id->bytes, "/proc/%d/fd/%d", getpid(), file);
+  return file < 0 ? static_cast<Result>(2) : Result::kSuccess;
 }
 
 const char* ncclGetErrorString(Result result) {
@@ -219,34 +236,29 @@ const char* ncclGetLastError(Comm) { return "as told"; }
 
 Result ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, Config* config) {
   if (config->blocking != 0) return static_cast<Result>(4);
-  *comm = new OpaqueComm;
-  const std::scoped_lock lock(registry_mutex);
-  std::weak_ptr<Group>& known = registry[id.bytes];
-  (*comm)->group = known.lock();
-  if (!(*comm)->group) known = (*comm)->group = std::make_shared<Group>();
-  Group& group = *(*comm)->group;
-  const std::scoped_lock group_lock(group.mutex);
-  group.size = size;
-  ++group.joined;
-  (*comm)->rank = rank;
+  const Fd file(open(id.bytes, O_RDWR | O_CLOEXEC));
+  const std::size_t bytes = World::bytes(size);
+  if (!file || ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) return Result::kRemoteError;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (memory == MAP_FAILED) return static_cast<Result>(2);
+  *comm = new OpaqueComm(memory, rank, size);
+  ++(*comm)->world->joined;
   return Result::kInProgress;
 }
 
 Result ncclCommGetAsyncError(Comm comm, Result* state) {
   const NcclDoubleFaults& faults = *nccl_double_faults();
-  const std::scoped_lock lock(comm->group->mutex);
   *state = static_cast<Result>(faults.async_error.load());
   if (*state != Result::kSuccess) return Result::kSuccess;
-  const bool incomplete = comm->group->joined < comm->group->size || faults.init_hangs;
+  const bool incomplete = comm->world->joined < comm->size || faults.init_hangs ||
+                          (comm->finalized && comm->running > 0);
   if (incomplete || comm->in_progress-- > 0) *state = Result::kInProgress;
   return Result::kSuccess;
 }
 
 Result ncclCommFinalize(Comm comm) {
-  std::unique_lock lock(comm->group->mutex);
-  if (comm->running == 0) return Result::kSuccess;
-  comm->in_progress = 1000;
-  return Result::kInProgress;
+  comm->finalized = true;
+  return comm->running == 0 ? Result::kSuccess : Result::kInProgress;
 }
 
 Result ncclCommDestroy(Comm comm) {
@@ -257,95 +269,61 @@ Result ncclCommDestroy(Comm comm) {
 
 Result ncclCommAbort(Comm comm) {
   ++nccl_double_faults()->aborted;
-  {
-    std::unique_lock lock(comm->group->mutex);
-    comm->aborted = true;
-    comm->group->changed.notify_all();
-    comm->group->changed.wait(lock, [&] { return comm->running == 0; });
-  }
+  comm->aborted = true;
+  while (comm->running > 0) std::this_thread::sleep_for(kPause);
   delete comm;
   return Result::kSuccess;
 }
 
 Result ncclAllReduce(const void* input, void* output, std::size_t count, DataType type, RedOp op,
                      Comm comm, Stream stream) {
-  return together(comm, stream, {input, output}, [=](const std::vector<Part>& parts) {
-    std::vector<void*> outputs;
-    for (const Part& part : parts) outputs.push_back(part.output);
-    reduce_parts(parts, outputs, 0, count, reduction_of(type, op));
-  });
+  const auto all = [](int) { return true; };
+  return reduce_for(all, 0, input, output, count, reduction_of(type, op), comm, stream);
 }
 
 Result ncclReduce(const void* input, void* output, std::size_t count, DataType type, RedOp op,
                   int root, Comm comm, Stream stream) {
-  return together(comm, stream, {input, output}, [=](const std::vector<Part>& parts) {
-    reduce_parts(parts, {parts[static_cast<std::size_t>(root)].output}, 0, count,
-                 reduction_of(type, op));
-  });
+  const auto alone = [=](int rank) { return rank == root; };
+  return reduce_for(alone, 0, input, output, count, reduction_of(type, op), comm, stream);
 }
 
 Result ncclReduceScatter(const void* input, void* output, std::size_t count, DataType type,
                          RedOp op, Comm comm, Stream stream) {
-  return together(comm, stream, {input, output}, [=](const std::vector<Part>& parts) {
-    for (std::size_t rank = 0; rank < parts.size(); ++rank) {
-      reduce_parts(parts, {parts[rank].output}, rank * count * size_of(dtype_of(type)), count,
-                   reduction_of(type, op));
-    }
-  });
+  const auto all = [](int) { return true; };
+  return reduce_for(all, count, input, output, count, reduction_of(type, op), comm, stream);
 }
 
 Result ncclBroadcast(const void* input, void* output, std::size_t count, DataType type, int root,
                      Comm comm, Stream stream) {
   const std::size_t bytes = count * size_of(dtype_of(type));
-  return together(comm, stream, {input, output}, [=](const std::vector<Part>& parts) {
-    for (const Part& part : parts) {
-      if (bytes > 0) std::memmove(part.output, parts[static_cast<std::size_t>(root)].input, bytes);
-    }
-  });
+  if (comm->rank != root) return add({comm, stream, {{root, false, at(output), bytes}}, [] {}});
+  Call call{comm, stream, {}, [=] { copy(input, output, bytes); }};
+  for (int peer = 0; peer < comm->size; ++peer) {
+    if (peer != root) call.transfers.push_back({peer, true, at(input), bytes});
+  }
+  return add(std::move(call));
 }
 
 Result ncclAllGather(const void* input, void* output, std::size_t count, DataType type, Comm comm,
                      Stream stream) {
   const std::size_t bytes = count * size_of(dtype_of(type));
-  return together(comm, stream, {input, output}, [=](const std::vector<Part>& parts) {
-    for (const Part& to : parts) {
-      for (std::size_t rank = 0; rank < parts.size(); ++rank) {
-        if (bytes == 0) continue;
-        std::memmove(static_cast<std::byte*>(to.output) + rank * bytes, parts[rank].input, bytes);
-      }
-    }
-  });
+  const auto place = [=](int rank) { return at(output, static_cast<std::size_t>(rank) * bytes); };
+  Call call{comm, stream, {}, [=] { copy(input, place(comm->rank), bytes); }};
+  for (int peer = 0; peer < comm->size; ++peer) {
+    if (peer == comm->rank) continue;
+    call.transfers.push_back({peer, true, at(input), bytes});
+    call.transfers.push_back({peer, false, place(peer), bytes});
+  }
+  return add(std::move(call));
 }
 
-Result ncclSend(const void* data, std::size_t, DataType, int peer, Comm comm, Stream stream) {
-  const std::pair way{comm->rank, peer};
-  const long number = ++comm->sent[way];
-  return note({comm, stream,
-               [=](OpaqueComm& self) {
-                 const std::scoped_lock lock(self.group->mutex);
-                 self.group->mail[way].push_back(data);
-                 self.group->changed.notify_all();
-               },
-               [=](OpaqueComm& self) {
-                 std::unique_lock lock(self.group->mutex);
-                 self.group->changed.wait(
-                     lock, [&] { return self.group->taken[way] >= number || self.aborted; });
-               }});
+Result ncclSend(const void* data, std::size_t count, DataType type, int peer, Comm comm,
+                Stream stream) {
+  return add({comm, stream, {{peer, true, at(data), count * size_of(dtype_of(type))}}, [] {}});
 }
 
 Result ncclRecv(void* data, std::size_t count, DataType type, int peer, Comm comm, Stream stream) {
-  const std::pair way{peer, comm->rank};
-  const std::size_t bytes = count * size_of(dtype_of(type));
-  return note({comm, stream, nullptr, [=](OpaqueComm& self) {
-                 std::unique_lock lock(self.group->mutex);
-                 auto& mail = self.group->mail[way];
-                 self.group->changed.wait(lock, [&] { return !mail.empty() || self.aborted; });
-                 if (mail.empty()) return;
-                 std::memcpy(data, mail.front(), bytes);
-                 mail.pop_front();
-                 ++self.group->taken[way];
-                 self.group->changed.notify_all();
-               }});
+  return add({comm, stream, {{peer, false, at(data), count * size_of(dtype_of(type))}}, [] {}});
 }
 
 Result ncclGroupStart() {

@@ -1,0 +1,59 @@
+// A stream of the doubles: a queue with a thread that runs it.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "nccl/api.h"
+
+namespace torch_ring::nccl {
+
+struct OpaqueStream {
+  OpaqueStream() : thread([this] { run(); }) {}
+  ~OpaqueStream() {
+    enqueue(nullptr);
+    thread.join();
+  }
+
+  void enqueue(std::function<void()> task) {
+    const std::scoped_lock lock(mutex);
+    tasks.push_back(std::move(task));
+    changed.notify_all();
+  }
+
+  bool done() {
+    const std::scoped_lock lock(mutex);
+    return tasks.empty();
+  }
+
+  void synchronize() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return tasks.empty(); });
+  }
+
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [&] { return !tasks.empty(); });
+      auto task = std::move(tasks.front());  // its place stays taken until it is done
+      if (!task) return;
+      lock.unlock();
+      task();
+      task = nullptr;
+      lock.lock();
+      tasks.pop_front();
+      changed.notify_all();
+    }
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  std::thread thread;
+};
+
+}  // namespace torch_ring::nccl

@@ -1,0 +1,82 @@
+"""Stand-ins for a GPU and for NCCL in the ranks of a test: host memory and threads.
+
+They show whether results are right and whether what must wait does wait. No time measured on them
+says anything about a GPU.
+
+Their streams have threads, which do not live through a fork: a test's function calls `load()` when
+it runs on its rank, and nothing may do so before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICE = "ringdouble"  # the name of its type in torch.device; its key is PrivateUse1
+_LIBRARIES = Path(__file__).parent.parent / "build/cpp/plain"
+NCCL_LIBRARY = _LIBRARIES / "libnccl_double.so"
+_DEVICE_LIBRARY = _LIBRARIES / "libdevice_double.so"
+
+needed = pytest.mark.skipif(not _DEVICE_LIBRARY.exists(), reason="`make doubles` builds the device")
+
+
+class Faults(ctypes.Structure):
+    """What goes wrong in this process's NCCL double: NcclDoubleFaults in nccl_double.h."""
+
+    _fields_ = [  # noqa: RUF012
+        ("version", ctypes.c_int),
+        ("in_progress", ctypes.c_int),
+        ("async_error", ctypes.c_int),
+        ("init_hangs", ctypes.c_int),
+        ("aborted", ctypes.c_int),
+        ("destroyed", ctypes.c_int),
+        ("hang", ctypes.c_int),
+    ]
+
+
+@functools.cache
+def load() -> None:
+    """Make `DEVICE` a device of torch in this process."""
+    torch.ops.load_library(str(_DEVICE_LIBRARY))
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    module = types.ModuleType(f"torch.{DEVICE}")
+    module.__dict__.update(
+        is_available=torch.accelerator.is_available,
+        is_initialized=lambda: True,
+        device_count=torch.accelerator.device_count,
+        current_device=torch.accelerator.current_device_index,
+        set_device=torch.accelerator.set_device_index,
+        current_stream=torch.accelerator.current_stream,
+        set_stream=torch.accelerator.set_stream,
+        synchronize=torch.accelerator.synchronize,
+        Stream=functools.partial(torch.Stream, DEVICE),
+        Event=functools.partial(torch.Event, DEVICE),
+        manual_seed_all=lambda seed: None,
+        _is_in_bad_fork=lambda: False,
+    )
+    torch._register_device_module(DEVICE, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+@functools.cache
+def nccl() -> ctypes.CDLL:
+    """Return the NCCL double of this process."""
+    return ctypes.CDLL(str(NCCL_LIBRARY))
+
+
+def faults() -> Faults:
+    """Return what goes wrong in this process: to be read and written."""
+    address = nccl().nccl_double_faults
+    address.restype = ctypes.POINTER(Faults)
+    result: Faults = address().contents
+    return result
+
+
+def delay(milliseconds: int) -> None:
+    """Keep the current stream busy."""
+    torch.ops.ringdouble.delay(milliseconds)
