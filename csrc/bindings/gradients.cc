@@ -128,6 +128,7 @@ void GradientHooks::add_hooks() {
 void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots) {
   const std::scoped_lock lock(mutex_);
   missing_.assign(buckets.size(), 0);
+  streams_.assign(buckets.size(), std::nullopt);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
@@ -161,6 +162,7 @@ void GradientHooks::after_accumulation(std::size_t index) {
     Parameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
     keep_place(parameter);
+    follow_streams(parameter);
     bucket_full = count_arrival(index, take(parameter));
     bucket = parameter.bucket;
   }
@@ -198,6 +200,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
 void GradientHooks::end_pass() {
   const std::scoped_lock lock(mutex_);
   arrived_.clear();
+  streams_.assign(streams_.size(), std::nullopt);
   std::fill(missing_.begin(), missing_.end(), 0);
   for (Parameter& parameter : parameters_) {
     parameter.arrived = false;
@@ -346,6 +349,20 @@ bool GradientHooks::take(Parameter& parameter) {
   const bool fresh = !grad.is_same(parameter.sparse);
   parameter.sparse = grad;
   return fresh;
+}
+
+/// A backward pass may run on several streams. Who fills a bucket sends it, and so must come after
+/// the others: every arrival waits for the one before it.
+void GradientHooks::follow_streams(const Parameter& parameter) {
+  if (parameter.view.is_cpu()) return;
+  const c10::Stream stream = current_stream(parameter.view.device());
+  std::optional<c10::Stream>& last = streams_[parameter.bucket];
+  if (last && *last != stream) {
+    c10::Event arrived(stream.device_type());
+    arrived.record(*last);
+    arrived.block(stream);
+  }
+  last = stream;
 }
 
 /// Makes `grad` the place in the bucket, with its value; returns whether it was elsewhere.

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings/place.h"
+#include "bindings/streams.h"
 
 namespace torch_ring {
 
@@ -133,6 +134,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void keep_place(Parameter& parameter);
   bool take(Parameter& parameter);
   bool move_in(Parameter& parameter);
+  void follow_streams(const Parameter& parameter);
   void discount(Parameter& parameter);
   bool due(const Parameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
@@ -143,7 +145,8 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   std::mutex mutex_;  // guards what follows
   std::vector<Parameter> parameters_;
   std::vector<std::size_t> missing_;  // by bucket: parameters that have not arrived in this pass
-  std::vector<std::size_t> arrived_;  // in order
+  std::vector<std::optional<c10::Stream>> streams_;  // by bucket, on a device: of the last arrival
+  std::vector<std::size_t> arrived_;                 // in order
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };

@@ -1,0 +1,175 @@
+"""The GPU path on stand-ins: a device of torch's over host memory, and an NCCL of our own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import device_double
+import pool
+import pytest
+import torch
+from device_double import DEVICE, NCCL_LIBRARY
+from device_programs import OPERATIONS, TRAINING
+
+import torch_ring as hvd
+
+pytestmark = device_double.needed
+
+
+def on_double(program: Callable[[str], object]) -> object:
+    device_double.load()
+    return program(DEVICE)
+
+
+def run(program: Callable[[str], object], size: int, transport: str = "shm", **env: str) -> Any:
+    """Call ``program(device)`` on `size` ranks."""
+    env = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY), **env}
+    return pool.run(on_double, size, args=(program,), transport=transport, env=env)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("program", [*OPERATIONS, *TRAINING], ids=lambda program: program.__name__)
+def test_on_a_stand_in(program, size):
+    run(program, size)
+
+
+# --- what goes wrong: the doubles do it on demand
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the type's name and the text of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def lacks_nccl(device: str) -> tuple[str, str]:
+    if hvd.rank() == 1:
+        os.environ["TORCH_RING_NCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
+    hvd.shutdown()
+    hvd.init()
+    first = error_of(lambda: hvd.allreduce(torch.ones(3, device=device), name="a"))
+    assert error_of(lambda: hvd.allreduce(torch.ones(3, device=device), name="a")) == first
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+    return first
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_without_nccl_is_named_everywhere(size):
+    for rank, (kind, text) in enumerate(run(lacks_nccl, size)):
+        assert kind == "InvalidArgumentError"
+        assert text.startswith(f"rank {rank}: allreduce 'a' float32 [3] Average on "), text
+        assert "rank 1 (" in text
+        assert "/nowhere/libnccl.so.2" in text
+        assert "rank 0 (" not in text
+
+
+def has_another_nccl(device: str) -> tuple[str, str]:
+    if hvd.rank() == 0:
+        device_double.faults().version = 22803
+    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+def test_different_nccls_are_named():
+    for kind, text in run(has_another_nccl, 2):
+        assert kind == "InvalidArgumentError"
+        assert re.search(r"rank 0 \(.*\) has 2\.28\.3, rank 1 \(.*\) has 2\.27\.3", text), text
+
+
+def goes_through_slowly(device: str) -> None:
+    device_double.faults().in_progress = 3
+    for count in (3, 5000):
+        result = hvd.allreduce(torch.ones(count, device=device), op=hvd.Sum)
+        assert (result.cpu() == hvd.size()).all()
+
+
+def test_calls_in_progress_are_waited_for():
+    run(goes_through_slowly, 2)
+
+
+def fails_inside(device: str) -> tuple[str, str]:
+    """An error that NCCL reports later is the next call's, on all ranks; a new init() works."""
+    hvd.allreduce(torch.ones(3, device=device))
+    mine = torch.ones(3, device=device)
+    if hvd.rank() == 1:
+        device_double.faults().async_error = 3  # ncclInternalError
+
+    def until_noticed() -> None:
+        for _ in range(1000):
+            hvd.allreduce(mine, name="x")
+
+    failure = error_of(until_noticed)
+    device_double.faults().async_error = 0
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
+    assert device_double.faults().aborted == 1
+    return failure
+
+
+def test_an_error_inside_nccl_ends_the_job_and_another_can_begin():
+    (kind, text), (own_kind, own_text) = run(fails_inside, 2)
+    assert own_kind == "RingError"
+    assert "the double's error" in own_text
+    assert kind == "PeerLostError"
+    assert "rank 1 (" in text
+    assert "the double's error" in text
+
+
+def loses_a_rank(device: str) -> tuple[str, str]:
+    """Rank 1 dies while the streams of all ranks wait for one another."""
+    hvd.allreduce(torch.ones(3, device=device))
+    hvd.barrier()
+    device_double.faults().hang = 1
+    mine = torch.ones(3, device=device)
+    result = hvd.allreduce(mine, name="doomed")  # enqueued: the host goes on
+    if hvd.rank() == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    result.cpu()  # would hang if the communicator were not aborted
+    failure = error_of(lambda: hvd.allreduce(mine, name="next"))
+    device_double.faults().hang = 0
+    return failure
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_streams_do_not_wait_for_a_dead_rank(size):
+    results = pool.run(
+        on_double,
+        size,
+        args=(loses_a_rank,),
+        env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)},
+        may_die={1},
+    )
+    for rank in set(range(size)) - {1}:
+        kind, text = results[rank]
+        assert kind == "PeerLostError"
+        assert "rank 1 (pid " in text, text
+
+
+def never_begins(device: str) -> tuple[str, str]:
+    device_double.faults().init_hangs = 1
+    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+def test_nccl_has_a_deadline():
+    failures = run(never_begins, 2, TORCH_RING_TIMEOUT="0.5")
+    assert any(kind == "TimeoutError" for kind, _ in failures), failures
+    assert any("ncclCommInitRankConfig" in text for _, text in failures), failures
+
+
+def uses_two_devices(device: str) -> None:
+    hvd.allreduce(torch.ones(3, device=f"{device}:0"))
+    with pytest.raises(ValueError, match=rf"uses {device}:0, and the tensor is on {device}:1"):
+        hvd.allreduce(torch.ones(3, device=f"{device}:1"))
+
+
+def test_a_process_uses_one_device():
+    run(uses_two_devices, 2)
