@@ -9,9 +9,11 @@ it runs on its rank, and nothing may do so before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,14 +71,30 @@ def nccl() -> ctypes.CDLL:
     return ctypes.CDLL(str(NCCL_LIBRARY))
 
 
-def faults() -> Faults:
-    """Return what goes wrong in this process: to be read and written."""
+@contextlib.contextmanager
+def faults() -> Iterator[Faults]:
+    """Let things go wrong in this process until the block ends; the counts begin at 0."""
     address = nccl().nccl_double_faults
     address.restype = ctypes.POINTER(Faults)
-    result: Faults = address().contents
-    return result
+    now: Faults = address().contents
+    now.aborted = now.destroyed = 0
+    usual = bytes(now)
+    try:
+        yield now
+    finally:
+        ctypes.memmove(ctypes.byref(now), usual, len(usual))
 
 
 def delay(milliseconds: int) -> None:
     """Keep the current stream busy."""
     torch.ops.ringdouble.delay(milliseconds)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let what is now the current stream do nothing more until the block ends."""
+    gate = torch.ops.ringdouble.close_gate()
+    try:
+        yield
+    finally:
+        torch.ops.ringdouble.open_gate(gate)

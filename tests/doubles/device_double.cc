@@ -25,6 +25,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -345,6 +346,19 @@ void delay(std::int64_t milliseconds) {
           [=] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
 }
 
+/// Stops the current stream until the gate is opened, once.
+std::int64_t close_gate() {
+  auto* const gate = new std::promise<void>;
+  enqueue(current_queue(current_device),
+          [opened = std::shared_future<void>(gate->get_future())] { opened.wait(); });
+  return reinterpret_cast<std::int64_t>(gate);
+}
+
+void open_gate(std::int64_t gate) {
+  const std::unique_ptr<std::promise<void>> owned(reinterpret_cast<std::promise<void>*>(gate));
+  owned->set_value();
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   using at::IntArrayRef;
   using at::Tensor;
@@ -379,7 +393,11 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }
 
-TORCH_LIBRARY(ringdouble, library) { library.def("delay(int milliseconds) -> ()", delay); }
+TORCH_LIBRARY(ringdouble, library) {
+  library.def("delay(int milliseconds) -> ()", delay);
+  library.def("close_gate() -> int", close_gate);
+  library.def("open_gate(int gate) -> ()", open_gate);
+}
 
 [[maybe_unused]] const bool hooked = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks);

@@ -8,8 +8,10 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <span>
 #include <thread>
@@ -224,7 +226,14 @@ Result ncclGetVersion(int* version) {
 }
 
 Result ncclGetUniqueId(UniqueId* id) {
-  const int file = memfd_create("nccl_double", MFD_CLOEXEC);  // the others may come at any time
+  // The others may come at any time; to the last few, for what they leave in memory would add up.
+  constexpr std::size_t kOpen = 32;
+  static std::mutex mutex;
+  static std::deque<Fd> files;
+  const std::scoped_lock lock(mutex);
+  files.emplace_back(memfd_create("nccl_double", MFD_CLOEXEC));
+  if (files.size() > kOpen) files.pop_front();
+  const int file = files.back().get();
   std::snprintf(id->bytes, sizeof id->bytes, "/proc/%d/fd/%d", getpid(), file);
   return file < 0 ? static_cast<Result>(2) : Result::kSuccess;
 }
