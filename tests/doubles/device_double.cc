@@ -371,6 +371,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
   library.impl("resize_", TORCH_FN(at::native::resize_));
+  // The generic ones ask for a kernel of the device's own.
+  for (const char* name : {"convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+  }
   // Views do not look at memory: the CPU's will do.
   library.impl("as_strided", TORCH_FN(at::cpu::as_strided));
   library.impl("view", TORCH_FN(at::cpu::view));
