@@ -238,6 +238,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  /// Whose memory it is nobody knows: who wraps a pointer has made its device the current one.
+  c10::Device getDeviceFromPtr(void*) const override { return device_of(current_device); }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchangeDevice(device); }
