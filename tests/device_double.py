@@ -50,19 +50,29 @@ def load() -> None:
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
-        device_count=torch.accelerator.device_count,
+        device_count=lambda: 2,
+        device=_device,
         current_device=torch.accelerator.current_device_index,
         set_device=torch.accelerator.set_device_index,
         current_stream=torch.accelerator.current_stream,
+        stream=lambda stream: stream,  # which is a context manager itself
         set_stream=torch.accelerator.set_stream,
         synchronize=torch.accelerator.synchronize,
         Stream=functools.partial(torch.Stream, DEVICE),
         Event=functools.partial(torch.Event, DEVICE),
-        manual_seed_all=lambda seed: None,
+        manual_seed_all=lambda _seed: None,  # random numbers are the CPU's
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         _is_in_bad_fork=lambda: False,
     )
     torch._register_device_module(DEVICE, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _device(device: torch.device | str | int | None) -> torch.accelerator.device_index:
+    """Return what makes a device the current one for a block."""
+    if device is None or isinstance(device, int):
+        return torch.accelerator.device_index(device)
+    return torch.accelerator.device_index(torch.device(device).index)
 
 
 @functools.cache

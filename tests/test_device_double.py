@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import itertools
+import pickle
 import time
 
 import device_double
@@ -59,18 +60,24 @@ def operators() -> None:
 
 def training() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-    data = torch.randn(5, 4)
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 1)
+    )
+    data = torch.randn(5, 1, 4, 4)
     on_device = copy.deepcopy(net).to(DEVICE)
     for model, inputs in ((net, data), (on_device, data.to(DEVICE))):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     for a, b in zip(net.parameters(), on_device.parameters(), strict=True):
         assert b.device.type == DEVICE
         assert torch.equal(a, b.cpu())
+    restored = pickle.loads(pickle.dumps(on_device.state_dict()))
+    assert restored["0.weight"].device.type == DEVICE
+    assert torch.equal(restored["0.weight"], on_device[0].weight)
 
 
 def streams() -> None:
@@ -129,13 +136,13 @@ def freed_memory() -> None:
 
 
 class UniqueId(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]  # noqa: RUF012
+    _fields_ = [("bytes", ctypes.c_char * 128)]
 
 
 class Config(ctypes.Structure):
     """As csrc/nccl/api.h has it."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("size", ctypes.c_size_t),
         ("magic", ctypes.c_uint),
         ("version", ctypes.c_uint),

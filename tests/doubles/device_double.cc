@@ -238,6 +238,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  /// Whose memory it is nobody knows: who wraps a pointer has made its device the current one.
+  c10::Device getDeviceFromPtr(void*) const override { return device_of(current_device); }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchangeDevice(device); }
@@ -371,6 +373,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
   library.impl("resize_", TORCH_FN(at::native::resize_));
+  // The generic ones ask for a kernel of the device's own.
+  for (const char* name : {"convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+  }
   // Views do not look at memory: the CPU's will do.
   library.impl("as_strided", TORCH_FN(at::cpu::as_strided));
   library.impl("view", TORCH_FN(at::cpu::view));
