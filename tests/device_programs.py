@@ -44,7 +44,9 @@ def reduces_everything(device: str) -> None:
                 got = hvd.allreduce(mine, op=op)
                 assert got.device.type == device
                 torch.testing.assert_close(
-                    got.cpu(), want, msg=lambda text: f"{dtype} {shape} {op}: {text}"
+                    got.cpu(),
+                    want,
+                    msg=lambda m: f"{dtype} {shape} {op}: {m}",  # noqa: B023
                 )
                 assert hvd.allreduce_(mine, op=op) is mine
                 assert torch.equal(mine.cpu(), got.cpu())
@@ -127,7 +129,7 @@ def moves(device: str) -> None:
         parts = [torch.full((count, 4), float(r)) for r, count in enumerate(all_rows)]
         assert torch.equal(gathered, torch.cat(parts))
     one, two = hvd.grouped_allgather(
-        [torch.ones(2, device=device), torch.ones(rank, device=device)]
+        [torch.ones(2, device=device), torch.ones(rank, device=device)],
     )
     assert (len(one), len(two)) == (2 * size, size * (size - 1) // 2)
 

@@ -72,9 +72,9 @@ def test_a_rank_without_nccl_is_named_everywhere(size):
 
 
 def has_another_nccl(device: str) -> tuple[str, str]:
-    if hvd.rank() == 0:
-        device_double.faults().version = 22803
-    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+    with device_double.faults() as faults:
+        faults.version = 22703 + 100 * (hvd.rank() == 0)
+        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
 
 
 def test_different_nccls_are_named():
@@ -84,10 +84,11 @@ def test_different_nccls_are_named():
 
 
 def goes_through_slowly(device: str) -> None:
-    device_double.faults().in_progress = 3
-    for count in (3, 5000):
-        result = hvd.allreduce(torch.ones(count, device=device), op=hvd.Sum)
-        assert (result.cpu() == hvd.size()).all()
+    with device_double.faults() as faults:
+        faults.in_progress = 3
+        for count in (3, 5000):
+            result = hvd.allreduce(torch.ones(count, device=device), op=hvd.Sum)
+            assert (result.cpu() == hvd.size()).all()
 
 
 def test_calls_in_progress_are_waited_for():
@@ -96,21 +97,20 @@ def test_calls_in_progress_are_waited_for():
 
 def fails_inside(device: str) -> tuple[str, str]:
     """An error that NCCL reports later is the next call's, on all ranks; a new init() works."""
-    hvd.allreduce(torch.ones(3, device=device))
     mine = torch.ones(3, device=device)
-    if hvd.rank() == 1:
-        device_double.faults().async_error = 3  # ncclInternalError
+    hvd.allreduce(mine)
 
     def until_noticed() -> None:
         for _ in range(1000):
             hvd.allreduce(mine, name="x")
 
-    failure = error_of(until_noticed)
-    device_double.faults().async_error = 0
+    with device_double.faults() as faults:
+        faults.async_error = 3 * (hvd.rank() == 1)  # ncclInternalError
+        failure = error_of(until_noticed)
+        assert faults.aborted == 1
     hvd.shutdown()
     hvd.init()
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
-    assert device_double.faults().aborted == 1
     return failure
 
 
@@ -127,16 +127,15 @@ def loses_a_rank(device: str) -> tuple[str, str]:
     """Rank 1 dies while the streams of all ranks wait for one another."""
     hvd.allreduce(torch.ones(3, device=device))
     hvd.barrier()
-    device_double.faults().hang = 1
     mine = torch.ones(3, device=device)
-    result = hvd.allreduce(mine, name="doomed")  # enqueued: the host goes on
-    if hvd.rank() == 1:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    result.cpu()  # would hang if the communicator were not aborted
-    failure = error_of(lambda: hvd.allreduce(mine, name="next"))
-    device_double.faults().hang = 0
-    return failure
+    with device_double.faults() as faults:
+        faults.hang = 1
+        result = hvd.allreduce(mine, op=hvd.Sum)  # enqueued: the host goes on
+        if hvd.rank() == 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        result.cpu()  # would hang if the communicator were not aborted
+        return error_of(lambda: hvd.allreduce(mine, name="next"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -155,8 +154,9 @@ def test_streams_do_not_wait_for_a_dead_rank(size):
 
 
 def never_begins(device: str) -> tuple[str, str]:
-    device_double.faults().init_hangs = 1
-    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+    with device_double.faults() as faults:
+        faults.init_hangs = 1
+        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
 
 
 def test_nccl_has_a_deadline():
