@@ -186,17 +186,18 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   driving_ = true;
   driver_ = std::this_thread::get_id();
   paused_ = false;
-  bool device_busy = device_busy_;
+  bool device_busy = false;
   lock.unlock();
   std::exception_ptr interrupted;
   try {
     drive(target, interrupt);
     device_busy = device_.busy();
+  } catch (const Interrupted& caught) {
+    interrupted = caught.cause;
+    device_busy = true;  // for all that is known here
   } catch (const Error& error) {
     const Error cause = first_cause(error);
     if (abort_->raise(cause)) watchdog_->announce(cause);
-  } catch (const Interrupted& caught) {
-    interrupted = caught.cause;
   } catch (const std::exception& error) {  // out of memory, say: the ranks are out of step
     const Error cause(ErrorKind::kInternal, error.what());
     if (abort_->raise(cause)) watchdog_->announce(cause);
@@ -209,8 +210,11 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   driving_ = paused_ = pausing;
   if (!pausing) driver_ = {};
   if (abort_->raised()) fail_all();
-  const bool device_changed = std::exchange(device_busy_, device_busy) != device_busy;
-  if (waiters_ > 0 || !idle() || closing_ || device_changed) changed_.notify_all();
+  device_busy_ = device_busy;
+  if (waiters_ > 0 || !idle() || closing_ || device_busy != device_was_busy_) {
+    changed_.notify_all();
+  }
+  device_was_busy_ = device_busy;
   if (interrupted) {
     lock.unlock();
     std::rethrow_exception(interrupted);

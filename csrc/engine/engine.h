@@ -128,9 +128,10 @@ class Engine {
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
   bool driving_ = false;
-  std::thread::id driver_;    // none if nobody drives
-  int waiters_ = 0;           // threads that wait for the driver
-  bool device_busy_ = false;  // what the driver has enqueued there has not run yet
+  std::thread::id driver_;        // none if nobody drives
+  int waiters_ = 0;               // threads that wait for the driver
+  bool device_was_busy_ = false;  // when somebody drove last
+  bool device_busy_ = false;      // what the driver has enqueued there has not run yet
   bool closing_ = false;
 
   std::unique_ptr<Watchdog> watchdog_;

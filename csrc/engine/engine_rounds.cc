@@ -80,7 +80,12 @@ void Engine::finish_round() {
     });
   };
   run(executor_, here);
-  if (!on_device.jobs.empty()) run(device_, on_device);
+  if (on_device.jobs.empty()) return;
+  {
+    const Lock lock(mutex_);
+    device_busy_ = true;  // before a work is done: close() waits for what runs
+  }
+  run(device_, on_device);
 }
 
 /// The error as the work's: who, what, and why.

@@ -2,68 +2,14 @@
 
 #include "nccl/nccl_communicator.h"
 
-#include <dlfcn.h>
-
 #include "communicator_suite.h"
-#include "doubles/nccl_double.h"
-#include "nccl/loader.h"
+#include "doubles/nccl_streams.h"
 
 using namespace torch_ring;
 using namespace torch_ring::test;
 using nccl::NcclCommunicator;
 
 namespace {
-
-const nccl::Api& double_api() {
-  static const nccl::Api api = nccl::load(NCCL_DOUBLE);
-  return api;
-}
-
-template <class Function>
-Function* double_symbol(const char* name) {
-  static void* const library = dlopen(NCCL_DOUBLE, RTLD_NOW);
-  return reinterpret_cast<Function*>(dlsym(library, name));
-}
-
-NcclDoubleFaults& faults() {
-  return *double_symbol<decltype(nccl_double_faults)>("nccl_double_faults")();
-}
-
-/// Faults are over at the end of a test.
-struct FaultsEnd {
-  ~FaultsEnd() {
-    faults().version = 22703;
-    faults().in_progress = faults().async_error = 0;
-    faults().init_hangs = false;
-  }
-};
-
-struct Stream {
-  Stream()
-      : handle(double_symbol<decltype(nccl_double_stream_create)>("nccl_double_stream_create")()) {}
-  ~Stream() {
-    double_symbol<decltype(nccl_double_stream_destroy)>("nccl_double_stream_destroy")(handle);
-  }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-
-  void synchronize() const {
-    double_symbol<decltype(nccl_double_stream_synchronize)>("nccl_double_stream_synchronize")(
-        handle);
-  }
-  void enqueue(std::function<void()> task) const {
-    double_symbol<decltype(nccl_double_stream_enqueue)>("nccl_double_stream_enqueue")(
-        handle,
-        [](void* argument) {
-          const std::unique_ptr<std::function<void()>> owned(
-              static_cast<std::function<void()>*>(argument));
-          (*owned)();
-        },
-        new std::function<void()>(std::move(task)));
-  }
-
-  const nccl::Stream handle;
-};
 
 /// One rank: its CPU communicator for agreement, a stream, and NCCL. Each call waits for the
 /// stream, so that the suites can be as they are.

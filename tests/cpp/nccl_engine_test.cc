@@ -1,0 +1,203 @@
+// Engines with a device: NCCL's double, and host memory whose copies run on its streams.
+#include <cstring>
+
+#include "doubles/nccl_streams.h"
+#include "engine_ranks.h"
+#include "nccl/meeting.h"
+#include "nccl/nccl_communicator.h"
+
+namespace torch_ring::test {
+namespace {
+
+constexpr std::uint8_t kDevice = 1;
+
+class StreamDevice final : public Device, public Memory {
+ public:
+  StreamDevice(Communicator& host, const Abort& abort, const nccl::Meeting& meeting,
+               std::chrono::milliseconds timeout)
+      : api_(meeting.api),
+        communicator_(api_, meeting.id, host.rank(), host.size(), host.board(), abort, timeout,
+                      {stream_.handle, {}}) {}
+
+  Communicator& communicator() override { return communicator_; }
+  Memory& memory() override { return *this; }
+  void use(const std::function<void()>& enqueue) override {
+    enqueue();
+    ++enqueued_;
+    stream_.enqueue([this] { ++done_; });
+  }
+  bool busy() override {
+    communicator_.check();
+    return done_ < enqueued_;
+  }
+  void abort() noexcept override { communicator_.abort(); }
+
+  // What the stream uses lives as long as the stream.
+  std::shared_ptr<void> allocate(std::size_t bytes) override {
+    return memory_.emplace_back(std::make_shared<std::byte[]>(bytes));
+  }
+  void* buffer(std::size_t bytes) override { return allocate(bytes).get(); }
+  void copy(std::span<const Copy> copies, DType dtype) override {
+    for (const Copy& copy : copies) {
+      stream_.enqueue([copy, dtype] {
+        if (copy.count > 0) std::memcpy(copy.to, copy.from, copy.count * size_of(dtype));
+      });
+    }
+  }
+  void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
+    stream_.enqueue([=] { torch_ring::fill_identity(data, count, dtype, op); });
+  }
+
+ private:
+  const nccl::Api api_;
+  std::vector<std::shared_ptr<void>> memory_;
+  int enqueued_ = 0;
+  std::atomic<int> done_{0};
+  Stream stream_;
+  nccl::NcclCommunicator communicator_;
+};
+
+/// Ranks of one host, whose device is made with what `load` gives.
+void run_with_device(
+    int size, const std::function<void(Rank&)>& fn, const EngineConfig& config = patient(),
+    const std::function<nccl::Api(int rank)>& load = [](int) { return double_api(); }) {
+  std::vector<World> worlds = make_worlds(one_host(size));
+  run_ranks(size, [&](int rank) {
+    World& world = worlds[static_cast<std::size_t>(rank)];
+    const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
+                                                 const Abort& abort) -> std::unique_ptr<Device> {
+      const auto meeting = nccl::meet(host, labels, [&] { return load(host.rank()); });
+      return std::make_unique<StreamDevice>(host, abort, meeting, config.timeout);
+    };
+    Rank self(world, config, make);
+    fn(self);
+  });
+}
+
+std::shared_ptr<Work> submit(Rank& rank, std::vector<float>& values, const std::string& name,
+                             std::atomic<bool>& finished) {
+  Request request;
+  request.fingerprint.device = kDevice;
+  request.fingerprint.name = name;
+  request.fingerprint.shape = {static_cast<std::int64_t>(values.size())};
+  request.input = request.output = values.data();
+  request.finish = [&] { finished = true; };
+  return rank.engine().submit(std::move(request), Engine::Mode::kAsynchronous);
+}
+
+TEST(requests_on_a_device_and_on_the_host_are_matched_by_name) {
+  for (const int size : {1, 2, 3}) {
+    run_with_device(size, [](Rank& rank) {
+      constexpr std::size_t kRequests = 12;
+      std::vector<std::vector<float>> values(kRequests);
+      std::vector<std::shared_ptr<Work>> works(kRequests);
+      std::vector<std::atomic<bool>> finished(kRequests);
+      for (std::size_t i = 0; i < kRequests; ++i) {
+        const std::size_t index = (i + static_cast<std::size_t>(5 * rank.rank())) % kRequests;
+        const std::string name = std::to_string(index);
+        values[index] = rank.input(index * 300);
+        works[index] = index % 3 == 0 ? rank.allreduce(values[index], name)
+                                      : submit(rank, values[index], name, finished[index]);
+      }
+      for (std::size_t i = 0; i < kRequests; ++i) {
+        rank.wait(works[i]);
+        CHECK(finished[i] == (i % 3 != 0));
+      }
+      rank.engine().close();  // waits for the stream
+      for (std::size_t i = 0; i < kRequests; ++i) {
+        CHECK(values[i] == Rank::sums(i * 300, rank.size()));
+      }
+    });
+  }
+}
+
+TEST(a_device_on_one_rank_and_the_host_on_another_is_a_mismatch) {
+  run_with_device(2, [](Rank& rank) {
+    std::vector<float> values(3, 1.0f);
+    std::atomic<bool> finished{false};
+    const auto work =
+        rank.rank() == 0 ? rank.allreduce(values, "m") : submit(rank, values, "m", finished);
+    CHECK_THROWS(rank.wait(work), ErrorKind::kMismatch,
+                 "rank 1: allreduce 'm' float32 [3] Sum on cuda");
+    CHECK(!finished);
+  });
+}
+
+TEST(a_rank_without_nccl_is_named_and_the_host_goes_on) {
+  run_with_device(
+      3,
+      [](Rank& rank) {
+        std::vector<float> values(3, 1.0f);
+        std::atomic<bool> finished{false};
+        for (int repeat = 0; repeat < 2; ++repeat) {
+          const auto work = submit(rank, values, "", finished);
+          CHECK_THROWS(
+              rank.wait(work), ErrorKind::kInvalidArgument,
+              "rank 1 (a thread): tensors on GPUs need NCCL, which cannot be loaded: /nowhere");
+        }
+        std::vector<float> here = rank.input(5);
+        rank.wait(rank.allreduce(here, "here"));
+        CHECK(here == Rank::sums(5, rank.size()));
+      },
+      patient(), [](int rank) { return rank == 1 ? nccl::load("/nowhere") : double_api(); });
+}
+
+TEST(different_nccls_are_not_mixed) {
+  const auto load = [](int rank) {
+    nccl::Api api = double_api();
+    api.version = rank == 0 ? 22803 : 22703;
+    return api;
+  };
+  run_with_device(
+      2,
+      [](Rank& rank) {
+        std::vector<float> values(3, 1.0f);
+        std::atomic<bool> finished{false};
+        CHECK_THROWS(rank.wait(submit(rank, values, "", finished)), ErrorKind::kInvalidArgument,
+                     "rank 0 (a thread) has 2.28.3, rank 1 (a thread) has 2.27.3");
+      },
+      patient(), load);
+}
+
+TEST(who_has_joined_stands_in_on_the_device) {
+  run_with_device(3, [](Rank& rank) {
+    std::atomic<bool> finished{false};
+    std::vector<float> ones(500, 1.0f);
+    if (rank.rank() > 0) rank.wait(submit(rank, ones, "", finished));
+    std::int64_t last = -1;
+    Request request;
+    request.fingerprint.collective = Collective::kJoin;
+    request.fingerprint.name = kJoinKey;
+    request.output = &last;
+    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+    rank.engine().close();
+    CHECK(ones == std::vector<float>(500, rank.rank() > 0 ? 2.0f : 1.0f));
+  });
+}
+
+TEST(a_stream_that_waits_for_ever_is_aborted_when_a_rank_fails) {
+  const FaultsEnd end;
+  faults().aborted = 0;
+  EngineConfig config = patient();
+  config.timeout = std::chrono::milliseconds(300);
+  run_with_device(
+      2,
+      [](Rank& rank) {
+        std::atomic<bool> finished{false};
+        std::vector<float> warm(3);
+        rank.wait(submit(rank, warm, "warm", finished));
+        std::vector<float> gate(1);
+        rank.wait(rank.allreduce(gate, "gate"));
+        faults().hang = 1;
+        std::vector<float> values(3);
+        rank.wait(submit(rank, values, "hangs", finished));  // enqueued
+        std::vector<float> late(3);
+        const auto work = rank.allreduce(late, rank.rank() == 0 ? "a" : "b");
+        while (!work->done()) std::this_thread::yield();  // times out
+        while (faults().aborted < rank.size()) std::this_thread::yield();
+      },
+      config);
+}
+
+}  // namespace
+}  // namespace torch_ring::test
