@@ -34,6 +34,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help=f"of a rank; {BATCH_SIZE}")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--amp", action="store_true", help="compute in 16 bits where that is safe")
     return parser.parse_args()
 
 
@@ -54,7 +57,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     problem, epochs = None, 0
     if hvd.rank() == 0:
         try:
-            checkpoint = torch.load(path, weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             epochs = checkpoint["epochs"]
@@ -67,11 +70,12 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 @torch.no_grad()
-def test(model: nn.Module, test_set: TensorDataset) -> float:
+def test(model: nn.Module, test_set: TensorDataset, device: torch.device) -> float:
     """Return the accuracy, over all ranks; each tests its share."""
     model.eval()
     share = Subset(test_set, range(hvd.rank(), len(test_set), hvd.size()))
-    right = sum((model(x).argmax(1) == y).sum() for x, y in DataLoader(share, 500))
+    loader = DataLoader(share, 500)
+    right = sum((model(x.to(device)).argmax(1).cpu() == y).sum() for x, y in loader)
     # Not inside the loop: shares differ in size, and a rank that had a batch more than the others
     # would wait for them in its last allreduce.
     return hvd.allreduce(torch.as_tensor(right), op=hvd.Sum).item() / len(test_set)
@@ -91,7 +95,10 @@ def main() -> None:
     epochs = EPOCHS[dataset] if args.epochs is None else args.epochs
     batch_size = args.batch_size or BATCH_SIZE[dataset]
 
-    model = make_model(pixels=train_set.tensors[0].shape[-1])
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+    model = make_model(pixels=train_set.tensors[0].shape[-1]).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     trained = load_checkpoint(args.checkpoint, model, optimizer) if args.resume else 0
     for group in optimizer.param_groups:  # also after a checkpoint, of any number of ranks
@@ -108,15 +115,20 @@ def main() -> None:
     sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), drop_last=True)
     loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True)
     log(f"{dataset}: size {hvd.size()}, {len(loader)} steps an epoch, {batch_size} images a step")
+    scaler = torch.amp.GradScaler(args.device, enabled=args.amp)
+    autocast_dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     for epoch in range(trained, epochs):
-        started, total = time.monotonic(), torch.zeros(())
+        started, total = time.monotonic(), torch.zeros((), device=device)
         sampler.set_epoch(epoch)  # another order than in the last epoch, the same on all ranks
         model.train()
         for images, labels in tqdm(loader, f"epoch {epoch + 1}", disable=hvd.rank() != 0):
             optimizer.zero_grad()
-            loss = cross_entropy(model(images), labels)
-            loss.backward()  # when it returns, the gradients are averages over the ranks
-            optimizer.step()
+            with torch.autocast(args.device, autocast_dtype, enabled=args.amp):
+                loss = cross_entropy(model(images.to(device)), labels.to(device))
+            # When it returns, the gradients are averages over the ranks.
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             total += loss.detach()
         # All ranks call allreduce, and one prints: under `if rank == 0`, rank 0 would wait in it
         # for the others.
@@ -127,7 +139,7 @@ def main() -> None:
             torch.save({**state, "epochs": epoch + 1}, f"{args.checkpoint}.new")
             os.replace(f"{args.checkpoint}.new", args.checkpoint)  # killed here, the old one stays
 
-    accuracy = test(model, test_set)
+    accuracy = test(model, test_set, device)
     log(f"test accuracy {accuracy:.4f}")
 
 
