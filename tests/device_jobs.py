@@ -109,14 +109,14 @@ def begins_again(device: str) -> None:
 def loses_a_rank(device: str) -> str:
     """Rank 1 is killed while the others' streams are within a collective; return what they hear."""
     mine = torch.ones(100_000, device=device)
-    hvd.allreduce(mine)
+    hvd.allreduce(mine, op=hvd.Sum)
     hvd.barrier()
     if hvd.rank() == 1:
         busy(device, 5000)  # its stream comes late
-        hvd.allreduce(mine)
+        hvd.allreduce(mine, op=hvd.Sum)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    hvd.allreduce(mine)
+    hvd.allreduce(mine, op=hvd.Sum)
     assert not torch.accelerator.current_stream().query()
     torch.accelerator.synchronize()  # nobody completes the collective: it must be aborted
     with pytest.raises(hvd.PeerLostError) as failure:
