@@ -18,7 +18,7 @@ import torch.distributed as dist
 from device_programs import busy, trains
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 from training import (
     assert_same_on_all_ranks,
     assert_same_weights,
@@ -44,19 +44,18 @@ def equals_ddp(device: str) -> None:
     dist.init_process_group(backend, store=store, rank=hvd.rank(), world_size=hvd.size())
     ours, theirs = make_model().to(device), DistributedDataParallel(make_model().to(there))
     batches = [part(batch) for batch in joined_batches(5)]
-    optimizer = hvd.DistributedOptimizer(Adam(ours.parameters(), lr=0.01))
-    train(ours, optimizer, [batch.to(device) for batch in batches])
-    train(theirs, Adam(theirs.parameters(), lr=0.01), [batch.to(there) for batch in batches])
+    for model, where in ((ours, device), (theirs, there)):
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if model is ours:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        train(model, optimizer, [batch.to(where) for batch in batches])
     assert_same_weights(ours.cpu(), theirs.module.cpu())
     dist.destroy_process_group()
     hvd.barrier()  # rank 0 is the store
 
 
 def scales_losses(device: str) -> None:
-    """GradScaler and autocast, of which a stand-in knows nothing.
-
-    As one process that takes the parts of all ranks in turn.
-    """
+    """As one process that takes the parts of all ranks in turn. A stand-in has no autocast."""
 
     def play(wrap: Callable[[Optimizer], Optimizer], ranks: Sequence[int]) -> nn.Module:
         model = make_model().to(device)
@@ -83,7 +82,11 @@ def scales_losses(device: str) -> None:
 
     together = play(hvd.DistributedOptimizer, [hvd.rank()])
     assert_same_on_all_ranks(*together.parameters())
-    assert_same_weights(together, play(lambda optimizer: optimizer, range(hvd.size())))
+    alone = play(lambda optimizer: optimizer, range(hvd.size()))
+    for weight, other in zip(together.parameters(), alone.parameters(), strict=True):
+        # A gradient that is rounded to 16 bits now and then to the other side. One rank's own
+        # gradients, not averaged, come out 0.04 away.
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-3)
 
 
 def trains_in_buckets(device: str) -> None:
