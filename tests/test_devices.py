@@ -14,6 +14,7 @@ import pool
 import pytest
 import torch
 from device_double import DEVICE, NCCL_LIBRARY
+from device_jobs import JOBS
 from device_programs import OPERATIONS, TRAINING
 
 import torch_ring as hvd
@@ -33,7 +34,9 @@ def run(program: Callable[[str], object], size: int, transport: str = "shm", **e
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("program", [*OPERATIONS, *TRAINING], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", [*OPERATIONS, *TRAINING, *JOBS], ids=lambda program: program.__name__
+)
 def test_on_a_stand_in(program, size):
     run(program, size)
 
