@@ -24,13 +24,18 @@ pytestmark = device_double.needed
 
 def on_double(program: Callable[[str], object]) -> object:
     device_double.load()
-    return program(DEVICE)
+    hvd.init()
+    result = program(DEVICE)
+    hvd.shutdown()
+    return result
 
 
 def run(program: Callable[[str], object], size: int, transport: str = "shm", **env: str) -> Any:
-    """Call ``program(device)`` on `size` ranks."""
+    """Call ``program(device)`` on `size` ranks: new ones, as autograd counts devices only once."""
     env = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY), **env}
-    return pool.run(on_double, size, args=(program,), transport=transport, env=env)
+    return pool.run(
+        on_double, size, args=(program,), transport=transport, env=env, initialized=False
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

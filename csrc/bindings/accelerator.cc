@@ -4,13 +4,18 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
 #include <array>
+#include <cstdlib>
+#include <deque>
+#include <string_view>
 #include <utility>
 
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
+#include "core/clock.h"
 #include "nccl/loader.h"
 #include "nccl/meeting.h"
 #include "nccl/nccl_communicator.h"
@@ -51,16 +56,44 @@ at::Tensor view_of(void* data, std::size_t count, DType dtype, c10::Device devic
   return at::from_blob(data, {static_cast<std::int64_t>(count)}, [](void*) {}, options, device);
 }
 
+/// Lets this thread do to the device what a capture into a CUDA graph forbids other threads: the
+/// engine's thread looks after collectives while the user's captures.
+class Uncaptured {
+ public:
+  Uncaptured() { exchange(); }
+  ~Uncaptured() { exchange(); }
+  Uncaptured(const Uncaptured&) = delete;
+  Uncaptured& operator=(const Uncaptured&) = delete;
+
+ private:
+  void exchange() {
+    using Exchange = int(int* mode);  // cuThreadExchangeStreamCaptureMode
+    static auto* const function = [] {
+      void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+      void* symbol = driver ? dlsym(driver, "cuThreadExchangeStreamCaptureMode") : nullptr;
+      return reinterpret_cast<Exchange*>(symbol);
+    }();
+    if (function) function(&mode_);
+  }
+
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then what it was
+};
+
+/// This thread uses a device and its stream.
+struct Using {
+  explicit Using(c10::Stream stream) : guard(stream) {}
+  Uncaptured uncaptured;
+  c10::StreamGuard guard;
+};
+
 class Accelerator final : public Device, public Memory {
  public:
-  Accelerator(c10::Device device, Communicator& host, const Abort& abort,
+  Accelerator(c10::Stream stream, Communicator& host, const Abort& abort,
               std::chrono::milliseconds timeout, const nccl::Meeting& meeting)
-      : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true)),
-        last_(device.type()),
-        api_(meeting.api) {
-    const c10::StreamGuard guard(stream_);
-    const auto scale = [device](void* data, std::size_t count, DType dtype,
-                                const Scaling& scaling) {
+      : stream_(stream), timeout_(timeout), api_(meeting.api) {
+    const Using now(stream_);
+    const auto scale = [device = stream.device()](void* data, std::size_t count, DType dtype,
+                                                  const Scaling& scaling) {
       scale_result(view_of(data, count, dtype, device), scaling);
     };
     communicator_.emplace(api_, meeting.id, host.rank(), host.size(), host.board(), abort, timeout,
@@ -68,48 +101,60 @@ class Accelerator final : public Device, public Memory {
   }
 
   ~Accelerator() override {
-    const c10::StreamGuard guard(stream_);
+    const Using now(stream_);
     communicator_.reset();
+    batches_.clear();
   }
 
   Communicator& communicator() override { return *communicator_; }
   Memory& memory() override { return *this; }
 
   void use(const std::function<void()>& enqueue) override {
-    const c10::StreamGuard guard(stream_);
-    enqueue();
-    last_.record(stream_);
-    busy_ = true;
+    const Using now(stream_);
+    if (batches_.empty()) progress_ = Clock::now();
+    Batch& batch = batches_.emplace_back(stream_.device_type());
+    const Keeping keeping(batch.kept);
+    enqueue();  // if it throws, the stream is given up, and the batch stays
+    batch.done.record(stream_);
   }
 
   bool busy() override {
-    if (!busy_) return false;
-    const c10::StreamGuard guard(stream_);
+    if (batches_.empty()) return false;
+    const Using now(stream_);
     communicator_->check();
-    busy_ = !last_.query();
-    return busy_;
+    while (!batches_.empty() && batches_.front().done.query()) {
+      batches_.pop_front();
+      progress_ = Clock::now();
+    }
+    if (!batches_.empty() && Clock::now() - progress_ > timeout_) {
+      throw Error(ErrorKind::kTimeout,
+                  "a collective on " + stream_.device().str() + " has not ended within " +
+                      std::to_string(static_cast<double>(timeout_.count()) / 1000.0).substr(0, 5) +
+                      " s: another rank's device does not get to it");
+    }
+    return !batches_.empty();
   }
 
   void abort() noexcept override {
-    const c10::StreamGuard guard(stream_);
+    const Using now(stream_);
     communicator_->abort();
   }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
-    const c10::StreamGuard guard(stream_);
+    const Using now(stream_);
     at::Tensor tensor = empty(bytes);
     void* data = tensor.mutable_data_ptr();
     return {data, [tensor = std::move(tensor)](void*) {}};
   }
 
   void* buffer(std::size_t bytes) override {
-    const c10::StreamGuard guard(stream_);
+    const Using now(stream_);
     if (!buffer_.defined() || buffer_.nbytes() < bytes) buffer_ = empty(bytes);
     return buffer_.mutable_data_ptr();
   }
 
   void copy(std::span<const Copy> copies, DType dtype) override {
-    const c10::StreamGuard guard(stream_);
+    const Using now(stream_);
     std::vector<at::Tensor> to;
     std::vector<at::Tensor> from;
     for (const Copy& copy : copies) {
@@ -121,7 +166,7 @@ class Accelerator final : public Device, public Memory {
   }
 
   void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
-    const c10::StreamGuard guard(stream_);
+    const Using now(stream_);
     std::array<std::byte, 8> one{};
     torch_ring::fill_identity(one.data(), 1, dtype, op);
     const at::Tensor value = view_of(one.data(), 1, dtype, at::kCPU);
@@ -129,15 +174,23 @@ class Accelerator final : public Device, public Memory {
   }
 
  private:
+  /// What was enqueued by one use(), and what it uses.
+  struct Batch {
+    explicit Batch(c10::DeviceType type) : done(type) {}
+    c10::Event done;
+    std::vector<at::Tensor> kept;
+  };
+
   at::Tensor empty(std::size_t bytes) const {
     return at::empty({static_cast<std::int64_t>(bytes)},
                      at::TensorOptions().dtype(at::kByte).device(stream_.device()));
   }
 
   const c10::Stream stream_;
-  c10::Event last_;  // after what was enqueued last
-  bool busy_ = false;
+  const std::chrono::milliseconds timeout_;
   const nccl::Api api_;
+  std::deque<Batch> batches_;   // that have not ended, in the order of the stream
+  Clock::time_point progress_;  // when one of them ended, or the first began
   std::optional<nccl::NcclCommunicator> communicator_;
   at::Tensor buffer_;
 };
@@ -156,7 +209,17 @@ bool is_captured(c10::Device device) {
 
 }  // namespace
 
+std::shared_ptr<DeviceChoice> DeviceChoice::of_process() {
+  static std::mutex mutex;
+  static std::weak_ptr<DeviceChoice> shared;
+  const std::scoped_lock lock(mutex);
+  std::shared_ptr<DeviceChoice> choice = shared.lock();
+  if (!choice) shared = choice = std::make_shared<DeviceChoice>();
+  return choice;
+}
+
 void DeviceChoice::use(c10::Device device) {
+  if (device.is_cpu()) return;
   if (is_captured(device)) {
     throw Error(ErrorKind::kInvalidArgument,
                 "a collective cannot be captured into a CUDA graph: the ranks agree on each before "
@@ -172,18 +235,48 @@ void DeviceChoice::use(c10::Device device) {
   }
 }
 
-c10::Device DeviceChoice::get(c10::DeviceType type) const {
+void DeviceChoice::prefer_current() {
   const std::scoped_lock lock(mutex_);
-  if (device_ && device_->type() == type) return *device_;
-  return c10::impl::VirtualGuardImpl(type).getDevice();
+  for (const auto type : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
+    if (device_ || !c10::impl::hasDeviceGuardImpl(type)) continue;
+    const c10::impl::VirtualGuardImpl devices(type);
+    if (devices.deviceCount() > 0) preferred_ = devices.getDevice();
+    if (preferred_) return;
+  }
 }
 
-std::unique_ptr<Device> make_accelerator(c10::Device device, Communicator& host, const Abort& abort,
+c10::Device DeviceChoice::get(c10::DeviceType type) {
+  const std::scoped_lock lock(mutex_);
+  if (!device_) {
+    device_ = preferred_ && preferred_->type() == type
+                  ? *preferred_
+                  : c10::impl::VirtualGuardImpl(type).getDevice();
+  }
+  return *device_;
+}
+
+std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
+                                         Communicator& host, const Abort& abort,
                                          std::chrono::milliseconds timeout,
                                          const std::vector<std::string>& labels,
                                          const std::string& library) {
-  const nccl::Meeting meeting = nccl::meet(host, labels, [&] { return nccl::load(library); });
-  return std::make_unique<Accelerator>(device, host, abort, timeout, meeting);
+  std::optional<c10::Stream> stream;
+  const auto load = [&] {
+    const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
+    if (blocking && std::string_view(blocking) != "0") {
+      throw Error(ErrorKind::kInvalidArgument,
+                  "NCCL_COMM_BLOCKING is set: NCCL would wait without a deadline; unset it");
+    }
+    try {
+      const c10::Device device = choice.get(type);
+      stream = c10::impl::VirtualGuardImpl(type).getStreamFromGlobalPool(device, true);
+    } catch (const c10::Error& error) {
+      throw Error(ErrorKind::kInvalidArgument, error.what_without_backtrace());
+    }
+    return nccl::load(library);
+  };
+  const nccl::Meeting meeting = nccl::meet(host, labels, load);
+  return std::make_unique<Accelerator>(*stream, host, abort, timeout, meeting);
 }
 
 }  // namespace torch_ring

@@ -14,25 +14,33 @@
 
 namespace torch_ring {
 
-/// The device that an engine's tensors are on: that of the first of them. One process drives one
-/// device. Thread: any.
+/// The device that this process's tensors are on: that of the first of them. Thread: any.
 class DeviceChoice {
  public:
-  /// Errors: Error(kInvalidArgument) if there is another one already, or if the thread's stream is
-  /// being captured into a CUDA graph.
+  /// Shared by the engines that live now.
+  static std::shared_ptr<DeviceChoice> of_process();
+
+  /// Does nothing for the CPU. Errors: Error(kInvalidArgument) if there is another one already, or
+  /// if the thread's stream is being captured into a CUDA graph.
   void use(c10::Device device);
 
-  /// The device in use, or else the current one of that type.
-  c10::Device get(c10::DeviceType type) const;
+  /// Notes the thread's current device, for a rank that has no tensor on one.
+  void prefer_current();
+
+  /// The device in use from now on: of the first tensor, or that which was preferred, or else the
+  /// current one of that type. Errors: c10::Error if there is none.
+  c10::Device get(c10::DeviceType type);
 
  private:
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::optional<c10::Device> device_;
+  std::optional<c10::Device> preferred_;
 };
 
-/// Makes a device as DeviceExecutor::Make says. `labels`: by rank. `library`: the path of NCCL, or
-/// empty.
-std::unique_ptr<Device> make_accelerator(c10::Device device, Communicator& host, const Abort& abort,
+/// Makes a device as DeviceExecutor::Make says. `timeout`: after which a collective that makes no
+/// progress fails, also on the stream. `labels`: by rank. `library`: the path of NCCL, or empty.
+std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
+                                         Communicator& host, const Abort& abort,
                                          std::chrono::milliseconds timeout,
                                          const std::vector<std::string>& labels,
                                          const std::string& library);

@@ -57,7 +57,7 @@ class PyWork {
     if (result_->written) {
       engine_->check();
       result_->written->wait();
-      keep_for_stream(result_->tensor);  // which may have been allocated by the engine
+      if (!result_->rows.empty()) share_with_current_stream(result_->tensor);  // allocated there
     }
     return result_->tensor;
   }
@@ -104,7 +104,7 @@ class PyEngine {
     options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
                            library = std::move(nccl_library)](std::uint8_t type, Communicator& host,
                                                               const Abort& abort) {
-      return make_accelerator(device->get(static_cast<c10::DeviceType>(type)), host, abort, timeout,
+      return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, timeout,
                               labels, library);
     };
     engine_ = std::make_shared<Engine>(communicator_, abort, std::move(options));
@@ -116,6 +116,7 @@ class PyEngine {
 
   PyWork allreduce(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
                    double prescale, double postscale, bool awaited) const {
+    device_->use(tensor.device());
     return submit(
         allreduce_request(tensor, output, std::move(name), op, prescale, postscale, size_),
         result_in(output), tensor.device(), awaited);
@@ -123,11 +124,13 @@ class PyEngine {
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
                    bool awaited) const {
+    device_->use(tensor.device());
     return submit(broadcast_request(tensor, output, root, size_, std::move(name)),
                   result_in(output), tensor.device(), awaited);
   }
 
   PyWork allgather(const at::Tensor& tensor, std::string name, bool awaited, bool joinable) const {
+    device_->use(tensor.device());
     auto result = std::make_shared<Result>();
     return submit(allgather_request(tensor, result, std::move(name), joinable), result,
                   tensor.device(), awaited);
@@ -135,6 +138,7 @@ class PyEngine {
 
   PyWork alltoall(const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string name,
                   bool awaited) const {
+    device_->use(tensor.device());
     auto result = std::make_shared<Result>();
     return submit(alltoall_request(tensor, std::move(splits), result, std::move(name), size_),
                   result, tensor.device(), awaited);
@@ -142,6 +146,7 @@ class PyEngine {
 
   PyWork reducescatter(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
                        double prescale, double postscale, bool awaited) const {
+    device_->use(tensor.device());
     return submit(reducescatter_request(tensor, output, std::move(name), op, prescale, postscale,
                                         rank_, size_),
                   result_in(output), tensor.device(), awaited);
@@ -152,6 +157,7 @@ class PyEngine {
   }
 
   PyWork join() const {
+    device_->prefer_current();
     auto result = std::make_shared<Result>();
     return submit(join_request(result), result, at::kCPU, true);
   }
@@ -160,6 +166,7 @@ class PyEngine {
                                         const std::vector<at::Tensor>& outputs,
                                         const std::string& name, int op, double prescale,
                                         double postscale, bool awaited) const {
+    for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     check_outputs(tensors, outputs);
     std::vector<Member> members;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -172,6 +179,7 @@ class PyEngine {
 
   std::vector<PyWork> grouped_allgather(const std::vector<at::Tensor>& tensors,
                                         const std::string& name, bool awaited) const {
+    for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     std::vector<Member> members;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       auto result = std::make_shared<Result>();
@@ -185,6 +193,7 @@ class PyEngine {
                                             const std::vector<at::Tensor>& outputs,
                                             const std::string& name, int op, double prescale,
                                             double postscale, bool awaited) const {
+    for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     check_outputs(tensors, outputs);
     std::vector<Member> members;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -254,7 +263,6 @@ class PyEngine {
 
   void prepare(Request& request, Result& result, c10::Device device) const {
     if (request.fingerprint.on_host()) return;
-    device_->use(device);
     result.written.emplace(device).follow(request);
   }
 
@@ -298,7 +306,7 @@ class PyEngine {
   const int rank_;
   const int size_;
   const int hosts_;
-  const std::shared_ptr<DeviceChoice> device_ = std::make_shared<DeviceChoice>();
+  const std::shared_ptr<DeviceChoice> device_ = DeviceChoice::of_process();
   std::vector<std::pair<int, ino_t>> connections_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Engine> engine_;

@@ -10,8 +10,18 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+namespace {
+thread_local std::vector<at::Tensor>* kept_now = nullptr;
+}  // namespace
+
+Keeping::Keeping(std::vector<at::Tensor>& kept) { kept_now = &kept; }
+Keeping::~Keeping() { kept_now = nullptr; }
+
 void keep_for_stream(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return;
+  if (kept_now) kept_now->push_back(tensor);
+}
+
+void share_with_current_stream(const at::Tensor& tensor) {
   const c10::impl::VirtualGuardImpl device(tensor.device().type());
   device.recordDataPtrOnStream(tensor.storage().data_ptr(), device.getStream(tensor.device()));
 }
@@ -22,7 +32,10 @@ Written::Written(c10::Device device)
 void Written::follow(Request& request) {
   const auto ready = std::make_shared<c10::Event>(device_.type());
   ready->record(current_stream(device_));
-  request.begin = [ready, device = device_] { ready->block(current_stream(device)); };
+  request.begin = [ready, device = device_, begin = std::move(request.begin)] {
+    if (begin) begin();
+    ready->block(current_stream(device));
+  };
   request.finish = [event = event_, device = device_, finish = std::move(request.finish)] {
     if (finish) finish();
     event->record(current_stream(device));

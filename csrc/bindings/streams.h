@@ -5,6 +5,7 @@
 #include <c10/core/Event.h>
 
 #include <memory>
+#include <vector>
 
 #include "engine/request.h"
 
@@ -13,9 +14,20 @@ namespace torch_ring {
 /// The device's stream that this thread uses now.
 c10::Stream current_stream(c10::Device device);
 
-/// Keeps the tensor's memory from being given away before the thread's current stream has done
-/// what it has been told so far. On the host that is always so.
+/// Where tensors are kept that the work uses which this thread enqueues on a device meanwhile.
+class Keeping {
+ public:
+  explicit Keeping(std::vector<at::Tensor>& kept);
+  ~Keeping();
+  Keeping(const Keeping&) = delete;
+  Keeping& operator=(const Keeping&) = delete;
+};
+
+/// Keeps a tensor there; none if there is no Keeping, which is so on the host.
 void keep_for_stream(const at::Tensor& tensor);
+
+/// Makes the tensor, allocated for another stream, one that the current stream uses as well.
+void share_with_current_stream(const at::Tensor& tensor);
 
 /// When the output of a request on a device is there.
 class Written {

@@ -106,6 +106,12 @@ at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
   return fingerprint.prescale == 1.0 ? values : scaled(values, fingerprint.prescale);
 }
 
+std::function<void()> keeper(std::vector<at::Tensor> tensors) {
+  return [tensors = std::move(tensors)] {
+    for (const at::Tensor& tensor : tensors) keep_for_stream(tensor);
+  };
+}
+
 /// Sets input and output to `tensor` and `output`, by way of contiguous copies where needed. The
 /// closure that copies back is also what keeps the tensors alive.
 void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
@@ -117,12 +123,16 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
   const at::Tensor result = is_plain ? target : (in_place ? input : at::empty_like(input));
   request.input = input.const_data_ptr();
   request.output = result.mutable_data_ptr();
+  request.begin = keeper({input, result, target});
   request.finish = [input, result, target] {
-    if (!result.is_same(target)) {
-      const at::NoGradGuard no_grad;
-      torch_call([&] { target.copy_(result); });
-    }
-    for (const at::Tensor& used : {input, result, target}) keep_for_stream(used);
+    if (result.is_same(target)) return;
+    const at::NoGradGuard no_grad;
+    torch_call([&] {
+      target.copy_(result);
+      // Brought back from the host by whoever drives: on no stream that the caller knows.
+      if (!result.device().is_cpu() || target.is_cpu()) return;
+      current_stream(target.device()).synchronize();
+    });
   };
 }
 
@@ -131,12 +141,13 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
 void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
   request.fingerprint.shape.erase(request.fingerprint.shape.begin());
   request.input = input.const_data_ptr();
+  request.begin = keeper({input});
   request.allocate = [input, result = std::move(result)](std::span<const std::int64_t> rows) {
-    keep_for_stream(input);
     std::vector<std::int64_t> shape = input.sizes().vec();
     shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     result->rows.assign(rows.begin(), rows.end());
     result->tensor = torch_call([&] { return at::empty(shape, input.options()); });
+    keep_for_stream(result->tensor);
     return result->tensor.mutable_data_ptr();
   };
 }
@@ -265,9 +276,8 @@ Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output
   const at::Tensor target = output.detach();
   request.input = input.const_data_ptr();
   request.output = target.mutable_data_ptr();
-  request.finish = [input, target] {
-    for (const at::Tensor& used : {input, target}) keep_for_stream(used);
-  };
+  request.begin = keeper({input, target});
+  request.finish = [input, target] {};  // keeps them alive
   return request;
 }
 

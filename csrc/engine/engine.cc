@@ -10,7 +10,7 @@ using std::chrono::milliseconds;
 
 // How often a waiting thread looks at the clock and lets its caller handle signals.
 constexpr milliseconds kLookAround{50};
-constexpr milliseconds kFarewell{5000};
+constexpr milliseconds kFarewell{1000};  // of a device whose own deadline has passed
 
 // A rank that has waited this long with nothing new tells the others, so that all find out when
 // everybody waits for something else. Mismatches are reported within a second.
@@ -66,16 +66,18 @@ void Engine::close() {
     if (closing_) return;
     pausing = pausing_here();
     if (!pausing) {  // what still runs on the device is somebody's result
-      changed_.wait_for(lock, std::min(config_.timeout, kFarewell), [&] { return !device_busy_; });
+      changed_.wait_for(lock, config_.timeout + kFarewell, [&] { return !device_busy_; });
       if (closing_) return;
     }
     closing_ = true;
     if (pausing) driving_ = false;  // or the engine's thread would wait for this one
-    abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down"));
+    closed_ =
+        abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down")) && !device_busy_;
     changed_.notify_all();
     board_.wake();
   }
   thread_.join();
+  if (!closed_) device_.abort();
   device_.reset();
   watchdog_.reset();
   const Lock lock(mutex_);
@@ -202,11 +204,13 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
     const Error cause(ErrorKind::kInternal, error.what());
     if (abort_->raise(cause)) watchdog_->announce(cause);
   }
-  if (abort_->raised()) {
+  lock.lock();
+  if (abort_->raised() && !closing_) {  // else close() sees to it
+    lock.unlock();
     device_.abort();  // or its stream waits for ever, and so does who waits for the stream
     device_busy = false;
+    lock.lock();
   }
-  lock.lock();
   driving_ = paused_ = pausing;
   if (!pausing) driver_ = {};
   if (abort_->raised()) fail_all();

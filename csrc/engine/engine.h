@@ -1,6 +1,7 @@
 // Queues requests, agrees on them with the other ranks, and runs them.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -66,7 +67,9 @@ class Engine {
   void wait(Work& work, const Interrupt& interrupt);
 
   /// Throws the fatal cause, if there is one: what was enqueued on a device is void then.
-  void check() const { abort_->check(); }
+  void check() const {
+    if (!closed_) abort_->check();
+  }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -133,6 +136,7 @@ class Engine {
   bool device_was_busy_ = false;  // when somebody drove last
   bool device_busy_ = false;      // what the driver has enqueued there has not run yet
   bool closing_ = false;
+  std::atomic<bool> closed_{false};  // in peace: all that was enqueued on the device has run
 
   std::unique_ptr<Watchdog> watchdog_;
   std::thread thread_;  // last: it uses all of the above

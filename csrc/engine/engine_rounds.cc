@@ -94,7 +94,9 @@ Error Engine::describe(const Work& work, const Error& error) const {
 }
 
 void Engine::settle(Work& work, std::optional<Error> error) {
-  if (!error && work.request().finish) work.request().finish();
+  if (!error && work.request_.finish) work.request_.finish();
+  // What they hold belongs to a device's stream, if any: it is let go of here.
+  work.request_.begin = work.request_.finish = nullptr;
   const Lock lock(mutex_);
   in_flight_.erase(work.key_);
   if (error) error = describe(work, *error);

@@ -94,7 +94,7 @@ NcclCommunicator::~NcclCommunicator() {
   if (!failed_) {
     Result result = api_.comm_finalize(comm_);
     const auto deadline = Clock::now() + std::min(timeout_, kFarewell);
-    while (result == Result::kInProgress && !abort_.raised() && Clock::now() < deadline) {
+    while (result == Result::kInProgress && Clock::now() < deadline) {
       std::this_thread::sleep_for(kLongestSleep);
       if (api_.comm_get_async_error(comm_, &result) != Result::kSuccess) break;
     }

@@ -26,7 +26,7 @@ struct Device {
 ///
 /// Thread: one at a time, which alone is inside NCCL. Blocking: until NCCL has taken the call,
 /// bounded by the timeout; the constructor until all ranks have come.
-/// Errors: as Communicator's. After one, the destructor aborts what runs.
+/// Errors: as Communicator's. After one, or abort(), the destructor waits for nothing.
 class NcclCommunicator final : public Communicator {
  public:
   /// `board` is the ranks' own, on the CPU. `timeout`: of each wait.

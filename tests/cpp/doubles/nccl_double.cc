@@ -267,7 +267,7 @@ Result ncclCommGetAsyncError(Comm comm, Result* state) {
 
 Result ncclCommFinalize(Comm comm) {
   comm->finalized = true;
-  return comm->running == 0 ? Result::kSuccess : Result::kInProgress;
+  return Result::kInProgress;
 }
 
 Result ncclCommDestroy(Comm comm) {
