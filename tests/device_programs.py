@@ -234,6 +234,33 @@ def mixes(device: str) -> None:
         mine = torch.randn(50, generator=torch.Generator().manual_seed(rank))
         wanted = hvd.allreduce(mine, op=hvd.Adasum)
         assert torch.equal(hvd.allreduce(mine.to(device), op=hvd.Adasum).cpu(), wanted)
+        holes = torch.zeros(50, 2, device=device)
+        holes[:, 0] = mine.to(device)
+        hvd.allreduce_(holes[:, 0], op=hvd.Adasum)
+        assert torch.equal(holes[:, 0].cpu(), wanted)
+
+
+def joins_first(device: str) -> None:
+    """A rank that has no tensor on the device stands in there."""
+    if hvd.rank() > 0:
+        result = hvd.allreduce(torch.ones(30, device=device), op=hvd.Sum)
+        assert result.tolist() == [hvd.size() - 1] * 30
+    hvd.join()
+    assert hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+def leaves_in_peace(device: str) -> None:
+    """shutdown() waits for what the stream has not done yet; who waits later gets it."""
+    size = hvd.size()
+    hvd.allreduce(torch.ones(1, device=device))
+    handle = hvd.allreduce_async(torch.ones(1000, device=device), op=hvd.Sum)
+    while not hvd.poll(handle):
+        pass
+    busy(device, 200)
+    result = hvd.allreduce(torch.ones(1000, device=device), op=hvd.Sum)
+    hvd.shutdown()
+    assert (result.cpu() == size).all()
+    assert (hvd.synchronize(handle).cpu() == size).all()
 
 
 OPERATIONS: list[Callable[[str], None]] = [
@@ -247,6 +274,8 @@ OPERATIONS: list[Callable[[str], None]] = [
     lets_go_of_memory,
     polls,
     mixes,
+    joins_first,
+    leaves_in_peace,
 ]
 
 

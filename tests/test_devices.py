@@ -161,6 +161,46 @@ def test_streams_do_not_wait_for_a_dead_rank(size):
         assert "rank 1 (pid " in text, text
 
 
+def hangs_on_the_stream(device: str) -> tuple[str, str]:
+    mine = torch.ones(3, device=device)
+    hvd.allreduce(mine)
+    with device_double.faults() as faults:
+        faults.hang = 1
+        result = hvd.allreduce(mine, op=hvd.Sum)
+        result.cpu()  # ends when the communicator is aborted
+        failure = error_of(lambda: hvd.allreduce(mine))
+        assert faults.aborted == 1
+    return failure
+
+
+def test_a_stream_has_a_deadline():
+    failures = run(hangs_on_the_stream, 2, TORCH_RING_TIMEOUT="0.5")
+    for kind, text in failures:
+        assert kind == "TimeoutError", text
+        assert "has not ended within 0.5" in text, text
+
+
+def ends(device: str) -> None:
+    with device_double.faults() as faults:
+        hvd.allreduce(torch.ones(3, device=device))
+        hvd.shutdown()
+        assert (faults.aborted, faults.destroyed) == (0, 1)
+
+
+def test_a_job_that_ends_well_aborts_nothing():
+    run(ends, 2)
+
+
+def would_block(device: str) -> tuple[str, str]:
+    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+def test_nccl_that_would_block_is_refused():
+    for kind, text in run(would_block, 2, NCCL_COMM_BLOCKING="1"):
+        assert kind == "InvalidArgumentError"
+        assert "NCCL_COMM_BLOCKING is set" in text
+
+
 def never_begins(device: str) -> tuple[str, str]:
     with device_double.faults() as faults:
         faults.init_hangs = 1
