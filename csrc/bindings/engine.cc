@@ -56,8 +56,7 @@ class PyWork {
     }
     if (result_->written) {
       engine_->check();
-      result_->written->wait();
-      if (!result_->rows.empty()) share_with_current_stream(result_->tensor);  // allocated there
+      result_->written->wait(result_->tensor);
     }
     return result_->tensor;
   }

@@ -21,17 +21,13 @@ void keep_for_stream(const at::Tensor& tensor) {
   if (kept_now) kept_now->push_back(tensor);
 }
 
-void share_with_current_stream(const at::Tensor& tensor) {
-  const c10::impl::VirtualGuardImpl device(tensor.device().type());
-  device.recordDataPtrOnStream(tensor.storage().data_ptr(), device.getStream(tensor.device()));
-}
-
 Written::Written(c10::Device device)
     : device_(device), event_(std::make_shared<c10::Event>(device.type())) {}
 
 void Written::follow(Request& request) {
   const auto ready = std::make_shared<c10::Event>(device_.type());
   ready->record(current_stream(device_));
+  if (!request.allocate) home_ = current_stream(device_);
   request.begin = [ready, device = device_, begin = std::move(request.begin)] {
     if (begin) begin();
     ready->block(current_stream(device));
@@ -42,6 +38,15 @@ void Written::follow(Request& request) {
   };
 }
 
-void Written::wait() const { event_->block(current_stream(device_)); }
+void Written::wait(const at::Tensor& output) const {
+  const c10::Stream stream = current_stream(device_);
+  event_->block(stream);
+  if (home_ == stream) return;
+  try {
+    c10::impl::VirtualGuardImpl(device_.type())
+        .recordDataPtrOnStream(output.storage().data_ptr(), stream);
+  } catch (const c10::Error&) {  // an allocator that does not know memory of others: theirs it is
+  }
+}
 
 }  // namespace torch_ring

@@ -5,6 +5,7 @@
 #include <c10/core/Event.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/request.h"
@@ -26,9 +27,6 @@ class Keeping {
 /// Keeps a tensor there; none if there is no Keeping, which is so on the host.
 void keep_for_stream(const at::Tensor& tensor);
 
-/// Makes the tensor, allocated for another stream, one that the current stream uses as well.
-void share_with_current_stream(const at::Tensor& tensor);
-
 /// When the output of a request on a device is there.
 class Written {
  public:
@@ -41,12 +39,13 @@ class Written {
   /// Only when the request's work is done, which means enqueued:
   /// Whether the output has been written.
   bool query() const { return event_->query(); }
-  /// Makes the current stream wait for it.
-  void wait() const;
+  /// Makes the current stream wait for it, and one that may use `output`.
+  void wait(const at::Tensor& output) const;
 
  private:
   c10::Device device_;
   std::shared_ptr<c10::Event> event_;
+  std::optional<c10::Stream> home_;  // for which the output was allocated, if the caller did that
 };
 
 }  // namespace torch_ring
