@@ -310,6 +310,68 @@ def trains(device: str) -> None:
                 assert (weight.cpu() - other).abs().max() < 0.05
 
 
+class HalfOnHost(nn.Module):
+    """A model whose first layer is on the host and whose others are on the device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        first, *others = make_model(1)
+        self.first, self.others = first, nn.Sequential(*others).to(device)
+        self.device = device
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.others(self.first(batch.cpu()).to(self.device))
+
+
+def trains_half_on_the_host(device: str) -> None:
+    model, alone = HalfOnHost(device), make_model(1)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for batch in joined_batches(5):
+        optimizer.zero_grad()
+        loss_of(alone, batch).backward()
+        optimizer.step()
+    _train(model, device)
+    devices = {weight.grad.device.type for weight in model.parameters() if weight.grad is not None}
+    assert devices == {"cpu", device}
+    assert_same_on_all_ranks(*(p.cpu() for p in model.parameters()))
+    assert_same_weights(nn.Sequential(model.first, *model.others).cpu(), alone)
+
+
+def compresses_with_state(device: str) -> None:
+    """The loss falls, and the ranks stay equal, with error feedback on the device."""
+    for compression in (hvd.Compression.int8(), hvd.Compression.powersgd()):
+        model = make_model(1).to(device)
+        before = [loss_of(model, batch.to(device)).item() for batch in joined_batches(5)]
+        for _ in range(3):
+            _train(model, device, compression=compression)
+        after = [loss_of(model, batch.to(device)).item() for batch in joined_batches(5)]
+        assert sum(after) < sum(before)
+        assert_same_on_all_ranks(*(p.cpu() for p in model.parameters()))
+
+
+def normalizes_together(device: str) -> None:
+    """SyncBatchNorm, of batches of different sizes, as one process on the joined batch."""
+    size, rank = hvd.size(), hvd.rank()
+    rows = [3 + 2 * r for r in range(size)]
+    begin = sum(rows[:rank])
+    joined = torch.randn(sum(rows), 3, 4, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(joined.shape, generator=torch.Generator().manual_seed(2))
+    alone, whole = nn.BatchNorm1d(3), joined.clone().requires_grad_()
+    (alone(whole) * weight).sum().backward()
+    sync = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)).to(device)
+    mine = joined[begin : begin + rows[rank]].to(device).requires_grad_()
+    output = sync(mine)
+    (output * weight[begin : begin + rows[rank]].to(device)).sum().backward()
+    assert output.device.type == device
+    assert whole.grad is not None
+    assert mine.grad is not None
+    wanted = whole.grad[begin : begin + rows[rank]]
+    torch.testing.assert_close(mine.grad.cpu(), wanted, rtol=1e-4, atol=1e-5)
+    if size > 1:  # alone it is torch's batch_norm, whose statistics a stand-in does not get
+        torch.testing.assert_close(sync.running_mean.cpu(), alone.running_mean)
+        torch.testing.assert_close(sync.running_var.cpu(), alone.running_var)
+
+
 class OnTwoStreams(nn.Module):
     """Two branches, each on a stream of its own: so are their backward passes."""
 
@@ -372,4 +434,11 @@ def accumulates_and_sends_state(device: str) -> None:
     assert_same_on_all_ranks(state["exp_avg"].cpu(), state["step"])
 
 
-TRAINING: list[Callable[[str], None]] = [trains, trains_on_streams, accumulates_and_sends_state]
+TRAINING: list[Callable[[str], None]] = [
+    trains,
+    trains_half_on_the_host,
+    trains_on_streams,
+    accumulates_and_sends_state,
+    compresses_with_state,
+    normalizes_together,
+]

@@ -68,6 +68,7 @@ class DeviceExecutor {
     device_->use([&] { executor_->run(jobs, done); });
   }
 
+  bool exists() const { return device_ != nullptr; }
   bool busy() { return device_ && device_->busy(); }
   void abort() noexcept {
     if (device_) device_->abort();

@@ -249,6 +249,7 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     if (target == nullptr && hand_over) return;
     board_.wait_until(Clock::now() + kLookAround);
     look_around();
+    if (device_.exists()) look_after_device();
     paused_ = true;
     call(interrupt);
     paused_ = false;
@@ -326,6 +327,13 @@ void Engine::look_around() {
            work->request().fingerprint.describe() + ": " + late_ranks(*work));
     }
   }
+}
+
+/// So that close() does not wait for what has run while this thread drives, and drives.
+void Engine::look_after_device() {
+  const bool busy = device_.busy();
+  const Lock lock(mutex_);
+  if (std::exchange(device_busy_, busy) != busy) changed_.notify_all();
 }
 
 /// "rank 2 (pid 7) has not submitted it (it waits for allreduce 'b' float32 [3] Sum)"

@@ -100,6 +100,7 @@ class Engine {
   Error first_cause(const Error& error) const;
   void settle(Work& work, std::optional<Error> error);
   void look_around();
+  void look_after_device();
   std::string late_ranks(const Work& work) const;
 
   const std::shared_ptr<Communicator> communicator_;
