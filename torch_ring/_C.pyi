@@ -71,6 +71,21 @@ class Engine:
         `awaited` (here and below): the caller is about to wait, so that no thread is woken.
         """
 
+    def allreduce_and_wait(
+        self,
+        tensor: Tensor,
+        output: Tensor | None,
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+        /,
+    ) -> Tensor:
+        """Return `output`, or a new tensor: the shortest way of a small tensor, with no work.
+
+        In place, it tells autograd.
+        """
+
     def broadcast(
         self, tensor: Tensor, output: Tensor, root: int, name: str, awaited: bool = False
     ) -> Work: ...

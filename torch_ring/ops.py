@@ -51,13 +51,22 @@ def _allreduce(
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
-    *,
-    awaited: bool,
 ) -> Handle:
-    work = engine_of(process_set).allreduce(
-        tensor, output, name or "", op, prescale, postscale, awaited=awaited
-    )
-    return Handle(work)
+    engine = engine_of(process_set)
+    return Handle(engine.allreduce(tensor, output, name or "", op, prescale, postscale))
+
+
+def _allreduce_now(
+    tensor: Tensor,
+    output: Tensor | None,
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> Tensor:
+    engine = engine_of(process_set)
+    return engine.allreduce_and_wait(tensor, output, name or "", op, prescale, postscale)
 
 
 def allreduce_async(
@@ -87,7 +96,7 @@ def allreduce_async(
     require_tensor(tensor, "allreduce_async")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     output = torch.empty_like(tensor, requires_grad=False)
-    return _allreduce(tensor, output, name, *arguments, awaited=False)
+    return _allreduce(tensor, output, name, *arguments)
 
 
 def allreduce_async_(
@@ -106,7 +115,7 @@ def allreduce_async_(
     require_tensor(tensor, "allreduce_async_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     return _in_place(
-        _allreduce(tensor, tensor, name, *arguments, awaited=False),
+        _allreduce(tensor, tensor, name, *arguments),
         tensor,
     )
 
@@ -115,9 +124,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
         ctx.arguments = arguments
-        output = torch.empty_like(tensor)
-        _allreduce(tensor, output, name, *arguments, awaited=True).wait()
-        return output
+        return _allreduce_now(tensor, None, name, *arguments)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,8 +154,7 @@ def allreduce(
     if tensor.requires_grad and torch.is_grad_enabled():
         reduced = _Allreduce.apply(compressed, name, *arguments)
     else:
-        reduced = torch.empty_like(compressed, requires_grad=False)
-        _allreduce(compressed, reduced, name, *arguments, awaited=True).wait()
+        reduced = _allreduce_now(compressed, None, name, *arguments)
     return compression.decompress(reduced, context)
 
 
@@ -163,10 +169,8 @@ def allreduce_(
 ) -> Tensor:
     """Reduce `tensor` over all ranks in place and return it; see :func:`allreduce_async_`."""
     require_tensor(tensor, "allreduce_")
-    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
-    handle = _allreduce(tensor, tensor, name, *arguments, awaited=True)
-    result: Tensor = _in_place(handle, tensor).wait()
-    return result
+    op = resolve_op(average, op)
+    return _allreduce_now(tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def _in_place(handle: Handle, tensor: Tensor) -> Handle:

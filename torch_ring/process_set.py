@@ -156,6 +156,8 @@ def engine_of(process_set: ProcessSet) -> _C.Engine:
         InvalidArgumentError: the set has not been added, or this process is no member.
         NotInitializedError: there is no world, or it is the one of this process's parent.
     """
+    if process_set is global_process_set:
+        return world.engine()
     world.require_own()
     engine = _membership(process_set).engine
     assert engine is not None  # a member has one

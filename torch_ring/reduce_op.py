@@ -35,5 +35,5 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     if op is not None:
         if average is not None:
             raise ValueError("give `op` or the deprecated `average`, not both")
-        return ReduceOp(op)
+        return op if type(op) is ReduceOp else ReduceOp(op)
     return Average if average is None or average else Sum

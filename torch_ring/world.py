@@ -150,8 +150,11 @@ def is_initialized() -> bool:
 
 def engine() -> _C.Engine:
     """Return the engine of this process. Raises NotInitializedError."""
-    require_own()
-    return _current().engine
+    if _is_parents:
+        require_own()
+    if _world is None:
+        raise NotInitializedError
+    return _world.engine
 
 
 def require_own() -> None:

@@ -54,9 +54,15 @@ void check_output(const at::Tensor& tensor, const at::Tensor& output, const std:
   if (output._is_zerotensor()) refuse(what + ": cannot write into a ZeroTensor: clone() it");
 }
 
+/// Whether the tensor's memory is its values, one after the other.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_neg() && !tensor._is_zerotensor();
+}
+
 /// The values of `tensor` in memory, one after the other. Where torch has only noted that they are
 /// negative, or all zero, that is carried out.
 at::Tensor values_of(const at::Tensor& tensor) {
+  if (is_plain(tensor)) return tensor;  // the usual case: only its memory is looked at
   const at::Tensor detached = tensor.detach();
   if (detached._is_zerotensor()) return at::zeros(detached.sizes(), detached.options());
   return detached.resolve_neg().contiguous();
@@ -102,8 +108,8 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
 /// What the communicator is given of `tensor`. A device has no prescale; Adasum is for the host.
 at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
   const at::Tensor values = values_of(tensor);
-  if (fingerprint.on_host()) return values.cpu();
-  return fingerprint.prescale == 1.0 ? values : scaled(values, fingerprint.prescale);
+  if (fingerprint.on_host()) return values.is_cpu() ? values : values.cpu();
+  return fingerprint.prescale == 1.0 ? values : scaled(values.detach(), fingerprint.prescale);
 }
 
 std::function<void()> keeper(std::vector<at::Tensor> tensors) {
@@ -117,15 +123,18 @@ std::function<void()> keeper(std::vector<at::Tensor> tensors) {
 void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
   const at::Tensor input = input_of(request.fingerprint, tensor);
   const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
-  const at::Tensor target = output.detach();
-  const bool is_plain =
-      target.is_contiguous() && !target.is_neg() && target.device() == input.device();
-  const at::Tensor result = is_plain ? target : (in_place ? input : at::empty_like(input));
   request.input = input.const_data_ptr();
+  if (is_plain(output) && output.device() == input.device()) {
+    request.output = output.mutable_data_ptr();
+    if (!output.is_cpu()) request.begin = keeper({input, output});
+    request.finish = [input, output] {};  // keeps them alive
+    return;
+  }
+  const at::Tensor target = output.detach();
+  const at::Tensor result = in_place ? input : at::empty_like(input);
   request.output = result.mutable_data_ptr();
-  request.begin = keeper({input, result, target});
+  if (!input.is_cpu()) request.begin = keeper({input, result, target});
   request.finish = [input, result, target] {
-    if (result.is_same(target)) return;
     const at::NoGradGuard no_grad;
     torch_call([&] {
       target.copy_(result);

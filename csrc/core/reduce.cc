@@ -29,9 +29,24 @@ struct Kernels {
   void (*combine)(void* out, const void* partial, const void* other, std::size_t count);
   void (*scale)(void* out, const void* partial, std::size_t count, const Scaling& scaling);
   void (*store)(void* out, const void* partial, std::size_t count);  // null: nothing to convert
+  // All of it at once for two inputs that are converted, which would pass through the cache four
+  // times otherwise; the same operations on every element, so the same bits. May be null.
+  void (*reduce_two)(void* out, const void* first, const void* second, std::size_t count,
+                     const Scaling& scaling);
 };
 
 namespace baseline {
+struct Lanes {  // one, of which the compiler makes more where it can
+  static constexpr std::size_t kCount = 1;
+  using Vector = float;
+  static Vector all(float value) { return value; }
+  template <class T>
+  static Vector load(const T* from) {
+    return to_float(*from);
+  }
+  static void store(BFloat16* to, Vector value) { *to = to_bfloat16(value); }
+  static void store(Float16* to, Vector value) { *to = to_float16(value); }
+};
 #include "core/reduce_kernels.inc"
 }  // namespace baseline
 
@@ -39,10 +54,14 @@ namespace baseline {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(TORCH_RING_SANITIZED)
 #define TORCH_RING_DISPATCH
+#include <immintrin.h>
+// GCC 12 takes what its own header leaves undefined on purpose for a mistake (its bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,f16c")
 namespace avx2 {
+#include "core/lanes_avx2.inc"
 #include "core/reduce_kernels.inc"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -50,6 +69,7 @@ namespace avx2 {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
 namespace avx512 {
+#include "core/lanes_avx512.inc"
 #include "core/reduce_kernels.inc"
 }  // namespace avx512
 #pragma GCC pop_options
@@ -61,7 +81,8 @@ Kernels kernels_for(const Reduction& reduction) {
       __builtin_cpu_supports("avx512dq")) {
     return avx512::kernels_of(reduction.dtype, reduction.op);
   }
-  if (__builtin_cpu_supports("avx2")) return avx2::kernels_of(reduction.dtype, reduction.op);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+    return avx2::kernels_of(reduction.dtype, reduction.op);
 #endif
   return baseline::kernels_of(reduction.dtype, reduction.op);
 }
@@ -72,6 +93,18 @@ class Block {
  public:
   explicit Block(const Reduction& reduction)
       : reduction_(reduction), kernels_(kernels_for(reduction)) {}
+
+  /// The whole way of the inputs' elements [begin, begin + count).
+  const void* result(std::span<const void* const> inputs, std::size_t begin, std::size_t count) {
+    if (kernels_.reduce_two == nullptr || inputs.size() != 2 ||
+        reduction_.scaling.prescale != 1.0) {
+      return finished(reduced(inputs, begin, count), count);
+    }
+    const std::size_t offset = begin * size_of(reduction_.dtype);
+    kernels_.reduce_two(other_, static_cast<const char*>(inputs[0]) + offset,
+                        static_cast<const char*>(inputs[1]) + offset, count, reduction_.scaling);
+    return other_;
+  }
 
   /// The reduction of the inputs' elements [begin, begin + count).
   const void* reduced(std::span<const void* const> inputs, std::size_t begin, std::size_t count) {
@@ -160,8 +193,7 @@ void reduce(std::span<void* const> outputs, std::span<const void* const> inputs,
   const std::size_t item = size_of(reduction.dtype);
   Block block(reduction);
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
-    const void* const result = block.finished(block.reduced(inputs, begin, part), part);
-    copy_to_all(outputs, begin * item, result, part * item);
+    copy_to_all(outputs, begin * item, block.result(inputs, begin, part), part * item);
   });
 }
 

@@ -45,8 +45,10 @@ std::string key_of(const Fingerprint& fingerprint) {
 }
 
 std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
-  if (empty()) {
-    if (auto decision = unanimous(entries)) {
+  if (const auto first = empty() ? parse_single(entries.front()) : std::nullopt) {
+    const Fingerprint fingerprint = decode(first->fingerprint);
+    if (auto decision = unanimous(fingerprint, entries)) {
+      decision->key = key_of(fingerprint);
       std::vector<Decision> decisions;
       decisions.push_back(std::move(*decision));
       return decisions;
@@ -103,9 +105,12 @@ bool Agreement::complete(const Pending& pending) const {
   return true;
 }
 
-/// The common case, with no table: every rank announces one request, and all are equal.
-std::optional<Decision> Agreement::unanimous(std::span<const ByteSpan> entries) const {
+std::optional<Decision> Agreement::unanimous(const Fingerprint& own,
+                                             std::span<const ByteSpan> entries) {
+  if (own.collective == Collective::kJoin) return std::nullopt;
   Decision decision;
+  decision.shared_offsets.reserve(entries.size());
+  decision.payloads.reserve(entries.size());
   bool all_shared = true;
   bool all_carry = true;
   ByteSpan first;
@@ -122,10 +127,7 @@ std::optional<Decision> Agreement::unanimous(std::span<const ByteSpan> entries) 
   }
   if (!all_shared) decision.shared_offsets.clear();
   if (!all_carry) decision.payloads.clear();
-  const Fingerprint fingerprint = decode(first);
-  if (fingerprint.collective == Collective::kJoin) return std::nullopt;
-  decision.key = key_of(fingerprint);
-  decision.renumbers = renumbers(fingerprint);
+  decision.renumbers = renumbers(own);
   return decision;
 }
 

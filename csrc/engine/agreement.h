@@ -46,6 +46,11 @@ class Agreement {
   /// the entries are.
   std::vector<Decision> round(std::span<const ByteSpan> entries);
 
+  /// The common case, with no table: if nothing was pending, and every rank announces one request
+  /// and all are equal to `own`, which this rank has announced, its decision, without the key.
+  static std::optional<Decision> unanimous(const Fingerprint& own,
+                                           std::span<const ByteSpan> entries);
+
   /// Whether nothing is announced that is not decided.
   bool empty() const { return pending_.empty() && joined_count_ == 0; }
 
@@ -70,7 +75,6 @@ class Agreement {
     std::vector<std::optional<Announced>> by_rank;
   };
 
-  std::optional<Decision> unanimous(std::span<const ByteSpan> entries) const;
   void announce(int rank, const Announcement& announcement);
   bool complete(const Pending& pending) const;
   Decision decide(const std::string& key, Pending pending) const;

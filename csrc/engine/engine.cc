@@ -248,6 +248,10 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     }
     if (target == nullptr && hand_over) return;
     board_.wait_until(Clock::now() + kLookAround);
+    // While rounds go on, there is little to look at.
+    const auto now = Clock::now();
+    if (round_open_ && now - looked_around_ < kLookAround && board_.complete()) continue;
+    looked_around_ = now;
     look_around();
     if (device_.exists()) look_after_device();
     paused_ = true;

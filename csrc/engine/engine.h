@@ -95,6 +95,8 @@ class Engine {
   Seen take_queue();
   void announce_outbox(bool blocked);
   void finish_round();
+  bool run_unanimous();
+  void renumber();
   Error describe(const Work& work, const Error& error) const;
   Error departed(int rank) const;
   Error first_cause(const Error& error) const;
@@ -117,11 +119,13 @@ class Engine {
   Executor executor_;
   DeviceExecutor device_;
   EntryWriter entry_;
+  std::vector<ByteSpan> entries_;  // of the round that is being finished
   std::deque<std::shared_ptr<Work>> outbox_;
   std::map<std::string, std::shared_ptr<Work>> pending_;
   bool round_open_ = false;
   bool paused_ = false;  // it calls its interrupt
   Clock::time_point last_decision_;
+  Clock::time_point looked_around_;
 
   std::mutex mutex_;  // guards what follows; never held while driving
   std::condition_variable changed_;

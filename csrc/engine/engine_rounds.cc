@@ -34,9 +34,10 @@ void Engine::announce_outbox(bool blocked) {
 
 void Engine::finish_round() {
   round_open_ = false;
-  std::vector<ByteSpan> entries;
-  for (int rank = 0; rank < communicator_->size(); ++rank) entries.push_back(board_.entry(rank));
-  const std::vector<Decision> decisions = agreement_.round(entries);
+  entries_.clear();
+  for (int rank = 0; rank < communicator_->size(); ++rank) entries_.push_back(board_.entry(rank));
+  if (run_unanimous()) return;
+  const std::vector<Decision> decisions = agreement_.round(entries_);
 
   struct {
     std::vector<Job> jobs;
@@ -46,10 +47,7 @@ void Engine::finish_round() {
   if (!decisions.empty()) last_decision_ = Clock::now();
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
-    if (decision.renumbers) {  // this rank's thread waits for what all ranks wait for
-      const Lock lock(mutex_);
-      names_.renew();
-    }
+    if (decision.renumbers) renumber();
     if (mine == pending_.end() && !decision.for_joined) continue;  // and a mismatch
     const Fingerprint& fingerprint =
         mine == pending_.end() ? *decision.for_joined : mine->second->request().fingerprint;
@@ -86,6 +84,29 @@ void Engine::finish_round() {
     device_busy_ = true;  // before a work is done: close() waits for what runs
   }
   run(device_, on_device);
+}
+
+/// The usual round: nothing was pending, and all ranks have announced the same one request. Returns
+/// whether this is one.
+bool Engine::run_unanimous() {
+  if (pending_.size() != 1 || !agreement_.empty()) return false;
+  Work& work = *pending_.begin()->second;
+  const Fingerprint& fingerprint = work.request().fingerprint;
+  if (!fingerprint.on_host()) return false;
+  const auto decision = Agreement::unanimous(fingerprint, entries_);
+  if (!decision) return false;
+  last_decision_ = Clock::now();
+  if (decision->renumbers) renumber();
+  const Job job{&work.request(), &*decision};
+  executor_.run({&job, 1}, [&](std::size_t) { settle(work, std::nullopt); });
+  pending_.clear();
+  return true;
+}
+
+/// This rank's thread waits for what all ranks wait for: they begin to count anew.
+void Engine::renumber() {
+  const Lock lock(mutex_);
+  names_.renew();
 }
 
 /// The error as the work's: who, what, and why.

@@ -1,5 +1,6 @@
 #include "engine/entry.h"
 
+#include <array>
 #include <cstring>
 
 namespace torch_ring {
@@ -22,16 +23,29 @@ struct AnnouncementHeader {
   std::int64_t shared_offset;
 };
 
+// What an encoded fingerprint begins with; the shape and the name follow. No padding is left to
+// chance, as equal fingerprints are compared as bytes.
+struct FingerprintHeader {
+  double prescale;
+  double postscale;
+  std::int32_t root;
+  std::uint32_t dimensions;
+  std::uint32_t name_bytes;
+  Collective collective;
+  DType dtype;
+  ReduceOp op;
+  std::uint8_t device;
+  std::uint8_t joinable;
+  std::array<std::uint8_t, 7> zero;
+};
+static_assert(sizeof(FingerprintHeader) == 40);
+
 constexpr std::size_t padded(std::size_t bytes) { return (bytes + 7) / 8 * 8; }
 
-void append(Bytes& bytes, const void* data, std::size_t count) {
-  const auto* from = static_cast<const std::byte*>(data);
-  bytes.insert(bytes.end(), from, from + count);
-}
-
-template <class T>
-void append(Bytes& bytes, const T& value) {
-  append(bytes, &value, sizeof value);
+/// Copies `count` bytes to `to` and returns where they end.
+std::byte* put(std::byte* to, const void* data, std::size_t count) {
+  if (count > 0) std::memcpy(to, data, count);
+  return to + count;
 }
 
 /// Takes values off the front of untrusted bytes.
@@ -74,48 +88,50 @@ class Reader {
 }  // namespace
 
 Bytes encode(const Fingerprint& f) {
-  Bytes bytes;
-  bytes.reserve(40 + 8 * f.shape.size() + f.name.size());
-  append(bytes, f.collective);
-  append(bytes, f.dtype);
-  append(bytes, f.op);
-  append(bytes, f.device);
-  append(bytes, f.joinable);
-  append(bytes, f.root);
-  append(bytes, f.prescale);
-  append(bytes, f.postscale);
-  append(bytes, static_cast<std::uint32_t>(f.shape.size()));
-  append(bytes, static_cast<std::uint32_t>(f.name.size()));
-  append(bytes, f.shape.data(), f.shape.size() * sizeof(std::int64_t));
-  append(bytes, f.name.data(), f.name.size());
+  const FingerprintHeader header{f.prescale,
+                                 f.postscale,
+                                 f.root,
+                                 static_cast<std::uint32_t>(f.shape.size()),
+                                 static_cast<std::uint32_t>(f.name.size()),
+                                 f.collective,
+                                 f.dtype,
+                                 f.op,
+                                 f.device,
+                                 f.joinable,
+                                 {}};
+  const std::size_t shape_bytes = f.shape.size() * sizeof(std::int64_t);
+  Bytes bytes(sizeof header + shape_bytes + f.name.size());
+  std::byte* at = put(bytes.data(), &header, sizeof header);
+  at = put(at, f.shape.data(), shape_bytes);
+  put(at, f.name.data(), f.name.size());
   return bytes;
 }
 
 Fingerprint decode(ByteSpan fingerprint) {
   Reader reader(fingerprint);
+  const auto header = reader.take<FingerprintHeader>();
   Fingerprint f;
-  f.collective = reader.take<Collective>();
-  f.dtype = reader.take<DType>();
-  f.op = reader.take<ReduceOp>();
-  f.device = reader.take<std::uint8_t>();
-  f.joinable = reader.take<std::uint8_t>() != 0;
-  f.root = reader.take<std::int32_t>();
-  f.prescale = reader.take<double>();
-  f.postscale = reader.take<double>();
-  const auto dimensions = reader.take<std::uint32_t>();
-  const auto name_bytes = reader.take<std::uint32_t>();
-  const ByteSpan shape = reader.take(std::size_t{dimensions} * sizeof(std::int64_t));
-  f.shape.resize(dimensions);
-  if (dimensions > 0) std::memcpy(f.shape.data(), shape.data(), shape.size());
-  const ByteSpan name = reader.take(name_bytes);
+  f.collective = header.collective;
+  f.dtype = header.dtype;
+  f.op = header.op;
+  f.device = header.device;
+  f.joinable = header.joinable != 0;
+  f.root = header.root;
+  f.prescale = header.prescale;
+  f.postscale = header.postscale;
+  const ByteSpan shape = reader.take(std::size_t{header.dimensions} * sizeof(std::int64_t));
+  f.shape.resize(header.dimensions);
+  if (!shape.empty()) std::memcpy(f.shape.data(), shape.data(), shape.size());
+  const ByteSpan name = reader.take(header.name_bytes);
   f.name.assign(reinterpret_cast<const char*>(name.data()), name.size());
   return f;
 }
 
 void EntryWriter::clear(bool blocked) {
-  bytes_.clear();
   count_ = 0;
-  torch_ring::append(bytes_, EntryHeader{blocked ? kBlocked : 0, 0});
+  const EntryHeader header{blocked ? kBlocked : 0, 0};
+  bytes_.resize(sizeof header);
+  put(bytes_.data(), &header, sizeof header);
 }
 
 void EntryWriter::append(const Announcement& a) {
@@ -123,14 +139,14 @@ void EntryWriter::append(const Announcement& a) {
       static_cast<std::uint32_t>(a.fingerprint.size()),
       a.carries ? static_cast<std::uint32_t>(a.payload.size()) : kNoPayload,
       static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)), 0, a.shared_offset};
-  torch_ring::append(bytes_, header);
-  torch_ring::append(bytes_, a.rows.data(), a.rows.size());
-  torch_ring::append(bytes_, a.fingerprint.data(), a.fingerprint.size());
-  bytes_.resize(padded(bytes_.size()));
-  torch_ring::append(bytes_, a.payload.data(), a.payload.size());
-  bytes_.resize(padded(bytes_.size()));
+  const std::size_t begin = bytes_.size();
+  bytes_.resize(begin + bytes_needed(a));  // with zeros where there is padding
+  std::byte* at = put(bytes_.data() + begin, &header, sizeof header);
+  at = put(at, a.rows.data(), a.rows.size());
+  put(at, a.fingerprint.data(), a.fingerprint.size());
+  put(at + padded(a.fingerprint.size()), a.payload.data(), a.payload.size());
   ++count_;
-  std::memcpy(bytes_.data() + offsetof(EntryHeader, count), &count_, sizeof count_);
+  put(bytes_.data() + offsetof(EntryHeader, count), &count_, sizeof count_);
 }
 
 std::size_t EntryWriter::bytes_needed(const Announcement& a) {
