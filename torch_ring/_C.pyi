@@ -142,6 +142,14 @@ class Engine:
         postscale: float,
         awaited: bool = False,
     ) -> list[Work]: ...
+    def end_pass(self, whole: WholePass, entry: bytes, number: int, /) -> bytes | None:
+        """End a backward pass if all gradients are due here, and the ranks all say `entry`.
+
+        Returns:
+            None if not all are due, and nothing was sent; what the ranks have said, one after the
+            other, if that differs, and nothing was reduced; nothing, b"", if all is done.
+        """
+
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 
@@ -221,3 +229,20 @@ class GradientHooks:
 
     def disable(self) -> None:
         """Make the hooks do nothing any more."""
+
+class WholePass:
+    """All gradients of an optimizer, as `Engine.end_pass` reduces them.
+
+    `everything` is the bitmap of all parameters. A bucket is its memory, and what stands before and after a pass's number in its name.
+    """
+
+    def __init__(
+        self,
+        hooks: GradientHooks,
+        everything: bytes,
+        buckets: Sequence[tuple[Tensor, str, str]],
+        op: int,
+        prescale: float,
+        postscale: float,
+        /,
+    ) -> None: ...

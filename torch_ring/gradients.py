@@ -125,6 +125,7 @@ class Reducer:
             )
         self._bucket_bytes = reduction.bucket_bytes
         self.settled = False
+        self.whole: tuple[_C.WholePass, Report] | None = None
         self.index = passes.register(self)
         self.hooks = _C.GradientHooks(
             parameters,
@@ -193,7 +194,7 @@ class Reducer:
             exchange = self._exchanges.start(name, bucket, memory, bucket.parameters)
             self._started[index] = exchange.advance
         else:
-            self._started[index] = self._send(name, memory, self._wires[index])
+            self._started[index] = self._send(name, memory, self._wires[index], awaited=False)
 
     def start(self, touched: int, sparse: int, number: int) -> None:
         """See `Participant`."""
@@ -228,6 +229,7 @@ class Reducer:
                         name,
                         self._buckets[index][begin:end],
                         None if wire is None else wire[begin:end],
+                        awaited=True,
                     )
                 )
 
@@ -242,6 +244,21 @@ class Reducer:
             self._order_is_real = True
             rest = set(range(len(self._specs))).difference(order)
             self._place([*order, *sorted(rest, reverse=True)])
+            self.whole = self._whole()
+
+    def _whole(self) -> tuple[_C.WholePass, Report] | None:
+        """Return the short way to end a pass, where nothing happens to gradients but a sum."""
+        plain = self._compression is Compression.none and not self._engine.overlaps()
+        if not plain or any(not memory.is_cpu for memory in self._buckets):
+            return None
+        buckets = [
+            (memory, f"gradients.{self.index}.", f".{bucket}.0")
+            for bucket, memory in enumerate(self._buckets)
+            if memory.numel()
+        ]
+        everything = (1 << len(self._specs)) - 1
+        whole = _C.WholePass(self.hooks, self._bitmap(everything), buckets, *self._arguments)
+        return whole, Report(self.index, everything)
 
     def _finish_sparse(self) -> None:
         sums, self._sparse_sums = self._sparse_sums, {}
@@ -252,21 +269,23 @@ class Reducer:
             assert gradient is not None, "it has just been reduced"
             self.hooks.replace(parameter, gradient.to_sparse(1))
 
-    def _send(self, name: str, region: Tensor, wire: Tensor | None) -> Callable[[], None]:
-        """Start to reduce `region` in place; return what waits for it."""
+    def _send(
+        self, name: str, region: Tensor, wire: Tensor | None, awaited: bool
+    ) -> Callable[[], None]:
+        """Start to reduce `region` in place; return what waits for it, soon if `awaited`."""
         if self._compression is Compression.none:
-            work = self._allreduce(name, region)
+            work = self._allreduce(name, region, awaited)
             return lambda: _wait(work)
         if wire is not None:
             wire.copy_(region)
-            work = self._allreduce(name, wire)
+            work = self._allreduce(name, wire, awaited)
             return lambda: _copy(region, work.wait())
         compressed, ctx = self._compression.compress(region)
-        work = self._allreduce(name, compressed.contiguous())
+        work = self._allreduce(name, compressed.contiguous(), awaited)
         return lambda: _copy(region, self._compression.decompress(work.wait(), ctx))
 
-    def _allreduce(self, name: str, tensor: Tensor) -> _C.Work:
-        return self._engine.allreduce(tensor, tensor, name, *self._arguments)
+    def _allreduce(self, name: str, tensor: Tensor, awaited: bool) -> _C.Work:
+        return self._engine.allreduce(tensor, tensor, name, *self._arguments, awaited)
 
     def _name(self, number: int, bucket: int, begin: int = 0) -> str:
         return f"gradients.{self.index}.{number}.{bucket}.{begin}"

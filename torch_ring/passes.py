@@ -23,6 +23,9 @@ class Participant(Protocol):
     settled: bool
     """Whether the last agreement left nothing to reduce before the step, on any rank."""
 
+    whole: tuple[_C.WholePass, Report] | None
+    """What ends a pass in which all gradients are due, and what is said of it, if that is enough."""
+
     def report(self, everything: bool) -> Report | None:
         """Return what is due here, with `everything` whatever there is; None: nothing to say."""
 
@@ -101,12 +104,29 @@ class BackwardPasses:
 
     def end(self) -> None:
         """End a pass."""
+        if len(self._participants) == 1 and self._end_whole(*self._participants.values()):
+            return
         reports = self._reports()
         for report in reports:
             if report.held_back:  # under no_sync(), say: only this rank knows
                 self._participants[report.participant].settled = False
         if any(report.due for report in reports):
             self._agree(reports)
+
+    def _end_whole(self, participant: Participant) -> bool:
+        """Take the short way, if this is the usual pass; return whether it was."""
+        if not participant.whole:
+            return False
+        whole, report = participant.whole
+        said = self.engine.end_pass(whole, Entry(self.steps, (report,)).encode(), self.number)
+        if said is None:
+            return False
+        if said:
+            self._carry_out(list(Entry.decode_all(memoryview(said))))
+        else:
+            self.number += 1
+            participant.settled = True
+        return True
 
     def settle(self, participant: Participant) -> None:
         """Reduce whatever a rank has accumulated for `participant`, due or not."""
@@ -126,7 +146,10 @@ class BackwardPasses:
 
     def _agree(self, reports: tuple[Report, ...]) -> None:
         """Tell the other ranks, and reduce what is due on any of them."""
-        entries = self._exchange(Entry(self.steps, reports))
+        self._carry_out(self._exchange(Entry(self.steps, reports)))
+
+    def _carry_out(self, entries: Sequence[Entry]) -> None:
+        """Reduce what is due on any rank, by what all of them have said."""
         number, self.number = self.number, self.number + 1
         self._check_steps([entry.steps for entry in entries])
         touched: dict[int, int] = {}

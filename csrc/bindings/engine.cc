@@ -14,6 +14,8 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/tensors.h"
+#include "bindings/whole_pass.h"
+#include "bindings/work.h"
 #include "collective/world.h"
 #include "engine/engine.h"
 
@@ -31,60 +33,6 @@ std::vector<Fd> own(const std::vector<int>& fds) {
   std::vector<Fd> owned;
   for (const int fd : fds) owned.emplace_back(fd);
   return owned;
-}
-
-/// Lets Python handle signals (Ctrl-C) while a thread waits without the GIL.
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
-const Engine::Interrupt kCheckSignals = check_signals;
-
-/// A work, its engine, and what it will give.
-class PyWork {
- public:
-  PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
-      : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
-
-  bool done() const {
-    return work_->done() && (!result_->written || work_->failed() || result_->written->query());
-  }
-
-  /// On a device the current stream waits for the output, and the host for its being enqueued.
-  at::Tensor wait() const {
-    {
-      const py::gil_scoped_release no_gil;
-      engine_->wait(*work_, kCheckSignals);
-    }
-    if (result_->written) {
-      engine_->check();
-      result_->written->wait(result_->tensor);
-    }
-    return result_->tensor;
-  }
-
-  std::vector<std::int64_t> received_splits() const { return result_->rows; }
-
- private:
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<Work> work_;
-  std::shared_ptr<Result> result_;
-};
-
-/// A request and what it will give: one member of a group.
-struct Member {
-  Request request;
-  std::shared_ptr<Result> result;
-  c10::Device device;
-};
-
-std::string member_name(const std::string& group, std::size_t index) {
-  return group.empty() ? group : group + "." + std::to_string(index);
-}
-
-std::shared_ptr<Result> result_in(const at::Tensor& output) {
-  return std::make_shared<Result>(Result{output, {}});
 }
 
 class PyEngine {
@@ -244,6 +192,19 @@ class PyEngine {
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }
 
+  std::optional<py::bytes> end_pass(const WholePass& pass, const std::string& entry,
+                                    std::uint64_t number) const {
+    running();
+    const std::shared_ptr<Engine> engine = engine_;  // which a signal handler may shut down
+    std::optional<std::string> gathered;
+    {
+      const py::gil_scoped_release no_gil;
+      gathered = pass.run(*engine, size_, entry, number, kCheckSignals);
+    }
+    if (!gathered) return std::nullopt;
+    return py::bytes(*gathered);
+  }
+
   void shutdown() {
     if (::getpid() != pid_) return abandon();
     if (!engine_) return;
@@ -402,6 +363,7 @@ void bind_engine(py::module_& module) {
       .def("grouped_reducescatter", &PyEngine::grouped_reducescatter, py::arg("tensors"),
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("awaited") = false)
+      .def("end_pass", &PyEngine::end_pass)
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)

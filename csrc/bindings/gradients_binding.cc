@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/gradients.h"
+#include "bindings/whole_pass.h"
 
 namespace torch_ring {
 namespace {
@@ -88,6 +89,16 @@ void bind_gradients(py::module_& module) {
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
            Release())
       .def("disable", &GradientHooks::disable);
+
+  py::class_<WholePass>(module, "WholePass")
+      .def(py::init([](std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
+                       std::vector<std::tuple<at::Tensor, std::string, std::string>> buckets,
+                       int op, double prescale, double postscale) {
+        std::vector<WholePass::Bucket> placed;
+        for (auto& [memory, before, after] : buckets) placed.push_back({memory, before, after});
+        return std::make_unique<WholePass>(std::move(hooks), std::move(everything),
+                                           std::move(placed), op, prescale, postscale);
+      }));
 }
 
 }  // namespace torch_ring

@@ -1,0 +1,75 @@
+#include "bindings/whole_pass.h"
+
+#include <numeric>
+#include <utility>
+
+#include "bindings/tensors.h"
+
+namespace torch_ring {
+
+namespace {
+
+/// Gathers the ranks' bytes, in the order of ranks. Of ranks that have joined there are none.
+std::string gather(Engine& engine, std::string name, const std::string& bytes,
+                   const Engine::Interrupt& interrupt) {
+  auto kept = std::make_shared<std::pair<std::string, std::string>>(bytes, "");  // ours, all
+  Request request;
+  request.fingerprint.collective = Collective::kAllgather;
+  request.fingerprint.dtype = DType::kUInt8;
+  request.fingerprint.name = std::move(name);
+  request.fingerprint.joinable = true;
+  request.rows = {static_cast<std::int64_t>(bytes.size())};
+  request.input = kept->first.data();
+  request.allocate = [kept](std::span<const std::int64_t> rows) {
+    kept->second.resize(
+        static_cast<std::size_t>(std::accumulate(rows.begin(), rows.end(), std::int64_t{0})));
+    return static_cast<void*>(kept->second.data());
+  };
+  engine.wait(*engine.submit(std::move(request), Engine::Mode::kAwaited), interrupt);
+  return std::move(kept->second);
+}
+
+bool all_are(const std::string& gathered, const std::string& entry) {
+  if (entry.empty() || gathered.size() % entry.size() != 0) return false;
+  for (std::size_t begin = 0; begin < gathered.size(); begin += entry.size()) {
+    if (gathered.compare(begin, entry.size(), entry) != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+WholePass::WholePass(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
+                     std::vector<Bucket> buckets, int op, double prescale, double postscale)
+    : hooks_(std::move(hooks)),
+      everything_(std::move(everything)),
+      buckets_(std::move(buckets)),
+      op_(op),
+      prescale_(prescale),
+      postscale_(postscale) {}
+
+std::optional<std::string> WholePass::run(Engine& engine, int size, const std::string& entry,
+                                          std::uint64_t number,
+                                          const Engine::Interrupt& interrupt) const {
+  const GradientHooks::Pending pending = hooks_->pending(false);
+  const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
+  if (pending.due != everything_ || any_sparse || pending.held_back) return std::nullopt;
+  const std::string count = std::to_string(number);
+  std::string gathered = gather(engine, "backward." + count, entry, interrupt);
+  if (!all_are(gathered, entry)) return gathered;
+
+  hooks_->adopt(everything_);
+  std::vector<Request> requests;
+  for (const Bucket& bucket : buckets_) {
+    requests.push_back(allreduce_request(bucket.memory, bucket.memory,
+                                         bucket.name_before + count + bucket.name_after, op_,
+                                         prescale_, postscale_, size));
+  }
+  for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kAwaited)) {
+    engine.wait(*work, interrupt);
+  }
+  hooks_->reduced(everything_);
+  return std::string();
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,51 @@
+// Ends a backward pass in the usual case, without Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/gradients.h"
+#include "engine/engine.h"
+
+namespace torch_ring {
+
+/// What `BackwardPasses` in Python does at the end of a pass, for an optimizer that is the only
+/// one, all of whose gradients are dense, in host memory and reduced as they are.
+///
+/// Thread: the one that runs backward(), without the GIL. Blocking: until every rank has agreed.
+/// Errors: the engine's.
+class WholePass {
+ public:
+  /// A bucket, and what the names of its allreduces begin and end with; a pass's number is between.
+  struct Bucket {
+    at::Tensor memory;
+    std::string name_before;
+    std::string name_after;
+  };
+
+  /// `everything` has all parameters; `op`, `prescale` and `postscale` are the allreduces'.
+  WholePass(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
+            std::vector<Bucket> buckets, int op, double prescale, double postscale);
+
+  /// Tells the other ranks `entry`, and if all say the same, reduces the gradients.
+  ///
+  /// Returns nothing if not all gradients are due here: then nothing was sent. Returns what the
+  /// ranks have said, one after the other, if that is not the same: then nothing was reduced, and
+  /// Python goes on. Returns an empty string if all is done.
+  std::optional<std::string> run(Engine& engine, int size, const std::string& entry,
+                                 std::uint64_t number, const Engine::Interrupt& interrupt) const;
+
+ private:
+  const std::shared_ptr<GradientHooks> hooks_;
+  const GradientHooks::Bitmap everything_;
+  const std::vector<Bucket> buckets_;
+  const int op_;
+  const double prescale_;
+  const double postscale_;
+};
+
+}  // namespace torch_ring

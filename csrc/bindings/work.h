@@ -1,0 +1,70 @@
+// Pending results as Python sees them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/tensors.h"
+#include "engine/engine.h"
+
+namespace torch_ring {
+
+/// Lets Python handle signals (Ctrl-C) while a thread waits without the GIL.
+inline void check_signals() {
+  const pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+inline const Engine::Interrupt kCheckSignals = check_signals;
+
+/// A work, its engine, and what it will give.
+class PyWork {
+ public:
+  PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
+      : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
+
+  bool done() const {
+    return work_->done() && (!result_->written || work_->failed() || result_->written->query());
+  }
+
+  /// On a device the current stream waits for the output, and the host for its being enqueued.
+  at::Tensor wait() const {
+    {
+      const pybind11::gil_scoped_release no_gil;
+      engine_->wait(*work_, kCheckSignals);
+    }
+    if (result_->written) {
+      engine_->check();
+      result_->written->wait(result_->tensor);
+    }
+    return result_->tensor;
+  }
+
+  std::vector<std::int64_t> received_splits() const { return result_->rows; }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Work> work_;
+  std::shared_ptr<Result> result_;
+};
+
+/// A request and what it will give: one member of a group.
+struct Member {
+  Request request;
+  std::shared_ptr<Result> result;
+  c10::Device device;
+};
+
+inline std::string member_name(const std::string& group, std::size_t index) {
+  return group.empty() ? group : group + "." + std::to_string(index);
+}
+
+inline std::shared_ptr<Result> result_in(const at::Tensor& output) {
+  return std::make_shared<Result>(Result{output, {}});
+}
+
+}  // namespace torch_ring
