@@ -233,7 +233,8 @@ class GradientHooks:
 class WholePass:
     """All gradients of an optimizer, as `Engine.end_pass` reduces them.
 
-    `everything` is the bitmap of all parameters. A bucket is its memory, and what stands before and after a pass's number in its name.
+    `everything` is the bitmap of all parameters. A bucket is its memory, and what stands before and
+    after a pass's number in its name.
     """
 
     def __init__(

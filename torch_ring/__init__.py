@@ -71,6 +71,7 @@ from torch_ring.scattering import (  # noqa: E402
     reducescatter,
     reducescatter_async,
 )
+from torch_ring.shared_memory import empty_shared  # noqa: E402
 from torch_ring.sparse import sparse_allreduce_async  # noqa: E402
 from torch_ring.state import (  # noqa: E402
     allgather_object,
@@ -146,6 +147,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "empty_shared",
     "functions",
     "global_process_set",
     "gloo_built",

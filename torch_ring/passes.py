@@ -24,7 +24,7 @@ class Participant(Protocol):
     """Whether the last agreement left nothing to reduce before the step, on any rank."""
 
     whole: tuple[_C.WholePass, Report] | None
-    """What ends a pass in which all gradients are due, and what is said of it, if that is enough."""
+    """What ends a pass in which all gradients are due, and what is then said of it; or None."""
 
     def report(self, everything: bool) -> Report | None:
         """Return what is due here, with `everything` whatever there is; None: nothing to say."""

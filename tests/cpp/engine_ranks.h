@@ -33,6 +33,7 @@ class Rank {
   int rank() const { return communicator_->rank(); }
   int size() const { return communicator_->size(); }
   Engine& engine() { return engine_; }
+  Communicator& communicator() { return *communicator_; }
   /// Before anything is submitted: what the log handler does besides.
   void on_log(std::function<void()> handler) { on_log_ = std::move(handler); }
   std::string log() {
