@@ -30,6 +30,7 @@ from training import (
 )
 
 import torch_ring as hvd
+from torch_ring.gradients import Reducer
 
 
 def equals_ddp(device: str) -> None:
@@ -99,6 +100,24 @@ def trains_in_buckets(device: str) -> None:
         trains(device)
 
 
+def sends_during_backward(device: str) -> None:
+    """Every bucket is on its way before the pass ends: the device has time for both."""
+    hvd.shutdown()
+    os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
+    hvd.init()
+    sent: list[int] = []
+    start_bucket, start = Reducer.start_bucket, Reducer.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Reducer, "start_bucket", lambda self, i: (sent.append(i), start_bucket(self, i))
+        )
+        patch.setattr(Reducer, "start", lambda self, *said: (sent.append(-1), start(self, *said)))
+        trains(device)
+    parameters = len(list(make_model().parameters()))
+    one_pass = [*range(parameters), -1]
+    assert sent[-len(one_pass) :] == one_pass  # in the order in which they become ready
+
+
 def begins_again(device: str) -> None:
     """A tensor outlives the job that has used it, and is the next one's."""
     mine = torch.ones(5, device=device)
@@ -127,4 +146,10 @@ def loses_a_rank(device: str) -> str:
     return str(failure.value)
 
 
-JOBS: list[Callable[[str], None]] = [equals_ddp, scales_losses, trains_in_buckets, begins_again]
+JOBS: list[Callable[[str], None]] = [
+    equals_ddp,
+    scales_losses,
+    trains_in_buckets,
+    sends_during_backward,
+    begins_again,
+]

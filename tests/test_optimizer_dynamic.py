@@ -49,7 +49,7 @@ def test_ranks_use_different_parameters(transport, set_to_none, op):
 
 
 def whole_and_partial_passes() -> None:
-    """A pass that touches everything ends the short way, and goes the long one if a rank differs."""
+    """Whole passes end the short way; one that is not on some rank goes the long way on all."""
     exchanges: list[int] = []
     exchange = BackwardPasses._exchange
 

@@ -134,7 +134,7 @@ class Reducer:
             on_backward_end=backward_passes.end,
             on_bucket_full=(
                 functools.partial(passes.start_bucket, self.index)
-                if self._engine.overlaps()
+                if any(self._overlaps(spec.device) for spec in self._specs)
                 else None
             ),
         )
@@ -183,6 +183,8 @@ class Reducer:
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
+        if not self._overlaps(self._plan[index].device):
+            return
         if index in self._started:
             raise RuntimeError(
                 "a backward pass failed after part of its gradients had been sent: "
@@ -246,10 +248,15 @@ class Reducer:
             self._place([*order, *sorted(rest, reverse=True)])
             self.whole = self._whole()
 
+    def _overlaps(self, device: torch.device) -> bool:
+        """Return whether reducing during backward leaves it the processor."""
+        return device.type != "cpu" or self._engine.overlaps()
+
     def _whole(self) -> tuple[_C.WholePass, Report] | None:
         """Return the short way to end a pass, where nothing happens to gradients but a sum."""
-        plain = self._compression is Compression.none and not self._engine.overlaps()
-        if not plain or any(not memory.is_cpu for memory in self._buckets):
+        if self._compression is not Compression.none or any(
+            self._overlaps(bucket.device) for bucket in self._plan
+        ):
             return None
         buckets = [
             (memory, f"gradients.{self.index}.", f".{bucket}.0")
