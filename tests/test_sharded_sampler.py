@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +49,7 @@ def test_training_gives_all_ranks_equally_many(length, size):
     shares = [list(sampler) for sampler in ranks]
     assert [len(share) for share in shares] == [length // size] * size
     assert [len(sampler) for sampler in ranks] == [length // size] * size
-    assert len(set(sum(shares, []))) == length // size * size
+    assert len(set(chain(*shares))) == length // size * size
 
 
 @given(
@@ -79,7 +81,7 @@ def test_a_resume_repeats_and_skips_none(length, before, after, batch_size, batc
     assert state["consumed"] == len(trained)
     rest = [list(sampler) for sampler in resumed]
     assert [len(share) for share in rest] == [len(sampler) for sampler in resumed]
-    both = trained + sum(rest, [])
+    both = [*trained, *chain(*rest)]
     assert len(set(both)) == len(both)
     assert len(both) > length - (after if drop_last else 1)
 
@@ -128,7 +130,7 @@ def test_the_state_of_another_sampler_is_refused():
 
 
 def deals_anew() -> None:
-    """Another size within the same processes: the sampler needs the state, and no more."""
+    """Some of the ranks finish the epoch: they need the state, and no more."""
     sampler = ShardedSampler(range(23), drop_last=True)
     seen = []
     for batch in DataLoader(range(23), 2, sampler=sampler):
@@ -136,14 +138,14 @@ def deals_anew() -> None:
         sampler.advance(len(batch))
         if len(seen) == 4:
             break
-    seen = sum(hvd.allgather_object(seen), [])
+    seen = list(chain(*hvd.allgather_object(seen)))
     assert len(seen) == 4 * hvd.size() == sampler.consumed
     rank = hvd.rank()
     pair = hvd.add_process_set([0, 1])
     smaller = ShardedSampler(23, process_set=pair)
     smaller.load_state_dict(sampler.state_dict())
     if rank < 2:
-        seen += sum(hvd.allgather_object(list(smaller), process_set=pair), [])
+        seen += chain(*hvd.allgather_object(list(smaller), process_set=pair))
         assert sorted(seen) == list(range(23))
     else:
         with pytest.raises(ValueError, match="is not in"):
