@@ -21,9 +21,7 @@ TRAIN = EXAMPLE / "train.py"
 LOSSES = ("training loss", "validation loss")
 SMOKE = ("--smoke", "--probe-steps", "0", "--sample", "1")
 # With the windows of --smoke, epochs of 8 steps: 20 steps go through two and a half.
-SHORT_TEXT = "".join(
-    f"{number} is the square of {root}. " for root, number in ((n, n * n) for n in range(140))
-)[:3500]
+SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:3500]
 
 
 def run_in_float64(arguments: list[str], folder: str, saves: int | None) -> Run:
@@ -50,7 +48,7 @@ def run_in_float64(arguments: list[str], folder: str, saves: int | None) -> Run:
 def train(folder: Path, size: int, *arguments: str, saves: int | None = None) -> dict[str, Any]:
     """Return the curves of a smoke run on the short text."""
     (folder / "text.txt").write_text(SHORT_TEXT)
-    options = [*SMOKE, "--text", "text.txt", "--log", "log.json", *arguments]
+    options = [*SMOKE, "--text", "text.txt", "--json", "log.json", *arguments]
     args = (options, str(folder), saves)
     first, *others = pool.run(run_in_float64, size, args=args, transport="", initialized=False)
     assert [other.output for other in others] == [""] * (size - 1)
@@ -101,7 +99,7 @@ def test_resumes_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("amp", "data"), [("bfloat16", "cached"), ("float16", "synthetic")])
 def test_16_bits_and_other_data(tmp_path: Path, amp: str, data: str) -> None:
-    options = (*SMOKE, "--amp", amp, "--data", data, "--log", "log.json")
+    options = (*SMOKE, "--amp", amp, "--data", data, "--json", "log.json")
     first, _ = run(TRAIN, *options, folder=tmp_path)
     assert f"20 steps with {data} data on 2 rank" in first.output
     losses = [loss for _, loss in json.loads((tmp_path / "log.json").read_text())[LOSSES[0]]]
@@ -122,7 +120,7 @@ def test_smoke_under_torchrun(tmp_path: Path) -> None:
 
 def test_writes_for_tensorboard(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    options = (*SMOKE, "--log", "log.json", "--tensorboard", "events")
+    options = (*SMOKE, "--json", "log.json", "--tensorboard", "events")
     run(TRAIN, *options, folder=tmp_path, size=1)
     read = events.EventAccumulator(str(tmp_path / "events")).Reload()
     curves = json.loads((tmp_path / "log.json").read_text())

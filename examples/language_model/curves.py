@@ -1,4 +1,4 @@
-"""Keeps the losses of a run, and draws those of several that ``train.py --log`` has written.
+"""Keeps the losses of a run, and draws those of several that ``train.py --json`` has written.
 
 python curves.py 1.json 2.json --output loss.png
 """
@@ -75,7 +75,7 @@ def _columns(rows: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draws the loss curves of several runs.")
-    parser.add_argument("runs", type=Path, nargs="+", help="written by train.py --log")
+    parser.add_argument("runs", type=Path, nargs="+", help="written by train.py --json")
     parser.add_argument("--output", type=Path, default=Path("loss.png"))
     args = parser.parse_args()
     plot([json.loads(path.read_text()) for path in args.runs], args.output)

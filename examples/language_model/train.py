@@ -59,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     add("--checkpoint", type=Path, default=Path("gpt.pt"))
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--sample", type=int, default=400, help="characters that the model writes at the end")
-    add("--log", type=Path, help="write the losses into this JSON file")
+    add("--json", type=Path, help="write the losses into this JSON file")
     add("--plot", type=Path, help="draw them into this PNG file")
     add("--tensorboard", type=Path, help="write them into this folder, for TensorBoard")
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,7 +149,7 @@ def restore(path: Path, parts: dict[str, Any], identity: dict[str, Any]) -> int:
 def main() -> None:
     args = parse_args()
     hvd.init()
-    log = partial(print, flush=True) if hvd.rank() == 0 else lambda *_: None
+    log = partial(print, flush=True) if hvd.rank() == 0 else lambda *_, **__: None
     # The ranks of a host share its cores; more threads than cores would be slower.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     if args.device == "cuda":
@@ -191,11 +191,10 @@ def main() -> None:
         schedule.step()
         return norm
 
-    log(
-        f"size {hvd.size()}: {sum(p.numel() for p in model.parameters())} parameters, "
-        f"{len(text.characters)} characters, {len(loader)} steps an epoch, "
-        f"{loader.batch_size} x {args.context} characters a rank and step"
-    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    steps = len(loader.dataset) // args.batch_size
+    log(f"size {hvd.size()}: {len(text.characters)} characters, {steps} steps an epoch,", end=" ")
+    log(f"{count} parameters, {loader.batch_size} x {args.context} characters of a rank in a step")
     pipeline = InputPipeline(loader, args.device, args.data)
     started, tokens = time.monotonic(), 0
     while step < args.steps:
@@ -226,9 +225,10 @@ def main() -> None:
     if hvd.rank() == 0:  # nothing in here waits for other ranks
         prompt = text.characters[-2 * args.context : -args.context].to(args.device).long()
         print(f"--- the model writes:\n{text.decode(model.generate(prompt, args.sample))}\n---")
-        curves.write(args.log, args.plot)
+        curves.write(args.json, args.plot)
     # Last, as it goes on training to compare kinds of data.
-    log(pipeline.report(train if args.probe_steps else None, steps=args.probe_steps or 1, rounds=3))
+    compare = {"step": train, "steps": args.probe_steps, "rounds": 3} if args.probe_steps else {}
+    log(pipeline.report(**compare))
 
 
 if __name__ == "__main__":
