@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pool
 import pytest
@@ -38,13 +39,23 @@ def run_script(script: str, arguments: list[str], folder: str) -> Run:
     """Do in this process what ``cd folder; python script arguments`` does."""
     os.chdir(folder)
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    beside = str(Path(script).parent)
+    sys.path.insert(0, beside)
     code = None
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    # A rank alone would take all cores, which other tests are using.
+    with (
+        mock.patch("torch.set_num_threads"),
+        contextlib.redirect_stdout(io.StringIO()) as output,
+    ):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as exit_:
             code = exit_.code
+        finally:  # another script may have modules of the same names
+            sys.path.remove(beside)
+            for name, module in list(sys.modules.items()):
+                if str(getattr(module, "__file__", None)).startswith(f"{beside}{os.sep}"):
+                    del sys.modules[name]
     return Run(code, output.getvalue())
 
 

@@ -1,0 +1,170 @@
+"""The language model: one text, any number of ranks, one curve."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import torch
+from test_examples import ROOT, Run, run, run_script, torchrun
+
+import torch_ring as hvd
+
+EXAMPLE = ROOT / "examples" / "language_model"
+TRAIN = EXAMPLE / "train.py"
+LOSSES = ("training loss", "validation loss")
+SMOKE = ("--smoke", "--probe-steps", "0", "--sample", "1")
+# With the windows of --smoke, epochs of 8 steps: 20 steps go through two and a half.
+SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:3500]
+
+
+def run_in_float64(arguments: list[str], folder: str, saves: int | None) -> Run:
+    """Run the script, in float64, until it has saved so often: then it is gone, as if killed."""
+    save, left = hvd.checkpoint.save, saves
+
+    def save_and_leave(*args: Any, **kwargs: Any) -> None:
+        nonlocal left
+        save(*args, **kwargs)
+        if left is not None:
+            left -= 1
+            if left == 0:
+                raise SystemExit("killed")
+
+    torch.set_default_dtype(torch.float64)
+    hvd.checkpoint.save = save_and_leave
+    try:
+        return run_script(str(TRAIN), arguments, folder)
+    finally:
+        hvd.checkpoint.save = save
+        torch.set_default_dtype(torch.float32)
+
+
+def train(folder: Path, size: int, *arguments: str, saves: int | None = None) -> dict[str, Any]:
+    """Return the curves of a smoke run on the short text."""
+    (folder / "text.txt").write_text(SHORT_TEXT)
+    options = [*SMOKE, "--text", "text.txt", "--json", "log.json", *arguments]
+    args = (options, str(folder), saves)
+    first, *others = pool.run(run_in_float64, size, args=args, transport="", initialized=False)
+    assert [other.output for other in others] == [""] * (size - 1)
+    if saves is not None:
+        assert first.code == "killed"
+        return {}
+    curves = json.loads((folder / "log.json").read_text())
+    assert curves.pop("ranks") == size
+    return curves
+
+
+def assert_close(curves: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert curves.keys() == expected.keys() == {*LOSSES, "gradient norm"}
+    for name, points in expected.items():
+        assert curves[name] == [[step, pytest.approx(value, rel=1e-9)] for step, value in points]
+
+
+def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
+    # Gradient norms too: AdamW would not mind gradients that were all twice as large.
+    options = ("--steps", "12", "--log-every", "1")
+    alone = train(tmp_path, 1, *options)
+    assert [step for step, _ in alone["training loss"]] == list(range(1, 13))
+    assert alone["training loss"][0][1] == pytest.approx(math.log(len({*SHORT_TEXT})), rel=0.05)
+    for name in LOSSES:
+        assert alone[name][-1][1] < alone[name][0][1] - 0.1
+    for size, passes in ((1, 3), (2, 1), (3, 2)):
+        assert_close(train(tmp_path, size, *options, "--accumulate", str(passes)), alone)
+
+
+def test_resumes_where_it_was(tmp_path: Path) -> None:
+    whole = train(tmp_path, 2)
+    state = torch.load(tmp_path / "gpt.pt", weights_only=True)
+    train(tmp_path, 2, saves=1)
+    halfway = (tmp_path / "gpt.pt").read_bytes()
+    assert torch.load(tmp_path / "gpt.pt", weights_only=True)["step"] == 10
+
+    assert train(tmp_path, 2, "--resume") == whole  # bit for bit
+    again = torch.load(tmp_path / "gpt.pt", weights_only=True)
+    assert again.keys() == state.keys()
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(again[name], state[name], rtol=0, atol=0)
+    for name in again.keys() - {"model", "optimizer"}:
+        assert again[name] == state[name]
+
+    (tmp_path / "gpt.pt").write_bytes(halfway)
+    assert_close(train(tmp_path, 3, "--resume"), whole)
+
+
+@pytest.mark.parametrize(("amp", "data"), [("bfloat16", "cached"), ("float16", "synthetic")])
+def test_16_bits_and_other_data(tmp_path: Path, amp: str, data: str) -> None:
+    options = (*SMOKE, "--amp", amp, "--data", data, "--json", "log.json")
+    first, _ = run(TRAIN, *options, folder=tmp_path)
+    assert f"20 steps with {data} data on 2 rank" in first.output
+    losses = [loss for _, loss in json.loads((tmp_path / "log.json").read_text())[LOSSES[0]]]
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.launcher
+def test_smoke_under_torchrun(tmp_path: Path) -> None:
+    output = torchrun(TRAIN, "--smoke", "--plot", "loss.png", folder=tmp_path)
+    steps = re.findall(r"^step (\d+): training loss .* tokens/s$", output, re.MULTILINE)
+    assert steps == ["5", "10", "15", "20"]  # of one rank
+    assert re.findall(r"^step (\d+): validation loss \d", output, re.MULTILINE) == ["10", "20"]
+    (sample,) = re.findall(r"^--- the model writes:\n(.*)\n---$", output, re.DOTALL | re.MULTILINE)
+    assert len(sample) == 32 + 40
+    assert "steps/s        real" in output
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_writes_for_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = (*SMOKE, "--json", "log.json", "--tensorboard", "events")
+    run(TRAIN, *options, folder=tmp_path, size=1)
+    read = events.EventAccumulator(str(tmp_path / "events")).Reload()
+    curves = json.loads((tmp_path / "log.json").read_text())
+    for name in (*LOSSES, "gradient norm"):
+        points = [[event.step, event.value] for event in read.Scalars(name)]
+        assert points == [[step, pytest.approx(value, rel=1e-6)] for step, value in curves[name]]
+
+
+def test_says_why_it_cannot_run(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(SHORT_TEXT)
+    (tmp_path / "b.txt").write_text(SHORT_TEXT.upper())
+    (tmp_path / "short.txt").write_text(SHORT_TEXT[:100])
+    run(TRAIN, *SMOKE, "--text", "a.txt", "--steps", "1", folder=tmp_path, size=1)
+    for arguments, problem in (
+        (("--accumulate", "4"), "--batch-size 12 cannot be divided among 2 ranks x 4 passes"),
+        (("--text", "c.txt"), "cannot read the text c.txt: "),
+        (("--text", "short.txt"), "100 characters are too few for a batch of 12"),
+        (("--resume", "--checkpoint", "b.pt"), "cannot load the checkpoint b.pt: "),
+        (("--resume", "--text", "b.txt"), "gpt.pt is of another model, or of another text"),
+    ):
+        first, second = run(TRAIN, *SMOKE, *arguments, folder=tmp_path)
+        assert str(first.code).startswith(problem)
+        assert (second.code, first.output, second.output) == (1, "", "")
+
+
+def test_model_sees_only_the_past() -> None:
+    torch.manual_seed(0)
+    model = runpy.run_path(str(EXAMPLE / "model.py"))["GPT"](10, 8, 2, 2, 16)
+    text = torch.randint(10, (3, 8))
+    changed = text.clone()
+    changed[:, 5] = (text[:, 5] + 1) % 10
+    before, after = model(text), model(changed)
+    assert before.shape == (3, 8, 10)
+    torch.testing.assert_close(after[:, :5], before[:, :5])
+    assert (after[:, 5:] != before[:, 5:]).any(2).all()
+    assert model.generate(text[0], 20).shape == (28,)
+
+
+def test_text_comes_back_and_windows_cover_it() -> None:
+    module = runpy.run_path(str(EXAMPLE / "text.py"))
+    text = module["Text"].of("naïve 文字\n" * 5)
+    assert text.vocabulary == "".join(sorted({*"naïve 文字\n"}))
+    assert text.decode(text.characters) == "naïve 文字\n" * 5
+    windows = module["Windows"](text.characters, 7)
+    assert [len(window) for window in windows] == [8] * 6
+    guessed = torch.cat([window[1:] for window in windows])
+    assert torch.equal(guessed, text.characters[1:43].long())
