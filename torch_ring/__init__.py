@@ -7,7 +7,14 @@ from torch_ring.errors import check_build
 
 check_build()
 
-from torch_ring import functions, mpi_ops  # noqa: E402
+from torch_ring import (  # noqa: E402
+    checkpoint,
+    data,
+    functions,
+    lr_schedules,
+    metrics,
+    mpi_ops,
+)
 from torch_ring.capabilities import (  # noqa: E402
     ccl_built,
     cuda_built,
@@ -141,10 +148,12 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "checkpoint",
     "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "data",
     "ddl_built",
     "functions",
     "global_process_set",
@@ -164,6 +173,8 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "lr_schedules",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_ops",

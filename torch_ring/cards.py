@@ -9,7 +9,16 @@ from typing import Any
 
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
 
-__all__ = ["Card", "Place", "host_of", "labels", "may_spin", "place", "require_agreement"]
+__all__ = [
+    "Card",
+    "Place",
+    "cpu_sharers",
+    "host_of",
+    "labels",
+    "may_spin",
+    "place",
+    "require_agreement",
+]
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,15 @@ def may_spin(rank: int, cards: Sequence[Card]) -> bool:
     for card in neighbours:
         cpus |= int(card.cpus, 16)
     return cpus.bit_count() >= len(neighbours)
+
+
+def cpu_sharers(rank: int, cards: Sequence[Card]) -> int:
+    """Return how many ranks of this machine, `rank` included, may run on CPUs of `rank`'s."""
+    mine = cards[rank]
+    return sum(
+        card.machine == mine.machine and int(card.cpus, 16) & int(mine.cpus, 16) != 0
+        for card in cards
+    )
 
 
 def require_agreement(cards: Sequence[Card]) -> None:

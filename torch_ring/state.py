@@ -19,6 +19,7 @@ from torch_ring.process_set import ProcessSet, global_process_set
 
 __all__ = [
     "allgather_object",
+    "broadcast_nested",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -262,6 +263,38 @@ def broadcast_optimizer_state(
         group.update(values)
 
 
+def broadcast_nested(
+    value: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the root's nested structure of tensors on every rank, such as a checkpoint.
+
+    Unlike `broadcast_object`, which pickles them, it sends tensors as they are.
+
+    Args:
+        value: dicts, lists and tuples of tensors and of what can be pickled; looked at on the root
+            only. The root's own is returned there.
+        root_rank: the rank whose value all get.
+        process_set: the ranks that take part; this one and the root must be among them.
+
+    Returns:
+        `value` itself on the root; elsewhere a copy, with its tensors on the CPU.
+
+    Raises:
+        Exception: the root cannot pickle what is no tensor, as in `broadcast_object`.
+    """
+    if world.rank() == root_rank:
+        tensors: list[Tensor] = []
+        broadcast_object(_pack(value, tensors), root_rank, None, process_set)
+        _broadcast_all(_numbered(tensors), root_rank, process_set)
+        return value
+    received: dict[int, Tensor] = {}
+    packed = broadcast_object(None, root_rank, None, process_set)
+    copy = _unpack(packed, torch.device("cpu"), received)
+    numbered = _numbered(received[index] for index in range(len(received)))
+    _broadcast_all(numbered, root_rank, process_set)
+    return copy
+
+
 def _contents(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Return state and hyper-parameters, with indices for the parameters."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -288,7 +321,7 @@ def _numbered(tensors: Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
 
 def _pack(value: Any, tensors: list[Tensor]) -> Any:
     """Move the tensors of a nested structure into `tensors`; return the rest."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout == torch.strided:
         tensors.append(value)
         on_cpu = value.device.type == "cpu"
         return _Sent(len(tensors) - 1, torch.empty_like(value, device="meta"), on_cpu)

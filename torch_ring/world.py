@@ -29,6 +29,7 @@ from torch_ring.rendezvous import Rendezvous
 
 __all__ = [
     "config",
+    "cpu_sharers",
     "cross_rank",
     "cross_size",
     "engine",
@@ -54,6 +55,7 @@ class World:
     rank: int
     size: int
     place: Place
+    cpu_sharers: int
     config: Config
     engine: _C.Engine
     registry: Registry
@@ -208,6 +210,11 @@ def is_homogeneous() -> bool:
     return _current().place.is_homogeneous
 
 
+def cpu_sharers() -> int:
+    """Return how many ranks of this machine, this one included, may run on this one's CPUs."""
+    return _current().cpu_sharers
+
+
 def _current() -> World:
     if _world is None:
         raise NotInitializedError
@@ -259,7 +266,8 @@ def _alone(identity: Identity, config: Config) -> World:
     mesh = Mesh()
     labels = mesh.labels
     engine = make_engine(0, mesh, config)
-    return World(0, 1, Place(), config, engine, Registry(identity, config, None, engine, labels))
+    registry = Registry(identity, config, None, engine, labels)
+    return World(0, 1, Place(), 1, config, engine, registry)
 
 
 def _join(
@@ -286,8 +294,9 @@ def _join(
     if identity.rank == 0:
         _log.info("%s", _describe(mesh))
     place = cards.place(identity.rank, mesh.cards)
+    sharers = cards.cpu_sharers(identity.rank, mesh.cards)
     registry = Registry(identity, config, met, engine, mesh.labels)
-    return World(identity.rank, identity.size, place, config, engine, registry)
+    return World(identity.rank, identity.size, place, sharers, config, engine, registry)
 
 
 def _rendezvous(

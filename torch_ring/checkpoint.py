@@ -1,0 +1,129 @@
+"""Checkpoints: rank 0 writes and reads them, and all ranks know how that went."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from torch_ring import world
+from torch_ring.process_set import ProcessSet, global_process_set
+from torch_ring.state import broadcast_nested, broadcast_object
+
+__all__ = ["CheckpointError", "load", "save"]
+
+T = TypeVar("T")
+_REQUIRED = object()
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; says which, and why. The same on all ranks."""
+
+
+def save(
+    path: str | os.PathLike[str], state: Any, *, process_set: ProcessSet = global_process_set
+) -> None:
+    """Write a checkpoint on the first rank. A collective of all ranks of the set.
+
+    The file appears when it is complete, and is on the disk when this returns: a job that is
+    killed meanwhile leaves the one that was there before.
+
+    Args:
+        path: missing folders are made.
+        state: what ``torch.save`` takes and `load` can read: tensors, numbers, strings, in dicts
+            and lists, such as state dicts; looked at on the first rank only.
+        process_set: the ranks that take part; the lowest writes.
+
+    Raises:
+        CheckpointError: on all ranks: it could not be written.
+    """
+    path = Path(path)
+    _on_root(lambda: _write(path, state), f"cannot save the checkpoint {path}", process_set)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    default: Any = _REQUIRED,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Read a checkpoint on the first rank and give it to all. A collective of all ranks of the set.
+
+    Only the first rank needs the file. It holds data only: none of it is executed
+    (``weights_only=True``).
+
+    Args:
+        path: where `save` put it.
+        default: what to return, on all ranks, if there is no such file; if not given, that is an
+            error.
+        process_set: the ranks that take part; the lowest reads.
+
+    Returns:
+        What was saved, with all tensors on the CPU.
+
+    Raises:
+        CheckpointError: on all ranks: it is not there, is damaged, or holds more than data.
+    """
+    path = Path(path)
+    may_miss = default is not _REQUIRED
+    found = _on_root(
+        lambda: _read(path, may_miss), f"cannot load the checkpoint {path}", process_set
+    )
+    is_there, state = broadcast_nested(found, _root(process_set), process_set)
+    return state if is_there else default
+
+
+def _on_root(call: Callable[[], T], problem: str, process_set: ProcessSet) -> T | None:
+    """Return what `call` returns on the root, None elsewhere; raise its error on all ranks."""
+    result, cause, complaint = None, None, ""
+    root = _root(process_set)
+    if world.rank() == root:
+        try:
+            result = call()
+        except Exception as error:  # whatever it is, the others wait for word of it
+            cause = error
+            complaint = f"{problem}: {type(error).__name__}: {_first_line(error)}"
+    complaint = broadcast_object(complaint, root, None, process_set)
+    if complaint:
+        raise CheckpointError(complaint) from cause
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _root(process_set: ProcessSet) -> int:
+    return (process_set.ranks or [0])[0]
+
+
+def _write(path: Path, state: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name is on the disk too
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path, may_miss: bool) -> tuple[bool, Any]:
+    """Return whether there is a checkpoint, and what it holds."""
+    try:
+        return True, torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        if may_miss:
+            return False, None
+        raise

@@ -1,0 +1,74 @@
+"""Brings batches to the device while it works on the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["DevicePrefetcher"]
+
+
+class DevicePrefetcher:
+    """Iterates over the batches of a loader, on a device.
+
+    The copy of the next batch is under way, on a stream of its own, while the model works on this
+    one; so there are two batches in the device's memory. On a CPU the batches are passed on as
+    they are.
+
+    Copies run beside the model's work only from pinned memory: ``DataLoader(pin_memory=True)``
+    pins in a thread of its own; what is not pinned is pinned here, which takes this thread's time.
+
+    Args:
+        loader: yields batches: a tensor, or tensors in tuples, namedtuples, lists and dicts,
+            nested at will. What else is in them is passed on.
+        device: where they are to go.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str) -> None:
+        self.loader = loader
+        self.device = torch.device(device)
+
+    def __len__(self) -> int:
+        """Return the loader's number of batches. Raises TypeError if it has none."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.device.type == "cpu":
+            return iter(self.loader)
+        return self._copied()
+
+    def _copied(self) -> Iterator[Any]:
+        copies = torch.Stream(device=self.device)
+        ahead: list[tuple[Any, torch.Event]] = []
+        for batch in self.loader:
+            with copies:
+                ahead.append((self.to_device(batch), copies.record_event()))
+            if len(ahead) == 2:
+                yield self._arrived(*ahead.pop(0))
+        if ahead:
+            yield self._arrived(*ahead.pop())
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch on the device: a copy that the current stream makes.
+
+        The host does not wait for it, unless it has to pin the batch.
+        """
+        return tree_map_only(Tensor, self._to_device, batch)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def _arrived(self, batch: Any, copied: torch.Event) -> Any:
+        """Let the current stream wait for the copy, and have it kept until that is done with it."""
+        current = torch.accelerator.current_stream(self.device)
+        current.wait_event(copied)
+        # Its memory is the copying stream's: without this, freed by the loop, it would be given to
+        # a later batch while the model's work on this one is still in the queue.
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(current), batch)
+        return batch
