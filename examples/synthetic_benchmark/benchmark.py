@@ -57,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--no-cuda", dest="device", action="store_const", const="cpu")
     parser.add_argument("--smoke", **flag, help="other defaults, for a try in seconds")
-    if parser.parse_known_args()[0].smoke:
+    if "--smoke" in sys.argv:
         parser.set_defaults(**SMOKE)
     args = parser.parse_args()
     if min(args.batch_size, args.image_size, args.num_batches_per_iter, args.num_iters) < 1:
