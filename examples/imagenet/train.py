@@ -70,6 +70,9 @@ def parse_args() -> argparse.Namespace:
     if "--smoke" in sys.argv:
         parser.set_defaults(**SMOKE)
     args = parser.parse_args()
+    for part in ("train", "val"):
+        if not (args.data_dir / part).is_dir():
+            parser.error(f"no {args.data_dir / part} here; make_images.py makes a small folder")
     for option, package in {"tensorboard": "tensorboard", "plot": "matplotlib"}.items():
         if getattr(args, option) and not find_spec(package):  # known now, on all ranks
             parser.error(f"--{option} needs {package}: pip install {package}")
@@ -238,6 +241,7 @@ def main() -> None:
             if args.checkpoint_every and step % args.checkpoint_every == 0 and step < steps:
                 average_buffers(model)
                 save()  # collectives, on all ranks: under `if is_first`, rank 0 would wait for them
+        sampler.set_epoch(epoch + 1)  # in another order; the same on all ranks
         row = {"epoch": epoch + 1, "lr": schedule.get_last_lr()[0], **means.compute()}
         row["images/s"] = (steps - begun_at) * images_a_step / (time.monotonic() - begun)
         average_buffers(model)
