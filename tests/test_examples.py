@@ -107,7 +107,7 @@ def test_mnist_trains_and_resumes(tmp_path: Path) -> None:
     assert re.findall(r"epoch (\d):", second.output) == ["2"]
     assert accuracy(second.output) > accuracy(first)
     assert [other.output for other in others] == ["", ""]
-    assert "input pipeline: 29 steps with real data on 3 rank(s)" in second.output
+    assert "input pipeline: 29 steps with real data on 3 ranks" in second.output
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "log").glob("events.*"))
     schedule = torch.load(tmp_path / "checkpoint.pt")["schedule"]

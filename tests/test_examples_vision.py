@@ -105,10 +105,10 @@ def test_imagenet_trains_and_resumes(tmp_path: Path, images: Path) -> None:
     options = ("--data-dir", str(images), "--smoke")
     more = ("--wire", "fp16", "--accumulate", "2", "--plot", "curve.png", "--tensorboard", "log")
     first, second = run(IMAGENET / "train.py", *options, *more, folder=tmp_path)
-    assert "resnet18: 2 rank(s), 1 steps of 16 images an epoch" in first.output
+    assert "resnet18: size 2, 1 steps of 16 images an epoch" in first.output
     assert epochs_in(first.output) == ["1", "2"]
     assert second.output == ""
-    assert "input pipeline: 2 steps with real data on 2 rank(s)" in first.output
+    assert "input pipeline: 2 steps with real data on 2 ranks" in first.output
     assert "loader share" in first.output
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "log").glob("events.*"))
@@ -160,7 +160,7 @@ def test_imagenet_goes_on_within_an_epoch(tmp_path: Path, images: Path) -> None:
     (alone,) = run(IMAGENET / "train.py", *options, "--resume", folder=tmp_path, size=1)
     assert epochs_in(alone.output) == ["1", "2"]
     # Of 24 images, 8 were left in the first epoch.
-    assert "16 steps with real data on 1 rank(s)" in alone.output
+    assert "16 steps with real data on 1 rank" in alone.output
     assert torch.load(tmp_path / "checkpoint.pt")["schedule"]["last_epoch"] == 24
 
 

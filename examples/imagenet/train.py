@@ -229,7 +229,7 @@ def main() -> None:
 
         writer = SummaryWriter(args.tensorboard)
     images_a_step = batch_size * hvd.size()
-    log(f"{args.model}: {hvd.size()} rank(s), {steps} steps of {images_a_step} images an epoch")
+    log(f"{args.model}: size {hvd.size()}, {steps} steps of {images_a_step} images an epoch")
     for epoch in range(sampler.epoch, args.epochs):
         begun, begun_at = time.monotonic(), steps - len(loader)
         model.train()
