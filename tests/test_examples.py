@@ -17,6 +17,7 @@ from unittest import mock
 
 import pool
 import pytest
+import torch
 
 from torch_ring.config import SETTINGS, Setting
 
@@ -42,11 +43,9 @@ def run_script(script: str, arguments: list[str], folder: str) -> Run:
     beside = str(Path(script).parent)
     sys.path.insert(0, beside)
     code = None
-    # A rank alone would take all cores, which other tests are using.
-    with (
-        mock.patch("torch.set_num_threads"),
-        contextlib.redirect_stdout(io.StringIO()) as output,
-    ):
+    # Tests run side by side: one thread a rank, whatever the script makes of the host's cores.
+    one_thread = mock.patch("torch.set_num_threads")
+    with one_thread, contextlib.redirect_stdout(io.StringIO()) as output:
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as exit_:
@@ -103,16 +102,54 @@ def torchrun(script: Path, *arguments: str, folder: Path) -> str:
 
 @pytest.mark.launcher
 def test_mnist_trains_and_resumes(tmp_path: Path) -> None:
-    first = torchrun(TRAIN, "--dataset", "digits", "--epochs", "1", folder=tmp_path)
+    options = ("--dataset", "digits", "--report-steps", "1")
+    first = torchrun(TRAIN, *options, "--epochs", "1", folder=tmp_path)
     assert first.count("epoch 1:") == 1  # only one rank prints
     assert accuracy(first) > 0.3  # ten classes: an untrained model has about 0.1
 
     # The checkpoint of two ranks, on three.
-    arguments = ("--dataset", "digits", "--epochs", "2", "--resume")
-    second, *others = run(TRAIN, *arguments, folder=tmp_path, size=3)
+    arguments = ("--epochs", "2", "--resume", "--plot", "curve.png", "--tensorboard", "log")
+    second, *others = run(TRAIN, *options, *arguments, folder=tmp_path, size=3)
     assert re.findall(r"epoch (\d):", second.output) == ["2"]
     assert accuracy(second.output) > accuracy(first)
     assert [other.output for other in others] == ["", ""]
+    assert "input pipeline: 29 steps with real data on 3 ranks" in second.output
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "log").glob("events.*"))
+    schedule = torch.load(tmp_path / "checkpoint.pt")["schedule"]
+    assert schedule["last_epoch"] == 29 + 29  # the second is of 44 steps of two ranks
+
+
+def members_accuracies(folder: Path) -> tuple[float, float]:
+    """Return the mean accuracy of the members in a checkpoint, and that of their mean."""
+    with mock.patch.object(sys, "path", [str(TRAIN.parent), *sys.path]):
+        example = runpy.run_path(str(TRAIN))
+    _, test_set = example["load_digits"]()
+    images, labels = test_set.tensors
+    votes = []
+    for member in torch.load(folder / "checkpoint.pt")["members"]:
+        model = example["make_model"](pixels=8).eval()
+        model.load_state_dict(member["model"])
+        with torch.no_grad():
+            votes.append(model(images).softmax(1))
+    right = [(vote.argmax(1) == labels).double().mean().item() for vote in [*votes, sum(votes)]]
+    return sum(right[:-1]) / len(votes), right[-1]
+
+
+def test_mnist_ensemble_votes_and_resumes(tmp_path: Path) -> None:
+    options = ("--smoke", "--ensemble", "--data", "cached", "--report-steps", "0")
+    first, second = run(TRAIN, *options, folder=tmp_path)
+    members, together = members_accuracies(tmp_path)
+    assert f"members' accuracy {members:.4f} on average\n" in first.output
+    assert accuracy(first.output) == pytest.approx(together, abs=1e-4)
+    assert members < together  # two models that differ, and few images: both err often, not alike
+    assert second.output == ""
+
+    first, _ = run(TRAIN, *options, "--resume", "--epochs", "2", folder=tmp_path)
+    assert re.findall(r"epoch (\d):", first.output) == ["2"]
+    assert f"members' accuracy {members_accuracies(tmp_path)[0]:.4f} on" in first.output
+    (alone,) = run(TRAIN, *options, "--resume", folder=tmp_path, size=1)
+    assert alone.code == "cannot resume from checkpoint.pt: it holds an ensemble of 2"
 
 
 @pytest.mark.parametrize("contents", [None, b"no checkpoint"])
@@ -126,7 +163,8 @@ def test_mnist_cannot_resume(tmp_path: Path, contents: bytes | None) -> None:
 
 
 def test_mnist_without_a_network_trains_on_digits(tmp_path: Path) -> None:
-    (alone,) = run(TRAIN, "--epochs", "1", folder=tmp_path, size=1, env=NO_NETWORK)
+    options = ("--epochs", "1", "--report-steps", "0")
+    (alone,) = run(TRAIN, *options, folder=tmp_path, size=1, env=NO_NETWORK)
     assert "MNIST cannot be had" in alone.output
     assert accuracy(alone.output) > 0.3
 

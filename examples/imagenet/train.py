@@ -1,0 +1,265 @@
+"""Trains ResNet-50, or any other model of torchvision, on a folder of images like ImageNet's.
+
+    python train.py --data-dir imagenet                               # alone
+    torchrun --nproc-per-node 8 train.py --data-dir imagenet --amp    # on the 8 GPUs of a machine
+    mpirun -np 2 python train.py --data-dir images --smoke            # a try, in seconds
+
+Every rank runs this whole file. The recipe is that of Goyal et al. 2017 (arXiv:1706.02677).
+"""
+
+import argparse
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from torchvision import models
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+import torch_ring as hvd
+from torch_ring import checkpoint
+from torch_ring.data import DevicePrefetcher, InputPipeline, ShardedSampler, default_num_workers
+from torch_ring.lr_schedules import WarmupLR, step_decay
+from torch_ring.metrics import Means
+
+SMOKE = {"model": "resnet18", "image_size": 32, "batch_size": 4, "images": 24}
+SMOKE |= {"epochs": 2, "warmup_epochs": 1, "workers": 0, "report_steps": 1}
+WIRES = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    flag = {"action": "store_true"}
+    add = parser.add_argument
+    add("--data-dir", type=Path, required=True, help="has train/CLASS/*.JPEG and val/CLASS/*.JPEG")
+    add("--data", choices=["real", "cached", "synthetic"], default="real", help="see README.md")
+    add("--images", type=int, metavar="N", help="use about so many of train and of val")
+    names = models.list_models(module=models)
+    add("--model", default="resnet50", choices=names, metavar="NAME")
+    add("--image-size", type=int, default=224, help="pixels of an edge")
+    add("--batch-size", type=int, default=32, help="of one rank in one backward pass")
+    add("--accumulate", type=int, default=1, metavar="N", help="backward passes of a step")
+    add("--epochs", type=int, default=90, help="in all, also with --resume")
+    add("--base-lr", type=float, default=0.0125, help="right for one batch of one rank")
+    add("--warmup-epochs", type=float, default=5)
+    add("--momentum", type=float, default=0.9)
+    add("--weight-decay", type=float, default=5e-5)
+    add("--wire", choices=WIRES, default="none", help="how gradients are sent")
+    add("--amp", **flag, help="compute in 16 bits where that is safe")
+    add("--workers", type=int, help="processes that load images, of one rank; default: by CPUs")
+    add("--checkpoint", type=Path, default=Path("checkpoint.pt"), help="after every epoch")
+    add("--checkpoint-every", type=int, metavar="STEPS", help="and within one")
+    add("--resume", **flag, help="go on from the checkpoint, on any number of ranks")
+    add("--tensorboard", type=Path, metavar="DIR")
+    add("--plot", type=Path, metavar="FILE", help="draw the epochs")
+    add("--report-steps", type=int, default=100, metavar="N", help="of each kind of data; 0: none")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cpu", "cuda"], default=default)
+    add("--seed", type=int, default=0)
+    add("--smoke", **flag, help="other defaults, for a try in seconds")
+    if "--smoke" in sys.argv:
+        parser.set_defaults(**SMOKE)
+    args = parser.parse_args()
+    for part in ("train", "val"):
+        if not (args.data_dir / part).is_dir():
+            parser.error(f"no {args.data_dir / part} here; make_images.py makes a small folder")
+    for option, package in {"tensorboard": "tensorboard", "plot": "matplotlib"}.items():
+        if getattr(args, option) and not find_spec(package):  # known now, on all ranks
+            parser.error(f"--{option} needs {package}: pip install {package}")
+    return args
+
+
+def load_images(args: argparse.Namespace, part: str, *transforms: nn.Module) -> ImageFolder:
+    """Return images as uint8: to the device goes a quarter of the bytes that floats have."""
+    images = ImageFolder(args.data_dir / part, v2.Compose([*transforms, v2.PILToTensor()]))
+    if args.images:  # of all classes: the files are in their order
+        images.samples = images.samples[:: max(1, len(images) // args.images)]
+    return images
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Make BatchNorm's running statistics, which each rank has of its own images, those of all.
+
+    Without it every rank would test another model, and the checkpoint would have rank 0's.
+    """
+    running = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if running:
+        hvd.grouped_allreduce_(running)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, prepare: nn.Module, device: str) -> dict:
+    """Return the means over all images; each rank tests its share."""
+    model.eval()
+    means = Means("val_loss", "top1", "top5")
+    for images, labels in DevicePrefetcher(loader, device):
+        output = model(prepare(images))
+        right = output.topk(min(5, output.shape[1])).indices == labels[:, None]
+        means.update(
+            len(labels),
+            val_loss=cross_entropy(output, labels),
+            top1=right[:, 0].double().mean(),
+            top5=right.any(1).double().mean(),
+        )
+    # Not inside the loop: shares differ in size, and a rank that had a batch more than the others
+    # would wait for them.
+    return means.compute()
+
+
+def draw(history: list[dict], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    panels = {"loss": ["loss", "val_loss"], "accuracy": ["accuracy", "top1"]}
+    panels |= {"images/s": ["images/s"]}
+    for axes, (label, keys) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for key in keys:
+            axes.plot([row["epoch"] for row in history], [row[key] for row in history], label=key)
+        axes.set(xlabel="epoch", ylabel=label, ylim=(0, None))
+        axes.legend()
+    figure.savefig(path, dpi=80)
+
+
+def main() -> None:
+    args = parse_args()
+    hvd.init()
+    is_first = hvd.rank() == 0
+    log = print if is_first else lambda *_, **__: None
+    if args.device == "cuda":
+        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+        torch.backends.cudnn.benchmark = True
+    # The ranks of a host share its cores; more threads than cores would be slower.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    torch.manual_seed(args.seed + hvd.rank())  # other crops on every rank
+
+    size = args.image_size
+    crop, flip = v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()
+    train_set = load_images(args, "train", crop, flip)
+    val_set = load_images(args, "val", v2.Resize(size * 256 // 224), v2.CenterCrop(size))
+    workers = default_num_workers() if args.workers is None else args.workers
+    loading = {"num_workers": workers, "pin_memory": args.device == "cuda"}
+    # drop_last, twice: all ranks have equally many batches, all of them full. A rank with one more
+    # would wait there for gradients that nobody sends.
+    sampler = ShardedSampler(train_set, seed=args.seed, drop_last=True)
+    # A batch of the loader is a whole step, of `accumulate` passes: none is left over at the end.
+    batch_size = args.batch_size * args.accumulate
+    loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
+    # Here every image is taken exactly once: the ranks' shares need not be equal.
+    val_sampler = ShardedSampler(val_set, shuffle=False)
+    val_loader = DataLoader(val_set, args.batch_size, sampler=val_sampler, **loading)
+    pipeline = InputPipeline(loader, args.device, args.data)
+    steps = len(loader)
+    if steps == 0:
+        problem = f"{len(train_set)} images are less than a step of {hvd.size()} x {batch_size}"
+        sys.exit(problem if is_first else 1)  # all leave, one says why
+
+    model = models.get_model(args.model, num_classes=len(train_set.classes))
+    model.to(args.device, memory_format=torch.channels_last)
+    statistics = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    prepare = nn.Sequential(v2.ToDtype(torch.float32, scale=True), v2.Normalize(**statistics))
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.base_lr, args.momentum, weight_decay=args.weight_decay
+    )
+    scaler = torch.amp.GradScaler(args.device, enabled=args.amp and args.device == "cuda")
+    # A step that averages over more batches may be longer, but not while the weights are random.
+    schedule = WarmupLR(
+        optimizer,
+        args.warmup_epochs,
+        step_decay([30, 60, 80]),
+        steps_per_epoch=steps,
+        scale=hvd.size() * args.accumulate,
+    )
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts |= {"scaler": scaler, "sampler": sampler}
+    history = []
+    if args.resume:
+        try:
+            state = checkpoint.load(args.checkpoint)  # rank 0 reads it, and all get it
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+            history = state["history"]
+        except (RuntimeError, ValueError, KeyError) as error:  # the same on all ranks
+            sys.exit(f"cannot resume from {args.checkpoint}: {error}" if is_first else 1)
+    # All start from rank 0's weights. Averaged gradients keep equal weights equal; they do not make
+    # different ones so.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # With backward_passes_per_step it knows the last pass of a step, and averages in that one only.
+    # (no_sync() would do the same, and is for steps whose number of passes is not known before.)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=WIRES[args.wire],
+        backward_passes_per_step=args.accumulate,
+    )
+    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
+    means = Means("loss", "accuracy")
+
+    def train_step(batch: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        for images, labels in zip(*(part.chunk(args.accumulate) for part in batch), strict=True):
+            with torch.autocast(args.device, dtype, enabled=args.amp):
+                output = model(prepare(images).to(memory_format=torch.channels_last))
+                output = getattr(output, "logits", output)  # some have a head more in training
+                loss = cross_entropy(output, labels)
+            # Passes add up, and the gradient shall be a mean. When the last returns, it is one over
+            # the ranks too: an infinity on one rank is there on all, so all skip this step.
+            scaler.scale(loss / args.accumulate).backward()
+            right = (output.detach().argmax(1) == labels).double().mean()
+            means.update(len(labels), loss=loss.detach(), accuracy=right)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def save() -> None:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        checkpoint.save(args.checkpoint, states | {"history": history})  # by rank 0, for all
+
+    writer = None
+    if args.tensorboard and is_first:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(args.tensorboard)
+    images_a_step = batch_size * hvd.size()
+    log(f"{args.model}: size {hvd.size()}, {steps} steps of {images_a_step} images an epoch")
+    for epoch in range(sampler.epoch, args.epochs):
+        begun, begun_at = time.monotonic(), steps - len(loader)
+        model.train()
+        means.reset()
+        bar = tqdm(pipeline, f"epoch {epoch + 1}", steps, initial=begun_at, disable=not is_first)
+        for step, batch in enumerate(bar, begun_at + 1):
+            train_step(batch)
+            schedule.step()
+            if args.checkpoint_every and step % args.checkpoint_every == 0 and step < steps:
+                average_buffers(model)
+                save()  # collectives, on all ranks: under `if is_first`, rank 0 would wait for them
+        sampler.set_epoch(epoch + 1)  # in another order; the same on all ranks
+        row = {"epoch": epoch + 1, "lr": schedule.get_last_lr()[0], **means.compute()}
+        row["images/s"] = (steps - begun_at) * images_a_step / (time.monotonic() - begun)
+        average_buffers(model)
+        row |= evaluate(model, val_loader, prepare, args.device)
+        history.append(row)
+        save()
+        log(", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+        for key in list(row)[1:] if writer else []:
+            writer.add_scalar(key, row[key], epoch + 1)
+    if writer:
+        writer.close()
+    if args.plot and is_first:
+        draw(history, args.plot)
+    # It trains on, to compare kinds of data; what was to be kept is on the disk.
+    model.train()
+    compared, rounds = train_step if args.report_steps else None, min(5, args.report_steps or 1)
+    log(pipeline.report(compared, steps=max(1, args.report_steps // rounds), rounds=rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The examples for torchvision's models, on a few made-up images."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pool
+import pytest
+import torch
+from test_examples import DEADLINE_S, ROOT, Run, run, run_script
+from test_launchers import finish, mpirun, start
+from torch.nn.functional import cross_entropy
+
+from torch_ring import checkpoint
+
+pytest.importorskip("torchvision")
+
+IMAGENET = ROOT / "examples" / "imagenet"
+BENCHMARK = ROOT / "examples" / "synthetic_benchmark" / "benchmark.py"
+# Horovod's lines, which its users' scripts look for.
+ITERATION = r"Iter #\d+: \d+\.\d img/sec per CPU"
+PER_DEVICE = r"Img/sec per CPU: (\d+\.\d) \+-\d+\.\d"
+IN_ALL = r"Total img/sec on {size} CPU\(s\): (\d+\.\d) \+-\d+\.\d"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_benchmark_prints_what_horovods_does(tmp_path: Path, size: int) -> None:
+    options = ("--smoke", "--fp16-allreduce", "--json", "out.json")
+    first, *others = run(BENCHMARK, *options, folder=tmp_path, size=size)
+    head, lines = first.output.splitlines()[:5], first.output.splitlines()[5:]
+    assert head[:3] == ["Model: resnet18", "Batch size: 2", f"Number of CPUs: {size}"]
+    assert head[3:] == ["Running warmup...", "Running benchmark..."]
+    expected = [ITERATION, ITERATION, PER_DEVICE, IN_ALL.format(size=size)]
+    assert len(lines) == len(expected)
+    assert all(map(re.fullmatch, expected, lines)), lines
+    assert [other.output for other in others] == [""] * (size - 1)
+
+    report = json.loads((tmp_path / "out.json").read_text())
+    result = report["results"]["torch_ring"]
+    assert report["size"] == size
+    assert list(report["results"]) == ["torch_ring"]
+    assert len(result["img_secs"]) == 2
+    assert result["img_sec_per_device"] == pytest.approx(sum(result["img_secs"]) / 2)
+    assert result["img_sec_total"] == pytest.approx(size * result["img_sec_per_device"])
+
+
+@pytest.mark.launcher
+def test_benchmark_compares_with_ddp_under_mpirun(tmp_path: Path) -> None:
+    command = [*mpirun("Open MPI"), sys.executable, str(BENCHMARK), "--smoke", "--compare", "ddp"]
+    output = finish(start([*command, "--json", str(tmp_path / "out.json")]))
+    turns = re.findall(r"^Iter #(\d)(?: \((DDP)\))?:", output, re.MULTILINE)
+    assert turns == [("0", ""), ("0", "DDP"), ("1", "DDP"), ("1", "")], output
+    report = json.loads((tmp_path / "out.json").read_text())
+    ring, ddp = (report["results"][library] for library in ("torch_ring", "DDP"))
+    assert report["ratio"] == pytest.approx(ring["img_sec_median"] / ddp["img_sec_median"])
+    assert f"--- torch_ring / DDP: {report['ratio']:.3f} (of the medians)\n" in output
+
+
+def test_benchmark_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+    first, second = run(BENCHMARK, "--model", "resnet19", folder=tmp_path)
+    assert (first.code, second.code) == (2, 2)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with 24 images to train on and 9 to test on, of three classes."""
+    folder = tmp_path_factory.mktemp("images")
+    counts = ("--classes", "3", "--train", "8", "--val", "3")
+    run(IMAGENET / "make_images.py", str(folder), *counts, folder=folder, size=1)
+    return folder
+
+
+def epochs_in(output: str) -> list[str]:
+    return re.findall(r"^epoch (\d+),", output, re.MULTILINE)
+
+
+def evaluate(images: Path, state: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Return loss and accuracy of a model on the test images, computed without torch_ring."""
+    from torchvision import datasets, models, transforms
+
+    model = models.resnet18(num_classes=3).eval()
+    model.load_state_dict(state)
+    prepare = transforms.Compose(
+        [
+            transforms.Resize(36),
+            transforms.CenterCrop(32),
+            transforms.ToTensor(),
+            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+        ]
+    )
+    pictures, labels = zip(*datasets.ImageFolder(images / "val", prepare), strict=True)
+    with torch.no_grad():
+        output = model(torch.stack(pictures))
+    wanted = torch.tensor(labels)
+    right = (output.argmax(1) == wanted).double().mean().item()
+    return cross_entropy(output, wanted).item(), right
+
+
+def test_imagenet_trains_and_resumes(tmp_path: Path, images: Path) -> None:
+    options = ("--data-dir", str(images), "--smoke")
+    more = ("--wire", "fp16", "--accumulate", "2", "--plot", "curve.png", "--tensorboard", "log")
+    first, second = run(IMAGENET / "train.py", *options, *more, folder=tmp_path)
+    assert "resnet18: size 2, 1 steps of 16 images an epoch" in first.output
+    assert epochs_in(first.output) == ["1", "2"]
+    assert second.output == ""
+    assert "input pipeline: 2 steps with real data on 2 ranks" in first.output
+    assert "loader share" in first.output
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "log").glob("events.*"))
+
+    state = torch.load(tmp_path / "checkpoint.pt")
+    rows = state["history"]
+    assert [row["lr"] for row in rows] == pytest.approx([4 * 0.0125] * 2)  # ranks x passes
+    # Nine images on two ranks: each is counted once, and both ranks have the same model.
+    loss, right = evaluate(images, state["model"])
+    assert rows[-1]["val_loss"] == pytest.approx(loss, rel=1e-3)
+    assert rows[-1]["top1"] == pytest.approx(right)
+
+    # The checkpoint of two ranks, on one.
+    resumed = ("--resume", "--epochs", "3", "--data", "synthetic", "--report-steps", "0", "--amp")
+    (alone,) = run(IMAGENET / "train.py", *options, *resumed, folder=tmp_path, size=1)
+    assert epochs_in(alone.output) == ["3"]
+    assert "6 steps with synthetic data" in alone.output
+    rows = torch.load(tmp_path / "checkpoint.pt")["history"]
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["lr"] == pytest.approx(0.0125)
+
+
+def run_until_saved(script: str, arguments: list[str], folder: str, times: int) -> Run:
+    """Run a script as `run_script` does, and have it end when it has saved so often."""
+    saved = itertools.count(1)
+
+    def save(*arguments: object) -> None:
+        checkpoint_save(*arguments)
+        if next(saved) == times:
+            sys.exit("interrupted")
+
+    checkpoint_save = checkpoint.save
+    with mock.patch.object(checkpoint, "save", save):
+        return run_script(script, arguments, folder)
+
+
+def test_imagenet_goes_on_within_an_epoch(tmp_path: Path, images: Path) -> None:
+    options = ["--data-dir", str(images), "--smoke", "--report-steps", "0", "--batch-size", "2"]
+    options += ["--model", "squeezenet1_1", "--image-size", "64", "--checkpoint-every", "2"]
+    arguments = (str(IMAGENET / "train.py"), options, str(tmp_path), 2)
+    first, _ = pool.run(
+        run_until_saved, 2, args=arguments, transport="", deadline_s=DEADLINE_S, initialized=False
+    )
+    assert first.code == "interrupted"
+    assert epochs_in(first.output) == []
+    state = torch.load(tmp_path / "checkpoint.pt")
+    assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (0, 4 * 2 * 2)
+
+    (alone,) = run(IMAGENET / "train.py", *options, "--resume", folder=tmp_path, size=1)
+    assert epochs_in(alone.output) == ["1", "2"]
+    # Of 24 images, 8 were left in the first epoch.
+    assert "16 steps with real data on 1 rank" in alone.output
+    assert torch.load(tmp_path / "checkpoint.pt")["schedule"]["last_epoch"] == 24
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--resume", "cannot resume from checkpoint.pt: cannot load the checkpoint"),
+        ("--batch-size=13", "24 images are less than a step of 2 x 13"),
+    ],
+)
+def test_imagenet_ends_on_all_ranks(
+    tmp_path: Path, images: Path, option: str, problem: str
+) -> None:
+    options = ("--data-dir", str(images), "--smoke", option)
+    first, second = run(IMAGENET / "train.py", *options, folder=tmp_path)
+    assert str(first.code).startswith(problem)
+    assert second.code == 1
