@@ -52,11 +52,11 @@ def log(*lines: str) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-def write_report(path: Path | None, facts: Facts, rows: Sequence[Any]) -> None:
-    """Write rows, which are dataclasses, to a JSON file, with their command and machine."""
+def write_report(path: Path | None, facts: Facts, rows: Sequence[Any], **others: Any) -> None:
+    """Write rows and others, which are dataclasses, to a JSON file, with command and machine."""
     if path and hvd.rank() == 0:
         command = f"{launcher()} {shlex.join(sys.argv)}"
-        report = {"command": command, "machine": facts, "rows": rows}
+        report = {"command": command, "machine": facts, "rows": rows, **others}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, default=asdict, indent=1) + "\n")
 

@@ -12,12 +12,12 @@ import torch_ring as hvd
 
 
 def seconds(run: Callable[[], object], iterations: int) -> float:
-    """Return the time of one iteration on this rank; all ranks begin together. Collective."""
+    """Return the time of one iteration on this rank, or of none. All ranks begin together."""
     hvd.barrier()
     started = time.perf_counter()
     for _ in range(iterations):
         run()
-    return (time.perf_counter() - started) / iterations
+    return (time.perf_counter() - started) / max(1, iterations)
 
 
 def in_turns(
