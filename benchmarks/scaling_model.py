@@ -143,10 +143,8 @@ def table(
     cells: Sequence[Cell], fits: dict[str, Horovod], curves: Sequence[Curve]
 ) -> Iterator[str]:
     for name, found in fits.items():
-        yield (
-            f"# {name}: {found.link.bandwidth / 1e9:.2f} GB/s, {found.link.latency_s * 1e6:.1f} us, "
-            f"computing slower by {found.slowdown * 100:.1f} %"
-        )
+        link = f"{found.link.bandwidth / 1e9:.2f} GB/s, {found.link.latency_s * 1e6:.1f} us"
+        yield f"# {name}: {link}, computing slower by {found.slowdown:.1%}"
     yield f"#{'model':>14}{'GPUs':>6}{'published':>11}{'fitted':>9}{'held out':>10}   (%)"
     for cell in cells:
         seen = f"{cell.held_out * 100:>10.1f}" if cell.gpus == HELD_OUT else ""
