@@ -25,6 +25,7 @@ from turns import in_turns, medians, seconds
 import torch_ring as hvd
 
 OPS = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
+DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"]
 # busbw / algbw on so many ranks; README.md says why.
 BUS_SHARE: dict[str, Callable[[int], float]] = {
     "allreduce": lambda size: 2 * (size - 1) / size,
@@ -65,7 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--collective", choices=BUS_SHARE, nargs="+", default=["allreduce"])
     parser.add_argument("--op", choices=OPS, default="sum", help="of allreduce")
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="torch's names of them")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=["float32"])
     parser.add_argument("--peers", choices=PEERS, nargs="*", default=["gloo"])
     parser.add_argument("--min-bytes", type=int, default=1 << 10)
     parser.add_argument("--max-bytes", type=int, default=64 << 20)

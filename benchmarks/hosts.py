@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", help="that a host may send, as tc has it: 1gbit; else unlimited")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of traffic without a library")
+    parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
     parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("collectives", nargs="*", help="-- and arguments for collectives.py")
@@ -63,7 +64,7 @@ def started(commands: Sequence[list[str]], **options: Any) -> Iterator[list[subp
 # --- without a library
 
 
-def traffic(hosts: Sequence[Host], tool: str, seconds: float) -> float:
+def traffic(hosts: Sequence[Host], tool: str, seconds: int) -> float:
     """Return GB/s of the slowest connection when every host sends to the next, all at once."""
     plain = (sys.executable, str(HERE / "plain_sockets.py"))
     iperf3 = ("iperf3", "--port", str(PORT))
@@ -73,7 +74,7 @@ def traffic(hosts: Sequence[Host], tool: str, seconds: float) -> float:
         send = (*plain, "send", next_host.address, str(PORT), str(seconds))
         if tool == "iperf3":
             receive = (*iperf3, "--server", "--one-off", "--forceflush")
-            send = (*iperf3, "--client", next_host.address, "--json", "--time", f"{seconds:g}")
+            send = (*iperf3, "--client", next_host.address, "--json", "--time", str(seconds))
         receivers.append(host.command(*receive))
         senders.append(host.command(*send))
     with started(receivers, stdout=subprocess.PIPE) as receiving:
@@ -148,6 +149,7 @@ def conclusions(rows: Sequence[dict[str, Any]], without: float) -> Iterator[str]
 
 def main() -> int:
     args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hosts.py: ended"))  # clean up first
     tool = "iperf3" if shutil.which("iperf3") and not args.plain_sockets else "plain sockets"
     with (
         tempfile.TemporaryDirectory() as folder,

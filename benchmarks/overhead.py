@@ -29,7 +29,7 @@ from workloads import WORKLOADS
 import torch_ring as hvd
 
 MODELS = ("500 parameters", "pinn")
-TOLERANCE = 1e-5  # torch_ring and DDP may add in another order
+TOLERANCE = 1e-4  # of gradients: torch_ring and DDP may add in another order
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def measure_steps(args: argparse.Namespace, name: str) -> list[Row]:
     times = in_turns(timed, args.rounds)
     apart = difference(replicas["torch_ring"], replicas["ddp"])
     if apart > TOLERANCE:
-        raise RuntimeError(f"{name}: torch_ring and DDP have trained different weights: {apart}")
+        raise RuntimeError(f"{name}: torch_ring and DDP have different gradients: {apart}")
 
     zero = [0.0] * args.rounds
     rows = []

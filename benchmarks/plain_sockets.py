@@ -24,9 +24,10 @@ def receive(port: int) -> None:
 
 
 def send(address: str, port: int, seconds: float) -> float:
-    """Send for so long; return gigabytes a second until all has arrived."""
+    """Send for so long, and a block at least; return gigabytes a second until all has arrived."""
     with socket.create_connection((address, port)) as connection:
         block, started = bytes(BLOCK_BYTES), time.perf_counter()
+        connection.sendall(block)
         while time.perf_counter() - started < seconds:
             connection.sendall(block)
         connection.shutdown(socket.SHUT_WR)

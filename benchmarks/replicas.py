@@ -51,8 +51,10 @@ def replicas_of(workload: Workload, samples: int | None = None) -> dict[str, Rep
 
 
 def difference(one: Replica, other: Replica) -> float:
-    """Return the largest difference of two replicas' weights, relative to the largest weight."""
-    pairs = list(zip(one.parameters, other.parameters, strict=True))
-    with torch.no_grad():
-        largest = max(float(p.abs().max()) for p, _ in pairs)
-        return max(float((p - q).abs().max()) for p, q in pairs) / max(largest, 1e-30)
+    """Return the largest difference of two replicas' gradients, relative to the largest gradient.
+
+    Of gradients and not of weights: Adam's first steps hardly depend on how large a gradient is.
+    """
+    pairs = [(p.grad, q.grad) for p, q in zip(one.parameters, other.parameters, strict=True)]
+    largest = max(float(gradient.abs().max()) for gradient, _ in pairs)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs) / largest
