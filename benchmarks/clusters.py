@@ -77,18 +77,22 @@ def flat_ring_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
     return ring_s(size_bytes, ranks, cluster.network)
 
 
-def hierarchical_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
-    """Inside each host, then around rings of hosts, as many as a host has GPUs."""
-    hosts = hosts_of(cluster, ranks)
-    inside_s = ring_s(size_bytes, min(ranks, cluster.gpus_per_host), cluster.local)
-    return inside_s + ring_s(size_bytes, hosts, cluster.network)
+def hierarchical_s(
+    size_bytes: float, cluster: Cluster, ranks: int, network_bytes: float | None = None
+) -> float:
+    """Inside each host, then around rings of hosts, as many as a host has GPUs.
+
+    Args:
+        network_bytes: what goes around, if that is another size.
+    """
+    around = size_bytes if network_bytes is None else network_bytes
+    around_s = ring_s(around, hosts_of(cluster, ranks), cluster.network)
+    return inside_s(size_bytes, cluster, ranks) + around_s
 
 
 def own_hierarchical_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
     """torch_ring's own: half of what goes around are partial sums, in float32, not in 16 bits."""
-    hosts = hosts_of(cluster, ranks)
-    inside_s = ring_s(size_bytes, min(ranks, cluster.gpus_per_host), cluster.local)
-    return inside_s + ring_s(1.5 * size_bytes, hosts, cluster.network)
+    return hierarchical_s(size_bytes, cluster, ranks, network_bytes=1.5 * size_bytes)
 
 
 def nccl_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
@@ -97,13 +101,17 @@ def nccl_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
     Through a tree of hosts all bytes go up once and down once. P. Sanders et al., "Two-tree
     algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
     """
-    hosts = hosts_of(cluster, ranks)
-    inside_s = ring_s(size_bytes, min(ranks, cluster.gpus_per_host), cluster.local)
-    passes = 2 if hosts > 1 else 0
-    tree_s = passes * (
-        size_bytes / cluster.network.bandwidth + depth(hosts) * cluster.network.latency_s
-    )
-    return inside_s + min(tree_s, ring_s(size_bytes, hosts, cluster.network))
+    rings_s = hierarchical_s(size_bytes, cluster, ranks)
+    hosts, network = hosts_of(cluster, ranks), cluster.network
+    if hosts == 1:
+        return rings_s
+    tree_s = 2 * (size_bytes / network.bandwidth + depth(hosts) * network.latency_s)
+    return min(rings_s, inside_s(size_bytes, cluster, ranks) + tree_s)
+
+
+def inside_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
+    """Reduce to a part for each GPU of a host, and bring all parts to all of them afterwards."""
+    return ring_s(size_bytes, min(ranks, cluster.gpus_per_host), cluster.local)
 
 
 def hosts_of(cluster: Cluster, ranks: int) -> int:

@@ -157,10 +157,11 @@ def counts_wrong_elements() -> dict[str, dict[str, int]]:
     return found
 
 
-def test_wrong_elements_are_counted() -> None:
-    for found in pool.run(counts_wrong_elements, 2):
+@pytest.mark.parametrize("size", [2, 3])
+def test_wrong_elements_are_counted(size: int) -> None:
+    for found in pool.run(counts_wrong_elements, size):
         assert list(found) == ["allreduce", "broadcast", "allgather", "reducescatter", "alltoall"]
-        assert all(wrong == {"torch_ring": 0, "spoilt": 2} for wrong in found.values())
+        assert all(wrong == {"torch_ring": 0, "spoilt": size} for wrong in found.values())
 
 
 def trains_apart() -> tuple[float, float]:
