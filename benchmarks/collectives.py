@@ -1,7 +1,7 @@
-"""Times the collectives of torch_ring next to those of torch.distributed's gloo.
+"""Times the collectives of torch_ring next to those of other libraries, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/collectives.py
-    mpirun -np 2 python benchmarks/collectives.py --collective broadcast --json broadcast.json
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy --shared
+    mpirun --bind-to none -np 2 python benchmarks/collectives.py --peers gloo mpi
 
 The columns are those of nccl-tests; benchmarks/README.md has the formulas.
 """
@@ -10,39 +10,32 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
-import platform
-import shlex
-import socket
-import statistics
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from machine import log, machine, title, write_report
+from peers import PEERS, Case, Run, empty_shared, runs_of
 from torch import Tensor
+from turns import in_turns, medians, seconds
 
 import torch_ring as hvd
 
 OPS = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
-HVD_OPS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
-GLOO_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "prod": dist.ReduceOp.PRODUCT,
-}
+DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"]
 # busbw / algbw on so many ranks; README.md says why.
 BUS_SHARE: dict[str, Callable[[int], float]] = {
     "allreduce": lambda size: 2 * (size - 1) / size,
     "broadcast": lambda _: 1,
     "allgather": lambda size: (size - 1) / size,
+    "reducescatter": lambda size: (size - 1) / size,
+    "alltoall": lambda size: (size - 1) / size,
 }
-Run = Callable[[], Tensor]
+ROUND_BYTES = 32 << 20  # that a library moves in a round, if that is within the iterations
+MIN_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table."""
+    """One collective on one kind of tensor."""
 
     collective: str
     bytes: int
@@ -66,14 +59,15 @@ class Row:
     redop: str
     memory: str
     results: dict[str, Result]  # by library
-    ratio: float  # gloo's time over torch_ring's
+    ratios: dict[str, float]  # a peer's time over torch_ring's
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--collective", choices=BUS_SHARE, nargs="+", default=["allreduce"])
     parser.add_argument("--op", choices=OPS, default="sum", help="of allreduce")
-    parser.add_argument("--dtype", default="float32", help="torch's name of it")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=["float32"])
+    parser.add_argument("--peers", choices=PEERS, nargs="*", default=["gloo"])
     parser.add_argument("--min-bytes", type=int, default=1 << 10)
     parser.add_argument("--max-bytes", type=int, default=64 << 20)
     parser.add_argument("--factor", type=int, default=4, help="from one size to the next")
@@ -84,44 +78,19 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_gloo() -> None:
-    """Connect gloo's ranks through torch_ring's, so that any launcher will do."""
-    if hvd.cross_size() == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    host = "127.0.0.1" if hvd.cross_size() == 1 else socket.gethostname()
-    if hvd.rank() == 0:
-        store = dist.TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False)
-        hvd.broadcast_object((host, store.port))
-    else:
-        host, port = hvd.broadcast_object(None)
-        store = dist.TCPStore(host, port, hvd.size(), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
-
-
-def runs_of(collective: str, op: str, tensor: Tensor, output: Tensor) -> dict[str, Run]:
-    """Return, by library, what runs the collective on `tensor` and returns its result.
-
-    allreduce and broadcast overwrite `tensor`; allgather leaves it, and gloo's fills `output`.
-    """
-
-    def gloo(function: Callable[..., object], result: Tensor, *arguments: object) -> Tensor:
-        function(*arguments)
-        return result
-
-    if collective == "allreduce":
-        return {
-            "torch_ring": lambda: hvd.allreduce_(tensor, op=HVD_OPS[op]),
-            "gloo": lambda: gloo(dist.all_reduce, tensor, tensor, GLOO_OPS[op]),
-        }
-    if collective == "broadcast":
-        return {
-            "torch_ring": lambda: hvd.broadcast_(tensor, 0),
-            "gloo": lambda: gloo(dist.broadcast, tensor, tensor, 0),
-        }
-    return {
-        "torch_ring": lambda: hvd.allgather(tensor),
-        "gloo": lambda: gloo(dist.all_gather_into_tensor, output, output, tensor),
-    }
+def make_case(
+    collective: str, op: str, size_bytes: int, dtype: torch.dtype, memory: str
+) -> tuple[Case, int]:
+    """Return what to run for so many bytes, and how many these really are."""
+    size = hvd.size()
+    gathers, divides = collective == "allgather", collective in ("reducescatter", "alltoall")
+    count = size_bytes // dtype.itemsize  # of the larger of input and output
+    count = max(1, count // size) * size if gathers or divides else max(1, count)
+    inputs = count // size if gathers else count
+    outputs = count // size if collective == "reducescatter" else count
+    tensor = empty_shared(inputs, dtype) if memory == "shared" else torch.empty(inputs, dtype=dtype)
+    op = op if collective == "allreduce" else "sum"
+    return Case(collective, op, tensor, torch.empty(outputs, dtype=dtype)), count * dtype.itemsize
 
 
 def inputs(count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -129,131 +98,104 @@ def inputs(count: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.arange(count) % 3 + rank % 2).to(dtype) for rank in range(hvd.size())]
 
 
-def expected(collective: str, op: str, data: list[Tensor]) -> Tensor:
-    if collective == "allreduce":
-        return functools.reduce(OPS[op], data)
-    return data[0] if collective == "broadcast" else torch.cat(data)
+def expected(case: Case, data: list[Tensor]) -> Tensor:
+    def parts(tensor: Tensor) -> Tensor:
+        return tensor.view(hvd.size(), -1)
+
+    if case.collective == "broadcast":
+        return data[0]
+    if case.collective == "allgather":
+        return torch.cat(data)
+    if case.collective == "alltoall":
+        return torch.cat([parts(tensor)[hvd.rank()] for tensor in data])
+    reduced = functools.reduce(OPS[case.op], data)
+    return reduced if case.collective == "allreduce" else parts(reduced)[hvd.rank()]
 
 
-def seconds(run: Run, iterations: int) -> float:
-    """Return the time of one iteration on this rank."""
-    hvd.barrier()
-    started = time.perf_counter()
-    for _ in range(iterations):
-        run()
-    return (time.perf_counter() - started) / iterations
-
-
-def measure(args: argparse.Namespace, collective: str, size_bytes: int, shared: bool) -> Row:
-    """Time one size on both libraries, in turns, and check what they compute."""
-    dtype: torch.dtype = getattr(torch, args.dtype)
-    parts = hvd.size() if collective == "allgather" else 1
-    count = max(1, size_bytes // dtype.itemsize // parts)
-    size_bytes = count * parts * dtype.itemsize
-    # What DistributedOptimizer's buckets are made of.
-    empty = hvd.world.engine().empty_shared if shared else torch.empty
-    tensor = empty((count,), dtype=dtype)
-    runs = runs_of(collective, args.op, tensor, torch.empty(count * parts, dtype=dtype))
-
-    iterations = min(args.iterations, max(5, (32 << 20) // size_bytes))
-    times: dict[str, list[float]] = {library: [] for library in runs}
-    for turn in range(args.rounds + 1):
-        for library, run in runs.items():
-            tensor.zero_()  # sums of zeros stay finite
-            elapsed = seconds(run, iterations)
-            if turn > 0:  # the first one warms up
-                times[library].append(elapsed)
-
-    data = inputs(count, dtype)
-    results = {}
+def wrong_elements(case: Case, runs: dict[str, Run]) -> dict[str, int]:
+    """Return, by library, how many elements of the results are wrong, on all ranks."""
+    data = inputs(case.tensor.numel(), case.tensor.dtype)
+    want = expected(case, data)
+    wrong = {}
     for library, run in runs.items():
-        tensor.copy_(data[hvd.rank()])
-        wrong = (run() != expected(collective, args.op, data)).sum()
-        # Of a round, the slowest rank's time.
-        slowest = hvd.allreduce(torch.tensor(times[library], dtype=torch.float64), op=hvd.Max)
-        time_s = statistics.median(slowest.tolist())
-        algbw = size_bytes / time_s / 1e9
-        results[library] = Result(
-            time_us=time_s * 1e6,
-            algbw=algbw,
-            busbw=algbw * BUS_SHARE[collective](hvd.size()),
-            wrong=int(hvd.allreduce(wrong, op=hvd.Sum)),
+        case.tensor.copy_(data[hvd.rank()])
+        got = run()
+        differing = 0 if library == "copy" else int((got != want).sum())
+        wrong[library] = int(hvd.allreduce(torch.tensor(differing), op=hvd.Sum))
+    return wrong
+
+
+def measure(args: argparse.Namespace, collective: str, size_bytes: int) -> list[Row]:
+    """Check and time one size: all dtypes, memories and libraries in turns."""
+    kinds = list(itertools.product(args.dtypes, ["private", "shared"][: 1 + args.shared]))
+    cases, wrong, timed = {}, {}, {}
+    for name, memory in kinds:
+        case, actual_bytes = make_case(
+            collective, args.op, size_bytes, getattr(torch, name), memory
         )
-    return Row(
-        collective=collective,
-        bytes=size_bytes,
-        count=count,
-        type=args.dtype,
-        redop=args.op if collective == "allreduce" else "none",
-        memory="shared" if shared else "private",
-        results=results,
-        ratio=results["gloo"].time_us / results["torch_ring"].time_us,
+        runs = runs_of(case, args.peers)
+        cases[name, memory] = case, actual_bytes
+        wrong[name, memory] = wrong_elements(case, runs)
+        case.tensor.zero_()  # however often zeros are summed, they stay finite
+        iterations = min(args.iterations, max(MIN_ITERATIONS, ROUND_BYTES // actual_bytes))
+        timed |= {
+            (name, memory, library): functools.partial(seconds, run, iterations)
+            for library, run in runs.items()
+        }
+    times = medians(in_turns(timed, args.rounds))
+
+    rows = []
+    for (name, memory), (case, actual_bytes) in cases.items():
+        results = {}
+        for library in wrong[name, memory]:
+            time_s = times[name, memory, library]
+            algbw = actual_bytes / time_s / 1e9
+            busbw = algbw * (1 if library == "copy" else BUS_SHARE[collective](hvd.size()))
+            results[library] = Result(time_s * 1e6, algbw, busbw, wrong[name, memory][library])
+        ours = results["torch_ring"].time_us
+        ratios = {
+            peer: result.time_us / ours for peer, result in results.items() if peer != "torch_ring"
+        }
+        redop = case.op if collective in ("allreduce", "reducescatter") else "none"
+        count = case.tensor.numel()
+        rows.append(Row(collective, actual_bytes, count, name, redop, memory, results, ratios))
+    return rows
+
+
+def header() -> Iterator[str]:
+    yield (
+        f"#{'size':>11}{'count':>11}{'type':>10}{'redop':>7}{'memory':>9}{'library':>12}"
+        f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}{'ratio':>8}"
     )
+    yield f"#{'(B)':>11}{'(elements)':>11}{'':38}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
 
 
-def machine() -> dict[str, str | int]:
-    """Return what the numbers depend on."""
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
-        "torch_ring": hvd.__version__,
-        "ranks": hvd.size(),
-        "hosts": hvd.cross_size(),
-    }
-
-
-def header(collective: str) -> Iterator[str]:
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items())
-    yield f"# {collective}; {facts}"
-    yield f"#{'':49}{'torch_ring':>38}{'gloo':>38}"
-    columns = f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>9}" * 2
-    yield f"#{'size':>11}{'count':>11}{'type':>10}{'redop':>7}{'memory':>9} {columns}{'ratio':>8}"
-    columns = f"{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}{'':>9}" * 2
-    yield f"#{'(B)':>11}{'(elements)':>11}{'':26} {columns.rstrip()}"
-
-
-def line(row: Row) -> str:
-    text = f"{row.bytes:>12}{row.count:>11}{row.type:>10}{row.redop:>7}{row.memory:>9} "
-    for result in row.results.values():
-        text += f"{result.time_us:>11.1f}{result.algbw:>9.2f}{result.busbw:>9.2f}{result.wrong:>9}"
-    return f"{text}{row.ratio:>8.2f}"
-
-
-def rows_of(args: argparse.Namespace, collective: str) -> Iterator[Row]:
-    size_bytes = args.min_bytes
-    while size_bytes <= args.max_bytes:
-        yield measure(args, collective, size_bytes, shared=False)
-        if args.shared:
-            yield measure(args, collective, size_bytes, shared=True)
-        size_bytes *= args.factor
+def lines(row: Row) -> Iterator[str]:
+    kind = f"{row.bytes:>12}{row.count:>11}{row.type:>10}{row.redop:>7}{row.memory:>9}"
+    for library, result in row.results.items():
+        ratio = f"{row.ratios[library]:>8.2f}" if library in row.ratios else ""
+        numbers = f"{result.time_us:>11.1f}{result.algbw:>9.2f}{result.busbw:>9.2f}"
+        yield f"{kind}{library:>12}{numbers}{result.wrong:>8}{ratio}"
 
 
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(1)  # a rank has a core; gloo's sums would use more
     hvd.init()
-    start_gloo()
-    log = functools.partial(print, flush=True) if hvd.rank() == 0 else lambda *_, **__: None
-    rows = []
+    facts, rows = machine(), []
+    for peer in args.peers:
+        PEERS[peer].start()
     for collective in args.collective:
-        log(*header(collective), sep="\n")
-        for row in rows_of(args, collective):
-            log(line(row))
-            rows.append(row)
-    if hvd.rank() == 0 and args.json:
-        report = {"command": shlex.join(sys.argv), "machine": machine(), "rows": rows}
-        args.json.write_text(json.dumps(report, default=asdict, indent=1) + "\n")
-    dist.destroy_process_group()
+        log(title(collective, facts), *header())
+        size_bytes = args.min_bytes
+        while size_bytes <= args.max_bytes:
+            for row in measure(args, collective, size_bytes):
+                log(*lines(row))
+                rows.append(row)
+            size_bytes *= args.factor
+    write_report(args.json, facts, rows)
+    for peer in args.peers:
+        PEERS[peer].stop()
     hvd.shutdown()
     return int(any(result.wrong for row in rows for result in row.results.values()))
 

@@ -45,3 +45,16 @@ def test_training_keeps_the_ranks_together():
         optimizer.step()
     weights = MPI.COMM_WORLD.allgather(model.weight.detach())
     assert all(torch.equal(weights[0], other) for other in weights)
+
+
+def test_the_benchmark_measures_mpi():
+    import collectives
+    import peers
+
+    peers.start_mpi()
+    for collective in collectives.BUS_SHARE:
+        case, _ = collectives.make_case(collective, "sum", 4096, torch.float32, "private")
+        runs = peers.runs_of(case, ["mpi"])
+        assert collectives.wrong_elements(case, runs) == {"torch_ring": 0, "mpi": 0}
+    half, _ = collectives.make_case("allreduce", "sum", 4096, torch.float16, "private")
+    assert peers.runs_of(half, ["mpi"]).keys() == {"torch_ring"}  # MPI has no such type

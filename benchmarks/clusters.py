@@ -1,0 +1,201 @@
+"""Machines with many GPUs, and what a step of data-parallel training costs on them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, log2
+
+import torch
+from layers import Job
+from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_ring_step
+
+from torch_ring.reports import Entry, Report
+
+# What the fit to Horovod's curves finds of 25 Gbit/s: the share of a line's rate that a ring gets.
+LINE_SHARE = 0.82
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with several GPUs each.
+
+    Attributes:
+        network: of a host, with all of its adapters.
+        local: between GPUs of a host.
+        control: TCP between hosts, on which the ranks agree.
+        speed: of a GPU, relative to the Pascal GPUs that Horovod used.
+        images: in a batch of a GPU.
+    """
+
+    name: str
+    gpus_per_host: int
+    network: Link
+    local: Link
+    control: Link
+    speed: float = 1.0
+    images: int = 64
+
+
+# One TCP connection; 30 us: a message through both kernels.
+TCP = Link(2.5e9, 30e-6)
+
+# Latencies (us): NCCL's own model (src/graph/tuning.cc), ring, protocol Simple: network 9.6,
+# NVLink 3.4, PCIe 5.7. A100: 235 GB/s inside a host (the same), 8 adapters of 200 Gbit/s. Speed:
+# ResNet-50 in mixed precision, 2470 images/s (NVIDIA DeepLearningExamples), over 219 on a P100
+# (TensorFlow's benchmarks page).
+A100 = Cluster(
+    "A100",
+    gpus_per_host=8,
+    network=Link(8 * 25e9 * LINE_SHARE, 9.6e-6),
+    local=Link(235e9, 3.4e-6),
+    control=TCP,
+    speed=2470 / 219,
+    images=256,
+)
+# 8 adapters of 400 Gbit/s, NVLink of 450 GB/s. Speed: as much more as the tensor cores have, 989
+# over 312 Tflop/s; no training gains all of that, so the network has a harder time than a real one.
+H100 = replace(
+    A100,
+    name="H100",
+    network=Link(8 * 50e9 * LINE_SHARE, 9.6e-6),
+    local=Link(450e9 * LINE_SHARE, 3.4e-6),
+    speed=A100.speed * 989 / 312,
+)
+
+
+def on_pascal(network: Link) -> Cluster:
+    """Return Horovod's cluster, with the network that the fit has found."""
+    return Cluster("Pascal", 4, network, local=Link(10e9, 5.7e-6), control=TCP)
+
+
+# --- allreduces
+
+
+def flat_ring_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
+    """A ring of all GPUs takes its steps together: as slowly as the network."""
+    return ring_s(size_bytes, ranks, cluster.network)
+
+
+def hierarchical_s(
+    size_bytes: float, cluster: Cluster, ranks: int, network_bytes: float | None = None
+) -> float:
+    """Inside each host, then around rings of hosts, as many as a host has GPUs.
+
+    Args:
+        network_bytes: what goes around, if that is another size.
+    """
+    around = size_bytes if network_bytes is None else network_bytes
+    around_s = ring_s(around, hosts_of(cluster, ranks), cluster.network)
+    return inside_s(size_bytes, cluster, ranks) + around_s
+
+
+def own_hierarchical_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
+    """torch_ring's own: half of what goes around are partial sums, in float32, not in 16 bits."""
+    return hierarchical_s(size_bytes, cluster, ranks, network_bytes=1.5 * size_bytes)
+
+
+def nccl_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
+    """NCCL takes the faster of a ring and a double binary tree.
+
+    Through a tree of hosts all bytes go up once and down once. P. Sanders et al., "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
+    """
+    rings_s = hierarchical_s(size_bytes, cluster, ranks)
+    hosts, network = hosts_of(cluster, ranks), cluster.network
+    if hosts == 1:
+        return rings_s
+    tree_s = 2 * (size_bytes / network.bandwidth + depth(hosts) * network.latency_s)
+    return min(rings_s, inside_s(size_bytes, cluster, ranks) + tree_s)
+
+
+def inside_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
+    """Reduce to a part for each GPU of a host, and bring all parts to all of them afterwards."""
+    return ring_s(size_bytes, min(ranks, cluster.gpus_per_host), cluster.local)
+
+
+def hosts_of(cluster: Cluster, ranks: int) -> int:
+    return ceil(ranks / cluster.gpus_per_host)
+
+
+def depth(hosts: int) -> int:
+    """Return the steps of a tree, or of Bruck's allgather."""
+    return ceil(log2(hosts))
+
+
+# --- agreements
+
+
+def entry_bytes(parameters: int) -> tuple[int, int]:
+    """Return what a rank says before a bucket, and at the end of backward.
+
+    csrc/engine/entry.h: the entry, its length, an announcement with the name of a bucket; to that
+    the second adds a report about the gradients.
+    """
+    announcement = 8 + 8 + 24 + 64
+    report = Entry(1, (Report(0, (1 << parameters) - 1),)).encode()
+    return announcement, announcement + len(report)
+
+
+def board_s(entry: int, cluster: Cluster, ranks: int) -> float:
+    """What torch_ring does: the entries of all ranks come to each host (Bruck's allgather)."""
+    hosts = hosts_of(cluster, ranks)
+    if hosts == 1:
+        return 0.0
+    elsewhere = (ranks - cluster.gpus_per_host) * entry
+    return depth(hosts) * cluster.control.latency_s + elsewhere / cluster.control.bandwidth
+
+
+def digest_s(_: int, cluster: Cluster, ranks: int) -> float:
+    """What it does not: a digest of the entries goes up a tree and down, whatever the ranks."""
+    return 2 * depth(hosts_of(cluster, ranks)) * cluster.control.latency_s
+
+
+# --- steps
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How gradients are averaged."""
+
+    step: Callable[[Job], Step]
+    allreduce_s: Callable[[float, Cluster, int], float]
+    agree_s: Callable[[int, Cluster, int], float] = lambda *_: 0.0
+
+
+def planned(job: Job) -> Step:
+    """torch_ring's buckets, bfloat16 on the wire."""
+    return torch_ring_step(job, torch.bfloat16)
+
+
+VARIANTS = {
+    "Horovod, flat ring": Variant(lambda job: horovod_step(job, FUSION_BYTES), flat_ring_s),
+    "torch_ring, own rings": Variant(planned, own_hierarchical_s, board_s),
+    "torch_ring, NCCL": Variant(planned, nccl_s, board_s),
+    "NCCL, agreement by a digest": Variant(planned, nccl_s, digest_s),
+}
+
+
+def efficiency(
+    job: Job, cluster: Cluster, variant: Variant, ranks: int, slowdown: float = 0.0
+) -> float:
+    """Return the time of a step on one GPU over that on `ranks`.
+
+    Agreements and transfers follow one another, as where torch_ring does both itself; with NCCL
+    they can overlap. The last agreement begins when the backward pass ends.
+    """
+    if ranks == 1:
+        return 1.0
+    before, closing = entry_bytes(len(job.parameters))
+    agreement_s = variant.agree_s(before, cluster, ranks)
+    closing_s = variant.agree_s(closing, cluster, ranks)
+    step = variant.step(job)
+    # A bucket without bytes stands for the agreement that ends the pass.
+    step = Step(step.compute_s, (*step.buckets, Bucket(0.0, step.compute_s)))
+
+    def transfer_s(size_bytes: float) -> float:
+        if not size_bytes:
+            return closing_s
+        return agreement_s + variant.allreduce_s(size_bytes, cluster, ranks)
+
+    return step.compute_s / step.time_s(transfer_s, slowdown)

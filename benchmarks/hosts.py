@@ -1,0 +1,183 @@
+"""Runs collectives.py among several hosts: network namespaces, joined by veth. Needs root.
+
+    python benchmarks/hosts.py --hosts 2 --json benchmarks/results/hosts-2.json
+    python benchmarks/hosts.py --hosts 3 --rate 1gbit -- --collective allreduce --max-bytes 1048576
+
+What comes after -- goes to collectives.py. Before and after it the same traffic is measured without
+any library: every host sends to the next, all at once, with iperf3, or with plain sockets where
+there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import namespaces
+from namespaces import Host
+
+HERE = Path(__file__).parent
+PORT = 29533
+DEADLINE_S = 3600  # for collectives.py; a collective that hangs fails long before
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rate", help="that a host may send, as tc has it: 1gbit; else unlimited")
+    parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
+    parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("collectives", nargs="*", help="-- and arguments for collectives.py")
+    return parser.parse_args()
+
+
+@contextmanager
+def started(commands: Sequence[list[str]], **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start processes; none is left afterwards."""
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            processes.append(subprocess.Popen(command, text=True, **options))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+# --- without a library
+
+
+def traffic(hosts: Sequence[Host], tool: str, seconds: int) -> float:
+    """Return GB/s of the slowest connection when every host sends to the next, all at once."""
+    plain = (sys.executable, str(HERE / "plain_sockets.py"))
+    iperf3 = ("iperf3", "--port", str(PORT))
+    receivers, senders = [], []
+    for host, next_host in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
+        receive = (*plain, "receive", str(PORT))
+        send = (*plain, "send", next_host.address, str(PORT), str(seconds))
+        if tool == "iperf3":
+            receive = (*iperf3, "--server", "--one-off", "--forceflush")
+            send = (*iperf3, "--client", next_host.address, "--json", "--time", str(seconds))
+        receivers.append(host.command(*receive))
+        senders.append(host.command(*send))
+    with started(receivers, stdout=subprocess.PIPE) as receiving:
+        for process in receiving:
+            assert process.stdout is not None
+            while "listening" not in (line := process.stdout.readline()):
+                if not line:
+                    raise OSError(f"{shlex.join(process.args)} has ended")
+        with started(senders, stdout=subprocess.PIPE) as sending:
+            outputs = [process.communicate(timeout=seconds + 60)[0] for process in sending]
+    return min(gigabytes_per_s(output) for output in outputs)
+
+
+def gigabytes_per_s(output: str) -> float:
+    """Return what iperf3 or plain_sockets.py says."""
+    result = json.loads(output)
+    if isinstance(result, float):
+        return result
+    if "error" in result:
+        raise OSError(f"iperf3: {result['error']}")
+    return result["end"]["sum_received"]["bits_per_second"] / 8e9
+
+
+# --- with
+
+
+def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str, str]:
+    """Return what torchrun would set, and gloo's interface."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts) * ranks_per_host),
+        "LOCAL_RANK": str(rank % ranks_per_host),
+        "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "GROUP_RANK": str(rank // ranks_per_host),
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(PORT),
+        "TORCHELASTIC_RUN_ID": f"hosts-{os.getpid()}",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_collectives(hosts: Sequence[Host], ranks_per_host: int, arguments: Sequence[str]) -> None:
+    """Run collectives.py on all ranks; rank 0 prints. When one fails, all are ended."""
+    command = (sys.executable, str(HERE / "collectives.py"), *arguments)
+    ranks = range(len(hosts) * ranks_per_host)
+    commands = []
+    for rank in ranks:
+        pairs = [f"{k}={v}" for k, v in variables(hosts, ranks_per_host, rank).items()]
+        commands.append(hosts[rank // ranks_per_host].command("env", *pairs, *command))
+    with started(commands) as processes:
+        deadline = time.monotonic() + DEADLINE_S
+        while (codes := [process.poll() for process in processes]).count(0) < len(codes):
+            failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
+            if failed:
+                raise OSError(f"collectives.py failed on ranks {failed}")
+            if time.monotonic() > deadline:
+                raise OSError(f"collectives.py still runs after {DEADLINE_S} s")
+            time.sleep(0.1)
+
+
+def conclusions(rows: Sequence[dict[str, Any]], without: float) -> Iterator[str]:
+    """Yield what each library's allreduce reaches of it, at the largest size."""
+    rows = [row for row in rows if row["collective"] == "allreduce"]
+    largest = max((row["bytes"] for row in rows), default=0)
+    for row in (row for row in rows if row["bytes"] == largest):
+        for library, result in row["results"].items():
+            share = result["busbw"] / without
+            yield f"# {library}: allreduce of {largest} B {row['type']}: {share:.0%} of it"
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hosts.py: ended"))  # clean up first
+    tool = "iperf3" if shutil.which("iperf3") and not args.plain_sockets else "plain sockets"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        namespaces.hosts(args.hosts, args.rate) as hosts,
+    ):
+        before = traffic(hosts, tool, args.seconds)
+        results = Path(folder) / "collectives.json"
+        run_collectives(hosts, args.ranks_per_host, [*args.collectives, "--json", str(results)])
+        report = json.loads(results.read_text())
+        after = traffic(hosts, tool, args.seconds)
+    without = statistics.mean([before, after])
+    print(
+        f"# {tool}, each of {args.hosts} hosts to the next at once: {before:.3f} GB/s before, "
+        f"{after:.3f} GB/s after",
+        *conclusions(report["rows"], without),
+        sep="\n",
+    )
+    if args.json:
+        report["command"] = f"python {shlex.join(sys.argv)}"
+        report["machine"] |= {"rate": args.rate or "unlimited"}
+        report["traffic"] = {"tool": tool, "before_gb_per_s": before, "after_gb_per_s": after}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except OSError as error:
+        sys.exit(f"hosts.py: {error}")

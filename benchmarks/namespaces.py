@@ -1,0 +1,68 @@
+"""Several hosts on one machine: network namespaces that veth pairs join to a bridge. As root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+NETWORK = "10.214.88"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with one interface, eth0."""
+
+    namespace: str
+    address: str
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return what runs a command in here."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+
+def run(*arguments: str) -> None:
+    """Run a command; what it says is in the exception if it fails."""
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def hosts(count: int, rate: str | None = None) -> Iterator[Sequence[Host]]:
+    """Make hosts that see each other; they are gone afterwards.
+
+    Args:
+        rate: what each may send, as tc understands it ("1gbit"); None: as fast as it goes.
+
+    Raises:
+        OSError: there is no `ip` or `tc`, or no right to use them.
+    """
+    unique = f"bench{os.getpid()}"
+    switch = f"{unique}s"
+    made: list[str] = []
+    found = [Host(f"{unique}h{i}", f"{NETWORK}.{i + 1}") for i in range(count)]
+    try:
+        for name in (switch, *(host.namespace for host in found)):
+            run("ip", "netns", "add", name)
+            made.append(name)
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for i, host in enumerate(found):
+            ip = ("ip", "-n", host.namespace)
+            pair = ("type", "veth", "peer", f"port{i}", "netns", switch)
+            run(*ip, "link", "add", "eth0", *pair)
+            run(*ip, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            run(*ip, "link", "set", "eth0", "up")
+            run(*ip, "link", "set", "lo", "up")
+            run("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+            if rate:
+                # A bucket of 1 ms at 1 Gbit/s, and a queue that holds what arrives in 50 ms.
+                tbf = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
+                run("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", *tbf)
+        yield found
+    finally:
+        for name in made:
+            run("ip", "netns", "del", name)

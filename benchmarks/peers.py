@@ -1,0 +1,189 @@
+"""The libraries that collectives.py compares, behind one interface: a call on given tensors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_ring as hvd
+
+HVD_OPS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
+GLOO_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective on one tensor.
+
+    allreduce and broadcast (from rank 0) overwrite `tensor`; the others leave it. `output` is where
+    libraries that want it given put the result: of the result's size.
+    """
+
+    collective: str
+    op: str
+    tensor: Tensor
+    output: Tensor
+
+
+def empty_shared(count: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the host's shared memory, as the optimizer's buckets are."""
+    return hvd.world.engine().empty_shared((count,), dtype)
+
+
+# --- torch_ring
+
+
+def of_torch_ring(case: Case) -> Run:
+    tensor, op = case.tensor, HVD_OPS[case.op]
+    return {
+        "allreduce": lambda: hvd.allreduce_(tensor, op=op),
+        "broadcast": lambda: hvd.broadcast_(tensor, 0),
+        "allgather": lambda: hvd.allgather(tensor),
+        "reducescatter": lambda: hvd.reducescatter(tensor, op=op),
+        "alltoall": lambda: hvd.alltoall(tensor),
+    }[case.collective]
+
+
+# --- gloo
+
+
+def start_gloo() -> None:
+    """Connect gloo's ranks through torch_ring's, so that any launcher will do."""
+    alone = hvd.cross_size() == 1
+    if alone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if hvd.rank() == 0:
+        host = "127.0.0.1" if alone else os.environ.get("MASTER_ADDR", socket.gethostname())
+        store = dist.TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False)
+        hvd.broadcast_object((host, store.port))
+    else:
+        host, port = hvd.broadcast_object(None)
+        store = dist.TCPStore(host, port, hvd.size(), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+
+
+def stop_gloo() -> None:
+    dist.destroy_process_group()
+
+
+def of_gloo(case: Case) -> Run:
+    tensor, output, op = case.tensor, case.output, GLOO_OPS[case.op]
+    call, result = {
+        "allreduce": (lambda: dist.all_reduce(tensor, op), tensor),
+        "broadcast": (lambda: dist.broadcast(tensor, 0), tensor),
+        "allgather": (lambda: dist.all_gather_into_tensor(output, tensor), output),
+        "reducescatter": (lambda: dist.reduce_scatter_tensor(output, tensor, op), output),
+        "alltoall": (lambda: dist.all_to_all_single(output, tensor), output),
+    }[case.collective]
+    return _returning(call, result)
+
+
+# --- MPI
+
+
+def start_mpi() -> None:
+    """Join MPI's world, if these are the ranks of one."""
+    problem = None
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 0)) != hvd.size():
+        problem = (
+            "--peers mpi compares with Open MPI, whose ranks only mpirun can start: "
+            f"mpirun --bind-to none -np {hvd.size()} python benchmarks/collectives.py --peers mpi"
+        )
+    else:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            problem = f"--peers mpi needs mpi4py and a library of MPI: {error}"
+    problems = [text for text in hvd.allgather_object(problem) if text]
+    if problems:
+        sys.exit(problems[0] if hvd.rank() == 0 else 1)
+    assert MPI.COMM_WORLD.size == hvd.size()
+
+
+def of_mpi(case: Case) -> Run | None:
+    """Return None for what MPI has no type of: 16-bit floats."""
+    from mpi4py import MPI
+
+    kinds = {
+        torch.float32: MPI.FLOAT,
+        torch.float64: MPI.DOUBLE,
+        torch.int32: MPI.INT32_T,
+        torch.int64: MPI.INT64_T,
+        torch.int8: MPI.INT8_T,
+        torch.uint8: MPI.UINT8_T,
+    }
+    kind = kinds.get(case.tensor.dtype)
+    if kind is None:
+        return None
+    op = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}[case.op]
+    world, tensor, output = MPI.COMM_WORLD, [case.tensor.numpy(), kind], [case.output.numpy(), kind]
+    call, result = {
+        "allreduce": (lambda: world.Allreduce(MPI.IN_PLACE, tensor, op), case.tensor),
+        "broadcast": (lambda: world.Bcast(tensor, 0), case.tensor),
+        "allgather": (lambda: world.Allgather(tensor, output), case.output),
+        "reducescatter": (lambda: world.Reduce_scatter_block(tensor, output, op), case.output),
+        "alltoall": (lambda: world.Alltoall(tensor, output), case.output),
+    }[case.collective]
+    return _returning(call, result)
+
+
+# --- a copy
+
+
+def of_copy(case: Case) -> Run:
+    """What no allreduce can beat by much: the ranks copy as many bytes together, one has a share.
+
+    Every rank copies the rank'th part of `tensor` from a private buffer to another, all at once.
+    """
+    count = max(case.tensor.numel(), case.output.numel()) // hvd.size()
+    source = torch.zeros(count, dtype=case.tensor.dtype)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+# --- all of them
+
+
+@dataclass(frozen=True)
+class Library:
+    """How to start a library, run a collective with it (None: it cannot), and stop it."""
+
+    of: Callable[[Case], Run | None]
+    start: Callable[[], None] = lambda: None
+    stop: Callable[[], None] = lambda: None
+
+
+PEERS = {
+    "gloo": Library(of_gloo, start_gloo, stop_gloo),
+    "mpi": Library(of_mpi, start_mpi),
+    "copy": Library(of_copy),
+}
+
+
+def runs_of(case: Case, peers: Sequence[str]) -> dict[str, Run]:
+    """Return, by library, what runs the collective and returns its result."""
+    runs: dict[str, Run | None] = {"torch_ring": of_torch_ring(case)}
+    runs |= {peer: PEERS[peer].of(case) for peer in peers}
+    return {library: run for library, run in runs.items() if run}
+
+
+def _returning(call: Callable[[], Any], result: Tensor) -> Run:
+    def run() -> Tensor:
+        call()
+        return result
+
+    return run

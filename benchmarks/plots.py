@@ -1,0 +1,238 @@
+"""Draws the results: one figure a file.
+
+    python benchmarks/plots.py [benchmarks/results]
+
+Each figure is drawn from the JSON file of the same benchmark, if that is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from targets import MB, Report, load, of_kind, rows_of
+
+# One colour for each library, in all figures; a palette that colour-blind readers can tell apart.
+COLOURS = {
+    "torch_ring": "#0072b2",
+    "torch_ring, shared": "#56b4e9",
+    "gloo": "#d55e00",
+    "ddp": "#d55e00",
+    "mpi": "#009e73",
+    "copy": "#999999",
+    "torch": "#999999",
+}
+NAMES = {"mpi": "Open MPI", "copy": "copy", "ddp": "DDP, gloo"}
+
+
+def allreduce(reports: dict[str, Report], axes: Axes) -> None:
+    """Bandwidth by size, of all libraries."""
+    rows = rows_of(reports, "allreduce")
+    private, shared = (of_kind(rows, "float32", memory) for memory in ("private", "shared"))
+    lines = {library: (private, library) for library in private[0]["results"]}
+    if shared:
+        lines["torch_ring, shared"] = (shared, "torch_ring")
+    for label, (of_rows, library) in lines.items():
+        draw(axes, label, of_rows, lambda row, x=library: row["results"][x]["algbw"])
+    sizes(axes)
+    axes.set(
+        yscale="log",
+        ylabel="bytes / time (GB/s)",
+        title=f"allreduce, {machine(reports, 'allreduce')}",
+    )
+
+
+def collectives(reports: dict[str, Report], axes: Axes) -> None:
+    """How many times faster than gloo, by size, the other collectives are."""
+    rows = rows_of(reports, "collectives")
+    for collective in dict.fromkeys(row["collective"] for row in rows):
+        of_one = [row for row in rows if row["collective"] == collective]
+        draw(axes, collective, of_one, lambda row: row["ratios"]["gloo"])
+    axes.axhline(1, color=COLOURS["gloo"], linestyle=":")
+    sizes(axes)
+    axes.set(
+        yscale="log",
+        ylabel="gloo's time / torch_ring's",
+        title=f"float32, {machine(reports, 'collectives')}",
+    )
+
+
+def hosts(reports: dict[str, Report], axes: Axes, count: int) -> None:
+    """Bandwidth among hosts, and what TCP carries there without a library."""
+    name = f"hosts-{count}"
+    rows = rows_of(reports, name)
+    for library in rows[0]["results"]:
+        draw(axes, library, rows, lambda row, x=library: row["results"][x]["busbw"])
+    traffic = reports[name]["traffic"]
+    without = (traffic["before_gb_per_s"] + traffic["after_gb_per_s"]) / 2
+    axes.axhline(without, color=COLOURS["copy"], linestyle="--", label=traffic["tool"])
+    sizes(axes)
+    axes.set(
+        yscale="log",
+        ylabel="sent by each host (GB/s)",
+        title=f"allreduce, {count} hosts (namespaces, veth), {machine(reports, name)}",
+    )
+
+
+def training_step(reports: dict[str, Report], axes: Axes) -> None:
+    """Exposed communication of each model."""
+    rows = rows_of(reports, "training_step")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
+        heights = [row["exposed_ms"] for row in rows if row["variant"] == variant]
+        places = [place + offset for place in range(len(models))]
+        drawn = [max(height, 0) for height in heights]
+        bars = axes.bar(places, drawn, 0.38, color=COLOURS[variant], label=name_of(variant))
+        axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=8)
+    axes.set_xticks(range(len(models)), models)
+    axes.margins(y=0.2)  # for the numbers
+    axes.set(
+        yscale="symlog",
+        ylabel="exposed communication (ms)",
+        title=f"a training step, {machine(reports, 'training_step')}",
+    )
+
+
+def overhead(reports: dict[str, Report], axes: Axes) -> None:
+    """What a step takes longer with each library."""
+    rows = rows_of(reports, "overhead")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
+        of_variant = [row for row in rows if row["variant"] == variant]
+        places = [place + offset for place in range(len(models))]
+        collective = [row["collective_us"] for row in of_variant]
+        host = [max(row["host_us"], 0) for row in of_variant]
+        colour = COLOURS[variant]
+        axes.bar(places, host, 0.38, color=colour, label=f"{name_of(variant)}: host")
+        axes.bar(
+            places,
+            collective,
+            0.38,
+            bottom=host,
+            color=colour,
+            alpha=0.4,
+            label=f"{name_of(variant)}: a bare collective",
+        )
+    axes.set_xticks(range(len(models)), models)
+    axes.set(
+        ylabel="added to a step (us)",
+        title=f"beside computing, {machine(reports, 'overhead')}",
+    )
+
+
+def scaling_published(reports: dict[str, Report], axes: Axes) -> None:
+    """Horovod's published efficiencies, and the model's curves through them."""
+    report = reports["scaling_model"]
+    models = dict.fromkeys(row["model"] for row in report["rows"])
+    for colour, model in zip(("#0072b2", "#009e73", "#d55e00"), models, strict=True):
+        cells = [row for row in report["rows"] if row["model"] == model]
+        gpus = [cell["gpus"] for cell in cells]
+        published = [100 * cell["published"] for cell in cells]
+        axes.plot(gpus, published, "o", color=colour, label=f"{model}, published")
+        for variant, style in (("Horovod, flat ring", "-"), ("torch_ring, NCCL", "--")):
+            curve = curve_of(report, "Pascal", model, variant)
+            points = [
+                (ranks, 100 * efficiency)
+                for ranks, efficiency in zip(curve["ranks"], curve["efficiencies"], strict=True)
+                if ranks <= 1024
+            ]
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=f"{model}, {variant}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([4, 16, 64, 128, 512, 1024], ["4", "16", "64", "128", "512", "1024"])
+    axes.set(
+        xlabel="Pascal GPUs, 4 a server, 25 Gbit/s",
+        ylabel="scaling efficiency (%)",
+        title="published by Horovod, and modelled",
+        ylim=(0, 100),
+    )
+
+
+def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
+    """Modelled efficiency of ResNet-101 on today's machines."""
+    report = reports["scaling_model"]
+    curves = [curve for curve in report["curves"] if curve["model"] == "resnet101"]
+    variants = list(dict.fromkeys(curve["variant"] for curve in curves))
+    for variant, colour in zip(variants, ("#d55e00", "#56b4e9", "#0072b2", "#009e73"), strict=True):
+        for cluster, style in (("A100", "-"), ("H100", "--")):
+            curve = curve_of(report, cluster, "resnet101", variant)
+            percent = [100 * efficiency for efficiency in curve["efficiencies"]]
+            axes.plot(curve["ranks"], percent, style, color=colour, label=f"{cluster}: {variant}")
+    axes.set_xscale("log")
+    axes.set(
+        xlabel="GPUs, 8 a server",
+        ylabel="scaling efficiency (%)",
+        title="ResNet-101, 256 images a GPU, modelled: no stragglers, no congestion",
+        ylim=(0, 100),
+    )
+
+
+def curve_of(report: Report, cluster: str, model: str, variant: str) -> Report:
+    wanted = (cluster, model, variant)
+    return next(c for c in report["curves"] if (c["cluster"], c["model"], c["variant"]) == wanted)
+
+
+def draw(axes: Axes, label: str, rows: Iterable[Report], value: Callable[[Report], float]) -> None:
+    points = [(row["bytes"], value(row)) for row in rows]
+    axes.plot(*zip(*points, strict=True), ".-", color=COLOURS.get(label), label=name_of(label))
+
+
+def name_of(label: str) -> str:
+    return NAMES.get(label, label)
+
+
+def sizes(axes: Axes) -> None:
+    """Label the axis of bytes."""
+    axes.set_xscale("log", base=4)
+    ticks = [1 << power for power in range(10, 27, 4)]
+    labels = [f"{t // MB} MB" if t >= MB else f"{t // 1024} KB" for t in ticks]
+    low, high = axes.get_xlim()
+    axes.set_xticks(ticks, labels)
+    axes.set_xlim(low, high)
+
+
+def machine(reports: dict[str, Report], name: str) -> str:
+    facts = reports[name]["machine"]
+    return f"{facts['ranks']} ranks on {facts['cores']} cores"
+
+
+# By file: the report that it needs, what draws it.
+FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
+    "allreduce": ("allreduce", allreduce),
+    "collectives": ("collectives", collectives),
+    "hosts-2": ("hosts-2", lambda reports, axes: hosts(reports, axes, 2)),
+    "hosts-3": ("hosts-3", lambda reports, axes: hosts(reports, axes, 3)),
+    "training_step": ("training_step", training_step),
+    "overhead": ("overhead", overhead),
+    "scaling_published": ("scaling_model", scaling_published),
+    "scaling_today": ("scaling_model", scaling_today),
+}
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """Draw what there are results of; return the files."""
+    reports, files = load(folder), []
+    style: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+    for name, (needed, figure_of) in FIGURES.items():
+        if needed not in reports:
+            continue
+        with plt.rc_context(style):
+            figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+            figure_of(reports, axes)
+            axes.legend(fontsize=7)
+            files.append(folder / f"{name}.png")
+            figure.savefig(files[-1], dpi=80, metadata={"Software": None})
+            plt.close(figure)
+    return files
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results"
+    print(*draw_all(results), sep="\n")

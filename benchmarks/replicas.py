@@ -1,0 +1,60 @@
+"""A workload's training step on this rank: alone, with torch_ring, or with DDP."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workloads import Batch, Workload
+
+import torch_ring as hvd
+
+VARIANTS = ("torch", "torch_ring", "ddp")
+"""Nothing is sent to anybody; DistributedOptimizer; DistributedDataParallel as it comes."""
+
+
+class Replica:
+    """A model of its own and the step that trains it, always on the same batch."""
+
+    def __init__(self, workload: Workload, variant: str, model: nn.Module, batch: Batch) -> None:
+        self._batch = batch
+        self._loss = workload.loss
+        self._model = DistributedDataParallel(model) if variant == "ddp" else model
+        self._optimizer = workload.make_optimizer(model.parameters())
+        if variant == "torch_ring":
+            hvd.DistributedOptimizer(self._optimizer, model.named_parameters())
+        self.parameters: list[Tensor] = list(model.parameters())
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._loss(self._model, self._batch).backward()
+        self._optimizer.step()
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+
+def replicas_of(workload: Workload, samples: int | None = None) -> dict[str, Replica]:
+    """Return one of each variant: the same weights on all ranks, a batch for each rank.
+
+    Args:
+        samples: in a batch; None: the workload's own number.
+    """
+    torch.manual_seed(0)
+    model = workload.make_model()
+    torch.manual_seed(1 + hvd.rank())
+    batch = workload.make_batch(samples or workload.batch)
+    return {variant: Replica(workload, variant, deepcopy(model), batch) for variant in VARIANTS}
+
+
+def difference(one: Replica, other: Replica) -> float:
+    """Return the largest difference of two replicas' gradients, relative to the largest gradient.
+
+    Of gradients and not of weights: Adam's first steps hardly depend on how large a gradient is.
+    """
+    pairs = [(p.grad, q.grad) for p, q in zip(one.parameters, other.parameters, strict=True)]
+    largest = max(float(gradient.abs().max()) for gradient, _ in pairs)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs) / largest

@@ -1,0 +1,114 @@
+"""Runs all benchmarks, one after the other, and draws their plots: what `make bench` does.
+
+    python benchmarks/suite.py                       # an hour on two cores; leave them alone
+    python benchmarks/suite.py --only overhead       # one of them
+
+Each writes results/NAME.json. Hosts need root, `ip` and `tc`; Open MPI is a peer where there is an
+mpirun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HERE = Path("benchmarks")  # the commands that end up in the results begin in ROOT
+RESULTS = HERE / "results"
+BIN = Path(sys.executable).parent
+
+
+def launched(ranks: int, *, mpi: bool = False) -> list[str]:
+    """Return what starts a program on so many ranks of this host."""
+    mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    if mpi and mpirun:
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        return [mpirun, *root, "--bind-to", "none", "-np", str(ranks), sys.executable]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *torchrun]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One program with its arguments.
+
+    Attributes:
+        ranks: how many processes torchrun starts; 0: the program starts what it needs.
+        mpi: whether mpirun starts them, if there is one, and Open MPI is a peer then.
+        root: whether it needs root.
+    """
+
+    program: str
+    arguments: str = ""
+    ranks: int = 2
+    mpi: bool = False
+    root: bool = False
+
+    def command(self, name: str) -> list[str]:
+        start = launched(self.ranks, mpi=self.mpi) if self.ranks else [sys.executable]
+        arguments = self.arguments.split()
+        if self.mpi and "-np" in start:
+            arguments.insert(arguments.index("--peers") + 1, "mpi")
+        output = ["--json", str(RESULTS / f"{name}.json")]
+        return [*start, str(HERE / self.program), *output, *arguments]
+
+    def missing(self) -> str | None:
+        """Return what this machine lacks."""
+        if self.root and os.geteuid() != 0:
+            return "it needs root"
+        lacking = [tool for tool in ("ip", "tc") if self.root and shutil.which(tool) is None]
+        return f"there is no {lacking[0]}" if lacking else None
+
+
+AMONG_HOSTS = "-- --collective allreduce --peers gloo"
+BENCHMARKS = {
+    "allreduce": Benchmark(
+        "collectives.py",
+        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy",
+        mpi=True,
+    ),
+    "collectives": Benchmark(
+        "collectives.py",
+        "--collective allgather reducescatter broadcast alltoall --min-bytes 65536 --peers gloo",
+        mpi=True,
+    ),
+    "oversubscribed": Benchmark("collectives.py", "--max-bytes 16777216 --peers gloo", ranks=4),
+    "hosts-2": Benchmark("hosts.py", f"--hosts 2 {AMONG_HOSTS}", ranks=0, root=True),
+    "hosts-3": Benchmark("hosts.py", f"--hosts 3 {AMONG_HOSTS}", ranks=0, root=True),
+    "hosts-2-1gbit": Benchmark(
+        "hosts.py", f"--hosts 2 --rate 1gbit {AMONG_HOSTS} --rounds 3", ranks=0, root=True
+    ),
+    "training_step": Benchmark("training_step.py"),
+    "overhead": Benchmark("overhead.py"),
+    "scaling_model": Benchmark("scaling_model.py", ranks=0),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=BENCHMARKS, nargs="+", default=list(BENCHMARKS))
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    failed = []
+    for name in args.only:
+        benchmark = BENCHMARKS[name]
+        if missing := benchmark.missing():
+            print(f"## {name}: not run: {missing}", flush=True)
+            continue
+        print(f"## {name}", flush=True)
+        if subprocess.run(benchmark.command(name), check=False).returncode != 0:
+            failed.append(name)
+    for program in ("plots.py", "targets.py"):
+        subprocess.run([sys.executable, str(HERE / program)], check=True)
+    if failed:
+        print(f"## failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Compares the results with what torch_ring wants to reach.
+
+    python benchmarks/targets.py [benchmarks/results]
+
+A result is a ratio of times within one run, so that a slow machine makes both slower. "reached" and
+"wanted" are in the same unit, and more is better but for those marked "at most".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+KB, MB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing that is wanted, and what was reached of it."""
+
+    what: str
+    peer: str
+    reached: float
+    wanted: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.reached <= self.wanted if self.at_most else self.reached >= self.wanted
+
+
+def load(folder: Path) -> dict[str, Report]:
+    """Return the reports that are there, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def targets(reports: dict[str, Report]) -> Iterator[Target]:
+    """Yield the targets of all reports that are there."""
+    if "allreduce" in reports:
+        rows = reports["allreduce"]["rows"]
+        yield from of_private(rows)
+        yield from of_shared(rows)
+        yield from of_dtypes(rows)
+    yield from of_ratios(
+        reports,
+        "collectives",
+        {"allgather": 10, "reducescatter": 10, "broadcast": 5, "alltoall": 10},
+    )
+    for row in rows_of(reports, "oversubscribed"):
+        if row["bytes"] in (KB, 16 * MB):
+            yield Target(f"4 ranks, {size(row)}", "gloo", row["ratios"]["gloo"], 5)
+    for hosts in (2, 3):
+        yield from of_hosts(reports, hosts)
+    yield from of_training(rows_of(reports, "training_step"))
+    if "overhead" in reports:
+        yield from of_overhead(reports["overhead"])
+
+
+def of_private(rows: Sequence[Report]) -> Iterator[Target]:
+    # By bytes: how many times gloo's speed, and at most how many times Open MPI's time.
+    wanted = {KB: (40, 2), 64 * KB: (30, 3), MB: (20, 4), 16 * MB: (10, 4), 64 * MB: (10, 4)}
+    for row in of_kind(rows, "float32", "private"):
+        if row["bytes"] in wanted:
+            what = f"allreduce {size(row)}"
+            speed, times = wanted[row["bytes"]]
+            yield Target(what, "gloo", row["ratios"]["gloo"], speed)
+            if "mpi" in row["ratios"]:
+                yield Target(what, "Open MPI's time", 1 / row["ratios"]["mpi"], times, at_most=True)
+
+
+def of_shared(rows: Sequence[Report]) -> Iterator[Target]:
+    private = {row["bytes"]: row for row in of_kind(rows, "float32", "private")}
+    for row in of_kind(rows, "float32", "shared"):
+        if row["bytes"] >= MB:
+            what, ours = f"allreduce {size(row)}, shared", time_us(row)
+            yield Target(what, "private", time_us(private[row["bytes"]]) / ours, 2)
+            yield Target(what, "a copy's time", 1 / row["ratios"]["copy"], 1.5, at_most=True)
+
+
+def of_dtypes(rows: Sequence[Report]) -> Iterator[Target]:
+    for memory in ("private", "shared"):
+        float32 = {row["bytes"]: time_us(row) for row in of_kind(rows, "float32", memory)}
+        for dtype in ("bfloat16", "float16"):
+            of_dtype = of_kind(rows, dtype, memory)
+            slowest = max(of_dtype, key=lambda row: time_us(row) / float32[row["bytes"]])
+            reached = time_us(slowest) / float32[slowest["bytes"]]
+            what = f"allreduce {dtype}, {memory}, worst: {size(slowest)}"
+            yield Target(what, "float32's time", reached, 1.3, at_most=True)
+
+
+def of_ratios(reports: dict[str, Report], name: str, wanted: dict[str, float]) -> Iterator[Target]:
+    """Yield the worst size of each collective."""
+    rows = rows_of(reports, name)
+    for collective, speed in wanted.items():
+        of_one = [row for row in rows if row["collective"] == collective]
+        if of_one:
+            worst = min(of_one, key=lambda row: row["ratios"]["gloo"])
+            what = f"{collective}, worst: {size(worst)}"
+            yield Target(what, "gloo", worst["ratios"]["gloo"], speed)
+
+
+def of_hosts(reports: dict[str, Report], hosts: int) -> Iterator[Target]:
+    rows = rows_of(reports, f"hosts-{hosts}")
+    for small, speed in ((True, 5), (False, 1.5)):
+        of_size = [row for row in rows if (row["bytes"] <= 64 * KB) == small]
+        if of_size:
+            worst = min(of_size, key=lambda row: row["ratios"]["gloo"])
+            what = f"{hosts} hosts, allreduce, worst: {size(worst)}"
+            yield Target(what, "gloo", worst["ratios"]["gloo"], speed)
+    for row in rows:
+        if row["bytes"] == 64 * MB:
+            traffic = reports[f"hosts-{hosts}"]["traffic"]
+            without = (traffic["before_gb_per_s"] + traffic["after_gb_per_s"]) / 2
+            reached = row["results"]["torch_ring"]["busbw"] / without
+            yield Target(f"{hosts} hosts, allreduce 64 MB, share", traffic["tool"], reached, 0.85)
+
+
+def of_training(rows: Iterable[Report]) -> Iterator[Target]:
+    models: dict[str, dict[str, Report]] = {}
+    for row in rows:
+        models.setdefault(row["model"], {})[row["variant"]] = row
+    for model, variants in models.items():
+        ours, ddp = variants["torch_ring"], variants["ddp"]
+        share = ours["exposed_ms"] / max(ddp["exposed_ms"], 1e-9)
+        yield Target(f"{model}: exposed communication", "DDP's", share, 1 / 8, at_most=True)
+        if model in ("resnet50", "vgg16"):
+            share = ours["exposed_ms"] / ours["step_ms"]
+            yield Target(f"{model}: exposed, share of the step", "", share, 0.03, at_most=True)
+        if model != "pinn":
+            yield Target(f"{model}: efficiency", "no communication", ours["efficiency"], 0.95)
+
+
+def of_overhead(report: Report) -> Iterator[Target]:
+    host_us = {row["variant"]: row["host_us"] for row in report["rows"] if row["parameters"] == 500}
+    share = host_us["torch_ring"] / max(host_us["ddp"], 1e-9)
+    yield Target("500 parameters: host cost", "DDP's", share, 1 / 5, at_most=True)
+    idle = report["init"]
+    # Within what the machine itself does from one run to the next.
+    yield Target(
+        "init() alone: throughput", "no init()", idle["relative"], idle["control_quartiles"][0]
+    )
+
+
+# --- of rows
+
+
+def rows_of(reports: dict[str, Report], name: str) -> list[Report]:
+    return reports[name]["rows"] if name in reports else []
+
+
+def of_kind(rows: Iterable[Report], dtype: str, memory: str) -> list[Report]:
+    return [row for row in rows if (row["type"], row["memory"]) == (dtype, memory)]
+
+
+def time_us(row: Report) -> float:
+    return row["results"]["torch_ring"]["time_us"]
+
+
+def size(row: Report) -> str:
+    return f"{row['bytes'] // MB} MB" if row["bytes"] >= MB else f"{row['bytes'] // KB} KB"
+
+
+def table(found: Iterable[Target]) -> Iterator[str]:
+    yield f"#{'what':>43}{'peer':>18}{'reached':>9}{'wanted':>9}"
+    for target in found:
+        wanted = f"{'<' if target.at_most else '>'} {target.wanted:.4g}"
+        verdict = "" if target.met else "  missed"
+        yield f"{target.what:>44}{target.peer:>18}{target.reached:>9.3g}{wanted:>9}{verdict}"
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results"
+    print(*table(targets(load(folder))), sep="\n")
