@@ -62,8 +62,8 @@ def make_team(members: int) -> tuple[int, hvd.ProcessSet]:
     if members < 1 or hvd.size() % members:
         message = f"{hvd.size()} ranks cannot train {members} members"
         sys.exit(message if hvd.rank() == 0 else 1)  # all leave, one says why
-    # Every rank adds every set, also those that it is not in: adding one is a collective, and a
-    # rank that added only its own would be asked to agree with another that adds another.
+    # Every rank adds every set, also those that it is not in: adding one is a collective of all
+    # ranks, and those that added only their own would disagree about which.
     each = hvd.size() // members
     teams = [hvd.add_process_set(range(m * each, (m + 1) * each)) for m in range(members)]
     member = hvd.rank() // each
@@ -180,13 +180,13 @@ def plot(
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(10, 3.6), width_ratios=[2, 1], layout="constrained"
     )
-    left.plot(x, target(x), "0.7", linewidth=4, label="target")
     mean = predictions.mean(0)
     if len(predictions) > 1:
         band = 2 * predictions.std(0)
         left.fill_between(x, mean - band, mean + band, alpha=0.25, label="2 sigma")
         left.plot(x, predictions.T, linewidth=0.5, alpha=0.6)
     left.plot(x, mean, "C0", label="mean" if len(predictions) > 1 else "network")
+    left.plot(x, target(x), "k:", label="target")
     for rank, own in enumerate(points.split(of_rank)):
         label = f"points of rank {rank}" if len(points) > of_rank else "points of each"
         left.plot(own, target(own), f"C{rank + 1}o", markersize=4, label=label)

@@ -188,14 +188,14 @@ def plot(path: Path, x: Tensor, solutions: dict[int, Tensor], all_curves: list) 
     figure, axes = pyplot.subplots(
         2,
         len(solutions),
-        figsize=(max(5, 3.2 * len(solutions)), 5),
+        figsize=(max(5, 2.6 * len(solutions)), 4.4),
         squeeze=False,
         sharey="row",
         layout="constrained",
     )
     for (k, u), curves, (above, below) in zip(solutions.items(), all_curves, axes.T, strict=True):
-        above.plot(x, exact(x, k), "0.7", linewidth=4, label="exact")
-        above.plot(x, u, "C0--", label="network")
+        above.plot(x, u, label="network")
+        above.plot(x, exact(x, k), "k:", label="exact")
         above.set(title=f"k = {k}", xlabel="x")
         for name, curve in curves.items():
             below.semilogy(*zip(*curve, strict=True), label=name)
@@ -204,7 +204,7 @@ def plot(path: Path, x: Tensor, solutions: dict[int, Tensor], all_curves: list) 
     axes[1, 0].set(ylabel="loss")
     axes[0, 0].legend(fontsize="small")
     axes[1, 0].legend(fontsize="small")
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=62)
 
 
 if __name__ == "__main__":
