@@ -88,7 +88,7 @@ build/venv: FORCE
 	@echo '$(abspath $(VENV))' | cmp -s - $@ || echo '$(abspath $(VENV))' > $@
 
 $(STAMPS)/examples: $(STAMPS)/torch
-	$(PIP) scikit-learn tqdm
+	$(PIP) scikit-learn tqdm matplotlib tensorboard
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch

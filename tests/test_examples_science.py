@@ -1,0 +1,197 @@
+"""The examples in which ranks share a domain or are an ensemble, and the one from Horovod."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import torch
+from test_examples import DEADLINE_S, ROOT, Run, run, run_script, torchrun
+
+EXAMPLES = ROOT / "examples"
+FUNCTION = EXAMPLES / "function_approximation" / "train.py"
+PINN = EXAMPLES / "pinn" / "train.py"
+MIGRATED = EXAMPLES / "horovod_migration" / "train.py"
+HOROVOD = EXAMPLES / "horovod_migration" / "train_horovod.py"
+
+NUMBER = r"(\d\.?\d*(?:e[+-]\d+)?)"
+
+
+def numbers(name: str, outcome: Run) -> list[float]:
+    """Return what follows `name` in the output, in every line that has it."""
+    assert outcome.code is None, outcome
+    found = re.findall(rf"{name}:? {NUMBER}", outcome.output)
+    assert found, outcome.output
+    return [float(number) for number in found]
+
+
+def weights(checkpoint: Path) -> torch.Tensor:
+    model = torch.load(checkpoint, weights_only=True)["model"]
+    return torch.cat([tensor.flatten() for tensor in model.values()])
+
+
+@pytest.mark.parametrize("script", [FUNCTION, PINN, MIGRATED], ids=lambda path: path.parent.name)
+def test_smoke(script: Path, tmp_path: Path) -> None:
+    (alone,) = run(script, "--smoke", folder=tmp_path, size=1)
+    assert alone.output.count("loss") + alone.output.count("residual") > 0
+    (tmp_path / "checkpoint.pt").unlink()
+
+    outputs = ("--plot", "picture.png", "--tensorboard", "events")
+    first, second = run(script, "--smoke", *outputs, folder=tmp_path)
+    assert first.code is None
+    assert second == Run(None, "")
+    assert (tmp_path / "checkpoint.pt").exists()
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "events").rglob("*tfevents*"))
+
+
+@pytest.mark.parametrize("script", [FUNCTION, PINN], ids=lambda path: path.parent.name)
+def test_many_ranks_do_what_one_does_on_all_points(script: Path, tmp_path: Path) -> None:
+    common = ("--checkpoint", "{}.pt", "--every", "10")
+    if script == FUNCTION:
+        common = (*common, "--dtype", "float64", "--steps", "40")
+        one, three = ("--points", "24", "--lr", "0.003"), ("--points", "8", "--lr", "0.001")
+    else:
+        common = (*common, "--iterations", "20")
+        one, three = ("--points", "48"), ("--points", "16")
+
+    def losses(name: str, size: int, arguments: tuple[str, ...]) -> list[float]:
+        given = [argument.format(name) for argument in (*common, *arguments)]
+        outcome = run(script, *given, folder=tmp_path, size=size)[0]
+        return numbers("loss" if script == FUNCTION else "residual", outcome)
+
+    alone, together = losses("one", 1, one), losses("three", 3, three)
+    assert together == pytest.approx(alone, rel=1e-3)  # as many digits are printed
+    assert alone[-1] < alone[0]
+    # L-BFGS divides by differences of gradients, in which rounding errors grow.
+    tolerance = 1e-10 if script == FUNCTION else 1e-6
+    torch.testing.assert_close(
+        weights(tmp_path / "three.pt"), weights(tmp_path / "one.pt"), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "length"), [(FUNCTION, "--steps"), (PINN, "--iterations"), (MIGRATED, "--epochs")]
+)
+def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
+    every, half = ((), 1) if script == MIGRATED else (("--every", "5"), 5)
+
+    def train(count: int, *more: str, size: int = 2) -> list[str]:
+        outcome = run(script, *every, length, str(count), *more, folder=tmp_path, size=size)[0]
+        assert outcome.code is None, outcome
+        return re.findall(r"^(?:step|iteration|epoch) .*", outcome.output, re.MULTILINE)
+
+    if script == MIGRATED:  # its generator of dropout starts anew
+        assert train(half)[0].startswith("epoch 1:")
+        assert [line[:8] for line in train(2 * half, "--resume")] == ["epoch 2:"]
+    else:
+        straight = train(2 * half)
+        assert len(straight) == 2
+        assert train(half) + train(2 * half, "--resume") == straight
+    (further,) = train(3 * half, "--resume", size=3)  # and on another number of ranks
+    assert re.match(rf"\w+ {3 * half}:", further)
+
+
+def test_members_of_an_ensemble_train_apart(tmp_path: Path) -> None:
+    common = ("--dtype", "float64", "--steps", "10", "--every", "5")
+
+    def train(name: str, size: int, *arguments: str) -> str:
+        checkpoint = ("--checkpoint", f"{name}.pt")
+        first, *others = run(FUNCTION, *common, *checkpoint, *arguments, folder=tmp_path, size=size)
+        assert first.code is None, first
+        assert all(other == Run(None, "") for other in others)
+        return first.output
+
+    ensemble = train("ensemble", 2, "--ensemble", "--plot", "picture.png")
+    teams = train("teams", 4, "--members", "2")
+    for output in (ensemble, teams):
+        assert re.search(rf"error: {NUMBER}, {NUMBER}\nmean of the members: {NUMBER};", output)
+    assert (tmp_path / "picture.png").exists()
+    train("alone", 1, "--seed", "1")  # the second of two members, which start at seed 0
+    train("pair", 2, "--seed", "1")
+    for together, apart in (("ensemble-1", "alone"), ("teams-1", "pair")):
+        torch.testing.assert_close(
+            weights(tmp_path / f"{together}.pt"), weights(tmp_path / f"{apart}.pt")
+        )
+    seen = [weights(tmp_path / f"{name}.pt") for name in ("ensemble-0", "ensemble-1", "teams-1")]
+    assert not any(torch.allclose(one, other) for one, other in itertools.combinations(seen, 2))
+
+
+def test_members_must_divide_the_ranks(tmp_path: Path) -> None:
+    first, second = run(FUNCTION, "--smoke", "--members", "3", folder=tmp_path)
+    assert first == Run("2 ranks cannot train 3 members", "")
+    assert second == Run(1, "")
+
+
+def test_each_rank_solves_its_own_equation(tmp_path: Path) -> None:
+    common = ("--iterations", "10", "--every", "10")
+    ensemble = ("--ensemble", "--plot", "picture.png")
+    first, second = run(PINN, *common, *ensemble, folder=tmp_path)
+    assert re.findall(r"^k = (\d): relative L2 error", first.output, re.MULTILINE) == ["1", "2"]
+    assert second == Run(None, "")
+    assert (tmp_path / "picture.png").exists()
+    run(PINN, *common, "--points", "101", folder=tmp_path, size=1)
+    # k = 2 alone, and as a member
+    torch.testing.assert_close(
+        weights(tmp_path / "checkpoint-2.pt"), weights(tmp_path / "checkpoint.pt")
+    )
+
+
+def test_network_solves_the_equation(tmp_path: Path) -> None:
+    # A part of what its README runs, which ends far below 1e-2.
+    outcome = run(PINN, "--iterations", "280", folder=tmp_path)[0]
+    (error,) = numbers("relative L2 error", outcome)
+    assert error < 3e-2, outcome.output
+
+
+def test_migration_changes_one_line() -> None:
+    lines = [path.read_text().splitlines() for path in (HOROVOD, MIGRATED)]
+    changes = [line for line in difflib.ndiff(*lines) if line[0] in "+-"]
+    assert changes == ["- import horovod.torch as hvd", "+ import torch_ring as hvd"]
+
+
+def run_as_horovod(arguments: list[str], folder: str) -> Run:
+    """Run the program for Horovod where torch_ring has taken its name."""
+    import torch_ring
+
+    horovod: Any = types.ModuleType("horovod")
+    horovod.torch = torch_ring
+    sys.modules.update({"horovod": horovod, "horovod.torch": torch_ring})
+    return run_script(str(HOROVOD), arguments, folder)
+
+
+def test_program_for_horovod_prints_the_same(tmp_path: Path) -> None:
+    arguments = ["--epochs", "2", "--fp16-allreduce", "--clip", "2"]
+    migrated = run(MIGRATED, *arguments, folder=tmp_path)
+    original = pool.run(
+        run_as_horovod,
+        2,
+        args=(arguments, str(tmp_path)),
+        transport="",
+        deadline_s=DEADLINE_S,
+        initialized=False,
+    )
+    assert original == migrated
+    losses = numbers("loss", migrated[0])[::2]  # the second of each line is that of the test
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
+def test_program_for_horovod_takes_adasum(tmp_path: Path) -> None:
+    first, second = run(MIGRATED, "--smoke", "--use-adasum", folder=tmp_path)
+    assert numbers("test accuracy", first)[0] > 0.2  # ten classes
+    assert second == Run(None, "")
+
+
+@pytest.mark.launcher
+def test_ensemble_under_torchrun(tmp_path: Path) -> None:
+    output = torchrun(FUNCTION, "--smoke", "--ensemble", folder=tmp_path)
+    assert output.count("step 20: loss") == 1  # only one rank prints
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-0.pt", "checkpoint-1.pt"}
