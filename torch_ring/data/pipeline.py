@@ -161,6 +161,8 @@ class InputPipeline:
         queue = int(ops.allreduce(queued, op=Max, process_set=self.process_set))
         settling = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
+            next(self._pass("synthetic"))  # it is loaded now, and not while something is timed
+            self._end_workers()
             rows = [
                 [self._time(mode, step, settling[mode], steps) for mode in MODES]
                 for _ in range(rounds)
@@ -183,9 +185,12 @@ class InputPipeline:
             return time.perf_counter() - begun
         finally:
             batches.close()
-            # Their workers would still fill the queue while the next kind of data is timed.
-            if getattr(self.loader, "persistent_workers", False):
-                self.loader._iterator = None  # type: ignore[attr-defined]
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        """End the workers that stay; they would fill their queue while other data are timed."""
+        if getattr(self.loader, "persistent_workers", False):
+            self.loader._iterator = None  # type: ignore[attr-defined]
 
     def _endless(self, mode: str) -> Generator[Any, None, None]:
         while True:
@@ -194,7 +199,7 @@ class InputPipeline:
                 is_empty = False
                 yield batch
             if is_empty:
-                raise ValueError("the loader has no batch")
+                raise ValueError("the loader has no batch, or can be used only once")
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
