@@ -81,22 +81,22 @@ def test_many_ranks_do_what_one_does_on_all_points(script: Path, tmp_path: Path)
     ("script", "length"), [(FUNCTION, "--steps"), (PINN, "--iterations"), (MIGRATED, "--epochs")]
 )
 def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
-    every, half = ((), 1) if script == MIGRATED else (("--every", "5"), 5)
+    every = () if script == MIGRATED else ("--every", "5")
 
     def train(count: int, *more: str, size: int = 2) -> list[str]:
         outcome = run(script, *every, length, str(count), *more, folder=tmp_path, size=size)[0]
         assert outcome.code is None, outcome
         return re.findall(r"^(?:step|iteration|epoch) .*", outcome.output, re.MULTILINE)
 
-    if script == MIGRATED:  # its generator of dropout starts anew
-        assert train(half)[0].startswith("epoch 1:")
-        assert [line[:8] for line in train(2 * half, "--resume")] == ["epoch 2:"]
+    if script == MIGRATED:  # its generator of dropout starts anew: not the same numbers
+        train(2)
     else:
-        straight = train(2 * half)
+        straight = train(10)
         assert len(straight) == 2
-        assert train(half) + train(2 * half, "--resume") == straight
-    (further,) = train(3 * half, "--resume", size=3)  # and on another number of ranks
-    assert re.match(rf"\w+ {3 * half}:", further)
+        assert train(5) + train(10, "--resume") == straight
+    third = 3 if script == MIGRATED else 15
+    (line,) = train(third, "--resume", size=3)  # and on another number of ranks
+    assert re.match(rf"\w+ {third}:", line)
 
 
 def test_members_of_an_ensemble_train_apart(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_each_rank_solves_its_own_equation(tmp_path: Path) -> None:
 
 
 def test_network_solves_the_equation(tmp_path: Path) -> None:
-    # A part of what its README runs, which ends far below 1e-2.
-    outcome = run(PINN, "--iterations", "280", folder=tmp_path)[0]
+    # A part of what its README runs on two ranks, which ends far below 1e-2.
+    outcome = run(PINN, "--points", "102", "--iterations", "240", folder=tmp_path, size=1)[0]
     (error,) = numbers("relative L2 error", outcome)
     assert error < 3e-2, outcome.output
 
