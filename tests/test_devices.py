@@ -13,6 +13,7 @@ import device_double
 import pool
 import pytest
 import torch
+from device_data import DATA
 from device_double import DEVICE, NCCL_LIBRARY
 from device_jobs import JOBS
 from device_programs import OPERATIONS, TRAINING
@@ -40,7 +41,7 @@ def run(program: Callable[[str], object], size: int, transport: str = "shm", **e
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "program", [*OPERATIONS, *TRAINING, *JOBS], ids=lambda program: program.__name__
+    "program", [*OPERATIONS, *TRAINING, *JOBS, *DATA], ids=lambda program: program.__name__
 )
 def test_on_a_stand_in(program, size):
     run(program, size)

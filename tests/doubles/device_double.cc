@@ -28,6 +28,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -234,12 +235,52 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(c10::kPrivateUse1, &memory)
 
+/// Memory of the host that the device copies from without the host waiting.
+class PinnedMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, c10::kCPU};
+    void* const data = std::malloc(bytes);
+    TORCH_CHECK(data, "the double is out of memory");
+    const std::scoped_lock lock(mutex());
+    blocks().insert(data);
+    return {data, data, &release, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  static bool has(const void* data) {
+    const std::scoped_lock lock(mutex());
+    return blocks().contains(data);
+  }
+
+ private:
+  static void release(void* data) {
+    const std::scoped_lock lock(mutex());
+    blocks().erase(data);
+    std::free(data);
+  }
+  static std::mutex& mutex() {
+    static auto* const mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::set<const void*>& blocks() {
+    static auto* const blocks = new std::set<const void*>;
+    return *blocks;
+  }
+};
+
+PinnedMemory pinned_memory;
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   /// Whose memory it is nobody knows: who wraps a pointer has made its device the current one.
   c10::Device getDeviceFromPtr(void*) const override { return device_of(current_device); }
+  bool isPinnedPtr(const void* data) const override { return PinnedMemory::has(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchangeDevice(device); }
@@ -288,12 +329,17 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef strides,
                                            c10::dtype_or_default(dtype));
 }
 
-/// Within the device on its current stream, which the caller does not wait for.
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+/// Within the device, and from pinned memory, on its current stream, which the caller does not wait
+/// for.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::DeviceGuard guard(to.is_cpu() ? from.device() : to.device());
   if (from.device() == to.device()) {
     enqueue(current_queue(current_device),
             [source = on_host(from), target = on_host(to)] { target.copy_(source); });
+  } else if (non_blocking && from.is_cpu() && from.is_pinned()) {
+    // As torch's own allocator of pinned memory, it keeps `from` until it has been copied.
+    enqueue(current_queue(current_device),
+            [source = from.detach(), target = on_host(to)] { target.copy_(source); });
   } else {
     synchronize_current();
     on_host(to).copy_(on_host(from));

@@ -13,6 +13,7 @@ from typing import Any
 import pool
 import pytest
 import torch
+from device_data import DATA
 from device_jobs import JOBS, loses_a_rank
 from device_programs import OPERATIONS, TRAINING
 
@@ -72,7 +73,7 @@ def test_a_graph_cannot_have_collectives(size):
 
 # The stacked decorators make the size the outer loop: what takes longest comes last.
 @pytest.mark.parametrize(
-    "program", [*JOBS, *TRAINING, *OPERATIONS], ids=lambda program: program.__name__
+    "program", [*JOBS, *TRAINING, *DATA, *OPERATIONS], ids=lambda program: program.__name__
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):

@@ -53,6 +53,11 @@ def test_place(machines, rank, place):
     assert cards.place(rank, on(machines)) == place
 
 
+def test_ranks_share_the_cpus_that_they_are_not_bound_away_from():
+    everyone = [card(0, cpus="3"), card(1, cpus="2"), card(2, cpus="c"), card(3, "b", cpus="3")]
+    assert [cards.cpu_sharers(rank, everyone) for rank in range(4)] == [2, 2, 1, 1]
+
+
 def test_place_as_the_launcher_says():
     two_agents = [
         card(rank, node=str(rank // 2), local_rank=rank % 2, local_size=2) for rank in range(4)

@@ -1,12 +1,13 @@
 """Feeds every rank its share of the data, and tells what that costs a step."""
 
-from torch_ring.data.pipeline import InputPipeline
+from torch_ring.data.pipeline import MODES, InputPipeline
 from torch_ring.data.prefetcher import DevicePrefetcher
 from torch_ring.data.report import InputReport
 from torch_ring.data.sampler import ShardedSampler
 from torch_ring.data.workers import default_num_workers
 
 __all__ = [
+    "MODES",
     "DevicePrefetcher",
     "InputPipeline",
     "InputReport",

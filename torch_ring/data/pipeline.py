@@ -156,16 +156,25 @@ class InputPipeline:
         return InputReport(self.mode, self.process_set.size(), num_workers, spare, waits, rates)
 
     def _compare(self, step: Callable[[Any], object], steps: int, rounds: int) -> Rates:
+        # Equally many on all ranks, as each step has collectives, though loaders may differ.
+        queued = torch.tensor(_queue_of(self.loader))
+        queue = int(ops.allreduce(queued, op=Max, process_set=self.process_set))
+        settling = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
-            rows = [[self._time(mode, step, steps) for mode in MODES] for _ in range(rounds)]
+            next(self._pass("synthetic"))  # it is loaded now, and not while something is timed
+            self._end_workers()
+            rows = [
+                [self._time(mode, step, settling[mode], steps) for mode in MODES]
+                for _ in range(rounds)
+            ]
         seconds = torch.tensor(rows, dtype=torch.float64)
         return Rates.of(ops.allreduce(seconds, op=Max, process_set=self.process_set), steps)
 
-    def _time(self, mode: str, step: Callable[[Any], object], steps: int) -> float:
-        """Return what so many steps take, in seconds."""
+    def _time(self, mode: str, step: Callable[[Any], object], settling: int, steps: int) -> float:
+        """Return what `steps` steps take, in seconds, after some that do not count."""
         batches = self._endless(mode)
         try:
-            for batch in islice(batches, self._settling(mode)):
+            for batch in islice(batches, settling):
                 step(batch)
             self._synchronize()
             ops.barrier(self.process_set)
@@ -176,9 +185,12 @@ class InputPipeline:
             return time.perf_counter() - begun
         finally:
             batches.close()
-            # Their workers would still fill the queue while the next kind of data is timed.
-            if getattr(self.loader, "persistent_workers", False):
-                self.loader._iterator = None  # type: ignore[attr-defined]
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        """End the workers that stay; they would fill their queue while other data are timed."""
+        if getattr(self.loader, "persistent_workers", False):
+            self.loader._iterator = None  # type: ignore[attr-defined]
 
     def _endless(self, mode: str) -> Generator[Any, None, None]:
         while True:
@@ -187,14 +199,7 @@ class InputPipeline:
                 is_empty = False
                 yield batch
             if is_empty:
-                raise ValueError("the loader has no batch")
-
-    def _settling(self, mode: str) -> int:
-        """Return how many steps it takes until the queue is as full as it is during training."""
-        if mode != "real":
-            return 1
-        prefetch_factor = getattr(self.loader, "prefetch_factor", None) or 0
-        return 1 + int(getattr(self.loader, "num_workers", 0) * prefetch_factor)
+                raise ValueError("the loader has no batch, or can be used only once")
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -217,6 +222,11 @@ def _advancing(loader: Iterable[Any]) -> Callable[[int], None]:
             sampler.advance(samples)
 
     return advance
+
+
+def _queue_of(loader: Iterable[Any]) -> int:
+    """Return how many batches the loader's workers make in advance."""
+    return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 
 @contextmanager

@@ -123,7 +123,8 @@ class InputReport:
     def __str__(self) -> str:
         waits, rates = self.waits, self.rates
         lines = [
-            f"input pipeline: {waits.steps} steps with {self.mode} data on {self.ranks} rank(s), "
+            f"input pipeline: {waits.steps} steps with {self.mode} data on {self.ranks} "
+            f"rank{'s' * (self.ranks > 1)}, "
             f"{waits.steps_per_s:.2f} steps/s",
             f"  wait for data  mean {_ms(waits.mean_s)}, p95 {_ms(waits.p95_s)}, max "
             f"{_ms(waits.max_s)}; latest rank of a step {_ms(waits.latest_s)}; first batch of an "

@@ -1,0 +1,140 @@
+"""Checkpoints come back on all ranks, are whole or the old one, and fail everywhere alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+
+import torch_ring as hvd
+from torch_ring.checkpoint import CheckpointError, load, save
+
+
+def state_of_everything() -> dict[str, Any]:
+    torch.manual_seed(3)
+    dtypes = (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float64)
+    return {
+        "tensors": [torch.randn(3, 4).to(dtype) for dtype in dtypes],
+        "layouts": (
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            torch.ones(2).t(),
+        ),
+        "none": torch.empty(0, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "ordered": OrderedDict(a=1, b=torch.tensor(2)),
+        "numbers": {"epoch": 3, "lr": 0.1, "big": 1 << 70, "name": "x", "flags": [True, None]},
+    }
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    if isinstance(want, torch.Tensor):
+        assert (got.dtype, got.layout, got.device.type) == (want.dtype, want.layout, "cpu")
+        assert torch.equal(got.to_dense(), want.to_dense())
+        if want.layout == torch.strided:
+            assert got.stride() == want.stride()
+    elif isinstance(want, dict):
+        assert list(got) == list(want)
+        for key in want:
+            assert_equal(got[key], want[key])
+    elif isinstance(want, (list, tuple)):
+        assert type(got) is type(want)
+        for left, right in zip(got, want, strict=True):
+            assert_equal(left, right)
+    else:
+        assert got == want
+
+
+def failure(call: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    return str(caught.value)
+
+
+def saves_and_loads(folder: Path) -> list[str]:
+    rank = hvd.rank()
+    mine = folder / str(rank)  # as if each had a disk of its own: only rank 0's is used
+    path = mine / "new" / "checkpoint.pt"
+    state = state_of_everything()
+    save(path, state if rank == 0 else None)
+    assert path.exists() == (rank == 0)
+    assert_equal(load(path), state)
+    assert_equal(load(str(path), default=None), state)
+    save(path, {"epoch": 4})
+    assert load(path) == {"epoch": 4}
+    assert [file.name for file in mine.rglob("*")] == (["new", path.name] if rank == 0 else [])
+
+    assert load(mine / "missing.pt", default=7) == 7
+    assert load(mine / "missing.pt", default=None) is None
+    errors = [failure(lambda: load(mine / "missing.pt"))]
+    for damaged in (b"", b"no checkpoint", path.read_bytes()[:-100] if rank == 0 else b""):
+        if rank == 0:
+            (mine / "damaged.pt").write_bytes(damaged)
+        errors += [failure(lambda: load(mine / "damaged.pt", default=None))]
+    if rank == 0:
+        torch.save({"code": Path("x")}, mine / "code.pt")
+    errors.append(failure(lambda: load(mine / "code.pt")))
+    errors.append(failure(lambda: load(folder)))
+
+    # What cannot be written leaves what was there.
+    errors.append(failure(lambda: save(path, {"cannot": failure} if rank else {"f": lambda: 0})))
+    if rank == 0:
+        (mine / "file").touch()
+    errors.append(failure(lambda: save(mine / "file" / "x.pt", {})))
+    assert load(path) == {"epoch": 4}
+    assert [file.name for file in mine.glob("new/*")] == ([path.name] if rank == 0 else [])
+    assert hvd.allgather_object(errors) == [errors] * hvd.size()
+    assert all(error.startswith("cannot ") and str(folder / "0") in error for error in errors[:5])
+    assert "FileNotFoundError" in errors[0]
+    assert "weights_only" in errors[4] or "Weights only" in errors[4]
+    assert not any("\n" in error for error in errors)
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_was_saved_comes_back_everywhere(size, tmp_path):
+    for rank in range(size):
+        (tmp_path / str(rank)).mkdir()
+    assert len(run(saves_and_loads, size, args=(tmp_path,))[0]) == 8
+
+
+def dies_while_it_saves(path: Path) -> str:
+    save(path, {"epoch": 1})
+
+    def save_half(_state: object, file: IO[bytes]) -> None:
+        file.write(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with patch("torch.save", save_half), pytest.raises(hvd.PeerLostError) as caught:
+        save(path, {"epoch": 2})
+    return str(caught.value)
+
+
+def test_a_killed_job_leaves_the_checkpoint_before(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    _, text = run(dies_while_it_saves, 2, args=(path,), may_die={0})
+    assert "rank 0" in text
+    assert torch.load(path, weights_only=True) == {"epoch": 1}
+    assert (tmp_path / "checkpoint.pt.unfinished").read_bytes() != path.read_bytes()
+
+
+def of_a_set(folder: Path) -> None:
+    pair = hvd.add_process_set([1, 2])
+    if pair.included():
+        path = folder / str(hvd.rank()) / "checkpoint.pt"
+        save(path, {"rank": torch.tensor(hvd.rank())}, process_set=pair)
+        assert load(path, process_set=pair) == {"rank": torch.tensor(1)}
+
+
+def test_the_first_of_a_process_set_writes(tmp_path):
+    run(of_a_set, 3, args=(tmp_path,))
+    assert [path.name for path in tmp_path.glob("*")] == ["1"]
