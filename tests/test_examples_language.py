@@ -19,7 +19,7 @@ import torch_ring as hvd
 EXAMPLE = ROOT / "examples" / "language_model"
 TRAIN = EXAMPLE / "train.py"
 LOSSES = ("training loss", "validation loss")
-SMOKE = ("--smoke", "--probe-steps", "0", "--sample", "1")
+SMOKE = ("--smoke", "--probe-steps", "0", "--sample", "1", "--device", "cpu")
 # With the windows of --smoke, epochs of 8 steps: 20 steps go through two and a half.
 SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:3500]
 
@@ -79,13 +79,13 @@ def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
 
 
 def test_resumes_where_it_was(tmp_path: Path) -> None:
-    whole = train(tmp_path, 2)
+    whole = train(tmp_path, 3)
     state = torch.load(tmp_path / "gpt.pt", weights_only=True)
-    train(tmp_path, 2, saves=1)
+    train(tmp_path, 3, saves=1)
     halfway = (tmp_path / "gpt.pt").read_bytes()
     assert torch.load(tmp_path / "gpt.pt", weights_only=True)["step"] == 10
 
-    assert train(tmp_path, 2, "--resume") == whole  # bit for bit
+    assert train(tmp_path, 3, "--resume") == whole  # bit for bit
     again = torch.load(tmp_path / "gpt.pt", weights_only=True)
     assert again.keys() == state.keys()
     for name in ("model", "optimizer"):
@@ -94,7 +94,7 @@ def test_resumes_where_it_was(tmp_path: Path) -> None:
         assert again[name] == state[name]
 
     (tmp_path / "gpt.pt").write_bytes(halfway)
-    assert_close(train(tmp_path, 3, "--resume"), whole)
+    assert_close(train(tmp_path, 2, "--resume"), whole)
 
 
 @pytest.mark.parametrize(("amp", "data"), [("bfloat16", "cached"), ("float16", "synthetic")])
@@ -106,9 +106,19 @@ def test_16_bits_and_other_data(tmp_path: Path, amp: str, data: str) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_16_bits_on_a_gpu(tmp_path: Path, amp: str) -> None:
+    options = ("--smoke", "--device", "cuda", "--amp", amp, "--json", "log.json")
+    run(TRAIN, *options, folder=tmp_path, size=1)
+    losses = [loss for _, loss in json.loads((tmp_path / "log.json").read_text())[LOSSES[0]]]
+    assert losses[-1] < losses[0] - 0.3
+
+
 @pytest.mark.launcher
 def test_smoke_under_torchrun(tmp_path: Path) -> None:
-    output = torchrun(TRAIN, "--smoke", "--plot", "loss.png", folder=tmp_path)
+    output = torchrun(TRAIN, "--smoke", "--device", "cpu", "--plot", "loss.png", folder=tmp_path)
     steps = re.findall(r"^step (\d+): training loss .* tokens/s$", output, re.MULTILINE)
     assert steps == ["5", "10", "15", "20"]  # of one rank
     assert re.findall(r"^step (\d+): validation loss \d", output, re.MULTILINE) == ["10", "20"]

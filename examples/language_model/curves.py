@@ -64,7 +64,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     above.set_ylabel("nats per character")
     above.legend()
     for axes in below:
-        axes.set(ylabel="distance from the first run", yscale="log")
+        axes.set_ylabel("distance from the first run")
     [above, *below][-1].set_xlabel("step")
     figure.savefig(path, dpi=90)
 

@@ -33,7 +33,7 @@ from torch_ring.metrics import Mean
 
 SMOKE = {
     **{"context": 32, "layers": 2, "heads": 2, "width": 32, "batch_size": 12, "steps": 20},
-    **{"warmup": 5, "log_every": 5, "save_every": 10, "sample": 40, "probe_steps": 1},
+    **{"warmup": 5, "log_every": 5, "save_every": 10, "sample": 40, "probe_steps": 5},
 }
 
 
@@ -53,7 +53,9 @@ def parse_args() -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="the largest norm of all gradients together")
     add("--data", choices=["real", "cached", "synthetic"], default="real")
     add("--workers", type=int, default=0, help="processes that load data, of a rank")
-    add("--probe-steps", type=int, default=10, help="of each comparison with other data; 0: none")
+    add(
+        "--probe-steps", type=int, default=50, help="to compare with other data at the end; 0: none"
+    )
     add("--log-every", type=int, default=10, metavar="STEPS")
     add("--save-every", type=int, default=100, metavar="STEPS", help="also validates")
     add("--checkpoint", type=Path, default=Path("gpt.pt"))
@@ -227,8 +229,8 @@ def main() -> None:
         print(f"--- the model writes:\n{text.decode(model.generate(prompt, args.sample))}\n---")
         curves.write(args.json, args.plot)
     # Last, as it goes on training to compare kinds of data.
-    compare = {"step": train, "steps": args.probe_steps, "rounds": 3} if args.probe_steps else {}
-    log(pipeline.report(**compare))
+    probe = {"step": train, "steps": -(-args.probe_steps // 5), "rounds": 5}
+    log(pipeline.report(**probe if args.probe_steps else {}))
 
 
 if __name__ == "__main__":
