@@ -4,7 +4,8 @@
 
 It is fitted to what Horovod published for up to 512 GPUs, checked on cells that the fit has not
 seen, and then asked what torch_ring would do on the same machines, and on today's. It is a model:
-nothing of its output was measured here. benchmarks/README.md has its assumptions.
+nothing of its output was measured here. benchmarks/README.md has its assumptions, and how its form
+was chosen.
 """
 
 from __future__ import annotations
