@@ -41,7 +41,7 @@ class Case:
 
 def empty_shared(count: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor in the host's shared memory, as the optimizer's buckets are."""
-    return hvd.world.engine().empty_shared((count,), dtype)
+    return hvd.empty_shared(count, dtype=dtype)
 
 
 # --- torch_ring
