@@ -113,8 +113,10 @@ def sends_during_backward(device: str) -> None:
         )
         patch.setattr(Reducer, "start", lambda self, *said: (sent.append(-1), start(self, *said)))
         trains(device)
-    parameters = len(list(make_model().parameters()))
-    one_pass = [*range(parameters), -1]
+    if hvd.size() == 1:
+        assert sent == []  # there is nobody
+        return
+    one_pass = [*range(len(list(make_model().parameters()))), -1]
     assert sent[-len(one_pass) :] == one_pass  # in the order in which they become ready
 
 

@@ -56,6 +56,14 @@ class Outcome:
     failure: str | None = None
 
 
+def eventually(holds: Callable[[], bool], deadline_s: float = 10.0) -> bool:
+    """Return whether it holds before the deadline: what another thread does may take its time."""
+    end = time.monotonic() + deadline_s
+    while not (held := holds()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return held
+
+
 def run(
     fn: Callable[..., Any],
     size: int,

@@ -73,7 +73,5 @@ class Windows(Dataset[Tensor]):
         return max(0, (len(self.characters) - 1) // self.context)
 
     def __getitem__(self, index: int) -> Tensor:
-        if not 0 <= index < len(self):
-            raise IndexError(index)  # or iterating would never end
-        start = index * self.context
+        start = range(len(self))[index] * self.context  # an IndexError ends `for window in windows`
         return self.characters[start : start + self.context + 1].long()
