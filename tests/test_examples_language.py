@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pool
 import pytest
 import torch
-from test_examples import ROOT, Run, run, run_script, torchrun
+from test_examples import ROOT, Run, run, run_script
 
 import torch_ring as hvd
 
@@ -114,18 +113,6 @@ def test_16_bits_on_a_gpu(tmp_path: Path, amp: str) -> None:
     run(TRAIN, *options, folder=tmp_path, size=1)
     losses = [loss for _, loss in json.loads((tmp_path / "log.json").read_text())[LOSSES[0]]]
     assert losses[-1] < losses[0] - 0.3
-
-
-@pytest.mark.launcher
-def test_smoke_under_torchrun(tmp_path: Path) -> None:
-    output = torchrun(TRAIN, "--smoke", "--device", "cpu", "--plot", "loss.png", folder=tmp_path)
-    steps = re.findall(r"^step (\d+): training loss .* tokens/s$", output, re.MULTILINE)
-    assert steps == ["5", "10", "15", "20"]  # of one rank
-    assert re.findall(r"^step (\d+): validation loss \d", output, re.MULTILINE) == ["10", "20"]
-    (sample,) = re.findall(r"^--- the model writes:\n(.*)\n---$", output, re.DOTALL | re.MULTILINE)
-    assert len(sample) == 32 + 40
-    assert "steps/s        real" in output
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_writes_for_tensorboard(tmp_path: Path) -> None:

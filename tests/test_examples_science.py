@@ -13,7 +13,7 @@ from typing import Any
 import pool
 import pytest
 import torch
-from test_examples import DEADLINE_S, ROOT, Run, run, run_script, torchrun
+from test_examples import DEADLINE_S, ROOT, Run, run, run_script
 
 EXAMPLES = ROOT / "examples"
 FUNCTION = EXAMPLES / "function_approximation" / "train.py"
@@ -188,10 +188,3 @@ def test_program_for_horovod_takes_adasum(tmp_path: Path) -> None:
     first, second = run(MIGRATED, "--smoke", "--use-adasum", folder=tmp_path)
     assert numbers("test accuracy", first)[0] > 0.2  # ten classes
     assert second == Run(None, "")
-
-
-@pytest.mark.launcher
-def test_ensemble_under_torchrun(tmp_path: Path) -> None:
-    output = torchrun(FUNCTION, "--smoke", "--ensemble", folder=tmp_path)
-    assert output.count("step 20: loss") == 1  # only one rank prints
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-0.pt", "checkpoint-1.pt"}
