@@ -71,9 +71,9 @@ def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
     options = ("--steps", "12", "--log-every", "1")
     alone = train(tmp_path, 1, *options)
     assert [step for step, _ in alone["training loss"]] == list(range(1, 13))
-    assert alone["training loss"][0][1] == pytest.approx(math.log(len({*SHORT_TEXT})), rel=0.05)
-    for name in LOSSES:
-        assert alone[name][-1][1] < alone[name][0][1] - 0.1
+    even_guess = math.log(len({*SHORT_TEXT}))
+    assert alone["training loss"][0][1] == pytest.approx(even_guess, rel=0.05)
+    assert all(alone[name][-1][1] < even_guess - 0.3 for name in LOSSES)
     for size, passes in ((1, 3), (2, 1), (3, 2)):
         assert_close(train(tmp_path, size, *options, "--accumulate", str(passes)), alone)
 

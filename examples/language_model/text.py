@@ -73,5 +73,5 @@ class Windows(Dataset[Tensor]):
         return max(0, (len(self.characters) - 1) // self.context)
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self.context
+        start = range(len(self))[index] * self.context  # an IndexError ends `for window in windows`
         return self.characters[start : start + self.context + 1].long()

@@ -112,7 +112,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> LambdaLR:
     """Rise linearly, fall to a tenth. Not higher with more ranks: the batch is not larger then."""
-    decay = cosine_decay(args.warmup, args.steps, floor=0.1)
+    decay = cosine_decay(args.warmup, max(args.steps, args.warmup + 1), floor=0.1)
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (args.warmup + 1)) * decay(step))
 
 
