@@ -42,11 +42,9 @@ def run_script(script: str, arguments: list[str], folder: str) -> Run:
     beside = str(Path(script).parent)
     sys.path.insert(0, beside)
     code = None
-    # A rank alone would take all cores, which other tests are using.
-    with (
-        mock.patch("torch.set_num_threads"),
-        contextlib.redirect_stdout(io.StringIO()) as output,
-    ):
+    # Tests run side by side: one thread a rank, whatever the script makes of the host's cores.
+    one_thread = mock.patch("torch.set_num_threads")
+    with one_thread, contextlib.redirect_stdout(io.StringIO()) as output:
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as exit_:
