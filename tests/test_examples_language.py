@@ -18,7 +18,7 @@ import torch_ring as hvd
 EXAMPLE = ROOT / "examples" / "language_model"
 TRAIN = EXAMPLE / "train.py"
 LOSSES = ("training loss", "validation loss")
-SMOKE = ("--smoke", "--probe-steps", "0", "--sample", "1", "--device", "cpu")
+SMOKE = ("--smoke", "--report-steps", "0", "--sample", "1", "--device", "cpu")
 # With the windows of --smoke, epochs of 8 steps: 20 steps go through two and a half.
 SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:3500]
 
@@ -79,20 +79,20 @@ def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
 
 def test_resumes_where_it_was(tmp_path: Path) -> None:
     whole = train(tmp_path, 3)
-    state = torch.load(tmp_path / "gpt.pt", weights_only=True)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     train(tmp_path, 3, saves=1)
-    halfway = (tmp_path / "gpt.pt").read_bytes()
-    assert torch.load(tmp_path / "gpt.pt", weights_only=True)["step"] == 10
+    halfway = (tmp_path / "checkpoint.pt").read_bytes()
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 10
 
     assert train(tmp_path, 3, "--resume") == whole  # bit for bit
-    again = torch.load(tmp_path / "gpt.pt", weights_only=True)
+    again = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert again.keys() == state.keys()
     for name in ("model", "optimizer"):
         torch.testing.assert_close(again[name], state[name], rtol=0, atol=0)
     for name in again.keys() - {"model", "optimizer"}:
         assert again[name] == state[name]
 
-    (tmp_path / "gpt.pt").write_bytes(halfway)
+    (tmp_path / "checkpoint.pt").write_bytes(halfway)
     assert_close(train(tmp_path, 2, "--resume"), whole)
 
 
@@ -136,7 +136,7 @@ def test_says_why_it_cannot_run(tmp_path: Path) -> None:
         (("--text", "c.txt"), "cannot read the text c.txt: "),
         (("--text", "short.txt"), "100 characters are too few for a batch of 12"),
         (("--resume", "--checkpoint", "b.pt"), "cannot load the checkpoint b.pt: "),
-        (("--resume", "--text", "b.txt"), "gpt.pt is of another model, or of another text"),
+        (("--resume", "--text", "b.txt"), "checkpoint.pt is of another model, or of another text"),
     ):
         first, second = run(TRAIN, *SMOKE, *arguments, folder=tmp_path)
         assert str(first.code).startswith(problem)

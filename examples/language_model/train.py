@@ -33,7 +33,7 @@ from torch_ring.metrics import Mean
 
 SMOKE = {
     **{"context": 32, "layers": 2, "heads": 2, "width": 32, "batch_size": 12, "steps": 20},
-    **{"warmup": 5, "log_every": 5, "save_every": 10, "sample": 40, "probe_steps": 5},
+    **{"warmup": 5, "log_every": 5, "checkpoint_every": 10, "sample": 40, "report_steps": 5},
 }
 
 
@@ -48,17 +48,15 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, default=1000, help="in all, also with --resume")
     add("--batch-size", type=int, default=48, help="sequences of all ranks together in one step")
     add("--accumulate", type=int, default=1, help="backward passes of a rank in one step")
-    add("--learning-rate", type=float, default=3e-3, help="at the end of the warm-up")
+    add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
     add("--warmup", type=int, default=50, help="steps")
     add("--clip", type=float, default=1.0, help="the largest norm of all gradients together")
     add("--data", choices=["real", "cached", "synthetic"], default="real")
     add("--workers", type=int, default=0, help="processes that load data, of a rank")
-    add(
-        "--probe-steps", type=int, default=50, help="to compare with other data at the end; 0: none"
-    )
+    add("--report-steps", type=int, default=50, metavar="N", help="of each kind of data; 0: none")
     add("--log-every", type=int, default=10, metavar="STEPS")
-    add("--save-every", type=int, default=100, metavar="STEPS", help="also validates")
-    add("--checkpoint", type=Path, default=Path("gpt.pt"))
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS", help="also validates")
+    add("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--sample", type=int, default=400, help="characters that the model writes at the end")
     add("--json", type=Path, help="write the losses into this JSON file")
@@ -100,7 +98,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.95), weight_decay=0.1)
     # The gradients of a step's passes are added up, and averaged over the ranks in the last pass.
     # (`no_sync()` is for steps that do not all have equally many.)
     return hvd.DistributedOptimizer(
@@ -215,7 +213,7 @@ def main() -> None:
                 report = curves.last("training loss", "gradient norm")
                 log(f"step {step}: {report}, {rate:.0f} tokens/s")
                 started, tokens = time.monotonic(), 0
-            if is_last or step % args.save_every == 0:
+            if is_last or step % args.checkpoint_every == 0:
                 curves.add("validation loss", step, validate(model, validation, args))
                 log(f"step {step}: {curves.last('validation loss')}")
                 state = {name: part.state_dict() for name, part in parts.items()}
@@ -229,8 +227,8 @@ def main() -> None:
         print(f"--- the model writes:\n{text.decode(model.generate(prompt, args.sample))}\n---")
         curves.write(args.json, args.plot)
     # Last, as it goes on training to compare kinds of data.
-    probe = {"step": train, "steps": -(-args.probe_steps // 5), "rounds": 5}
-    log(pipeline.report(**probe if args.probe_steps else {}))
+    probe = {"step": train, "steps": -(-args.report_steps // 5), "rounds": 5}
+    log(pipeline.report(**probe if args.report_steps else {}))
 
 
 if __name__ == "__main__":
