@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from collectives import machine
+from machine import machine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset

@@ -68,7 +68,8 @@ def of_private(rows: Sequence[Report]) -> Iterator[Target]:
         if row["bytes"] in wanted:
             what = f"allreduce {size(row)}"
             speed, times = wanted[row["bytes"]]
-            yield Target(what, "gloo", row["ratios"]["gloo"], speed)
+            if "gloo" in row["ratios"]:
+                yield Target(what, "gloo", row["ratios"]["gloo"], speed)
             if "mpi" in row["ratios"]:
                 yield Target(what, "Open MPI's time", 1 / row["ratios"]["mpi"], times, at_most=True)
 
@@ -79,7 +80,8 @@ def of_shared(rows: Sequence[Report]) -> Iterator[Target]:
         if row["bytes"] >= MB:
             what, ours = f"allreduce {size(row)}, shared", time_us(row)
             yield Target(what, "private", time_us(private[row["bytes"]]) / ours, 2)
-            yield Target(what, "a copy's time", 1 / row["ratios"]["copy"], 1.5, at_most=True)
+            if "copy" in row["ratios"]:
+                yield Target(what, "a copy's time", 1 / row["ratios"]["copy"], 1.5, at_most=True)
 
 
 def of_dtypes(rows: Sequence[Report]) -> Iterator[Target]:
@@ -87,6 +89,8 @@ def of_dtypes(rows: Sequence[Report]) -> Iterator[Target]:
         float32 = {row["bytes"]: time_us(row) for row in of_kind(rows, "float32", memory)}
         for dtype in ("bfloat16", "float16"):
             of_dtype = of_kind(rows, dtype, memory)
+            if not of_dtype:
+                continue
             slowest = max(of_dtype, key=lambda row: time_us(row) / float32[row["bytes"]])
             reached = time_us(slowest) / float32[slowest["bytes"]]
             what = f"allreduce {dtype}, {memory}, worst: {size(slowest)}"

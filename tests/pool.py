@@ -56,7 +56,7 @@ class Outcome:
     failure: str | None = None
 
 
-def eventually(holds: Callable[[], bool], deadline_s: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], deadline_s: float = 1.0) -> bool:
     """Return whether it holds before the deadline: what another thread does may take its time."""
     end = time.monotonic() + deadline_s
     while not (held := holds()) and time.monotonic() < end:

@@ -318,6 +318,17 @@ def test_targets() -> None:
     assert list(targets.targets({})) == []
 
 
+def test_targets_of_a_part_of_the_results() -> None:
+    """Of one dtype, beside one peer: what else is wanted cannot be told."""
+    reports = {"allreduce": made_up_reports()["allreduce"]}
+    rows = [row for row in reports["allreduce"]["rows"] if row["type"] == "float32"]
+    for row in rows:
+        row["ratios"] = {"gloo": row["ratios"]["gloo"]}
+    reports["allreduce"]["rows"] = rows
+    peers = {target.peer for target in targets.targets(reports)}
+    assert peers == {"gloo", "private"}
+
+
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("plots")

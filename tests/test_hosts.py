@@ -1,18 +1,18 @@
 """Several hosts, really: network namespaces joined by veth pairs to a bridge."""
 
+import contextlib
 import logging
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 
+import namespaces
 import pytest
 import torch
 from pool import run
 
 import torch_ring as hvd
 
-NETWORK = "10.213.77"
 PORT = "29511"
 
 pytestmark = [
@@ -22,37 +22,17 @@ pytestmark = [
 ]
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Three hosts and the switch between them; all are gone afterwards."""
-    unique = f"tr{os.getpid()}"
-    switch = f"{unique}s"
-    names = [f"{unique}h{i}" for i in range(3)]
-    made: list[str] = []
-    try:
-        for name in (switch, *names):
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-            made.append(name)
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
-        for i, name in enumerate(names):
-            veth = ("eth0", "type", "veth", "peer", f"port{i}", "netns", switch)
-            ip("-n", name, "link", "add", *veth)
-            ip("-n", name, "addr", "add", f"{NETWORK}.{i + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
-        yield names
-    finally:
-        for name in made:
-            ip("netns", "del", name)
+    """Three hosts that see each other; they are gone afterwards."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(namespaces.hosts(3))
+        except OSError as error:
+            if "netns add" not in str(error):
+                raise
+            pytest.skip(f"no network namespaces here: {error}")
+        yield [host.namespace for host in made]
 
 
 def logged_init() -> str:
@@ -138,7 +118,7 @@ def trains() -> None:
     "layout", [[0, 1], [0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 2], [0, 1, 2]], ids=str
 )
 def test_hosts(hosts, layout):
-    env = {"MASTER_ADDR": f"{NETWORK}.1", "MASTER_PORT": PORT}
+    env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
     lines = run(
         computes,
         len(layout),
@@ -148,7 +128,7 @@ def test_hosts(hosts, layout):
         namespaces=[hosts[host] for host in layout],
     )
     assert lines[0].startswith(f"{len(layout)} ranks")
-    assert f"{NETWORK}.1" in lines[0]
+    assert f"{namespaces.NETWORK}.1" in lines[0]
     assert ("shared memory" in lines[0]) == (len(set(layout)) < len(layout))
     assert lines[1:] == [""] * (len(layout) - 1)
 
@@ -160,7 +140,8 @@ def is_cut_off() -> str:
     tensor = torch.ones(1 << 18)
     hvd.allreduce(tensor)
     if hvd.rank() == hvd.size() - 1:
-        threading.Timer(0.3, ip, ("link", "set", "eth0", "down")).start()
+        pull = ("ip", "link", "set", "eth0", "down")
+        threading.Timer(0.3, namespaces.run, pull).start()
     try:
         while True:
             hvd.allreduce(tensor)
@@ -170,13 +151,13 @@ def is_cut_off() -> str:
 
 def test_a_cut_link_is_noticed(hosts):
     env = {
-        "MASTER_ADDR": f"{NETWORK}.1",
+        "MASTER_ADDR": f"{namespaces.NETWORK}.1",
         "MASTER_PORT": PORT,
         "TORCH_RING_HEARTBEAT_TIMEOUT": "1.5",
     }
     try:
         errors = run(is_cut_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]])
     finally:
-        ip("-n", hosts[2], "link", "set", "eth0", "up")
-    assert "rank 1 (10.213.77.3, pid " in errors[0]
+        namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
+    assert f"rank 1 ({namespaces.NETWORK}.3, pid " in errors[0]
     assert "has not been heard for 1.5" in errors[0]

@@ -197,10 +197,15 @@ class GradientHooks:
         *,
         reduced_scale: float,
         on_backward_end: Callable[[], None],
-        on_bucket_full: Callable[[int], None] | None,
+        on_bucket_full: Callable[[int], None],
     ) -> None: ...
-    def place(self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]]) -> None:
-        """Give every parameter its (bucket, offset in elements); gradients move there."""
+    def place(
+        self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
+    ) -> None:
+        """Give every parameter its (bucket, offset in elements); gradients move there.
+
+        `early`: by bucket, whether `on_bucket_full` is called for it.
+        """
 
     def pending(self, everything: bool) -> tuple[bytes, bytes, bool]:
         """Return the bitmap of what is due, of what is sparse of it, and whether there is more."""

@@ -132,11 +132,7 @@ class Reducer:
             names,
             reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
             on_backward_end=backward_passes.end,
-            on_bucket_full=(
-                functools.partial(passes.start_bucket, self.index)
-                if any(self._overlaps(spec.device) for spec in self._specs)
-                else None
-            ),
+            on_bucket_full=functools.partial(passes.start_bucket, self.index),
         )
         self._plan: tuple[Bucket, ...] = ()
         self._buckets: list[Tensor] = []
@@ -183,8 +179,6 @@ class Reducer:
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
-        if not self._overlaps(self._plan[index].device):
-            return
         if index in self._started:
             raise RuntimeError(
                 "a backward pass failed after part of its gradients had been sent: "
@@ -313,7 +307,11 @@ class Reducer:
             for index, bucket in enumerate(plan)
             for slot in bucket.slots
         }
-        self.hooks.place(self._buckets, [places[i] for i in range(len(self._specs))])
+        self.hooks.place(
+            self._buckets,
+            [places[i] for i in range(len(self._specs))],
+            [self._overlaps(bucket.device) for bucket in plan],
+        )
 
     def _memory(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         if bucket.device.type != "cpu":

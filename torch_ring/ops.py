@@ -114,10 +114,7 @@ def allreduce_async_(
     """
     require_tensor(tensor, "allreduce_async_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
-    return _in_place(
-        _allreduce(tensor, tensor, name, *arguments),
-        tensor,
-    )
+    return _in_place(_allreduce(tensor, tensor, name, *arguments), tensor)
 
 
 class _Allreduce(torch.autograd.Function):

@@ -21,9 +21,9 @@ def empty_shared(
     """Return an uninitialised CPU tensor, as ``torch.empty`` does, that the host's ranks can reach.
 
     An allreduce of it in place (:func:`torch_ring.allreduce_`) copies nothing: every rank reduces
-    its part straight from the others' memory and writes the sum there. All ranks must have
-    allocated theirs so, else it is reduced as any other; so is a part of it, and so are several
-    that are fused. Optimizers keep their buckets there.
+    its part straight from the others' memory and writes the sum there. That holds for a contiguous
+    part of one, too. All ranks must have theirs there, else it is reduced as any other.
+    Optimizers keep their buckets there.
 
     Where there is no shared memory (one rank, each on a host of its own), it is an ordinary tensor.
     No collective: each rank may call it when it likes. The memory stays as long as the tensor, also

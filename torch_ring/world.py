@@ -152,7 +152,7 @@ def is_initialized() -> bool:
 
 def engine() -> _C.Engine:
     """Return the engine of this process. Raises NotInitializedError."""
-    if _is_parents:
+    if _is_parents:  # asked here, not there: every collective comes this way
         require_own()
     if _world is None:
         raise NotInitializedError

@@ -81,8 +81,7 @@ class PyEngine {
     if (!tensor.is_cpu()) {
       allreduce(tensor, *output, std::move(name), op, prescale, postscale, true).wait();
     } else {
-      running();
-      const std::shared_ptr<Engine> engine = engine_;  // which a signal handler may shut down
+      const std::shared_ptr<Engine> engine = running();
       Request request =
           allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
       const py::gil_scoped_release no_gil;
@@ -194,8 +193,7 @@ class PyEngine {
 
   std::optional<py::bytes> end_pass(const WholePass& pass, const std::string& entry,
                                     std::uint64_t number) const {
-    running();
-    const std::shared_ptr<Engine> engine = engine_;  // which a signal handler may shut down
+    const std::shared_ptr<Engine> engine = running();
     std::optional<std::string> gathered;
     {
       const py::gil_scoped_release no_gil;
@@ -242,9 +240,10 @@ class PyEngine {
     }
   }
 
-  Engine& running() const {
+  /// A share of it: a signal handler may shut it down while it is used.
+  std::shared_ptr<Engine> running() const {
     if (!engine_) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
-    return *engine_;
+    return engine_;
   }
 
   void prepare(Request& request, Result& result, c10::Device device) const {
@@ -254,18 +253,18 @@ class PyEngine {
 
   PyWork submit(Request request, std::shared_ptr<Result> result, c10::Device device,
                 bool awaited) const {
-    Engine& engine = running();
+    const std::shared_ptr<Engine> engine = running();
     prepare(request, *result, device);
     std::shared_ptr<Work> work;
     {
       const py::gil_scoped_release no_gil;
-      work = engine.submit(std::move(request), mode_of(awaited));
+      work = engine->submit(std::move(request), mode_of(awaited));
     }
-    return {engine_, std::move(work), std::move(result)};
+    return {engine, std::move(work), std::move(result)};
   }
 
   std::vector<PyWork> submit(std::vector<Member> members, bool awaited) const {
-    Engine& engine = running();
+    const std::shared_ptr<Engine> engine = running();
     std::vector<Request> requests;
     for (Member& member : members) {
       prepare(member.request, *member.result, member.device);
@@ -274,11 +273,11 @@ class PyEngine {
     std::vector<std::shared_ptr<Work>> works;
     {
       const py::gil_scoped_release no_gil;
-      works = engine.submit(std::move(requests), mode_of(awaited));
+      works = engine->submit(std::move(requests), mode_of(awaited));
     }
     std::vector<PyWork> handles;
     for (std::size_t i = 0; i < works.size(); ++i) {
-      handles.emplace_back(engine_, std::move(works[i]), std::move(members[i].result));
+      handles.emplace_back(engine, std::move(works[i]), std::move(members[i].result));
     }
     return handles;
   }

@@ -125,8 +125,10 @@ void GradientHooks::add_hooks() {
   }
 }
 
-void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots) {
+void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
+                          std::vector<bool> early) {
   const std::scoped_lock lock(mutex_);
+  early_ = std::move(early);
   missing_.assign(buckets.size(), 0);
   streams_.assign(buckets.size(), std::nullopt);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -187,14 +189,14 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   ++parameter.passes;
   parameter.held = true;
   if (std::exchange(parameter.arrived, true)) {
-    TORCH_CHECK(!options_.on_bucket_full || missing_[parameter.bucket] > 0, "'", parameter.name,
+    TORCH_CHECK(!early_.at(parameter.bucket) || missing_[parameter.bucket] > 0, "'", parameter.name,
                 "' got another gradient in a backward pass that had already sent ",
                 "its first one: use torch.utils.checkpoint with use_reentrant=False");
     return false;
   }
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
-  return --missing_[parameter.bucket] == 0 && options_.on_bucket_full;
+  return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
 void GradientHooks::end_pass() {

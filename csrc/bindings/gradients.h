@@ -57,14 +57,16 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     /// more is added to it, so that the next sum counts it once.
     double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass that touched us
-    std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass; may be empty
+    std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);
 
-  /// Gives every parameter its place; gradients in older buckets move.
-  void place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots);
+  /// Gives every parameter its place; gradients in older buckets move. `early`: by bucket, whether
+  /// on_bucket_full is called for it.
+  void place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
+             std::vector<bool> early);
 
   /// A gradient is due after `passes_per_step` passes. `everything`: all that is here is due, also
   /// a `grad` that was assigned by hand, or written to since the step began and never reduced.
@@ -144,6 +146,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
 
   std::mutex mutex_;  // guards what follows
   std::vector<Parameter> parameters_;
+  std::vector<bool> early_;           // by bucket: it is announced when it is full
   std::vector<std::size_t> missing_;  // by bucket: parameters that have not arrived in this pass
   std::vector<std::optional<c10::Stream>> streams_;  // by bucket, on a device: of the last arrival
   std::vector<std::size_t> arrived_;                 // in order

@@ -54,12 +54,13 @@ void bind_gradients(py::module_& module) {
       .def(
           "place",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
-             const std::vector<std::pair<std::size_t, std::int64_t>>& slots) {
+             const std::vector<std::pair<std::size_t, std::int64_t>>& slots,
+             std::vector<bool> early) {
             std::vector<GradientHooks::Slot> placed;
             for (const auto& [bucket, offset] : slots) placed.push_back({bucket, offset});
-            hooks.place(buckets, placed);
+            hooks.place(buckets, placed, std::move(early));
           },
-          py::arg("buckets"), py::arg("slots"), Release())
+          py::arg("buckets"), py::arg("slots"), py::arg("early"), Release())
       .def(
           "pending",
           [](GradientHooks& hooks, bool everything) {

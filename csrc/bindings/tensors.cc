@@ -108,7 +108,7 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
 /// What the communicator is given of `tensor`. A device has no prescale; Adasum is for the host.
 at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
   const at::Tensor values = values_of(tensor);
-  if (fingerprint.on_host()) return values.is_cpu() ? values : values.cpu();
+  if (fingerprint.on_host()) return values.is_cpu() ? values : values.detach().cpu();
   return fingerprint.prescale == 1.0 ? values : scaled(values.detach(), fingerprint.prescale);
 }
 

@@ -12,21 +12,26 @@ namespace {
 /// Gathers the ranks' bytes, in the order of ranks. Of ranks that have joined there are none.
 std::string gather(Engine& engine, std::string name, const std::string& bytes,
                    const Engine::Interrupt& interrupt) {
-  auto kept = std::make_shared<std::pair<std::string, std::string>>(bytes, "");  // ours, all
+  struct Buffers {
+    std::string mine;
+    std::string all;
+  };
+  // Shared with the request: a wait that is interrupted leaves it in flight.
+  const auto buffers = std::make_shared<Buffers>(Buffers{bytes, {}});
   Request request;
   request.fingerprint.collective = Collective::kAllgather;
   request.fingerprint.dtype = DType::kUInt8;
   request.fingerprint.name = std::move(name);
   request.fingerprint.joinable = true;
   request.rows = {static_cast<std::int64_t>(bytes.size())};
-  request.input = kept->first.data();
-  request.allocate = [kept](std::span<const std::int64_t> rows) {
-    kept->second.resize(
+  request.input = buffers->mine.data();
+  request.allocate = [buffers](std::span<const std::int64_t> rows) {
+    buffers->all.resize(
         static_cast<std::size_t>(std::accumulate(rows.begin(), rows.end(), std::int64_t{0})));
-    return static_cast<void*>(kept->second.data());
+    return static_cast<void*>(buffers->all.data());
   };
   engine.wait(*engine.submit(std::move(request), Engine::Mode::kAwaited), interrupt);
-  return std::move(kept->second);
+  return std::move(buffers->all);
 }
 
 bool all_are(const std::string& gathered, const std::string& entry) {

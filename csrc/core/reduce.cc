@@ -81,8 +81,9 @@ Kernels kernels_for(const Reduction& reduction) {
       __builtin_cpu_supports("avx512dq")) {
     return avx512::kernels_of(reduction.dtype, reduction.op);
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
     return avx2::kernels_of(reduction.dtype, reduction.op);
+  }
 #endif
   return baseline::kernels_of(reduction.dtype, reduction.op);
 }

@@ -124,8 +124,8 @@ class InputReport:
         waits, rates = self.waits, self.rates
         lines = [
             f"input pipeline: {waits.steps} steps with {self.mode} data on {self.ranks} "
-            f"rank{'s' * (self.ranks > 1)}, "
-            f"{waits.steps_per_s:.2f} steps/s",
+            f"rank{'s' * (self.ranks > 1)}"
+            + (f", {waits.steps_per_s:.2f} steps/s" if waits.steps else ""),
             f"  wait for data  mean {_ms(waits.mean_s)}, p95 {_ms(waits.p95_s)}, max "
             f"{_ms(waits.max_s)}; latest rank of a step {_ms(waits.latest_s)}; first batch of an "
             f"epoch {_ms(waits.first_s)}",
@@ -142,4 +142,4 @@ class InputReport:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
+    return "none" if math.isnan(seconds) else f"{1000 * seconds:.1f} ms"

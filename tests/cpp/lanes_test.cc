@@ -1,0 +1,127 @@
+// Every instruction set's conversions of 16-bit floats, also of those that reduce.cc would not
+// choose on this machine, against half.h, bit by bit.
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/half.h"
+#include "harness.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(TORCH_RING_SANITIZED)
+#include <immintrin.h>
+// The intrinsics leave vectors undefined on purpose (GCC's bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+
+// Compiled for its instruction set, so that only pointers go in and out.
+#define CONVERT(T)                           \
+  void convert(const T* from, float* to) {   \
+    const auto lanes = Lanes::load(from);    \
+    std::memcpy(to, &lanes, sizeof lanes);   \
+  }                                          \
+  void convert(const float* from, T* to) {   \
+    Lanes::Vector lanes;                     \
+    std::memcpy(&lanes, from, sizeof lanes); \
+    Lanes::store(to, lanes);                 \
+  }
+
+namespace torch_ring::test {
+namespace {
+
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+namespace avx2 {
+#include "core/lanes_avx2.inc"
+CONVERT(Float16)
+CONVERT(BFloat16)
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+namespace avx512 {
+#include "core/lanes_avx512.inc"
+CONVERT(Float16)
+CONVERT(BFloat16)
+}  // namespace avx512
+#pragma GCC pop_options
+
+template <class T>
+T narrowed(float value) {
+  if constexpr (std::is_same_v<T, Float16>) {
+    return to_float16(value);
+  } else {
+    return to_bfloat16(value);
+  }
+}
+
+/// Every number of 16 bits becomes the float32 that half.h makes of it. A NaN becomes one: the
+/// hardware makes a signalling one quiet, as the addition that follows does.
+template <class T, class Convert>
+void check_loads(std::size_t lanes, Convert&& convert) {
+  std::vector<T> numbers(1u << 16);
+  for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = {static_cast<std::uint16_t>(i)};
+  std::vector<float> converted(numbers.size());
+  for (std::size_t i = 0; i < numbers.size(); i += lanes) convert(&numbers[i], &converted[i]);
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const float expected = to_float(numbers[i]);
+    if (std::isnan(expected)) {
+      CHECK(std::isnan(converted[i]));
+    } else {
+      CHECK_EQ(std::bit_cast<std::uint32_t>(converted[i]), std::bit_cast<std::uint32_t>(expected));
+    }
+  }
+}
+
+/// Floats of all magnitudes, both signs, infinities and NaNs, and those halfway between two numbers
+/// of 16 bits, become the bits that half.h makes of them.
+template <class T, class Convert>
+void check_stores(std::size_t lanes, Convert&& convert) {
+  std::vector<float> floats;
+  constexpr std::uint32_t kStep = 4099;  // a prime: all low bits occur with all high ones
+  for (std::uint64_t bits = 0; bits < (std::uint64_t{1} << 32); bits += kStep) {
+    floats.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(bits)));
+  }
+  for (std::uint32_t i = 0; i < (1u << 16); ++i) {
+    const auto bits = std::bit_cast<std::uint32_t>(to_float(T{static_cast<std::uint16_t>(i)}));
+    for (const std::uint32_t low : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u}) {
+      floats.push_back(std::bit_cast<float>(bits + low));
+    }
+  }
+  floats.resize((floats.size() + lanes - 1) / lanes * lanes);
+  std::vector<T> converted(floats.size());
+  for (std::size_t i = 0; i < floats.size(); i += lanes) convert(&floats[i], &converted[i]);
+  for (std::size_t i = 0; i < floats.size(); ++i) {
+    CHECK_EQ(converted[i].bits, narrowed<T>(floats[i]).bits);
+  }
+}
+
+template <class T, class Convert>
+void check_lanes(std::size_t lanes, Convert&& convert) {
+  check_loads<T>(lanes, convert);
+  check_stores<T>(lanes, convert);
+}
+
+TEST(lanes_of_avx2_convert_as_half_h_does) {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return;
+  const auto convert = [](const auto* from, auto* to) { avx2::convert(from, to); };
+  check_lanes<Float16>(8, convert);
+  check_lanes<BFloat16>(8, convert);
+}
+
+TEST(lanes_of_avx512_convert_as_half_h_does) {
+  if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512dq")) {
+    return;
+  }
+  const auto convert = [](const auto* from, auto* to) { avx512::convert(from, to); };
+  check_lanes<Float16>(16, convert);
+  check_lanes<BFloat16>(16, convert);
+}
+
+}  // namespace
+}  // namespace torch_ring::test
+#endif
