@@ -40,7 +40,7 @@ test-cpp:
 	$(CPP) check
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench doubles
-	$(PY) -m pytest --numprocesses 4 --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi

@@ -1,7 +1,8 @@
 """Runs test functions on ranks: processes forked from a server that has torch loaded.
 
 Two spawned ranks cost 3 s and more for their imports, two forked ones 0.2 s. A process whose test
-has passed, and has joined and left a world as it should, is used again, which costs hundredths.
+has passed, and has joined and left a world as it should, is used again, which costs hundredths: by
+tests of its kind, as some load what cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ EXIT_DEADLINE_S = 10.0  # for a process whose function has returned
 
 _context = multiprocessing.get_context("forkserver")
 # What takes seconds to import. The first optimizer of a process imports torch._dynamo.
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch_ring", "numpy", "pytest", "sklearn.datasets"]
-)
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring", "numpy", "pytest"])
 _runs = itertools.count()
 
 
@@ -73,6 +72,7 @@ def run(
     env: Mapping[str, str] | None = None,
     deadline_s: float = DEADLINE_S,
     initialized: bool = True,
+    kind: str | None = None,
     may_die: Collection[int] = (),
     namespaces: Sequence[str] = (),
 ) -> list[Any]:
@@ -83,6 +83,8 @@ def run(
         transport: "shm" (one host) or "tcp" (every rank is its own host); "" leaves it open.
         env: environment variables of all ranks.
         initialized: whether to call ``torch_ring.init()`` before and ``shutdown()`` after.
+        kind: which processes to use again; `fn` leaves its world itself. None: of those that have
+            nothing but `initialized` in common, and new ones without that.
         may_die: ranks whose end, however violent, is no failure; they return None then.
         namespaces: the network namespace of each rank.
 
@@ -94,13 +96,16 @@ def run(
     if transport:
         base["TORCH_RING_TRANSPORT"] = transport
     base.update(env or {})
-    again = initialized and not may_die and not namespaces
-    processes = [_idle.pop() if again and _idle else _Process() for _ in range(size)]
+    idle: list[_Process] | None = None  # where those go that are used again
+    if (initialized or kind) and not may_die and not namespaces:
+        idle = _idle.setdefault(kind, [])
+    processes = [idle.pop() if idle else _Process() for _ in range(size)]
     passed = False
     try:
         for rank, process in enumerate(processes):
             namespace = namespaces[rank] if namespaces else None
             environment = base | _rank_environment(rank)
+            again = idle is not None
             process.start(_Task(fn, tuple(args), environment, initialized, namespace, again))
         awaited = set(range(size)).difference(may_die)
         outcomes = _collect(processes, awaited, time.monotonic() + deadline_s)
@@ -113,8 +118,8 @@ def run(
             raise RanksFailed("\n".join(failures))
         passed = True
     finally:
-        if passed and again:
-            _idle.extend(processes)
+        if passed and idle is not None:
+            idle.extend(processes)
         else:
             for process in processes:
                 process.end()
@@ -188,13 +193,14 @@ class _Process:
         self.stacks.close()
 
 
-_idle: list[_Process] = []
+_idle: dict[str | None, list[_Process]] = {}
 
 
 @atexit.register
 def _end_idle() -> None:
-    while _idle:
-        _idle.pop().end()
+    for processes in _idle.values():
+        while processes:
+            processes.pop().end()
 
 
 def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> list[Outcome]:
@@ -283,12 +289,13 @@ def _call(task: _Task) -> Any:
     import torch_ring as hvd
 
     torch.set_num_threads(1)
-    if not task.initialized:
-        return task.fn(*task.args)
-    hvd.init()
+    if task.initialized:
+        hvd.init()
     value = task.fn(*task.args)
-    hvd.shutdown()
-    gc.collect()  # of what the test has left in cycles: optimizers, hooks, buckets
+    if task.initialized:
+        hvd.shutdown()
+    if task.again:
+        gc.collect()  # of what the test has left in cycles: optimizers, hooks, buckets
     return value
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -20,61 +17,36 @@ import pytest
 import suite
 import targets
 import torch
+from scripts import DEADLINE_S, ROOT, run
 
 import torch_ring as hvd
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-DEADLINE_S = 150  # a hang, not a slow machine
+BENCHMARKS = ROOT / "benchmarks"
 
 MEMORIES = ("private", "shared")
 
 
-def run_programs(commands: list[list[str]], folder: str) -> list[tuple[Any, str]]:
-    """Do in this process what ``python program arguments`` does; return exit code and output."""
-    os.chdir(folder)
-    results = []
-    for program, *arguments in commands:
-        sys.argv = [str(BENCHMARKS / program), *arguments]
-        code = None
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            try:
-                runpy.run_path(sys.argv[0], run_name="__main__")
-            except SystemExit as exit_:
-                code = exit_.code
-        results.append((code, output.getvalue()))
-    return results
-
-
-def run(*commands: str, folder: Path, size: int = 2) -> list[list[tuple[Any, str]]]:
-    return pool.run(
-        run_programs,
-        size,
-        args=([command.split() for command in commands], str(folder)),
-        transport="",
-        deadline_s=DEADLINE_S,
-        initialized=False,
-    )
-
-
 def test_programs_with_ranks(tmp_path: Path) -> None:
-    """One process runs them all: its imports are what costs time."""
-    first, second = run(
-        "collectives.py --collective allreduce reducescatter alltoall --shared --peers gloo copy "
-        "--dtypes float32 bfloat16 --max-bytes 1024 --rounds 1 --iterations 2 --json all.json",
-        "overhead.py --steps 2 --rounds 2 --compute-s 0.01 --json overhead.json",
-        "training_step.py --models mnist pinn --batch 2 --rounds 1 --round-s 0.01 --json step.json",
-        folder=tmp_path,
-    )
-    assert [code for code, _ in first + second] == [0] * 6, first
-    assert [output for _, output in second] == [""] * 3  # one rank prints
-    assert all(len(output.splitlines()) > 3 for _, output in first)
-    reports = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    for report in reports.values():
-        assert report["machine"]["ranks"] == 2
-        assert "benchmarks/" in report["command"]
-    check_collectives(reports["all"]["rows"])
+    all_of = ("--collective", "allreduce", "reducescatter", "alltoall", "--shared")
+    all_of += ("--peers", "gloo", "copy", "--dtypes", "float32", "bfloat16")
+    commands = [
+        ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
+        ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
+        ("training_step", "--models", "mnist", "pinn", "--rounds", "1", "--round-s", "0.01"),
+    ]
+    reports = {}
+    for name, *arguments in commands:
+        output = ("--json", f"{name}.json")
+        first, second = run(BENCHMARKS / f"{name}.py", *arguments, *output, folder=tmp_path)
+        assert (first.code, second.code) == (0, 0), first
+        assert len(first.output.splitlines()) > 3
+        assert second.output == ""  # one rank prints
+        reports[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert reports[name]["machine"]["ranks"] == 2
+        assert f"benchmarks/{name}.py" in reports[name]["command"]
+    check_collectives(reports["collectives"]["rows"])
     check_overhead(reports["overhead"])
-    check_training_step(reports["step"]["rows"])
+    check_training_step(reports["training_step"]["rows"])
 
 
 def check_collectives(rows: list[dict[str, Any]]) -> None:
@@ -130,15 +102,10 @@ def check_training_step(rows: list[dict[str, Any]]) -> None:
     assert rows[0]["gradient_bytes"] == 4 * 1_199_882  # the parameters of examples/mnist
 
 
-def refuses(folder: str) -> list[tuple[Any, str]]:
-    os.environ.pop("OMPI_COMM_WORLD_SIZE", None)
-    return run_programs([["collectives.py", "--peers", "mpi"]], folder)
-
-
 def test_mpi_without_mpirun_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    first, second = pool.run(refuses, 2, args=(str(tmp_path),), transport="", initialized=False)
-    assert "only mpirun can start" in first[0][0]
-    assert second[0][0] == 1
+    first, second = run(BENCHMARKS / "collectives.py", "--peers", "mpi", folder=tmp_path)
+    assert "only mpirun can start" in str(first.code)
+    assert second.code == 1
 
 
 def counts_wrong_elements() -> dict[str, dict[str, int]]:

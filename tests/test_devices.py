@@ -32,10 +32,18 @@ def on_double(program: Callable[[str], object]) -> object:
 
 
 def run(program: Callable[[str], object], size: int, transport: str = "shm", **env: str) -> Any:
-    """Call ``program(device)`` on `size` ranks: new ones, as autograd counts devices only once."""
-    env = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY), **env}
+    """Call ``program(device)`` on `size` ranks that had the device before they used autograd.
+
+    It counts devices only once in a process.
+    """
     return pool.run(
-        on_double, size, args=(program,), transport=transport, env=env, initialized=False
+        on_double,
+        size,
+        args=(program,),
+        transport=transport,
+        env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY), **env},
+        initialized=False,
+        kind=DEVICE,
     )
 
 

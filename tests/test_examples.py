@@ -2,75 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import pool
 import pytest
 import torch
+from scripts import ROOT, run
 
 from torch_ring.config import SETTINGS, Setting
 
-ROOT = Path(__file__).parent.parent
 TRAIN = ROOT / "examples" / "mnist" / "train.py"
-DEADLINE_S = 150  # a hang, not a slow machine
 # Nobody listens there: no download succeeds, whatever network there is.
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a script ended on one rank: what it gave to sys.exit, what it printed."""
-
-    code: str | int | None
-    output: str
-
-
-def run_script(script: str, arguments: list[str], folder: str) -> Run:
-    """Do in this process what ``cd folder; python script arguments`` does."""
-    os.chdir(folder)
-    sys.argv = [script, *arguments]
-    beside = str(Path(script).parent)
-    sys.path.insert(0, beside)
-    code = None
-    # Tests run side by side: one thread a rank, whatever the script makes of the host's cores.
-    one_thread = mock.patch("torch.set_num_threads")
-    with one_thread, contextlib.redirect_stdout(io.StringIO()) as output:
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as exit_:
-            code = exit_.code
-        finally:  # another script may have modules of the same names
-            sys.path.remove(beside)
-            for name, module in list(sys.modules.items()):
-                if str(getattr(module, "__file__", None)).startswith(f"{beside}{os.sep}"):
-                    del sys.modules[name]
-    return Run(code, output.getvalue())
-
-
-def run(
-    script: Path, *arguments: str, folder: Path, size: int = 2, env: dict[str, str] | None = None
-) -> list[Run]:
-    """Run a script on `size` ranks; return how it went, by rank."""
-    return pool.run(
-        run_script,
-        size,
-        args=(str(script), list(arguments), str(folder)),
-        transport="",
-        env=env,
-        deadline_s=DEADLINE_S,
-        initialized=False,
-    )
 
 
 def accuracy(output: str) -> float:
@@ -80,38 +27,18 @@ def accuracy(output: str) -> float:
     return float(match[1])
 
 
-def torchrun(script: Path, *arguments: str, folder: Path) -> str:
-    """Run a script on 2 ranks and return what they printed. Nobody is left behind."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [sys.executable, *launch, str(script), *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
-        output, errors = process.communicate(timeout=60)
-        pytest.fail(f"still running after {DEADLINE_S} s:\n{output}\n{errors}")
-    assert process.returncode == 0, output + errors
-    return output
-
-
-@pytest.mark.launcher
 def test_mnist_trains_and_resumes(tmp_path: Path) -> None:
     options = ("--dataset", "digits", "--report-steps", "1")
-    first = torchrun(TRAIN, *options, "--epochs", "1", folder=tmp_path)
-    assert first.count("epoch 1:") == 1  # only one rank prints
-    assert accuracy(first) > 0.3  # ten classes: an untrained model has about 0.1
+    first, silent = run(TRAIN, *options, "--epochs", "1", folder=tmp_path)
+    assert first.output.count("epoch 1:") == 1
+    assert silent.output == ""
+    assert accuracy(first.output) > 0.3  # ten classes: an untrained model has about 0.1
 
     # The checkpoint of two ranks, on three.
     arguments = ("--epochs", "2", "--resume", "--plot", "curve.png", "--tensorboard", "log")
     second, *others = run(TRAIN, *options, *arguments, folder=tmp_path, size=3)
     assert re.findall(r"epoch (\d):", second.output) == ["2"]
-    assert accuracy(second.output) > accuracy(first)
+    assert accuracy(second.output) > accuracy(first.output)
     assert [other.output for other in others] == ["", ""]
     assert "input pipeline: 29 steps with real data on 3 ranks" in second.output
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

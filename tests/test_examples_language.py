@@ -11,7 +11,7 @@ from typing import Any
 import pool
 import pytest
 import torch
-from test_examples import ROOT, Run, run, run_script
+from scripts import ROOT, Run, run, run_script
 
 import torch_ring as hvd
 

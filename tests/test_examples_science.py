@@ -13,7 +13,7 @@ from typing import Any
 import pool
 import pytest
 import torch
-from test_examples import DEADLINE_S, ROOT, Run, run, run_script
+from scripts import DEADLINE_S, ROOT, Run, run, run_script
 
 EXAMPLES = ROOT / "examples"
 FUNCTION = EXAMPLES / "function_approximation" / "train.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import re
@@ -12,13 +13,14 @@ from unittest import mock
 import pool
 import pytest
 import torch
-from test_examples import DEADLINE_S, ROOT, Run, run, run_script
-from test_launchers import finish, mpirun, start
+from scripts import DEADLINE_S, ROOT, Run, run, run_script
 from torch.nn.functional import cross_entropy
 
 from torch_ring import checkpoint
 
-pytest.importorskip("torchvision")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="there is no torchvision"
+)
 
 IMAGENET = ROOT / "examples" / "imagenet"
 BENCHMARK = ROOT / "examples" / "synthetic_benchmark" / "benchmark.py"
@@ -49,10 +51,9 @@ def test_benchmark_prints_what_horovods_does(tmp_path: Path, size: int) -> None:
     assert result["img_sec_total"] == pytest.approx(size * result["img_sec_per_device"])
 
 
-@pytest.mark.launcher
-def test_benchmark_compares_with_ddp_under_mpirun(tmp_path: Path) -> None:
-    command = [*mpirun("Open MPI"), sys.executable, str(BENCHMARK), "--smoke", "--compare", "ddp"]
-    output = finish(start([*command, "--json", str(tmp_path / "out.json")]))
+def test_benchmark_compares_with_ddp(tmp_path: Path) -> None:
+    options = ("--smoke", "--compare", "ddp", "--json", "out.json")
+    output = run(BENCHMARK, *options, folder=tmp_path)[0].output
     turns = re.findall(r"^Iter #(\d)(?: \((DDP)\))?:", output, re.MULTILINE)
     assert turns == [("0", ""), ("0", "DDP"), ("1", "DDP"), ("1", "")], output
     report = json.loads((tmp_path / "out.json").read_text())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from test_examples import ROOT, run
+from scripts import ROOT, run
 
-pytest.importorskip("torchvision")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="there is no torchvision"
+)
 SCRIPT = ROOT / "benchmarks" / "input_pipeline.py"
 
 

@@ -1,13 +1,20 @@
 """The same script, unchanged, under every launcher that is here."""
 
+import contextlib
+import io
 import os
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pool
 import pytest
+
+import torch_ring as hvd
 
 HELLO = str(Path(__file__).parent / "hello.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -20,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without any launcher's traces."""
     launchers = ("OMPI_", "PMI", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_", "LOCAL_")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    return clean | {"OMP_NUM_THREADS": "1", "TORCH_RING_INIT_TIMEOUT": "60", **more}
+    return clean | {"OMP_NUM_THREADS": "1", "TORCH_RING_INIT_TIMEOUT": "40", **more}
 
 
 def start(command: list[str], **more: str) -> subprocess.Popen[str]:
@@ -43,7 +50,8 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def check(output: str, size: int) -> None:
+def check(outputs: str | Sequence[str], size: int) -> None:
+    output = "".join(outputs)
     for rank in range(size):
         assert f"rank {rank} of {size}: torch" in output, output
 
@@ -51,16 +59,6 @@ def check(output: str, size: int) -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def test_alone():
-    check(finish(start([sys.executable, HELLO])), 1)
-
-
-def test_torchrun():
-    output = finish(start([*TORCHRUN, "--standalone", "--nproc-per-node", "2", HELLO]))
-    check(output, 2)
-    assert output.count("2 ranks on one host, by shared memory") == 1
 
 
 def test_torchrun_with_two_nodes_on_one_machine():
@@ -75,7 +73,9 @@ def test_torchrun_with_two_nodes_on_one_machine():
         )
         for node in range(2)
     ]
-    check("".join(finish(node) for node in nodes), 2)
+    outputs = [finish(node) for node in nodes]
+    check(outputs, 2)
+    assert "".join(outputs).count("2 ranks on one host, by shared memory") == 1, outputs
 
 
 def mpirun(name: str) -> list[str]:
@@ -92,14 +92,37 @@ def mpirun(name: str) -> list[str]:
     pytest.skip(f"{name} is not installed")
 
 
-@pytest.mark.parametrize("with_mpi4py", [True, False])
 @pytest.mark.parametrize("name", ["Open MPI", "MPICH"])
-def test_mpirun(name, with_mpi4py, tmp_path):
-    more = {}
-    if not with_mpi4py:
-        (tmp_path / "mpi4py.py").write_text("raise ImportError('blocked by the test')\n")
-        more["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    check(finish(start([*mpirun(name), sys.executable, HELLO], **more)), 2)
+def test_mpirun_without_and_with_mpi4py(name):
+    output = finish(start([*mpirun(name), sys.executable, HELLO, "--without-mpi4py-first"]))
+    check(output, 2)
+    assert output.count(" works") == 4, output
+
+
+# --- what is in the environment decides: processes of the pool, with that of a launcher
+
+
+def says_hello(environments: Sequence[Mapping[str, str]], *arguments: str) -> str:
+    """Return what the script prints, or why it ends, in this rank's environment."""
+    given = environments[int(os.environ["RANK"])]
+    os.environ.clear()
+    os.environ.update(given)
+    sys.argv = [HELLO, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            runpy.run_path(HELLO, run_name="__main__")
+        except hvd.InvalidArgumentError as error:
+            return str(error)
+    return output.getvalue()
+
+
+def hello(environments: Sequence[Mapping[str, str]], *arguments: str) -> list[str]:
+    return pool.run(
+        says_hello,
+        len(environments),
+        args=([environment(**more) for more in environments], *arguments),
+        initialized=False,
+    )
 
 
 def as_if_on(launcher: str, rank: int) -> dict[str, str]:
@@ -123,21 +146,19 @@ def as_if_on(launcher: str, rank: int) -> dict[str, str]:
     }
 
 
+def test_alone():
+    check(hello([{}]), 1)
+
+
 def test_srun_environment():
-    ranks = [start([sys.executable, HELLO], **as_if_on("srun", rank)) for rank in range(2)]
-    check("".join(map(finish, ranks)), 2)
+    check(hello([as_if_on("srun", rank) for rank in range(2)]), 2)
 
 
-def test_several_hosts_without_an_address(tmp_path):
-    (tmp_path / "mpi4py.py").write_text("raise ImportError('blocked by the test')\n")
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    output = finish(start([sys.executable, HELLO], PYTHONPATH=path, **as_if_on("Open MPI", rank=0)))
+def test_several_hosts_without_an_address():
+    (output,) = hello([as_if_on("Open MPI", rank=0)], "--without-mpi4py-first")
     assert "set MASTER_ADDR (rank 0's host) and MASTER_PORT" in output
 
 
 def test_several_hosts_with_an_address():
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        start([sys.executable, HELLO], **where, **as_if_on("Open MPI", rank)) for rank in range(2)
-    ]
-    check("".join(map(finish, ranks)), 2)
+    check(hello([where | as_if_on("Open MPI", rank) for rank in range(2)]), 2)

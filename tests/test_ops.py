@@ -65,9 +65,10 @@ def shapes(dtype: torch.dtype) -> list[tuple[int, ...]]:
 def allreduces_everything() -> None:
     for dtype in NUMBERS:
         for shape in shapes(dtype):
+            stack = all_ranks(shape, dtype)
             for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
-                mine = element(hvd.rank(), shape, dtype, hvd.size())
-                want = expected(all_ranks(shape, dtype), op)
+                mine = stack[hvd.rank()].clone()
+                want = expected(stack, op)
                 got = hvd.allreduce(mine, op=op)
                 # An average in 16 bits is one rounding away from the same in 64.
                 torch.testing.assert_close(got, want, msg=lambda m: f"{dtype} {shape} {op}: {m}")  # noqa: B023

@@ -36,8 +36,8 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
 
 // The arithmetic of every dtype is tested without threads: sanitizers see enough of them in three.
 constexpr int kDTypeStep = kSanitized ? 3 : 1;
-// ... and of long data a third, which is still several segments.
-constexpr std::size_t kShare = kSanitized ? 3 : 1;
+// ... and of long data a sixth, which is still several segments.
+constexpr std::size_t kShare = kSanitized ? 6 : 1;
 
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
@@ -168,11 +168,11 @@ inline void barrier_holds_all(const Layout& layout, int size) {
 inline void everything_in_turns(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     Board& board = communicator.board();
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < (kSanitized ? 9 : 20); ++round) {
       board.post(entry_of(communicator.rank(), round, 1000));
       wait_complete(board);
-      check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum, round % 2 ? 100'003 : 10,
-                      true);
+      check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum,
+                      round % 2 ? 100'003 / kShare : 10, true);
       std::byte token{static_cast<unsigned char>(communicator.rank())};
       communicator.broadcast(&token, 1, round % size);
       CHECK_EQ(static_cast<int>(token), round % size);
