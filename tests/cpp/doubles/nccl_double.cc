@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -126,12 +127,26 @@ struct Call {
   std::vector<Transfer> transfers;
   std::function<void()> compute;
 };
-thread_local int group_depth = 0;
-thread_local std::vector<Call> group;
 
-/// Runs the calls of the group, which are of one communicator and stream, as one.
+/// A thread's calls between ncclGroupStart and ncclGroupEnd, which are of one communicator and
+/// stream.
+struct Group {
+  int depth = 0;
+  std::vector<Call> calls;
+};
+
+/// This thread's. Not thread_local: the sanitizer of threads that comes with GCC 12 fails now and
+/// then to start a thread while a library with such variables is loaded.
+Group& my_group() {
+  static std::mutex mutex;
+  static std::map<std::thread::id, Group> groups;
+  const std::scoped_lock lock(mutex);
+  return groups[std::this_thread::get_id()];
+}
+
+/// Runs the calls of the group as one.
 Result launch() {
-  const auto calls = std::make_shared<std::vector<Call>>(std::exchange(group, {}));
+  const auto calls = std::make_shared<std::vector<Call>>(std::exchange(my_group().calls, {}));
   if (calls->empty()) return Result::kSuccess;
   const Comm comm = calls->front().comm;
   ++comm->running;
@@ -150,8 +165,9 @@ Result launch() {
 }
 
 Result add(Call call) {
-  group.push_back(std::move(call));
-  return group_depth > 0 ? Result::kSuccess : launch();
+  Group& group = my_group();
+  group.calls.push_back(std::move(call));
+  return group.depth > 0 ? Result::kSuccess : launch();
 }
 
 DType dtype_of(DataType type) {
@@ -336,9 +352,9 @@ Result ncclRecv(void* data, std::size_t count, DataType type, int peer, Comm com
 }
 
 Result ncclGroupStart() {
-  ++group_depth;
+  ++my_group().depth;
   return Result::kSuccess;
 }
 
-Result ncclGroupEnd() { return --group_depth > 0 ? Result::kSuccess : launch(); }
+Result ncclGroupEnd() { return --my_group().depth > 0 ? Result::kSuccess : launch(); }
 }
