@@ -20,7 +20,8 @@ PY := $(BIN)/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
-CPP := $(MAKE) --no-print-directory -j $(JOBS) -C tests/cpp
+# Alone with all processors; below a make that has some, with those.
+CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $(JOBS)) -C tests/cpp
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
@@ -34,13 +35,16 @@ help:
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)
 
-test: test-cpp test-python test-mpi
+# Side by side: where ranks in Python wait, those in C++ compute.
+test: doubles
+	@$(MAKE) --no-print-directory -j $(JOBS) test-cpp test-python
+	@$(MAKE) --no-print-directory test-mpi
 
 test-cpp:
-	$(CPP) check
+	@$(CPP) --silent check
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench doubles
-	$(PY) -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi

@@ -11,8 +11,9 @@ namespace {
 using Vector = std::vector<double>;
 
 // One tensor is longer than two segments of shared memory, some have no part on some ranks.
-const std::vector<std::size_t> kCounts{1, 1000, 0, 40'001, 3, 5};
-constexpr std::size_t kCount = 1 + 1000 + 40'001 + 3 + 5;
+constexpr std::size_t kLong = kSanitized ? 10'001 : 40'001;
+const std::vector<std::size_t> kCounts{1, 1000, 0, kLong, 3, 5};
+constexpr std::size_t kCount = 1 + 1000 + kLong + 3 + 5;
 
 /// Whole numbers below 256, which all dtypes hold, of other norms and directions on every rank.
 /// The second tensor is all zeros on odd ranks, the last one on all.

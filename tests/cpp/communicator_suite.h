@@ -34,8 +34,8 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
   }
 }
 
-// The arithmetic of every dtype is tested without threads: sanitizers see enough of them in three.
-constexpr int kDTypeStep = kSanitized ? 3 : 1;
+// The arithmetic of every dtype is tested without threads: sanitizers see enough of it in three.
+constexpr int kDTypeStep = kSanitized ? 4 : 1;
 // ... and of long data a sixth, which is still several segments.
 constexpr std::size_t kShare = kSanitized ? 6 : 1;
 

@@ -179,11 +179,11 @@ TEST(a_log_handler_that_waits_gets_an_error) {
   EngineConfig config = patient();
   config.stall_warning = std::chrono::milliseconds(50);
   std::latch refused(1);
+  std::vector<float> gate(3);  // rank 0's, in flight until its engine ends
   run_engines(
       {0, 0},
       [&](Rank& rank) {
         std::vector<float> values(3);
-        std::vector<float> gate(3);
         if (rank.rank() == 0) {
           rank.on_log([&, asked = false]() mutable {
             if (std::exchange(asked, true)) return;
