@@ -41,7 +41,7 @@ test: doubles
 	@$(MAKE) --no-print-directory test-mpi
 
 test-cpp:
-	@$(CPP) --silent check
+	@+$(CPP) --silent check
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench doubles
 	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
@@ -50,7 +50,7 @@ test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi
 
 doubles: $(STAMPS)/torch build/venv
-	$(CPP) device PYTHON=$(abspath $(PY))
+	+$(CPP) all device PYTHON=$(abspath $(PY))
 
 lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff check .

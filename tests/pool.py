@@ -63,6 +63,15 @@ def eventually(holds: Callable[[], bool], deadline_s: float = 1.0) -> bool:
     return held
 
 
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the type's name and the text of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 def run(
     fn: Callable[..., Any],
     size: int,

@@ -17,6 +17,7 @@ from device_data import DATA
 from device_double import DEVICE, NCCL_LIBRARY
 from device_jobs import JOBS
 from device_programs import OPERATIONS, TRAINING
+from pool import error_of
 
 import torch_ring as hvd
 
@@ -56,15 +57,6 @@ def test_on_a_stand_in(program, size):
 
 
 # --- what goes wrong: the doubles do it on demand
-
-
-def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the type's name and the text of what `call` raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def lacks_nccl(device: str) -> tuple[str, str]:

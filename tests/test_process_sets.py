@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 
 import torch_ring as hvd
 from torch_ring.process_set import engine_of, root_in
@@ -34,14 +34,6 @@ def total(process_set: hvd.ProcessSet) -> float:
     result: torch.Tensor = start_sum(process_set, hvd.rank()).wait()
     assert (result == result[0]).all()
     return float(result[0])
-
-
-def kind_and_text(fn: Callable[[], object]) -> tuple[str, str]:
-    try:
-        fn()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def resources() -> tuple[int, int]:
@@ -66,7 +58,7 @@ def use(process_set: hvd.ProcessSet, ranks: Sequence[int]) -> None:
         assert root_in(process_set, max(ranks)) == len(ranks) - 1
         assert total(process_set) == sum(ranks)
         outside = next((r for r in range(hvd.size()) if r not in ranks), hvd.size())
-        kind, text = kind_and_text(lambda: root_in(process_set, outside))
+        kind, text = error_of(lambda: root_in(process_set, outside))
         assert (kind, f"root_rank={outside} is not in" in text) == ("InvalidArgumentError", True)
         return
     for misuse in (
@@ -74,7 +66,7 @@ def use(process_set: hvd.ProcessSet, ranks: Sequence[int]) -> None:
         lambda: root_in(process_set, ranks[0]),
         process_set.rank,
     ):
-        kind, text = kind_and_text(misuse)
+        kind, text = error_of(misuse)
         assert (kind, f"rank {hvd.rank()} is not in" in text) == ("InvalidArgumentError", True)
 
 
@@ -117,8 +109,8 @@ def test_without_a_world():
 
 def alone() -> None:
     assert hvd._basics._get_process_set_ids_and_ranks() == {0: [0]}
-    assert kind_and_text(lambda: hvd.add_process_set([0]))[0] == "InvalidArgumentError"
-    assert kind_and_text(lambda: hvd.add_process_set([1]))[0] == "InvalidArgumentError"
+    assert error_of(lambda: hvd.add_process_set([0]))[0] == "InvalidArgumentError"
+    assert error_of(lambda: hvd.add_process_set([1]))[0] == "InvalidArgumentError"
     use(hvd.global_process_set, [0])
 
 
@@ -142,15 +134,15 @@ def lives() -> None:
         use(process_set, process_set.ranks or [])
 
     for taken in ([0], everyone, rest):
-        kind, text = kind_and_text(lambda: hvd.add_process_set(taken))  # noqa: B023
+        kind, text = error_of(lambda: hvd.add_process_set(taken))  # noqa: B023
         assert (kind, "there is a process set" in text) == ("InvalidArgumentError", True)
-    assert kind_and_text(lambda: hvd.add_process_set([0, size]))[0] == "InvalidArgumentError"
+    assert error_of(lambda: hvd.add_process_set([0, size]))[0] == "InvalidArgumentError"
 
     assert not hvd.remove_process_set(hvd.global_process_set)
     assert hvd.remove_process_set(first)
     assert not hvd.remove_process_set(first)
     assert first.process_set_id is None
-    kind, text = kind_and_text(lambda: engine_of(first))
+    kind, text = error_of(lambda: engine_of(first))
     assert (kind, "has been removed" in text) == ("InvalidArgumentError", True)
     use(rest, everyone[1:])
     last = hvd.add_process_set([size - 1, 0] if size > 2 else [0])
@@ -238,7 +230,7 @@ def disagree() -> None:
         lambda: hvd.remove_process_set(kept) if rank else hvd.add_process_set([1]),
         lambda: hvd.remove_process_set(kept if rank else hvd.ProcessSet([1])),
     ):
-        kind, text = kind_and_text(fn)
+        kind, text = error_of(fn)
         assert kind == "MismatchError", text
         assert "rank 0: " in text
         assert "; rank 1: " in text
@@ -246,10 +238,10 @@ def disagree() -> None:
     use(hvd.add_process_set([0, 2]), [0, 2])
     hvd.shutdown()
     for process_sets in ([[0, 1 + rank % 2]], [[0]] if rank else None):
-        kind, text = kind_and_text(lambda: hvd.init(process_sets=process_sets))  # noqa: B023
+        kind, text = error_of(lambda: hvd.init(process_sets=process_sets))  # noqa: B023
         assert (kind, "process_sets must be the same" in text) == ("MismatchError", True)
     for wrong in ("static", [[0], [0]], [[0, size]], [list(range(size))], [[]]):
-        kind, _ = kind_and_text(lambda: hvd.init(process_sets=wrong))  # noqa: B023
+        kind, _ = error_of(lambda: hvd.init(process_sets=wrong))  # noqa: B023
         assert kind == "InvalidArgumentError"
     hvd.init()
 
@@ -276,7 +268,7 @@ def one_cannot(broken: int) -> None:
         kept = getattr(module, function)
         if hvd.rank() == broken:
             setattr(module, function, fails)
-        kind, text = kind_and_text(lambda: hvd.add_process_set([0, 1]))
+        kind, text = error_of(lambda: hvd.add_process_set([0, 1]))
         setattr(module, function, kept)
         if hvd.rank() == broken:
             assert (kind, text) == ("OSError", "no descriptors left")
@@ -305,11 +297,11 @@ def loses_a_member() -> tuple[str, str]:
     if hvd.rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if hvd.rank() == 1:
-        return kind_and_text(lambda: total(pair))
+        return error_of(lambda: total(pair))
     assert total(apart) == 3
     time.sleep(0.1)
     assert total(apart) == 3  # a set lives as long as its members
-    return kind_and_text(lambda: hvd.add_process_set([0]))
+    return error_of(lambda: hvd.add_process_set([0]))
 
 
 @both_transports
@@ -325,7 +317,7 @@ def dies_while_joining() -> tuple[str, str]:
 
     if hvd.rank() == 2:
         mesh._run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    return kind_and_text(lambda: hvd.add_process_set([1, 2]))
+    return error_of(lambda: hvd.add_process_set([1, 2]))
 
 
 @both_transports
@@ -349,7 +341,7 @@ def interrupted() -> None:
             hvd.add_process_set([0, 1])
         mesh._run = run_of_mesh
     else:
-        kind, text = kind_and_text(lambda: hvd.add_process_set([0, 1]))
+        kind, text = error_of(lambda: hvd.add_process_set([0, 1]))
         assert (kind, "KeyboardInterrupt" in text) == ("RingError", True), text
     use(hvd.add_process_set([0, 1]), [0, 1])
 
@@ -362,8 +354,8 @@ def test_an_interrupted_member(transport):
 def is_shut_down_by_another_thread() -> str:
     if hvd.rank() == 0:  # waits for the others, who never come
         threading.Timer(0.1, hvd.shutdown).start()
-        return kind_and_text(lambda: hvd.add_process_set([0]))[0]
-    return kind_and_text(hvd.barrier)[0]
+        return error_of(lambda: hvd.add_process_set([0]))[0]
+    return error_of(hvd.barrier)[0]
 
 
 def test_shutdown_ends_what_is_being_added():
@@ -433,7 +425,7 @@ def in_halves(turns: int) -> None:
         assert hvd.allgather(torch.tensor([rank])).tolist() == sorted(half)
         use(hvd.add_process_set([1]), [1])
         hvd.shutdown()
-    kind, text = kind_and_text(lambda: hvd.init(comm=[(rank + 1) % 4]))
+    kind, text = error_of(lambda: hvd.init(comm=[(rank + 1) % 4]))
     assert (kind, f"rank {rank} is not in" in text) == ("InvalidArgumentError", True)
     hvd.init(comm=[rank])
     assert (hvd.rank(), hvd.size()) == (0, 1)
