@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=32, help="of a hidden layer")
     parser.add_argument("--depth", type=int, default=2, help="hidden layers")
     parser.add_argument("--boundary-weight", type=float, default=1.0, help="of its loss")
-    parser.add_argument("--iterations", type=int, default=800, help="in all, also with --resume")
+    parser.add_argument("--iterations", type=int, help="in all; 800, or 2400 in an ensemble")
     parser.add_argument("--every", type=int, default=40, help="iterations between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
@@ -40,6 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a few iterations, as a test")
     args = parser.parse_args()
     args.points = args.points or (101 if args.ensemble else 51)
+    args.iterations = args.iterations or (2400 if args.ensemble else 800)
     if args.smoke:
         args.iterations, args.every = 10, 5
     return args
