@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +32,8 @@ def state_of_everything() -> dict[str, Any]:
         "sparse": torch.eye(3).to_sparse(),
         "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
         "ordered": OrderedDict(a=1, b=torch.tensor(2)),
+        "counted": Counter("aab"),
+        "module": nn.BatchNorm1d(2).state_dict(),  # with versions, as an attribute
         "numbers": {"epoch": 3, "lr": 0.1, "big": 1 << 70, "name": "x", "flags": [True, None]},
     }
 
@@ -43,7 +45,8 @@ def assert_equal(got: Any, want: Any) -> None:
         if want.layout == torch.strided:
             assert got.stride() == want.stride()
     elif isinstance(want, dict):
-        assert list(got) == list(want)
+        assert (type(got), list(got)) == (type(want), list(want))
+        assert getattr(got, "_metadata", None) == getattr(want, "_metadata", None)
         for key in want:
             assert_equal(got[key], want[key])
     elif isinstance(want, (list, tuple)):

@@ -99,6 +99,23 @@ def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
     assert re.match(rf"\w+ {third}:", line)
 
 
+def test_resumes_to_as_many_iterations_as_asked_for(tmp_path: Path) -> None:
+    run(PINN, "--smoke", folder=tmp_path, size=1)  # 10, by 5
+    more = ("--resume", "--iterations", "30", "--every", "12")
+    (outcome,) = run(PINN, *more, folder=tmp_path, size=1)
+    assert re.findall(r"^iteration (\d+)", outcome.output, re.MULTILINE) == ["22", "30"]
+    optimizer = torch.load(tmp_path / "checkpoint.pt")["optimizer"]
+    assert optimizer["state"][0]["n_iter"] == 30
+
+
+@pytest.mark.parametrize("script", [FUNCTION, PINN], ids=lambda path: path.parent.name)
+def test_an_ensemble_that_lacks_a_member_ends_on_all_ranks(script: Path, tmp_path: Path) -> None:
+    run(script, "--smoke", "--ensemble", folder=tmp_path)
+    first, *others = run(script, "--smoke", "--ensemble", "--resume", folder=tmp_path, size=3)
+    assert str(first.code).startswith("cannot resume: ")
+    assert [other.code for other in others] == [1, 1]
+
+
 def test_members_of_an_ensemble_train_apart(tmp_path: Path) -> None:
     common = ("--dtype", "float64", "--steps", "10", "--every", "5")
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from pool import run
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torch_ring as hvd
 from torch_ring.data import (
@@ -241,6 +241,43 @@ def test_advice(report, advice):
     assert re.match(advice, report.advice), report.advice
     assert report.advice in str(report)
     assert "\n" not in report.advice
+
+
+def goes_past_an_empty_tail() -> None:
+    """After a resume with larger batches, what is left of the epoch fills none."""
+    for mode in ("real", "cached", "synthetic"):
+        sampler = ShardedSampler(100, drop_last=True)
+        state = sampler.state_dict() | {"consumed": 40}
+        sampler.load_state_dict(state)
+        pipeline = InputPipeline(
+            DataLoader(range(100), 64, sampler=sampler, drop_last=True), mode=mode
+        )
+        assert [len(list(pipeline)) for _ in range(3)] == [0, 1, 1]
+        assert (sampler.epoch, sampler.consumed) == (3, 0)
+
+
+def test_an_epoch_ends_where_no_batch_is_left():
+    run(goes_past_an_empty_tail, 1)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(1000))
+
+
+def reports_in_the_middle() -> None:
+    pipeline = InputPipeline(DataLoader(Stream(), 10))
+    batches = iter(pipeline)
+    for _ in range(3):
+        next(batches)
+    report = pipeline.report(lambda batch: batch.sum(), steps=2, rounds=1)
+    assert report.waits.steps == 3
+    assert report.waits.steps_per_s > 0
+    assert report.rates is not None
+
+
+def test_a_report_needs_neither_an_end_nor_a_length():
+    run(reports_in_the_middle, 2)
 
 
 def test_what_a_pipeline_refuses():

@@ -116,6 +116,24 @@ def test_epochs_follow_one_another():
     assert (sampler.epoch, sampler.consumed) == (5, 0)
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("after", [1, 6, 12, 300])
+def test_the_size_may_change_under_a_sampler(after, drop_last):
+    """As by shutdown() and init(): the same object, whose state is taken in the new world."""
+    sampler, *others = samplers(8, 1000, drop_last=drop_last)
+    seen = [index for each in (sampler, *others) for index in list(each)[:100]]
+    sampler.advance(100)
+    sampler.process_set = Rank(0, after)
+    state = sampler.state_dict()
+    assert state["consumed"] == sampler.consumed == 800
+    ranks = samplers(after, 1000, drop_last=drop_last)
+    for each in ranks:
+        each.load_state_dict(state)
+    rest = taken(ranks)
+    assert len(rest) == 200 - (200 % after if drop_last else 0)
+    assert set(rest).isdisjoint(seen)
+
+
 def test_the_state_of_another_sampler_is_refused():
     state = ShardedSampler(10, seed=1, process_set=Rank(0, 1)).state_dict()
     for other in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -319,6 +320,16 @@ def _numbered(tensors: Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
     return ((f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors))
 
 
+def _with(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the kind of `value`, with its attributes: state_dict() has `_metadata`."""
+    if type(value) is dict:
+        return items
+    same = copy.copy(value)
+    for key, item in items.items():
+        same[key] = item
+    return same
+
+
 def _pack(value: Any, tensors: list[Tensor]) -> Any:
     """Move the tensors of a nested structure into `tensors`; return the rest."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
@@ -326,7 +337,7 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
         on_cpu = value.device.type == "cpu"
         return _Sent(len(tensors) - 1, torch.empty_like(value, device="meta"), on_cpu)
     if isinstance(value, dict):
-        return {key: _pack(item, tensors) for key, item in value.items()}
+        return _with(value, {key: _pack(item, tensors) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)(_pack(item, tensors) for item in value)
     return value
@@ -339,7 +350,7 @@ def _unpack(value: Any, device: torch.device, received: dict[int, Tensor]) -> An
         received[value.index] = torch.empty_like(value.like, device=home)
         return received[value.index]
     if isinstance(value, dict):
-        return {key: _unpack(item, device, received) for key, item in value.items()}
+        return _with(value, {key: _unpack(item, device, received) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)(_unpack(item, device, received) for item in value)
     return value

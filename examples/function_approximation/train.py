@@ -70,6 +70,19 @@ def make_team(members: int) -> tuple[int, hvd.ProcessSet]:
     return member, teams[member]
 
 
+def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
+    """Return what the team has saved. If any team has nothing, all ranks end: one says why."""
+    state, problem = None, None
+    try:
+        state = hvd.checkpoint.load(checkpoint, process_set=team)
+    except hvd.checkpoint.CheckpointError as error:
+        problem = error
+    problems = list(filter(None, hvd.allgather_object(problem and str(problem))))
+    if problems:
+        sys.exit(f"cannot resume: {problems[0]}" if hvd.rank() == 0 else 1)
+    return state
+
+
 def main() -> None:
     args = parse_args()
     hvd.init()
@@ -93,7 +106,7 @@ def main() -> None:
         checkpoint = checkpoint.with_stem(f"{checkpoint.stem}-{member}")
     trained, curve = 0, []
     if args.resume:
-        state = hvd.checkpoint.load(checkpoint, process_set=team)
+        state = load(checkpoint, team)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr * team.size()  # that was another number of ranks

@@ -10,6 +10,7 @@ ensemble. Every rank runs this whole file. The lines with `hvd` are what makes i
 """
 
 import argparse
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def residual_loss(model: nn.Module, x: Tensor, k: int) -> Tensor:
     return (u_xx / largest + exact(x, k)).square().mean()
 
 
+def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
+    """Return what the team has saved. If any team has nothing, all ranks end: one says why."""
+    state, problem = None, None
+    try:
+        state = hvd.checkpoint.load(checkpoint, process_set=team)
+    except hvd.checkpoint.CheckpointError as error:
+        problem = error
+    problems = list(filter(None, hvd.allgather_object(problem and str(problem))))
+    if problems:
+        sys.exit(f"cannot resume: {problems[0]}" if hvd.rank() == 0 else 1)
+    return state
+
+
 def main() -> None:
     args = parse_args()
     hvd.init()
@@ -98,8 +112,6 @@ def main() -> None:
     # errors, which u'' hardly shows. The zeros: it stops after max_iter iterations, not before.
     optimizer = torch.optim.LBFGS(
         model.parameters(),
-        max_iter=args.every,
-        max_eval=10 * args.every,
         history_size=50,
         line_search_fn="strong_wolfe",
         tolerance_grad=0,
@@ -107,7 +119,7 @@ def main() -> None:
     )
     done, curves = 0, {"residual": [], "boundary": []}
     if args.resume:
-        state = hvd.checkpoint.load(checkpoint, process_set=team)
+        state = load(checkpoint, team)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done, curves = state["iterations"], state["curves"]
@@ -143,9 +155,12 @@ def main() -> None:
 
         writer = SummaryWriter(args.tensorboard / f"k-{k}")
     means = hvd.metrics.Means("residual", "boundary", process_set=team)
+    (group,) = optimizer.param_groups
     while done < args.iterations:
-        optimizer.step(closure)  # `every` iterations
-        done += args.every
+        count = min(args.every, args.iterations - done)
+        group.update(max_iter=count, max_eval=10 * count)  # a checkpoint brings its own run's
+        optimizer.step(closure)  # `count` iterations
+        done += count
         residual, boundary = losses()
         means.update(len(x), residual=residual, boundary=boundary)
         # Collectives of the team, so all of its ranks come here, and one of them prints.

@@ -88,15 +88,21 @@ class InputPipeline:
     def __iter__(self) -> Iterator[Any]:
         advance = _advancing(self.loader)
         batches = self._pass(self.mode)
-        entered = begun = time.perf_counter()
+        index, counted = -1, time.perf_counter()
+        begun = counted
         try:
             for index, batch in enumerate(batches):
-                self._log.add(time.perf_counter() - begun, is_first=index == 0)
+                here = time.perf_counter()
+                self._log.add(here - begun, is_first=index == 0)
+                self._log.add_elapsed(here - counted)
+                counted = here
                 advance(index)
                 yield batch
                 begun = time.perf_counter()
+            if index < 0:  # after a resume: what was left did not fill a batch
+                advance(index)
         finally:
-            self._log.add_elapsed(time.perf_counter() - entered)
+            self._log.add_elapsed(time.perf_counter() - counted)
 
     def _pass(self, mode: str) -> Iterator[Any]:
         """Return the batches of an epoch."""
@@ -109,8 +115,9 @@ class InputPipeline:
 
     @cached_property
     def _cached(self) -> list[Any]:
-        """The loader's first batches, as it yields them."""
-        batches = list(islice(self.loader, self.cached_batches))
+        """The first batches of a whole epoch, as the loader yields them."""
+        with _whole_epochs(self.loader):
+            batches = list(islice(self.loader, self.cached_batches))
         if not batches:
             raise ValueError("the loader has no batch, and none can come again")
         return batches
@@ -161,7 +168,7 @@ class InputPipeline:
         queue = int(ops.allreduce(queued, op=Max, process_set=self.process_set))
         settling = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
-            next(self._pass("synthetic"))  # it is loaded now, and not while something is timed
+            _ = self._synthetic  # it is loaded now, and not while something is timed
             self._end_workers()
             rows = [
                 [self._time(mode, step, settling[mode], steps) for mode in MODES]
@@ -193,9 +200,13 @@ class InputPipeline:
             self.loader._iterator = None  # type: ignore[attr-defined]
 
     def _endless(self, mode: str) -> Generator[Any, None, None]:
+        if mode == "cached":
+            yield from DevicePrefetcher(cycle(self._cached), self.device)
+        if mode == "synthetic":
+            yield from repeat(self._synthetic)
         while True:
             is_empty = True
-            for batch in self._pass(mode):
+            for batch in self._prefetcher:
                 is_empty = False
                 yield batch
             if is_empty:

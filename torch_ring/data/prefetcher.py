@@ -16,8 +16,8 @@ class DevicePrefetcher:
     """Iterates over the batches of a loader, on a device.
 
     The copy of the next batch is under way, on a stream of its own, while the model works on this
-    one; so there are two batches in the device's memory. On a CPU the batches are passed on as
-    they are.
+    one; so there are two batches in the device's memory, and three while the loop asks for the
+    next. On a CPU the batches are passed on as they are.
 
     Copies run beside the model's work only from pinned memory: ``DataLoader(pin_memory=True)``
     pins in a thread of its own; what is not pinned is pinned here, which takes this thread's time.

@@ -72,6 +72,7 @@ class ShardedSampler(Sampler[int]):
         self._epoch = 0
         self._begin = 0  # how many samples of the epoch had been taken when this pass began
         self._advanced = 0  # by this rank, since
+        self._taken = 0  # by all ranks, since: their number may be another when it is asked for
 
     @property
     def epoch(self) -> int:
@@ -81,13 +82,12 @@ class ShardedSampler(Sampler[int]):
     @property
     def consumed(self) -> int:
         """How many samples of the epoch all ranks together have taken."""
-        taken = self._begin + self._advanced * self.process_set.size()
-        return min(taken, self._end())
+        return min(self._begin + self._taken, self.length)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; stay where it is if it is in that epoch already."""
         if epoch != self._epoch:
-            self._epoch, self._begin, self._advanced = epoch, 0, 0
+            self._go_to(epoch, 0)
 
     def advance(self, samples: int) -> None:
         """Count what this rank has taken, the same number as on the other ranks.
@@ -98,6 +98,7 @@ class ShardedSampler(Sampler[int]):
             samples: a batch's, usually; more than are left count as those.
         """
         self._advanced += samples
+        self._taken += samples * self.process_set.size()
         if self._advanced >= len(self):
             self.set_epoch(self._epoch + 1)
 
@@ -123,14 +124,14 @@ class ShardedSampler(Sampler[int]):
                     f"the state is that of a sampler with {name}={state[name]}, and this one has "
                     f"{name}={getattr(self, name)}"
                 )
-        self._epoch, self._begin, self._advanced = state["epoch"], state["consumed"], 0
+        self._go_to(state["epoch"], state["consumed"])
 
     def __len__(self) -> int:
         """Return how many samples this rank takes in the pass that is under way, or is next."""
         return len(range(self.length)[self._mine()])
 
     def __iter__(self) -> Iterator[int]:
-        self._begin, self._advanced = self.consumed, 0
+        self._go_to(self._epoch, self.consumed)
         mine = self._mine()
         if not self.shuffle:
             return iter(range(self.length)[mine])
@@ -139,6 +140,10 @@ class ShardedSampler(Sampler[int]):
         generator.manual_seed(zlib.crc32(f"{self.seed} {self._epoch}".encode()))
         order = torch.randperm(self.length, generator=generator)
         return iter(order[mine].tolist())
+
+    def _go_to(self, epoch: int, begin: int) -> None:
+        self._epoch, self._begin = epoch, begin
+        self._advanced = self._taken = 0
 
     def _mine(self) -> slice:
         begin = self._begin + self.process_set.rank()
