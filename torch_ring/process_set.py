@@ -25,6 +25,9 @@ class ProcessSet:
     It names the set of these ranks, whenever there is one: two of the same ranks are equal, and
     mean the same set; one that was pickled, or used in the world before, can be used again.
 
+    Operations of two sets may be in flight in any order, but on GPUs of sets that share ranks: NCCL
+    asks for one order of its communicators on a device, so finish those of one set first.
+
     Args:
         ranks_or_comm: ranks in any order, or an mpi4py communicator of them.
 
