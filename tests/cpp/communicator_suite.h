@@ -36,8 +36,8 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
 
 // The arithmetic of every dtype is tested without threads: sanitizers see enough of it in three.
 constexpr int kDTypeStep = kSanitized ? 4 : 1;
-// ... and of long data a sixth, which is still several segments.
-constexpr std::size_t kShare = kSanitized ? 6 : 1;
+// ... and of long data a quarter, which is still more than two segments of every dtype.
+constexpr std::size_t kShare = kSanitized ? 4 : 1;
 
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
