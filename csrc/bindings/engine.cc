@@ -85,8 +85,7 @@ class PyEngine {
       Request request =
           allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
       const py::gil_scoped_release no_gil;
-      const std::shared_ptr<Work> work = engine->submit(std::move(request), mode_of(true));
-      engine->wait(*work, kCheckSignals);
+      engine->submit_and_wait(std::move(request), kCheckSignals);
     }
     if (in_place && !tensor.is_inference()) {
       tensor.unsafeGetTensorImpl()->bump_version();  // a stale saved copy is an error, not a lie

@@ -30,7 +30,7 @@ std::string gather(Engine& engine, std::string name, const std::string& bytes,
         static_cast<std::size_t>(std::accumulate(rows.begin(), rows.end(), std::int64_t{0})));
     return static_cast<void*>(buffers->all.data());
   };
-  engine.wait(*engine.submit(std::move(request), Engine::Mode::kAwaited), interrupt);
+  engine.submit_and_wait(std::move(request), interrupt);
   return std::move(buffers->all);
 }
 

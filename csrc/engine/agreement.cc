@@ -29,6 +29,13 @@ void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes) {
   std::memcpy(rows.data() + count, bytes.data(), bytes.size());
 }
 
+/// Appends one of `count` values; the first one makes room for all.
+template <class T>
+void append(std::vector<T>& values, const T& value, std::size_t count) {
+  if (values.empty()) values.reserve(count);
+  values.push_back(value);
+}
+
 }  // namespace
 
 std::string name_in(const std::string& label) { return label.substr(0, label.find(" (")); }
@@ -109,8 +116,6 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own,
                                              std::span<const ByteSpan> entries) {
   if (own.collective == Collective::kJoin) return std::nullopt;
   Decision decision;
-  decision.shared_offsets.reserve(entries.size());
-  decision.payloads.reserve(entries.size());
   bool all_shared = true;
   bool all_carry = true;
   ByteSpan first;
@@ -120,10 +125,10 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own,
     if (first.empty()) first = a->fingerprint;
     if (!equal(first, a->fingerprint)) return std::nullopt;
     append_rows(decision.rows, a->rows);
-    decision.shared_offsets.push_back(a->shared_offset);
-    decision.payloads.push_back(a->payload);
     all_shared = all_shared && a->shared_offset >= 0;
     all_carry = all_carry && a->carries;
+    if (all_shared) append(decision.shared_offsets, a->shared_offset, entries.size());
+    if (all_carry) append(decision.payloads, a->payload, entries.size());
   }
   if (!all_shared) decision.shared_offsets.clear();
   if (!all_carry) decision.payloads.clear();

@@ -86,6 +86,7 @@ void Engine::close() {
 
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
   auto work = make_work(std::move(request));
+  const Lock lock(mutex_);
   enqueue({&work, 1}, mode);
   return work;
 }
@@ -93,6 +94,7 @@ std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
 std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests, Mode mode) {
   std::vector<std::shared_ptr<Work>> works;
   for (Request& request : requests) works.push_back(make_work(std::move(request)));
+  const Lock lock(mutex_);
   enqueue(works, mode);
   return works;
 }
@@ -111,15 +113,16 @@ std::shared_ptr<Work> Engine::make_work(Request request) const {
 }
 
 void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
-  const Lock lock(mutex_);
   abort_->check();
   for (std::size_t i = 0; i < works.size(); ++i) {
     Work& work = *works[i];
     Fingerprint& fingerprint = work.request_.fingerprint;
-    if (fingerprint.name.empty()) fingerprint.name = names_.next(fingerprint.collective);
+    const bool numbered = fingerprint.name.empty();
+    if (numbered) fingerprint.name = names_.next(fingerprint.collective);
     work.key_ = key_of(fingerprint);
+    if (numbered) continue;
     if (!in_flight_.emplace(work.key_, &work).second) {
-      for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
+      for (std::size_t earlier = 0; earlier < i; ++earlier) forget(*works[earlier]);
       throw Error(ErrorKind::kInvalidArgument,
                   name_ + ": " + fingerprint.describe() +
                       " is in flight already: a name is free again when its operation is done");
@@ -130,6 +133,7 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
     queue_.push_back(work);
     queued_bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
   }
+  queued_.store(true, std::memory_order_release);  // seen by the driver that is woken below
   const auto self = std::this_thread::get_id();
   if (submitter_ == std::thread::id()) submitter_ = self;
   several_submitters_ = several_submitters_ || submitter_ != self;
@@ -140,8 +144,21 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
   }
 }
 
+void Engine::forget(const Work& work) { in_flight_.erase(work.key_); }
+
 void Engine::wait(Work& work, const Interrupt& interrupt) {
   Lock lock(mutex_);
+  wait(lock, work, interrupt);
+}
+
+void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
+  const auto work = make_work(std::move(request));
+  Lock lock(mutex_);
+  enqueue({&work, 1}, Mode::kAwaited);
+  wait(lock, *work, interrupt);
+}
+
+void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
   while (!work.done()) {
     if (!driving_ || pausing_here()) {
       drive_in_turn(lock, &work, interrupt);
@@ -189,6 +206,7 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   driver_ = std::this_thread::get_id();
   paused_ = false;
   bool device_busy = false;
+  take_queue();
   lock.unlock();
   std::exception_ptr interrupted;
   try {
@@ -226,13 +244,16 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
 }
 
 void Engine::drive(const Work* target, const Interrupt& interrupt) {
-  const auto since = Clock::now();
+  std::optional<Clock::time_point> since;  // when it began to wait
+  bool long_since = false;
   bool told_blocked = false;
   while (target == nullptr || !target->done()) {
     abort_->check();
-    const auto [hand_over, one_submitter] = take_queue();
-    const bool blocked = target != nullptr && outbox_.empty() && one_submitter &&
-                         Clock::now() - since > kBlockedAfter;
+    if (queued_.load(std::memory_order_acquire)) {
+      const Lock lock(mutex_);
+      take_queue();
+    }
+    const bool blocked = long_since && outbox_.empty() && only_submitter();
     if (round_open_) {
       if (board_.complete()) {
         finish_round();
@@ -246,13 +267,16 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     } else if (target == nullptr && pending_.empty()) {
       return;
     }
-    if (target == nullptr && hand_over) return;
-    board_.wait_until(Clock::now() + kLookAround);
+    if (target == nullptr && hand_over()) return;
+    auto now = Clock::now();
+    if (!since) since = now;
+    board_.wait_until(now + kLookAround);
     // While rounds go on, there is little to look at.
-    const auto now = Clock::now();
+    now = Clock::now();
     if (round_open_ && now - looked_around_ < kLookAround && board_.complete()) continue;
     looked_around_ = now;
     look_around();
+    long_since = target != nullptr && now - *since > kBlockedAfter;
     if (device_.exists()) look_after_device();
     paused_ = true;
     call(interrupt);
@@ -260,13 +284,24 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
   }
 }
 
-/// Moves what was submitted to the outbox.
-Engine::Seen Engine::take_queue() {
-  const Lock lock(mutex_);
-  outbox_.insert(outbox_.end(), queue_.begin(), queue_.end());
+/// Moves what was submitted to the outbox. With the lock held.
+void Engine::take_queue() {
+  for (auto& work : queue_) outbox_.push_back(std::move(work));
   queue_.clear();
   queued_bytes_ = 0;
-  return {waiters_ > 0 || closing_, !several_submitters_};
+  queued_.store(false, std::memory_order_relaxed);
+}
+
+/// Whether somebody else can drive, or nobody should: the engine's thread leaves then.
+bool Engine::hand_over() {
+  const Lock lock(mutex_);
+  return waiters_ > 0 || closing_;
+}
+
+/// Whether the thread that waits is the only one that could submit anything.
+bool Engine::only_submitter() {
+  const Lock lock(mutex_);
+  return !several_submitters_;
 }
 
 Error Engine::departed(int rank) const {

@@ -66,6 +66,9 @@ class Engine {
   /// Blocks until the work is done, driving if nobody does. Throws the work's error.
   void wait(Work& work, const Interrupt& interrupt);
 
+  /// submit() and wait() in one, for less than both: for operations that take microseconds.
+  void submit_and_wait(Request request, const Interrupt& interrupt);
+
   /// Throws the fatal cause, if there is one: what was enqueued on a device is void then.
   void check() const {
     if (!closed_) abort_->check();
@@ -79,7 +82,11 @@ class Engine {
   /// waits who can drive instead). Takes and gives back the role; `lock` is released meanwhile.
   void drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt);
   std::shared_ptr<Work> make_work(Request request) const;
+  /// With the lock held.
   void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
+  void wait(Lock& lock, Work& work, const Interrupt& interrupt);
+  void take_queue();
+  void forget(const Work& work);
   /// Whether this thread drives, and is where nothing is half done: in its interrupt. That may be a
   /// signal handler which waits for another work, and so drives too, or closes the engine.
   bool pausing_here() const { return driving_ && driver_ == std::this_thread::get_id() && paused_; }
@@ -88,11 +95,8 @@ class Engine {
 
   // By the driver, without the lock:
   void drive(const Work* target, const Interrupt& interrupt);
-  struct Seen {
-    bool hand_over;      // somebody else can drive, or nobody should: the engine's thread leaves
-    bool one_submitter;  // who waits here is the only thread that could submit anything
-  };
-  Seen take_queue();
+  bool hand_over();
+  bool only_submitter();
   void announce_outbox(bool blocked);
   void finish_round();
   bool run_unanimous();
@@ -119,6 +123,7 @@ class Engine {
   Executor executor_;
   DeviceExecutor device_;
   EntryWriter entry_;
+  Bytes fingerprint_;  // of the request that is being announced
   std::vector<ByteSpan> entries_;  // of the round that is being finished
   std::deque<std::shared_ptr<Work>> outbox_;
   std::map<std::string, std::shared_ptr<Work>> pending_;
@@ -130,8 +135,9 @@ class Engine {
   std::mutex mutex_;  // guards what follows; never held while driving
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Work>> queue_;
+  std::atomic<bool> queued_{false};  // whether it has something, for a look without the lock
   std::size_t queued_bytes_ = 0;
-  std::unordered_map<std::string, Work*> in_flight_;
+  std::unordered_map<std::string, Work*> in_flight_;  // but for numbered ones: theirs are unique
   Names names_;
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several

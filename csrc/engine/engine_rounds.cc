@@ -10,9 +10,9 @@ void Engine::announce_outbox(bool blocked) {
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
     const Request& request = work.request();
-    const Bytes fingerprint = encode(request.fingerprint);
+    encode(request.fingerprint, fingerprint_);
     Announcement announcement;
-    announcement.fingerprint = fingerprint;
+    announcement.fingerprint = fingerprint_;
     announcement.rows = std::as_bytes(std::span(request.rows));
     announcement.carries = Executor::rides_along(request, communicator_->size());
     if (announcement.carries) {
@@ -95,7 +95,6 @@ bool Engine::run_unanimous() {
   if (!fingerprint.on_host()) return false;
   const auto decision = Agreement::unanimous(fingerprint, entries_);
   if (!decision) return false;
-  last_decision_ = Clock::now();
   if (decision->renumbers) renumber();
   const Job job{&work.request(), &*decision};
   executor_.run({&job, 1}, [&](std::size_t) { settle(work, std::nullopt); });

@@ -87,7 +87,7 @@ class Reader {
 
 }  // namespace
 
-Bytes encode(const Fingerprint& f) {
+void encode(const Fingerprint& f, Bytes& bytes) {
   const FingerprintHeader header{f.prescale,
                                  f.postscale,
                                  f.root,
@@ -100,11 +100,10 @@ Bytes encode(const Fingerprint& f) {
                                  f.joinable,
                                  {}};
   const std::size_t shape_bytes = f.shape.size() * sizeof(std::int64_t);
-  Bytes bytes(sizeof header + shape_bytes + f.name.size());
+  bytes.resize(sizeof header + shape_bytes + f.name.size());
   std::byte* at = put(bytes.data(), &header, sizeof header);
   at = put(at, f.shape.data(), shape_bytes);
   put(at, f.name.data(), f.name.size());
-  return bytes;
 }
 
 Fingerprint decode(ByteSpan fingerprint) {

@@ -25,7 +25,8 @@ struct Announcement {
   bool carries = false;             // whether the payload rides along (it may be empty)
 };
 
-Bytes encode(const Fingerprint& fingerprint);
+/// Makes `bytes` the encoding of a fingerprint.
+void encode(const Fingerprint& fingerprint, Bytes& bytes);
 
 /// Errors: Error(kInternal) on bytes that encode() did not make.
 Fingerprint decode(ByteSpan fingerprint);

@@ -26,7 +26,8 @@ Bytes entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
   EntryWriter writer;
   writer.clear(blocked);
   for (const Fingerprint& request : requests) {
-    const Bytes fingerprint = encode(request);
+    Bytes fingerprint;
+    encode(request, fingerprint);
     Announcement announcement;
     announcement.fingerprint = fingerprint;
     writer.append(announcement);
@@ -58,7 +59,9 @@ TEST(fingerprints_survive_their_encoding) {
   fingerprint.dtype = DType::kBFloat16;
   fingerprint.prescale = 0.5;
   fingerprint.shape = {4, 0, 7};
-  CHECK(decode(encode(fingerprint)) == fingerprint);
+  Bytes encoded;
+  encode(fingerprint, encoded);
+  CHECK(decode(encoded) == fingerprint);
 }
 
 TEST(broken_entries_are_refused) {

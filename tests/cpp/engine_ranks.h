@@ -61,16 +61,24 @@ class Rank {
 
   std::shared_ptr<Work> allreduce(std::vector<float>& values, const std::string& name,
                                   Engine::Mode mode = Engine::Mode::kAsynchronous) {
-    Request request;
-    request.fingerprint.name = name;
-    request.fingerprint.shape = {static_cast<std::int64_t>(values.size())};
-    request.input = request.output = values.data();
-    return engine_.submit(std::move(request), mode);
+    return engine_.submit(allreduce_of(values, name), mode);
+  }
+
+  void allreduce_now(std::vector<float>& values, const std::string& name = "") {
+    engine_.submit_and_wait(allreduce_of(values, name), {});
   }
 
   void wait(const std::shared_ptr<Work>& work) { engine_.wait(*work, {}); }
 
  private:
+  static Request allreduce_of(std::vector<float>& values, const std::string& name) {
+    Request request;
+    request.fingerprint.name = name;
+    request.fingerprint.shape = {static_cast<std::int64_t>(values.size())};
+    request.input = request.output = values.data();
+    return request;
+  }
+
   std::mutex mutex_;
   std::string log_;
   std::function<void()> on_log_;

@@ -11,7 +11,7 @@ namespace torch_ring::test {
 extern "C" __attribute__((noinline)) void torch_ring_hot_path(Rank& rank,
                                                               std::vector<float>& values) {
   for (int i = 0; i < 1000; ++i) {
-    rank.wait(rank.allreduce(values, "", Engine::Mode::kAwaited));
+    rank.allreduce_now(values);
   }
 }
 
