@@ -17,6 +17,7 @@ namespace torch_ring {
 ///   allreduce   2 (n - 1) steps, 2 S (n - 1) / n bytes: no algorithm moves fewer (P. Patarasuk and
 ///               X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 ///               JPDC 69(2), 2009). Half of 16-bit floats' bytes travel as float32 partial results.
+///               Up to 64 KiB: ceil(log2(n)) steps, S (n - 1) bytes (see BruckStep).
 ///   reducescatter, allgather, alltoall   n - 1 steps, S (n - 1) / n bytes
 ///   broadcast   n - 2 + segments steps, S bytes
 ///   barrier     ceil(log2(n)) steps, one byte each
@@ -54,6 +55,8 @@ class RingCommunicator : public Communicator {
   };
   void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Piece> pieces,
                       const Reduction& reduction);
+  void allreduce_gathered(const void* input, void* output, std::size_t count,
+                          const Reduction& reduction);
   void gather_chunks(std::byte* data, std::span<const Range> chunks);
 
   Connection* next() const { return neighbour(1); }
@@ -66,7 +69,7 @@ class RingCommunicator : public Communicator {
   const std::vector<std::unique_ptr<Connection>> connections_;
   const Waiter& waiter_;
   TcpBoard board_;
-  std::vector<std::byte> received_;  // scratch: the chunk that comes from the previous rank
+  std::vector<std::byte> received_;  // scratch: the chunk that comes from the previous rank, or all
   std::vector<std::byte> partials_;  // scratch: float32 partial results of 16-bit floats
 };
 

@@ -14,7 +14,7 @@ void Engine::announce_outbox(bool blocked) {
     Announcement announcement;
     announcement.fingerprint = fingerprint_;
     announcement.rows = std::as_bytes(std::span(request.rows));
-    announcement.carries = Executor::rides_along(request, communicator_->size());
+    announcement.carries = executor_.rides_along(request);
     if (announcement.carries) {
       announcement.payload = Executor::payload_of(request, communicator_->rank());
     }

@@ -9,8 +9,7 @@ namespace torch_ring {
 
 namespace {
 
-// Reading n entries of this size costs every rank less than a second synchronisation would.
-constexpr std::size_t kCarriedBytes = 4096;
+// What rides along is read by everybody: with many ranks, less does.
 constexpr std::size_t kCarriedBytesOfAllRanks = 64u << 10;
 
 /// Bytes of this rank's tensor.
@@ -86,13 +85,13 @@ StandIn::StandIn(const Fingerprint& fingerprint, Memory& memory) {
   };
 }
 
-bool Executor::rides_along(const Request& request, int size) {
+bool Executor::rides_along(const Request& request) const {
   const Fingerprint& f = request.fingerprint;
   if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
   if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
   const std::size_t bytes = bytes_of(request);
-  return bytes <= kCarriedBytes &&
-         bytes * static_cast<std::size_t>(size) <= kCarriedBytesOfAllRanks;
+  return bytes <= communicator_.board().worth_carrying() &&
+         bytes * static_cast<std::size_t>(communicator_.size()) <= kCarriedBytesOfAllRanks;
 }
 
 ByteSpan Executor::payload_of(const Request& request, int rank) {

@@ -41,7 +41,7 @@ class Executor {
         fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
   /// Whether the tensor of a request is so small that it rides along with the agreement.
-  static bool rides_along(const Request& request, int size);
+  bool rides_along(const Request& request) const;
   /// What rides along: this rank's tensor, or nothing.
   static ByteSpan payload_of(const Request& request, int rank);
   /// Where the buffer of an in-place allreduce lies in shared memory, or -1.

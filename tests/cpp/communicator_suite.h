@@ -1,6 +1,7 @@
 // What every Communicator does, whatever lies beneath.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <latch>
 #include <random>
@@ -39,6 +40,9 @@ constexpr int kDTypeStep = kSanitized ? 4 : 1;
 // ... and of long data a quarter, which is still more than two segments of every dtype.
 constexpr std::size_t kShare = kSanitized ? 4 : 1;
 
+// Gathered and reduced by every rank of a ring, and sent around it (64 KiB is the bound).
+constexpr std::array<std::size_t, 2> kShortAndLong{1000, 40'009};
+
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     const auto ranks = static_cast<std::size_t>(size);
@@ -55,7 +59,7 @@ inline void allreduce_all(const Layout& layout, int size) {
 
 inline void allreduce_long(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    // Two ranks: more than a block of the ring, 8 MiB. Otherwise many segments.
+    // Two ranks: more than a block of the ring, 2 MiB. Otherwise many segments.
     check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum,
                     (size == 2 ? 2'100'003 : 500'009) / kShare, true);
     check_allreduce(communicator, DType::kBFloat16, ReduceOp::kSum, 600'001 / kShare, true);
@@ -65,19 +69,20 @@ inline void allreduce_long(const Layout& layout, int size) {
 
 inline void allreduce_scaled(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    constexpr std::size_t kCount = 1000;
     const Scaling scaling{.prescale = 0.5, .postscale = 8.0, .divisor = size};
     for (const DType dtype :
          {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
-      Elements data(dtype, kCount);
-      for (std::size_t i = 0; i < kCount; ++i) {
-        data.set(i, value_at(i, communicator.rank(), size, ReduceOp::kSum));
-      }
-      communicator.allreduce(data.data(), data.data(), kCount, {dtype, ReduceOp::kSum, scaling});
-      const double tolerance = size_of(dtype) == 2 ? 1.0 / 256 : 1e-6;  // half a unit of bfloat16
-      for (std::size_t i = 0; i < kCount; ++i) {
-        const double exact = reduced_at(i, size, ReduceOp::kSum, dtype) * 4 / size;
-        CHECK(std::fabs(data.at(i) - exact) <= tolerance * exact);
+      for (const std::size_t count : kShortAndLong) {
+        Elements data(dtype, count);
+        for (std::size_t i = 0; i < count; ++i) {
+          data.set(i, value_at(i, communicator.rank(), size, ReduceOp::kSum));
+        }
+        communicator.allreduce(data.data(), data.data(), count, {dtype, ReduceOp::kSum, scaling});
+        const double tolerance = size_of(dtype) == 2 ? 1.0 / 256 : 1e-6;  // half a bfloat16 unit
+        for (std::size_t i = 0; i < count; ++i) {
+          const double exact = reduced_at(i, size, ReduceOp::kSum, dtype) * 4 / size;
+          CHECK(std::fabs(data.at(i) - exact) <= tolerance * exact);
+        }
       }
     }
   });
@@ -86,16 +91,18 @@ inline void allreduce_scaled(const Layout& layout, int size) {
 inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     // In float16, 2048 + 1 is 2048: whoever rounds in between loses the ones.
-    constexpr std::size_t kCount = 1000;
-    Elements data(DType::kFloat16, kCount);
     const double largest = 2048 - (size - 1) % 2;  // the sum is even, so float16 can hold it
-    for (std::size_t i = 0; i < kCount; ++i) {
-      const bool chosen =
-          i % static_cast<std::size_t>(size) == static_cast<std::size_t>(communicator.rank());
-      data.set(i, chosen ? largest : 1);
+    for (const std::size_t count : kShortAndLong) {
+      Elements data(DType::kFloat16, count);
+      for (std::size_t i = 0; i < count; ++i) {
+        const bool chosen =
+            i % static_cast<std::size_t>(size) == static_cast<std::size_t>(communicator.rank());
+        data.set(i, chosen ? largest : 1);
+      }
+      communicator.allreduce(data.data(), data.data(), count,
+                             {DType::kFloat16, ReduceOp::kSum, {}});
+      for (std::size_t i = 0; i < count; ++i) CHECK_EQ(data.at(i), largest + size - 1);
     }
-    communicator.allreduce(data.data(), data.data(), kCount, {DType::kFloat16, ReduceOp::kSum, {}});
-    for (std::size_t i = 0; i < kCount; ++i) CHECK_EQ(data.at(i), largest + size - 1);
   });
 }
 

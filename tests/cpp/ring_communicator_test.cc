@@ -51,11 +51,11 @@ TEST(ring_a_rank_killed_in_a_transfer_is_named_with_the_progress) {
       const auto ring = make_communicator(world, patient(), waiting.abort);
       CHECK_THROWS(ring->allreduce(data.data(), data.data(), data.count(), {}),
                    ErrorKind::kPeerLost,
-                   "connection to rank 1 (a thread) closed after 0.5 of 2.0 MiB received");
+                   "connection to rank 1 (a thread) closed after 0.5 of 1.0 MiB received");
     } else {
-      // Takes the whole chunk of rank 0, and leaves after a quarter of its own.
+      // Takes the whole chunk of rank 0, and leaves after half of its own.
       Connection connection(std::move(world.data[0]), world.labels[0]);
-      Bytes incoming(2u << 20);
+      Bytes incoming(1u << 20);
       exchange(&connection, {data.data(), 512u << 10}, &connection, incoming, waiting.waiter);
     }
   });
