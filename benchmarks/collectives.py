@@ -1,6 +1,6 @@
 """Times the collectives of torch_ring next to those of other libraries, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy --shared
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy touch --shared
     mpirun --bind-to none -np 2 python benchmarks/collectives.py --peers gloo mpi
 
 The columns are those of nccl-tests; benchmarks/README.md has the formulas.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from machine import log, machine, title, write_report
-from peers import PEERS, Case, Run, empty_shared, runs_of
+from peers import MEMORY, PEERS, Case, Run, empty_shared, runs_of
 from torch import Tensor
 from turns import in_turns, medians, seconds
 
@@ -120,7 +120,7 @@ def wrong_elements(case: Case, runs: dict[str, Run]) -> dict[str, int]:
     for library, run in runs.items():
         case.tensor.copy_(data[hvd.rank()])
         got = run()
-        differing = 0 if library == "copy" else int((got != want).sum())
+        differing = 0 if library in MEMORY else int((got != want).sum())
         wrong[library] = int(hvd.allreduce(torch.tensor(differing), op=hvd.Sum))
     return wrong
 
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace, collective: str, size_bytes: int) -> list[
         for library in wrong[name, memory]:
             time_s = times[name, memory, library]
             algbw = actual_bytes / time_s / 1e9
-            busbw = algbw * (1 if library == "copy" else BUS_SHARE[collective](hvd.size()))
+            busbw = algbw * (1 if library in MEMORY else BUS_SHARE[collective](hvd.size()))
             results[library] = Result(time_s * 1e6, algbw, busbw, wrong[name, memory][library])
         ours = results["torch_ring"].time_us
         ratios = {

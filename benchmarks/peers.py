@@ -141,7 +141,7 @@ def of_mpi(case: Case) -> Run | None:
     return _returning(call, result)
 
 
-# --- a copy
+# --- what memory can do
 
 
 def of_copy(case: Case) -> Run:
@@ -153,6 +153,15 @@ def of_copy(case: Case) -> Run:
     source = torch.zeros(count, dtype=case.tensor.dtype)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def of_touch(case: Case) -> Run:
+    """What every allreduce of private tensors does: a rank reads all of its tensor and writes it.
+
+    All ranks negate a private tensor of so many bytes in place, all at once.
+    """
+    own = torch.zeros(max(case.tensor.numel(), case.output.numel()), dtype=case.tensor.dtype)
+    return own.neg_
 
 
 # --- all of them
@@ -171,7 +180,9 @@ PEERS = {
     "gloo": Library(of_gloo, start_gloo, stop_gloo),
     "mpi": Library(of_mpi, start_mpi),
     "copy": Library(of_copy),
+    "touch": Library(of_touch),
 }
+MEMORY = ("copy", "touch")  # what is no collective, and has no result
 
 
 def runs_of(case: Case, peers: Sequence[str]) -> dict[str, Run]:

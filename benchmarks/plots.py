@@ -28,9 +28,10 @@ COLOURS = {
     "ddp": "#d55e00",
     "mpi": "#009e73",
     "copy": "#999999",
+    "touch": "#cc79a7",
     "torch": "#999999",
 }
-NAMES = {"mpi": "Open MPI", "copy": "copy", "ddp": "DDP, gloo"}
+NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}
 
 
 def allreduce(reports: dict[str, Report], axes: Axes) -> None:
