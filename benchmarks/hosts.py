@@ -39,6 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", help="that a host may send, as tc has it: 1gbit; else unlimited")
+    parser.add_argument("--window", type=int, help="bytes of a socket's buffers; else the kernel's")
     parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
     parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -153,7 +154,7 @@ def main() -> int:
     tool = "iperf3" if shutil.which("iperf3") and not args.plain_sockets else "plain sockets"
     with (
         tempfile.TemporaryDirectory() as folder,
-        namespaces.hosts(args.hosts, args.rate) as hosts,
+        namespaces.hosts(args.hosts, args.rate, args.window) as hosts,
     ):
         before = traffic(hosts, tool, args.seconds)
         results = Path(folder) / "collectives.json"
@@ -169,7 +170,7 @@ def main() -> int:
     )
     if args.json:
         report["command"] = f"python {shlex.join(sys.argv)}"
-        report["machine"] |= {"rate": args.rate or "unlimited"}
+        report["machine"] |= {"rate": args.rate or "unlimited", "window": args.window}
         report["traffic"] = {"tool": tool, "before_gb_per_s": before, "after_gb_per_s": after}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

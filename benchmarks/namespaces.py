@@ -31,11 +31,15 @@ def run(*arguments: str) -> None:
 
 
 @contextmanager
-def hosts(count: int, rate: str | None = None) -> Iterator[Sequence[Host]]:
+def hosts(
+    count: int, rate: str | None = None, window: int | None = None
+) -> Iterator[Sequence[Host]]:
     """Make hosts that see each other; they are gone afterwards.
 
     Args:
         rate: what each may send, as tc understands it ("1gbit"); None: as fast as it goes.
+        window: the most bytes of a socket's buffers, which bound what a connection has under way;
+            None: the kernel's.
 
     Raises:
         OSError: there is no `ip` or `tc`, or no right to use them.
@@ -58,6 +62,10 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Sequence[Host]]:
             run(*ip, "link", "set", "eth0", "up")
             run(*ip, "link", "set", "lo", "up")
             run("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+            if window:
+                sizes = f"{min(window, 4096)} {window} {window}"
+                for name in ("tcp_rmem", "tcp_wmem"):
+                    run(*host.command("sysctl", "-w", f"net.ipv4.{name}={sizes}"))
             if rate:
                 # A bucket of 1 ms at 1 Gbit/s, and a queue that holds what arrives in 50 ms.
                 tbf = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")

@@ -115,10 +115,20 @@ def trains() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [[0, 1], [0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 2], [0, 1, 2]], ids=str
+    ("layout", "connections"),
+    [
+        ([0, 1], "1"),
+        ([0, 0, 1], "1"),
+        ([0, 0, 1, 1], "1"),
+        ([0, 1, 0, 1], "2"),
+        ([0, 0, 1, 2], "1"),
+        ([0, 1, 2], "3"),
+    ],
+    ids=str,
 )
-def test_hosts(hosts, layout):
+def test_hosts(hosts, layout, connections):
     env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
+    env["TORCH_RING_CONNECTIONS"] = connections
     lines = run(
         computes,
         len(layout),

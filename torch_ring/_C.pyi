@@ -30,7 +30,8 @@ class Engine:
         host_of: host index of every rank, hosts numbered in order of their first rank.
         labels: what to call every rank in messages, "rank 2 (10.0.0.7, pid 4711)".
         may_spin: whether every rank of this host has a core of its own.
-        data: per rank, a connected authenticated socket; -1 where `lane_peers` does not ask for it.
+        data: per rank, connected authenticated sockets, in the same order at both ends; none where
+            `lane_peers` does not ask for them.
         memory, doorbells: per rank of this host (self included) its memfd and eventfd; else -1.
         control: per rank a connected authenticated socket for the watchdog; -1 for self.
         timeout_s ...: see torch_ring.config.
@@ -43,7 +44,7 @@ class Engine:
         host_of: Sequence[int],
         labels: Sequence[str],
         may_spin: bool,
-        data: Sequence[int],
+        data: Sequence[Sequence[int]],
         memory: Sequence[int],
         doorbells: Sequence[int],
         control: Sequence[int],

@@ -29,6 +29,7 @@ class Config:
     fusion_window_s: float = 0.001
     bucket_bytes: int = 25 << 20
     interface: str = ""
+    connections: int = 1
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
     log_level: str = "info"
@@ -93,6 +94,15 @@ def _bytes(minimum: int) -> Callable[[str], int]:
         if text.isdecimal() and minimum <= int(text) < 1 << 62:
             return int(text)
         raise ValueError(f"must be a whole number of bytes, {minimum} or more")
+
+    return parse
+
+
+def _count(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.isdecimal() and least <= int(text) <= most:
+            return int(text)
+        raise ValueError(f"must be a whole number from {least} to {most}")
 
     return parse
 
@@ -182,6 +192,14 @@ SETTINGS = (
         "TORCH_RING_INTERFACE",
         str,
         "network interface of the job, by its name or its address",
+    ),
+    Setting(
+        "connections",
+        "TORCH_RING_CONNECTIONS",
+        _count(1, 64),
+        "TCP connections between two ranks that exchange data: more than 1 where a single one does "
+        "not fill the network",
+        common=True,
     ),
     Setting(
         "nccl_library",

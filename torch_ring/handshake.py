@@ -10,7 +10,6 @@ round. What is said afterwards is not encrypted.
 from __future__ import annotations
 
 import asyncio
-import enum
 import hashlib
 import hmac
 import secrets
@@ -19,24 +18,19 @@ import struct
 
 from torch_ring.errors import RingError
 
-__all__ = ["Purpose", "accept", "connect", "readable"]
+__all__ = ["CONTROL", "accept", "connect", "readable"]
 
-_MAGIC = b"t-ring/1"
+CONTROL = 0  # the channel of the control connection; from 1 on, those of the data connections
+
+_MAGIC = b"t-ring/2"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_HELLO = struct.Struct(f"!8sBII{_NONCE_BYTES}s")  # magic, purpose, from, to, nonce
+_HELLO = struct.Struct(f"!8sBII{_NONCE_BYTES}s")  # magic, channel, from, to, nonce
 _WELCOME = b"W"
 
 
-class Purpose(enum.IntEnum):
-    """What a connection is for."""
-
-    CONTROL = 1
-    DATA = 2
-
-
 async def connect(
-    connection: socket.socket, key: bytes, rank: int, peer: int, purpose: Purpose
+    connection: socket.socket, key: bytes, rank: int, peer: int, channel: int
 ) -> None:
     """Prove to be `rank` to `peer`, at the other end of a non-blocking socket.
 
@@ -44,7 +38,7 @@ async def connect(
         OSError: the peer, or what took its place, has closed the connection.
         RingError: it does not know the key.
     """
-    hello = _HELLO.pack(_MAGIC, purpose, rank, peer, secrets.token_bytes(_NONCE_BYTES))
+    hello = _HELLO.pack(_MAGIC, channel, rank, peer, secrets.token_bytes(_NONCE_BYTES))
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, hello)
     nonce = await _receive(connection, _NONCE_BYTES)
@@ -60,15 +54,15 @@ async def connect(
         raise OSError("no welcome")
 
 
-async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int, Purpose]:
-    """Let in a peer of `rank`; return who it is and what it wants.
+async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int, int]:
+    """Let in a peer of `rank`; return who it is, and the channel that this is.
 
     Raises:
         OSError, ValueError: it is none; nothing that it sent is to be believed.
     """
     loop = asyncio.get_running_loop()
     hello = await _receive(connection, _HELLO.size)
-    magic, purpose, peer, wanted, _ = _HELLO.unpack(hello)
+    magic, channel, peer, wanted, _ = _HELLO.unpack(hello)
     if magic != _MAGIC or wanted != rank:
         raise ValueError("a stranger")
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -77,7 +71,7 @@ async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int,
     if not hmac.compare_digest(proof, _proof(key, b"connect", hello, nonce)):
         raise ValueError("a stranger who knows our ways, but not the secret")
     await loop.sock_sendall(connection, _WELCOME)
-    return peer, Purpose(purpose)
+    return peer, channel
 
 
 async def readable(connection: socket.socket) -> None:

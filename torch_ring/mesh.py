@@ -2,7 +2,7 @@
 
 Of two ranks the lower one accepts and the higher one connects. Every pair has a control connection
 (a Unix socket inside a host, by which memory and doorbells are passed, TCP otherwise); pairs on the
-same lane of different hosts have a data connection, too.
+same lane of different hosts have data connections, too: one, unless the settings say otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_ring import _C, cards, handshake
 from torch_ring.cards import Card
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, PeerLostError, RingError, TimeoutError
-from torch_ring.handshake import Purpose
+from torch_ring.handshake import CONTROL
 from torch_ring.launchers import Identity
 from torch_ring.meeting import Meeting
 from torch_ring.network import own_address, receive_fds, require_same_user
@@ -48,7 +48,8 @@ class Mesh:
 
     Attributes:
         cards: by rank; empty if this is the only one.
-        data, control: connections by rank.
+        control: connections by rank.
+        data: connections by rank and channel.
         memory, doorbells: memfds and eventfds by rank, of this host, this rank's included.
     """
 
@@ -56,18 +57,20 @@ class Mesh:
     host_of: list[int] = field(default_factory=lambda: [0])
     labels: list[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
     may_spin: bool = True
-    data: dict[int, socket.socket] = field(default_factory=dict)
+    data: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
     control: dict[int, socket.socket] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)
     doorbells: dict[int, int] = field(default_factory=dict)
 
-    def release(self) -> dict[str, list[int]]:
-        """Return the descriptors by rank, -1 where there is none; the caller owns them now."""
+    def release(self) -> dict[str, list[Any]]:
+        """Return the descriptors by rank; the caller owns them now.
+
+        Where there is none stands -1, but for data, of which each rank has a list.
+        """
         ranks = range(len(self.host_of))
-        data, control = (
-            [sockets.pop(r).detach() if r in sockets else -1 for r in ranks]
-            for sockets in (self.data, self.control)
-        )
+        by_channel = [sorted(self.data.pop(r, {}).items()) for r in ranks]
+        data = [[connection.detach() for _, connection in channels] for channels in by_channel]
+        control = [self.control.pop(r).detach() if r in self.control else -1 for r in ranks]
         memory, doorbells = (
             [fds.pop(r, -1) for r in ranks] for fds in (self.memory, self.doorbells)
         )
@@ -75,7 +78,7 @@ class Mesh:
 
     def close(self) -> None:
         """Close what has not been released."""
-        for sockets in (self.data, self.control):
+        for sockets in (self.control, *self.data.values()):
             while sockets:
                 sockets.popitem()[1].close()
         for fds in (self.memory, self.doorbells):
@@ -125,7 +128,8 @@ def connect(
             nonce = bytes.fromhex(mesh.cards[0].nonce)
             secret = (config.secret or rendezvous.secret).encode()
             key = hmac.digest(secret, nonce, hashlib.sha256)
-            _run(_Connector(identity.rank, key, mesh, meeting).connect_all([tcp, unix]))
+            connector = _Connector(identity.rank, key, mesh, meeting, config.connections)
+            _run(connector.connect_all([tcp, unix]))
         meeting.gather("connected", "")
         cleanup.pop_all()
     return mesh
@@ -251,14 +255,22 @@ def _run_here(work: Coroutine[Any, Any, None]) -> None:
 class _Connector:
     """Makes the connections of one rank, each in a task of its own: a silent one delays nobody."""
 
-    def __init__(self, rank: int, key: bytes, mesh: Mesh, meeting: Meeting | SetMeeting) -> None:
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        mesh: Mesh,
+        meeting: Meeting | SetMeeting,
+        data_connections: int,
+    ) -> None:
         self._rank = rank
         self._key = key
         self._mesh = mesh
         self._meeting = meeting
         ranks = range(len(mesh.cards))
-        self._missing = {(peer, Purpose.CONTROL) for peer in ranks if peer != rank}
-        self._missing |= {(peer, Purpose.DATA) for peer in _C.lane_peers(rank, mesh.host_of)}
+        data = range(CONTROL + 1, CONTROL + 1 + data_connections)
+        self._missing = {(peer, CONTROL) for peer in ranks if peer != rank}
+        self._missing |= {(peer, c) for peer in _C.lane_peers(rank, mesh.host_of) for c in data}
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers = asyncio.Semaphore(_STRANGERS)
         self._ended = asyncio.Event()
@@ -269,9 +281,9 @@ class _Connector:
         """Return when every connection is there, and the descriptors that come over it."""
         for listener in listeners:
             self._start(self._accept(listener))
-        for peer, purpose in sorted(self._missing):
+        for peer, channel in sorted(self._missing):
             if peer < self._rank:
-                self._start(self._connect(peer, purpose))
+                self._start(self._connect(peer, channel))
         self._start(self._watch())
         try:
             await self._ended.wait()
@@ -318,27 +330,27 @@ class _Connector:
             try:
                 if connection.family == socket.AF_UNIX:
                     require_same_user(connection)
-                peer, purpose = await asyncio.wait_for(
+                peer, channel = await asyncio.wait_for(
                     handshake.accept(connection, self._key, self._rank), _STRANGER_S
                 )
-                if peer < self._rank or (peer, purpose) not in self._missing:
+                if peer < self._rank or (peer, channel) not in self._missing:
                     raise ValueError(f"rank {peer} is not expected to connect")
             except (OSError, ValueError, asyncio.TimeoutError) as error:
                 _log.debug("rank %d dropped a connection: %s", self._rank, error)
                 return
             finally:
                 self._strangers.release()
-            await self._add(peer, purpose, connection)
+            await self._add(peer, channel, connection)
             cleanup.pop_all()
 
-    async def _connect(self, peer: int, purpose: Purpose) -> None:
+    async def _connect(self, peer: int, channel: int) -> None:
         while True:
             with contextlib.ExitStack() as cleanup:
                 try:
                     connection, address = self._socket_for(peer)
                     cleanup.callback(connection.close)
                     await asyncio.get_running_loop().sock_connect(connection, address)
-                    await handshake.connect(connection, self._key, self._rank, peer, purpose)
+                    await handshake.connect(connection, self._key, self._rank, peer, channel)
                 except ConnectionRefusedError as error:
                     # It listened before its card was published, and stops when all is done.
                     raise PeerLostError(
@@ -348,7 +360,7 @@ class _Connector:
                     self._reason = error
                     await asyncio.sleep(0.05)
                     continue
-                await self._add(peer, purpose, connection)
+                await self._add(peer, channel, connection)
                 cleanup.pop_all()
                 return
 
@@ -363,12 +375,14 @@ class _Connector:
         connection.setblocking(False)
         return connection, address
 
-    async def _add(self, peer: int, purpose: Purpose, connection: socket.socket) -> None:
-        if purpose is Purpose.CONTROL and connection.family == socket.AF_UNIX:
-            await self._swap_memory(peer, connection)
-        by_rank = self._mesh.control if purpose is Purpose.CONTROL else self._mesh.data
-        by_rank[peer] = connection
-        self._missing.discard((peer, purpose))
+    async def _add(self, peer: int, channel: int, connection: socket.socket) -> None:
+        if channel == CONTROL:
+            if connection.family == socket.AF_UNIX:
+                await self._swap_memory(peer, connection)
+            self._mesh.control[peer] = connection
+        else:
+            self._mesh.data.setdefault(peer, {})[channel] = connection
+        self._missing.discard((peer, channel))
         if not self._missing:
             self._ended.set()
 

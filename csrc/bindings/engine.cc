@@ -39,8 +39,9 @@ class PyEngine {
  public:
   PyEngine(World world, const EngineConfig& config, std::string nccl_library, py::function log)
       : pid_(::getpid()), rank_(world.rank), size_(world.size), hosts_(world.host_count()) {
-    for (const auto* fds : {&world.control, &world.data}) {
-      for (const Fd& fd : *fds) remember(fd);
+    for (const Fd& fd : world.control) remember(fd);
+    for (const auto& fds : world.data) {
+      for (const Fd& fd : fds) remember(fd);
     }
     auto abort = std::make_shared<Abort>();
     Engine::Options options{config, world.labels, std::move(world.control),
@@ -296,16 +297,14 @@ class PyEngine {
   std::shared_ptr<Engine> engine_;
 };
 
-std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_of,
-                                      std::vector<std::string> labels, bool may_spin,
-                                      const std::vector<int>& data, const std::vector<int>& memory,
-                                      const std::vector<int>& doorbells,
-                                      const std::vector<int>& control, double timeout_s,
-                                      double heartbeat_timeout_s, double stall_warning_s,
-                                      double fusion_window_s, std::size_t fusion_threshold_bytes,
-                                      std::string nccl_library, py::function log) {
+std::unique_ptr<PyEngine> make_engine(
+    int rank, int size, std::vector<int> host_of, std::vector<std::string> labels, bool may_spin,
+    const std::vector<std::vector<int>>& data, const std::vector<int>& memory,
+    const std::vector<int>& doorbells, const std::vector<int>& control, double timeout_s,
+    double heartbeat_timeout_s, double stall_warning_s, double fusion_window_s,
+    std::size_t fusion_threshold_bytes, std::string nccl_library, py::function log) {
   World world;
-  world.data = own(data);  // first: whatever goes wrong now, they are closed
+  for (const auto& fds : data) world.data.push_back(own(fds));  // first: now they get closed
   world.memory = own(memory);
   world.doorbells = own(doorbells);
   world.control = own(control);

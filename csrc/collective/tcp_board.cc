@@ -186,13 +186,13 @@ void TcpBoard::update_fds() {
   for (std::size_t i = 0; i < steps_.size(); ++i) {
     if (open_) {
       const bool gone = frames_[i].sent == frames_[i].bytes.size();
-      fds_[i] = {gone ? -1 : connection(steps_[i].to).fd(), POLLOUT, 0};
+      fds_[i] = {gone ? -1 : connection(steps_[i].to).send_fd(), POLLOUT, 0};
     } else {
-      fds_[i] = {connection(steps_[i].from).fd(), POLLIN, 0};
+      fds_[i] = {connection(steps_[i].from).receive_fd(), POLLIN, 0};
     }
   }
   const bool due = open_ && step_ < steps_.size();
-  fds_.back() = {due ? connection(steps_[step_].from).fd() : -1, POLLIN, 0};
+  fds_.back() = {due ? connection(steps_[step_].from).receive_fd() : -1, POLLIN, 0};
 }
 
 }  // namespace torch_ring

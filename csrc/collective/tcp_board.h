@@ -43,7 +43,10 @@ class TcpBoard : public Board {
 
   /// What a sleeper that waits for this board polls. It stays valid, and complete() and post() keep
   /// it up to date, also while a Waiter holds it.
-  std::span<const pollfd> fds() const { return fds_; }
+  std::span<const pollfd> fds() {
+    update_fds();  // what else uses the connections may have changed their sockets
+    return fds_;
+  }
 
  private:
   struct Header {

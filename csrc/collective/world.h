@@ -21,7 +21,7 @@ struct World {
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
   bool may_spin = true;             // every rank of this host has a core of its own
 
-  std::vector<Fd> data;       // rank -> connection for data; closed where needs_data() is false
+  std::vector<std::vector<Fd>> data;  // rank -> sockets for data; none where needs_data() is false
   std::vector<Fd> memory;     // rank -> its memfd (transport/shared_memory.h); same host, and self
   std::vector<Fd> doorbells;  // rank -> its eventfd; same host, and self
   std::vector<Fd> control;    // rank -> the watchdog's connection; all but self

@@ -89,33 +89,57 @@ struct Transfer {
 
 }  // namespace
 
-Connection::Connection(Fd socket, std::string peer)
-    : socket_(std::move(socket)), peer_(std::move(peer)) {
-  make_non_blocking(fd());
-  const int on = 1;
-  if (is_tcp(fd()) && ::setsockopt(fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0) {
-    throw_errno("setsockopt(TCP_NODELAY)");
+Connection::Connection(std::vector<Fd> sockets, std::string peer)
+    : sockets_(std::move(sockets)), peer_(std::move(peer)) {
+  for (const Fd& socket : sockets_) {
+    make_non_blocking(socket.get());
+    const int on = 1;
+    if (is_tcp(socket.get()) &&
+        ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0) {
+      throw_errno("setsockopt(TCP_NODELAY)");
+    }
   }
 }
 
+/// Calls move_part(socket, part of the bytes) until it moves less than it is given.
+template <class Byte, class Move>
+std::size_t Connection::move(std::span<Byte> bytes, Position& position, Move&& move_part) {
+  const bool stripes = sockets_.size() > 1;
+  std::size_t done = 0;
+  while (done < bytes.size()) {
+    const auto rest = bytes.subspan(done);
+    const auto part = stripes ? rest.first(std::min(rest.size(), position.left)) : rest;
+    const std::size_t moved = move_part(sockets_[position.socket].get(), part);
+    done += moved;
+    if (stripes && (position.left -= moved) == 0) {
+      position = {(position.socket + 1) % sockets_.size(), kStripeBytes};
+    }
+    if (moved < part.size()) break;
+  }
+  return done;
+}
+
 std::size_t Connection::try_send(std::span<const std::byte> bytes) {
-  const auto sent = ::send(fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  if (sent >= 0) return static_cast<std::size_t>(sent);
-  if (!try_later(errno)) throw_failed(peer_, errno);
-  return 0;
+  return move(bytes, outgoing_, [&](int fd, std::span<const std::byte> part) -> std::size_t {
+    const auto sent = ::send(fd, part.data(), part.size(), MSG_NOSIGNAL);
+    if (sent >= 0) return static_cast<std::size_t>(sent);
+    if (!try_later(errno)) throw_failed(peer_, errno);
+    return 0;
+  });
 }
 
 std::size_t Connection::try_receive(std::span<std::byte> bytes) {
-  if (bytes.empty()) return 0;  // recv() would return 0, which is otherwise the end of the stream
-  const auto received = ::recv(fd(), bytes.data(), bytes.size(), 0);
-  if (received > 0) return static_cast<std::size_t>(received);
-  if (received == 0) throw Error(ErrorKind::kPeerLost, "connection to " + peer_ + " closed");
-  if (!try_later(errno)) throw_failed(peer_, errno);
-  return 0;
+  return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
+    const auto received = ::recv(fd, part.data(), part.size(), 0);
+    if (received > 0) return static_cast<std::size_t>(received);
+    if (received == 0) throw Error(ErrorKind::kPeerLost, "connection to " + peer_ + " closed");
+    if (!try_later(errno)) throw_failed(peer_, errno);
+    return 0;
+  });
 }
 
 bool Connection::readable() const {
-  pollfd socket{fd(), POLLIN, 0};
+  pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
 }
 
@@ -141,8 +165,8 @@ void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* f
       if (receive.move() && received) received(receive.done);
       return send.done + receive.done > before;
     };
-    const std::array<pollfd, 2> fds{pollfd{send.finished() ? -1 : to->fd(), POLLOUT, 0},
-                                    pollfd{receive.finished() ? -1 : from->fd(), POLLIN, 0}};
+    const std::array<pollfd, 2> fds{pollfd{send.finished() ? -1 : to->send_fd(), POLLOUT, 0},
+                                    pollfd{receive.finished() ? -1 : from->receive_fd(), POLLIN, 0}};
     waiter.wait(moved, silence, fds);
   }
 }

@@ -1,4 +1,4 @@
-// An ordered byte stream to one peer over a connected socket.
+// An ordered byte stream to one peer over connected sockets.
 #pragma once
 
 #include <cstddef>
@@ -13,27 +13,46 @@
 
 namespace torch_ring {
 
-/// The socket was connected, and its peer authenticated, before it came here (torch_ring/mesh.py).
+/// The sockets were connected, and their peer authenticated, before they came here
+/// (torch_ring/mesh.py). As a rule there is one. The stream goes over several in turns,
+/// kStripeBytes over each: where what limits a transfer is a limit of each flow (of a cloud's
+/// network, say, or of a window on a long way), they carry more than one does.
+///
 /// Thread: one at a time. Blocking: never.
-/// Errors: Error(kPeerLost) naming the peer when the stream ends or the socket fails.
+/// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails.
 class Connection {
  public:
-  /// Takes a connected stream socket (TCP, or a Unix socket in tests) and makes it non-blocking,
-  /// with TCP_NODELAY when it is TCP. `peer` is the label of errors: "rank 2 (10.0.0.7, pid 41)".
-  Connection(Fd socket, std::string peer);
+  static constexpr std::size_t kStripeBytes = 128u << 10;
 
-  /// Sends or receives what the socket takes or has now; returns the bytes moved, perhaps 0.
+  /// Takes connected stream sockets (TCP, or Unix sockets in tests), in the peer's order, and makes
+  /// them non-blocking, with TCP_NODELAY when they are TCP. `peer` is the label of errors:
+  /// "rank 2 (10.0.0.7, pid 41)".
+  Connection(std::vector<Fd> sockets, std::string peer);
+
+  /// Sends or receives what the sockets take or have now; returns the bytes moved, perhaps 0.
   std::size_t try_send(std::span<const std::byte> bytes);
   std::size_t try_receive(std::span<std::byte> bytes);
 
   /// Whether at least one byte can be received now (or the stream has ended).
   bool readable() const;
 
-  int fd() const noexcept { return socket_.get(); }
+  /// The sockets that the next byte goes over: what to poll. Another after each stripe.
+  int send_fd() const { return sockets_[outgoing_.socket].get(); }
+  int receive_fd() const { return sockets_[incoming_.socket].get(); }
   const std::string& peer() const noexcept { return peer_; }
 
  private:
-  Fd socket_;
+  /// Where a direction of the stream is.
+  struct Position {
+    std::size_t socket = 0;
+    std::size_t left = kStripeBytes;  // of the stripe
+  };
+  template <class Byte, class Move>
+  std::size_t move(std::span<Byte> bytes, Position& position, Move&& move_part);
+
+  std::vector<Fd> sockets_;
+  Position outgoing_;
+  Position incoming_;
   std::string peer_;
 };
 

@@ -21,9 +21,9 @@ Bytes pattern(std::size_t bytes, int seed) {
 
 /// Two ranks, each with its connection to the other and its way to wait.
 struct End {
-  End(Fd socket, int peer, std::chrono::milliseconds timeout)
+  End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout)
       : waiting(timeout),
-        connection(std::move(socket), "rank " + std::to_string(peer) + " (a thread)") {}
+        connection(std::move(sockets), "rank " + std::to_string(peer) + " (a thread)") {}
 
   void exchange(std::span<const std::byte> outgoing, std::span<std::byte> incoming,
                 const std::function<void(std::size_t)>& received = {}) {
@@ -35,16 +35,23 @@ struct End {
 };
 
 struct Pair {
-  explicit Pair(Sockets sockets, std::chrono::milliseconds timeout = patient().timeout) {
-    auto [zero, one] = socket_pair(sockets);
-    ends[0].emplace(std::move(zero), 1, timeout);
-    ends[1].emplace(std::move(one), 0, timeout);
+  explicit Pair(Sockets sockets, std::chrono::milliseconds timeout = patient().timeout,
+                int connections = 1) {
+    std::vector<Fd> of_end[2];
+    for (int i = 0; i < connections; ++i) {
+      auto [zero, one] = socket_pair(sockets);
+      of_end[0].push_back(std::move(zero));
+      of_end[1].push_back(std::move(one));
+    }
+    for (int end = 0; end < 2; ++end) {
+      ends[end].emplace(std::move(of_end[end]), 1 - end, timeout);
+    }
   }
   std::optional<End> ends[2];
 };
 
-void exchange_both_ways(Sockets sockets) {
-  Pair pair(sockets);
+void exchange_both_ways(Sockets sockets, int connections = 1) {
+  Pair pair(sockets, patient().timeout, connections);
   // Much more than the sockets hold: whoever only sent would block for ever.
   const Bytes data[2] = {pattern(9 * kMiB + 1, 0), pattern(5 * kMiB + 3, 1)};
   run_ranks(2, [&](int rank) {
@@ -63,6 +70,28 @@ void exchange_both_ways(Sockets sockets) {
 
 TEST(connection_exchange_both_ways_unix) { exchange_both_ways(Sockets::kUnix); }
 TEST(connection_exchange_both_ways_tcp) { exchange_both_ways(Sockets::kTcp); }
+TEST(connection_exchange_both_ways_over_three_sockets) { exchange_both_ways(Sockets::kTcp, 3); }
+
+TEST(connection_of_several_sockets_takes_them_in_turns) {
+  Pair pair(Sockets::kUnix, patient().timeout, 2);
+  Connection& sender = pair.ends[0]->connection;
+  Connection& receiver = pair.ends[1]->connection;
+  const int first = sender.send_fd();
+  const Bytes stripe = pattern(Connection::kStripeBytes, 0);
+  Bytes incoming(stripe.size());
+  for (int turn = 0; turn < 4; ++turn) {
+    CHECK_EQ(sender.send_fd() == first, turn % 2 == 0);
+    CHECK(!receiver.readable());
+    run_ranks(2, [&](int rank) {
+      if (rank == 0) {
+        pair.ends[0]->exchange(stripe, {});
+      } else {
+        pair.ends[1]->exchange({}, incoming);
+      }
+    });
+    CHECK(same(incoming, stripe));
+  }
+}
 
 TEST(connection_exchange_in_one_direction_or_none) {
   Pair pair(Sockets::kTcp);

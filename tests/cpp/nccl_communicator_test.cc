@@ -74,6 +74,7 @@ Layout on_double(std::vector<int> sizes, std::chrono::milliseconds timeout = pat
           std::move(sizes),
           Sockets::kUnix,
           false,
+          1,
           [timeout](std::shared_ptr<Communicator> host, Abort& abort) {
             return std::make_unique<OnStream>(std::move(host), abort, timeout);
           }};

@@ -14,8 +14,8 @@ namespace {
 struct Peer {
   Peer() {
     auto [here, there] = unix_pair();
-    connection.emplace(std::move(here), "rank 1 (a thread)");
-    us.emplace(std::move(there), "rank 0 (a thread)");
+    connection.emplace(alone(std::move(here)), "rank 1 (a thread)");
+    us.emplace(alone(std::move(there)), "rank 0 (a thread)");
     board.emplace(0, std::vector<Connection*>{nullptr, &*connection}, waiting.waiter, 1000);
   }
 

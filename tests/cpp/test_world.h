@@ -56,6 +56,13 @@ inline std::pair<Fd, Fd> socket_pair(Sockets sockets) {
   return sockets == Sockets::kTcp ? tcp_pair() : unix_pair();
 }
 
+/// What a Connection of one socket takes.
+inline std::vector<Fd> alone(Fd socket) {
+  std::vector<Fd> sockets;
+  sockets.push_back(std::move(socket));
+  return sockets;
+}
+
 inline Fd duplicate(const Fd& fd) {
   const int copy = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
   if (copy < 0) throw_errno("fcntl(F_DUPFD_CLOEXEC)");
@@ -64,7 +71,7 @@ inline Fd duplicate(const Fd& fd) {
 
 /// The worlds of all ranks, as torch_ring/mesh.py would make them; rank r is on host_of[r].
 inline std::vector<World> make_worlds(const std::vector<int>& host_of,
-                                      Sockets sockets = Sockets::kUnix) {
+                                      Sockets sockets = Sockets::kUnix, int connections = 1) {
   constexpr std::size_t kArenaBytes = 16u << 20;
   const std::size_t size = host_of.size();
   std::vector<World> worlds(size);
@@ -93,7 +100,11 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
     for (std::size_t other = one + 1; other < size; ++other) {
       std::tie(worlds[one].control[other], worlds[other].control[one]) = unix_pair();
       if (!worlds[one].needs_data(static_cast<int>(other))) continue;
-      std::tie(worlds[one].data[other], worlds[other].data[one]) = socket_pair(sockets);
+      for (int i = 0; i < connections; ++i) {
+        auto [ours, theirs] = socket_pair(sockets);
+        worlds[one].data[other].push_back(std::move(ours));
+        worlds[other].data[one].push_back(std::move(theirs));
+      }
     }
   }
   return worlds;
@@ -107,6 +118,7 @@ struct Layout {
   std::vector<int> sizes{1, 2, 3, 4};
   Sockets sockets = Sockets::kUnix;
   bool may_spin = false;
+  int connections = 1;  // of two ranks
   /// Makes what is tested of that communicator and the rank's Abort; empty: it is tested itself.
   std::function<std::shared_ptr<Communicator>(std::shared_ptr<Communicator>, Abort&)> over = {};
 };
@@ -161,7 +173,7 @@ struct Waiting {
 inline void run_world(const Layout& layout, int size,
                       const std::function<void(Communicator&, Abort&)>& fn,
                       const EngineConfig& config = patient()) {
-  std::vector<World> worlds = make_worlds(layout.host_of(size), layout.sockets);
+  std::vector<World> worlds = make_worlds(layout.host_of(size), layout.sockets, layout.connections);
   run_ranks(size, [&](int rank) {
     World& world = worlds[static_cast<std::size_t>(rank)];
     world.may_spin = layout.may_spin;
