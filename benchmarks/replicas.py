@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -12,7 +13,10 @@ from workloads import Batch, Workload
 import torch_ring as hvd
 
 VARIANTS = ("torch", "torch_ring", "ddp")
-"""Nothing is sent to anybody; DistributedOptimizer; DistributedDataParallel as it comes."""
+"""Nothing is sent to anybody; DistributedOptimizer; DistributedDataParallel as it comes.
+
+Besides: "barrier", which sends nothing either, and waits for all ranks after each backward pass.
+"""
 
 
 class Replica:
@@ -23,6 +27,7 @@ class Replica:
         self._loss = workload.loss
         self._model = DistributedDataParallel(model) if variant == "ddp" else model
         self._optimizer = workload.make_optimizer(model.parameters())
+        self._waits = variant == "barrier"
         if variant == "torch_ring":
             hvd.DistributedOptimizer(self._optimizer, model.named_parameters())
         self.parameters: list[Tensor] = list(model.parameters())
@@ -30,6 +35,8 @@ class Replica:
     def step(self) -> None:
         self._optimizer.zero_grad()
         self._loss(self._model, self._batch).backward()
+        if self._waits:
+            hvd.barrier()
         self._optimizer.step()
 
     @property
@@ -37,7 +44,9 @@ class Replica:
         return sum(p.numel() * p.element_size() for p in self.parameters)
 
 
-def replicas_of(workload: Workload, samples: int | None = None) -> dict[str, Replica]:
+def replicas_of(
+    workload: Workload, samples: int | None = None, variants: Sequence[str] = VARIANTS
+) -> dict[str, Replica]:
     """Return one of each variant: the same weights on all ranks, a batch for each rank.
 
     Args:
@@ -47,7 +56,7 @@ def replicas_of(workload: Workload, samples: int | None = None) -> dict[str, Rep
     model = workload.make_model()
     torch.manual_seed(1 + hvd.rank())
     batch = workload.make_batch(samples or workload.batch)
-    return {variant: Replica(workload, variant, deepcopy(model), batch) for variant in VARIANTS}
+    return {variant: Replica(workload, variant, deepcopy(model), batch) for variant in variants}
 
 
 def difference(one: Replica, other: Replica) -> float:

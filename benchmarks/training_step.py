@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/training_step.py --json training_step.json
 
-A step with torch_ring, one with DistributedDataParallel over gloo, and one without communication,
-in turns on the same ranks; benchmarks/README.md says how the columns come about.
+A step with torch_ring, one with DistributedDataParallel over gloo, one that only waits for the
+other ranks, and one without communication, in turns; benchmarks/README.md says how the columns
+come about.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from machine import log, machine, title, write_report
 from peers import start_gloo, stop_gloo
-from replicas import difference, replicas_of
+from replicas import VARIANTS, difference, replicas_of
 from turns import in_turns, seconds
 from workloads import WORKLOADS
 
@@ -41,6 +42,7 @@ class Row:
     variant: str  # "torch": no communication; "one process": and the other ranks idle
     step_ms: float
     exposed_ms: float  # more than the same ranks need without communication
+    beyond_ms: float  # more than they need if they wait for one another, and send nothing
     efficiency: float  # step without communication on all ranks / this step
     efficiency_of_one: float  # step of one process alone / this step
     gradients_differ: float  # torch_ring's from DDP's in the first step, relative to the largest
@@ -58,7 +60,7 @@ def parse_args() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, name: str) -> list[Row]:
     workload = WORKLOADS[name]
-    replicas = replicas_of(workload, args.batch)
+    replicas = replicas_of(workload, args.batch, (*VARIANTS, "barrier"))
     for variant in ("torch_ring", "ddp"):
         torch.manual_seed(hvd.rank())  # the same dropout
         replicas[variant].step()
@@ -80,6 +82,7 @@ def measure(args: argparse.Namespace, name: str) -> list[Row]:
     def row(variant: str) -> Row:
         step_s = statistics.median(times[variant])
         pairs = list(zip(times[variant], times["torch"], strict=True))
+        waiting = zip(times[variant], times["barrier"], strict=True)
         return Row(
             name,
             replicas["torch"].gradient_bytes,
@@ -87,6 +90,7 @@ def measure(args: argparse.Namespace, name: str) -> list[Row]:
             variant,
             step_ms=step_s * 1e3,
             exposed_ms=statistics.median(step - plain for step, plain in pairs) * 1e3,
+            beyond_ms=statistics.median(step - wait for step, wait in waiting) * 1e3,
             efficiency=statistics.median(plain / step for step, plain in pairs),
             efficiency_of_one=one_s / step_s,
             gradients_differ=apart,
@@ -98,8 +102,9 @@ def measure(args: argparse.Namespace, name: str) -> list[Row]:
 def header() -> list[str]:
     return [
         f"#{'model':>9}{'gradients':>11}{'batch':>7}{'variant':>13}{'step':>11}"
-        f"{'exposed':>11}{'exposed':>9}{'efficiency':>12}{'of one':>8}",
-        f"#{'':9}{'(MB)':>11}{'':20}{'(ms)':>11}{'(ms)':>11}{'(%)':>9}{'(%)':>12}{'(%)':>8}",
+        f"{'exposed':>11}{'exposed':>9}{'beyond':>11}{'efficiency':>12}{'of one':>8}",
+        f"#{'':9}{'(MB)':>11}{'':20}{'(ms)':>11}{'(ms)':>11}{'(%)':>9}{'(ms)':>11}{'(%)':>12}"
+        f"{'(%)':>8}",
     ]
 
 
@@ -108,10 +113,11 @@ def line(row: Row) -> str:
         f"{row.model:>10}{row.gradient_bytes / 1e6:>11.3f}{row.batch:>7}{row.variant:>13}"
         f"{row.step_ms:>11.3f}"
     )
-    if row.variant in ("torch_ring", "ddp"):
+    if row.variant in ("barrier", "torch_ring", "ddp"):
         share = row.exposed_ms / row.step_ms
-        text += f"{row.exposed_ms:>11.3f}{share * 100:>9.2f}{row.efficiency * 100:>12.1f}"
-        text += f"{row.efficiency_of_one * 100:>8.1f}"
+        beyond = f"{row.beyond_ms:.3f}" if row.variant != "barrier" else ""
+        text += f"{row.exposed_ms:>11.3f}{share * 100:>9.2f}{beyond:>11}"
+        text += f"{row.efficiency * 100:>12.1f}{row.efficiency_of_one * 100:>8.1f}"
     return text
 
 

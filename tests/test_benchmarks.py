@@ -91,7 +91,7 @@ def check_overhead(report: dict[str, Any]) -> None:
 
 
 def check_training_step(rows: list[dict[str, Any]]) -> None:
-    variants = ["torch", "torch_ring", "ddp", "one process"]
+    variants = ["torch", "torch_ring", "ddp", "barrier", "one process"]
     assert [(row["model"], row["variant"]) for row in rows] == [
         (model, variant) for model in ("mnist", "pinn") for variant in variants
     ]
@@ -242,7 +242,9 @@ def made_up_reports() -> dict[str, Any]:
     hosts = [row("allreduce", size_bytes, "float32", "private", torch_ring=1e5, gloo=1.6e5)]
     step = {"gradient_bytes": 4, "batch": 2, "efficiency_of_one": 0.9, "gradients_differ": 0.0}
     training = [
-        step | {"model": "vgg16", "variant": v, "step_ms": 100.0, "exposed_ms": e, "efficiency": f}
+        step
+        | {"model": "vgg16", "variant": v, "step_ms": 100.0, "exposed_ms": e, "efficiency": f}
+        | {"beyond_ms": e - 2.0}
         for v, e, f in (("torch", 0, 1.0), ("torch_ring", 4.0, 0.96), ("ddp", 40.0, 0.7))
     ]
     overhead = [
@@ -277,6 +279,7 @@ def test_targets() -> None:
     share = (64 << 20) / 1e5 / 1e3 / 0.6
     assert found[("2 hosts, allreduce 64 MB, share", "iperf3")] == (pytest.approx(share), True)
     assert found[("vgg16: exposed communication", "DDP's")] == (0.1, True)
+    assert found[("vgg16: exposed, beyond waiting", "DDP's")] == (pytest.approx(2 / 38), True)
     assert found[("vgg16: exposed, share of the step", "")] == (0.04, False)
     assert found[("vgg16: efficiency", "no communication")] == (0.96, True)
     assert found[("500 parameters: host cost", "DDP's")] == (pytest.approx(0.3), False)

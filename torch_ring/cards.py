@@ -26,8 +26,8 @@ class Card:
     """What a rank tells the others.
 
     Attributes:
-        machine: the same on ranks that can pass descriptors to one another: that share a kernel
-            and a network namespace.
+        machine: the same on ranks that can pass descriptors to one another: "<kernel>/<network
+            namespace>".
         shares: whether it has shared memory to give.
         node: the launcher's name of its node; None: the machine.
         local_rank, local_size: as the launcher tells; None if it does not.
@@ -51,6 +51,11 @@ class Card:
     cpus: str
     nonce: str
     settings: dict[str, Any]
+
+    @property
+    def kernel(self) -> str:
+        """The same on ranks that share CPUs: containers with networks of their own do, too."""
+        return self.machine.partition("/")[0]
 
     def to_json(self) -> str:
         """Return the card as it is published."""
@@ -137,8 +142,8 @@ def labels(cards: Sequence[Card]) -> list[str]:
 
 
 def may_spin(rank: int, cards: Sequence[Card]) -> bool:
-    """Return whether every rank of this machine has a CPU of its own."""
-    neighbours = [card for card in cards if card.machine == cards[rank].machine]
+    """Return whether every rank that shares this one's CPUs has one of its own."""
+    neighbours = [card for card in cards if card.kernel == cards[rank].kernel]
     cpus = 0
     for card in neighbours:
         cpus |= int(card.cpus, 16)
@@ -146,10 +151,10 @@ def may_spin(rank: int, cards: Sequence[Card]) -> bool:
 
 
 def cpu_sharers(rank: int, cards: Sequence[Card]) -> int:
-    """Return how many ranks of this machine, `rank` included, may run on CPUs of `rank`'s."""
+    """Return how many ranks, `rank` included, may run on CPUs of `rank`'s."""
     mine = cards[rank]
     return sum(
-        card.machine == mine.machine and int(card.cpus, 16) & int(mine.cpus, 16) != 0
+        card.kernel == mine.kernel and int(card.cpus, 16) & int(mine.cpus, 16) != 0
         for card in cards
     )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_ring import _C
 
-__all__ = ["GroupHandle", "Handle", "poll", "require_tensor", "synchronize"]
+__all__ = ["GroupHandle", "Handle", "is_recorded", "poll", "require_tensor", "synchronize"]
 
 
 class Handle:
@@ -78,6 +79,11 @@ def require_tensor(tensor: object, operation: str) -> None:
     """Raise TypeError if what an operation was given is no tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation} takes a torch.Tensor, not {type(tensor).__name__}")
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether autograd has to know what is done to the tensor."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _checked(handle: Handle) -> Handle:

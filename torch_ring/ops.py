@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_ring import passes, world
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle, require_tensor
+from torch_ring.handle import Handle, is_recorded, require_tensor
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set, root_in
 from torch_ring.reduce_op import Average, resolve_op
 
@@ -148,7 +148,7 @@ def allreduce(
     require_tensor(tensor, "allreduce")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if is_recorded(tensor):
         reduced = _Allreduce.apply(compressed, name, *arguments)
     else:
         reduced = _allreduce_now(compressed, None, name, *arguments)
@@ -187,7 +187,7 @@ def _broadcast(
 ) -> Handle:
     engine = engine_of(process_set)
     root = root_in(process_set, root_rank)
-    return Handle(engine.broadcast(tensor, output, root, name or "", awaited=awaited))
+    return Handle(engine.broadcast(tensor, output, root, name or "", awaited))
 
 
 def broadcast_async(
@@ -222,6 +222,14 @@ def broadcast_async_(
     )
 
 
+def _broadcast_now(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Tensor:
+    output = torch.empty_like(tensor, requires_grad=False)
+    _broadcast(tensor, output, root_rank, name, process_set, awaited=True).wait()
+    return output
+
+
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -229,9 +237,7 @@ class _Broadcast(torch.autograd.Function):
     ) -> Tensor:
         ctx.root_rank = root_rank
         ctx.process_set = process_set
-        output = torch.empty_like(tensor)
-        _broadcast(tensor, output, root_rank, name, process_set, awaited=True).wait()
-        return output
+        return _broadcast_now(tensor, root_rank, name, process_set)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,7 +259,8 @@ def broadcast(
     the others' is zero.
     """
     require_tensor(tensor, "broadcast")
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    broadcast_now = _Broadcast.apply if is_recorded(tensor) else _broadcast_now
+    result: Tensor = broadcast_now(tensor, root_rank, name, process_set)
     return result
 
 
@@ -311,6 +318,8 @@ def allgather(
     Horovod. See :func:`allgather_async`.
     """
     require_tensor(tensor, "allgather")
+    if not is_recorded(tensor):
+        return engine_of(process_set).allgather(tensor, name or "", True).wait()
     result: Tensor = _Allgather.apply(tensor, name, process_set)
     return result
 

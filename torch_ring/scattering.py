@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_ring import _C
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle, require_tensor
+from torch_ring.handle import Handle, is_recorded, require_tensor
 from torch_ring.ops import allgather
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set
 from torch_ring.reduce_op import Average, Sum
@@ -105,10 +105,14 @@ def alltoall(
     Differentiable: the gradient goes back the way that the rows came.
     """
     require_tensor(tensor, "alltoall")
-    engine_of(process_set)  # before anything else is looked at
+    engine = engine_of(process_set)  # before anything else is looked at
     rows = _splits(tensor, splits, process_set.size())
-    result, received = _Alltoall.apply(tensor, rows, name, process_set)
-    return result if splits is None else (result, received)
+    if is_recorded(tensor):
+        result, received = _Alltoall.apply(tensor, rows, name, process_set)
+        return result if splits is None else (result, received)
+    work = engine.alltoall(tensor, rows, name or "", True)
+    result = work.wait()
+    return result if splits is None else (result, _received(work))
 
 
 def scattered(tensor: Tensor, process_set: ProcessSet) -> Tensor:
@@ -132,10 +136,9 @@ def _reducescatter(
 ) -> Handle:
     engine = engine_of(process_set)
     output = scattered(tensor, process_set)
-    work = engine.reducescatter(
-        tensor, output, name or "", op, prescale, postscale, awaited=awaited
+    return Handle(
+        engine.reducescatter(tensor, output, name or "", op, prescale, postscale, awaited)
     )
-    return Handle(work)
 
 
 def reducescatter_async(
@@ -171,12 +174,16 @@ def gradient_factor(op: int, prescale: float, postscale: float, process_set: Pro
     return prescale * postscale * (process_set.size() if op == Sum else 1)
 
 
+def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
+    result: Tensor = _reducescatter(tensor, name, *arguments, awaited=True).wait()
+    return result
+
+
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
         ctx.arguments = arguments
-        result: Tensor = _reducescatter(tensor, name, *arguments, awaited=True).wait()
-        return result
+        return _reducescatter_now(tensor, name, *arguments)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,7 +207,8 @@ def reducescatter(
     """
     require_tensor(tensor, "reducescatter")
     compressed, context = compression.compress(tensor)
-    reduced = _Reducescatter.apply(
+    reducescatter_now = _Reducescatter.apply if is_recorded(compressed) else _reducescatter_now
+    reduced = reducescatter_now(
         compressed, name, op, prescale_factor, postscale_factor, process_set
     )
     return compression.decompress(reduced, context)

@@ -78,7 +78,10 @@ class PyEngine {
   at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
                                 std::string name, int op, double prescale, double postscale) const {
     const bool in_place = output && output->is_same(tensor);
-    if (!output) output = at::empty_like(tensor);
+    if (!output) {
+      output = at::empty_like(tensor);
+      advise_huge_pages(*output);
+    }
     if (!tensor.is_cpu()) {
       allreduce(tensor, *output, std::move(name), op, prescale, postscale, true).wait();
     } else {

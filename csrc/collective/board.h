@@ -28,7 +28,7 @@ class Board {
 
   /// Up to how many bytes of data a rank's entry had better bring along: sending them separately
   /// costs a second synchronisation. The same on every rank.
-  virtual std::size_t worth_carrying() const { return 16u << 10; }
+  virtual std::size_t worth_carrying() const = 0;
 
   /// Opens this rank's next round with its entry. The round before must be complete.
   virtual void post(std::span<const std::byte> entry) = 0;

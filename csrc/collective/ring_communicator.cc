@@ -12,13 +12,14 @@ namespace {
 // takes much longer than a system call.
 constexpr std::size_t kSegmentBytes = 256u << 10;
 
-// Up to here the fewest steps are worth more than the fewest bytes. What either costs grows with the
-// ranks, so that the bound does not: with n ranks a ring takes 2(n - 1) - log2(n) steps more, and
-// gathering about n - 3 times as many bytes.
+// Up to here few steps are worth more than few bytes. With n ranks a ring takes 2(n - 1) - log2(n)
+// steps more, and gathering S bytes about (n - 3) S bytes more: both grow alike, and the bound does
+// not.
 constexpr std::size_t kGatheredBytes = 64u << 10;
 
-// A tensor passes through the ring in blocks, which bound the scratch memory: one chunk of what is
-// received, and for 16-bit floats one block of partial results.
+// A tensor passes through the ring in blocks that stay in the cache, and which bound the scratch
+// memory: one chunk of what is received, and for 16-bit floats one block of partial results. A
+// chunk is what is under way at a time, so that it grows with the connections.
 constexpr std::size_t kChunkBytes = 1u << 20;
 constexpr std::size_t kBlockBytes = 64u << 20;
 
@@ -48,6 +49,7 @@ RingCommunicator::RingCommunicator(int rank, std::vector<std::unique_ptr<Connect
 
 void RingCommunicator::allreduce(const void* input, void* output, std::size_t count,
                                  const Reduction& reduction, std::span<const std::int64_t>) {
+  if (count == 0) return;
   const std::size_t item = size_of(reduction.dtype);
   if (count * item <= kGatheredBytes) {
     allreduce_gathered(input, output, count, reduction);
@@ -55,7 +57,7 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
   }
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
   const std::size_t ranks = static_cast<std::size_t>(size());
-  const std::size_t block_bytes = std::min(kChunkBytes * ranks, kBlockBytes);
+  const std::size_t block_bytes = std::min(kChunkBytes * next()->width() * ranks, kBlockBytes);
 
   for (const Range block : ranges_of(count, block_bytes / partial_item)) {
     const std::byte* in = bytes_of(input) + block.begin * item;

@@ -32,6 +32,7 @@ class TcpBoard : public Board {
            std::size_t capacity = kEntryBytes);
 
   std::size_t capacity() const override { return capacity_; }
+  std::size_t worth_carrying() const override { return 16u << 10; }
   void post(std::span<const std::byte> entry) override;
   bool peer_posted() override;
   bool complete() override;

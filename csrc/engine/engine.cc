@@ -206,10 +206,10 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   driver_ = std::this_thread::get_id();
   paused_ = false;
   bool device_busy = false;
-  take_queue();
-  lock.unlock();
   std::exception_ptr interrupted;
   try {
+    take_queue();
+    lock.unlock();
     drive(target, interrupt);
     device_busy = device_.busy();
   } catch (const Interrupted& caught) {
@@ -222,7 +222,7 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
     const Error cause(ErrorKind::kInternal, error.what());
     if (abort_->raise(cause)) watchdog_->announce(cause);
   }
-  lock.lock();
+  if (!lock.owns_lock()) lock.lock();
   if (abort_->raised() && !closing_) {  // else close() sees to it
     lock.unlock();
     device_.abort();  // or its stream waits for ever, and so does who waits for the stream
@@ -286,7 +286,7 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
 
 /// Moves what was submitted to the outbox. With the lock held.
 void Engine::take_queue() {
-  for (auto& work : queue_) outbox_.push_back(std::move(work));
+  outbox_.insert(outbox_.end(), queue_.begin(), queue_.end());
   queue_.clear();
   queued_bytes_ = 0;
   queued_.store(false, std::memory_order_relaxed);

@@ -123,7 +123,7 @@ class Engine {
   Executor executor_;
   DeviceExecutor device_;
   EntryWriter entry_;
-  Bytes fingerprint_;  // of the request that is being announced
+  Bytes fingerprint_;              // of the request that is being announced
   std::vector<ByteSpan> entries_;  // of the round that is being finished
   std::deque<std::shared_ptr<Work>> outbox_;
   std::map<std::string, std::shared_ptr<Work>> pending_;

@@ -7,14 +7,17 @@ namespace torch_ring {
 
 void Engine::announce_outbox(bool blocked) {
   entry_.clear(blocked);
+  const bool alone = outbox_.size() == 1;
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
     const Request& request = work.request();
+    // From here on no round is unanimous: those that follow say that the others get on.
+    if (request.fingerprint.collective == Collective::kJoin) last_decision_ = Clock::now();
     encode(request.fingerprint, fingerprint_);
     Announcement announcement;
     announcement.fingerprint = fingerprint_;
     announcement.rows = std::as_bytes(std::span(request.rows));
-    announcement.carries = executor_.rides_along(request);
+    announcement.carries = executor_.rides_along(request, alone);
     if (announcement.carries) {
       announcement.payload = Executor::payload_of(request, communicator_->rank());
     }

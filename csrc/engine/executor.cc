@@ -9,6 +9,8 @@ namespace torch_ring {
 
 namespace {
 
+constexpr std::size_t kCarriedAmongOthers = 4u << 10;
+
 // What rides along is read by everybody: with many ranks, less does.
 constexpr std::size_t kCarriedBytesOfAllRanks = 64u << 10;
 
@@ -85,12 +87,13 @@ StandIn::StandIn(const Fingerprint& fingerprint, Memory& memory) {
   };
 }
 
-bool Executor::rides_along(const Request& request) const {
+bool Executor::rides_along(const Request& request, bool alone) const {
   const Fingerprint& f = request.fingerprint;
   if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
   if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
   const std::size_t bytes = bytes_of(request);
-  return bytes <= communicator_.board().worth_carrying() &&
+  const std::size_t worth = communicator_.board().worth_carrying();
+  return bytes <= (alone ? worth : std::min(worth, kCarriedAmongOthers)) &&
          bytes * static_cast<std::size_t>(communicator_.size()) <= kCarriedBytesOfAllRanks;
 }
 

@@ -40,8 +40,9 @@ class Executor {
         memory_(memory),
         fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
-  /// Whether the tensor of a request is so small that it rides along with the agreement.
-  bool rides_along(const Request& request) const;
+  /// Whether the tensor of a request is so small that it rides along with the agreement. Among
+  /// others, which it can be fused with, it has to be smaller than `alone`.
+  bool rides_along(const Request& request, bool alone) const;
   /// What rides along: this rank's tensor, or nothing.
   static ByteSpan payload_of(const Request& request, int rank);
   /// Where the buffer of an in-place allreduce lies in shared memory, or -1.

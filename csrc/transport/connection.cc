@@ -91,6 +91,7 @@ struct Transfer {
 
 Connection::Connection(std::vector<Fd> sockets, std::string peer)
     : sockets_(std::move(sockets)), peer_(std::move(peer)) {
+  if (sockets_.empty()) throw Error(ErrorKind::kInternal, "there is no connection to " + peer_);
   for (const Fd& socket : sockets_) {
     make_non_blocking(socket.get());
     const int on = 1;
@@ -165,8 +166,9 @@ void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* f
       if (receive.move() && received) received(receive.done);
       return send.done + receive.done > before;
     };
-    const std::array<pollfd, 2> fds{pollfd{send.finished() ? -1 : to->send_fd(), POLLOUT, 0},
-                                    pollfd{receive.finished() ? -1 : from->receive_fd(), POLLIN, 0}};
+    const std::array<pollfd, 2> fds{
+        pollfd{send.finished() ? -1 : to->send_fd(), POLLOUT, 0},
+        pollfd{receive.finished() ? -1 : from->receive_fd(), POLLIN, 0}};
     waiter.wait(moved, silence, fds);
   }
 }

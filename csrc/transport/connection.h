@@ -22,11 +22,11 @@ namespace torch_ring {
 /// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails.
 class Connection {
  public:
-  static constexpr std::size_t kStripeBytes = 128u << 10;
+  static constexpr std::size_t kStripeBytes = 64u << 10;
 
   /// Takes connected stream sockets (TCP, or Unix sockets in tests), in the peer's order, and makes
   /// them non-blocking, with TCP_NODELAY when they are TCP. `peer` is the label of errors:
-  /// "rank 2 (10.0.0.7, pid 41)".
+  /// "rank 2 (10.0.0.7, pid 41)". Throws Error(kInternal) if there are none.
   Connection(std::vector<Fd> sockets, std::string peer);
 
   /// Sends or receives what the sockets take or have now; returns the bytes moved, perhaps 0.
@@ -35,6 +35,9 @@ class Connection {
 
   /// Whether at least one byte can be received now (or the stream has ended).
   bool readable() const;
+
+  /// How many sockets there are.
+  std::size_t width() const noexcept { return sockets_.size(); }
 
   /// The sockets that the next byte goes over: what to poll. Another after each stripe.
   int send_fd() const { return sockets_[outgoing_.socket].get(); }

@@ -167,6 +167,31 @@ const bool kJoin = on_all_layouts("ranks join one after the other, twice", [](Ra
   }
 });
 
+TEST(engine_a_join_waits_as_long_as_the_others_get_on) {
+  using std::chrono::milliseconds;
+  EngineConfig config = patient();
+  config.timeout = milliseconds(3000);
+  run_engines(
+      {0, 0},
+      [](Rank& rank) {
+        std::vector<float> values(3, 1.0f);
+        if (rank.rank() == 0) {
+          const auto work = rank.allreduce(values, "first");
+          std::this_thread::sleep_for(milliseconds(100));  // announced before the join is submitted
+          CHECK_EQ(join(rank), 1);
+          rank.wait(work);
+          return;
+        }
+        // More than the timeout in all, and less between one operation and the next.
+        for (const char* name : {"first", "second"}) {
+          std::this_thread::sleep_for(milliseconds(2000));
+          rank.wait(rank.allreduce(values, name));
+        }
+        CHECK_EQ(join(rank), 1);
+      },
+      config);
+}
+
 const bool kJoinable = on_all_layouts(
     "a joinable allgather leaves out who has joined, others fail and the job goes on",
     [](Rank& rank) {

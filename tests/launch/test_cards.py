@@ -16,7 +16,7 @@ def card(rank: int, machine: str = "a", **more) -> Card:
         "local_rank": None,
         "local_size": None,
         "pid": 100 + rank,
-        "address": f"10.0.0.{ord(machine) - 96}",
+        "address": f"10.0.0.{ord(machine[-1]) - 96}",
         "port": 1,
         "socket": "s",
         "cpus": "3",
@@ -93,6 +93,14 @@ def test_labels():
 def test_spinning_needs_a_cpu_for_every_rank_of_the_machine(cpus, spins):
     ranks = [card(rank, cpus=mask) for rank, mask in enumerate(cpus)]
     assert cards.may_spin(0, [*ranks, card(2, "b", cpus="1")]) == spins
+
+
+def test_ranks_in_networks_of_their_own_share_a_kernels_cpus():
+    ranks = [card(rank, f"kernel/{network}", cpus="3") for rank, network in enumerate("abc")]
+    assert cards.host_of(ranks, "auto") == [0, 1, 2]
+    assert cards.may_spin(0, ranks[:2])
+    assert not cards.may_spin(0, ranks)
+    assert cards.cpu_sharers(0, [*ranks, card(3, "another/a", cpus="3")]) == 3
 
 
 def test_settings_must_agree():
