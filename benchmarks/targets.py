@@ -137,8 +137,9 @@ def of_training(rows: Iterable[Report]) -> Iterator[Target]:
         share = ours["exposed_ms"] / max(ddp["exposed_ms"], 1e-9)
         yield Target(f"{model}: exposed communication", "DDP's", share, 1 / 8, at_most=True)
         # The same, less what any two ranks lose that are in step.
-        share = ours["beyond_ms"] / max(ddp["beyond_ms"], 1e-9)
-        yield Target(f"{model}: exposed, beyond waiting", "DDP's", share, 1 / 8, at_most=True)
+        if ddp.get("beyond_ms", 0) > 0:
+            share = ours["beyond_ms"] / ddp["beyond_ms"]
+            yield Target(f"{model}: exposed, beyond waiting", "DDP's", share, 1 / 8, at_most=True)
         if model in ("resnet50", "vgg16"):
             share = ours["exposed_ms"] / ours["step_ms"]
             yield Target(f"{model}: exposed, share of the step", "", share, 0.03, at_most=True)

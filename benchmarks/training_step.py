@@ -132,7 +132,7 @@ def main() -> int:
         of_model = measure(args, name)
         log(*map(line, of_model))
         rows += of_model
-        gc.collect()  # three models and their buckets, before the next three
+        gc.collect()  # of this model, before the next one is made
     write_report(args.json, facts, rows)
     stop_gloo()
     wrong = sorted({row.model for row in rows if row.gradients_differ > TOLERANCE})

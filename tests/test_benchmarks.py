@@ -100,6 +100,8 @@ def check_training_step(rows: list[dict[str, Any]]) -> None:
         assert row["step_ms"] > 0
         if row["variant"] == "torch":
             assert (row["exposed_ms"], row["efficiency"]) == (0, 1)
+        if row["variant"] == "barrier":
+            assert row["beyond_ms"] == 0
     assert rows[0]["gradient_bytes"] == 4 * 1_199_882  # the parameters of examples/mnist
 
 

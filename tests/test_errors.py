@@ -109,9 +109,19 @@ def misuses() -> None:
         (lambda: hvd.broadcast_(torch._efficientzerotensor((4,)), 0), "ZeroTensor"),
         (lambda: hvd.allgather(without_memory()), "storage was resized"),
         (lambda: torch.func.vmap(hvd.allreduce)(torch.ones(2, 3)), "has no memory"),
+        (lambda: hvd.reducescatter(t.to_sparse()), "not dense"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    for operation in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(torch.ones(4), torch.ones(4))
+            with pytest.raises(ValueError, match="forward-mode"):
+                operation(dual)
+    for operation in (hvd.allgather, hvd.alltoall):  # of what torch.func knows nothing about
+        captured = torch.ones(4)
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(lambda x, f=operation, c=captured: (x * f(c).sum()).sum())(torch.ones(1))
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 

@@ -238,6 +238,20 @@ def test_allgather(transport, size):
     run(gathers_everything, size, transport=transport)
 
 
+def gathers_much() -> None:
+    """Results of 32 MiB and more, for which huge pages are asked, and of no round size."""
+    rows = torch.arange(5_000_001, dtype=torch.float32)
+    gathered = hvd.allgather(rows)
+    assert gathered.nbytes > 32 << 20
+    assert all(torch.equal(part, rows) for part in gathered.view(hvd.size(), -1))
+    doubled = torch.cat([rows, rows])
+    assert torch.equal(hvd.allreduce(doubled), doubled)
+
+
+def test_large_results():
+    run(gathers_much, 2)
+
+
 def runs_many_at_once() -> None:
     size = hvd.size()
     tensors = [torch.full((i * 7 % 50,), float(i)) for i in range(500)]

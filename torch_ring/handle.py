@@ -10,7 +10,15 @@ from torch import Tensor
 
 from torch_ring import _C
 
-__all__ = ["GroupHandle", "Handle", "is_recorded", "poll", "require_tensor", "synchronize"]
+__all__ = [
+    "GroupHandle",
+    "Handle",
+    "is_recorded",
+    "needs_function",
+    "poll",
+    "require_tensor",
+    "synchronize",
+]
 
 
 class Handle:
@@ -82,8 +90,16 @@ def require_tensor(tensor: object, operation: str) -> None:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether autograd has to know what is done to the tensor."""
+    """Return whether autograd has to know what is done to the tensor."""
     return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def needs_function(tensor: Tensor) -> bool:
+    """Return whether an operation must be an autograd.Function: also inside of ``torch.func``.
+
+    That refuses it there before anything is sent.
+    """
+    return is_recorded(tensor) or torch._C._are_functorch_transforms_active()
 
 
 def _checked(handle: Handle) -> Handle:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_ring import passes, world
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle, is_recorded, require_tensor
+from torch_ring.handle import Handle, is_recorded, needs_function, require_tensor
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set, root_in
 from torch_ring.reduce_op import Average, resolve_op
 
@@ -259,7 +259,7 @@ def broadcast(
     the others' is zero.
     """
     require_tensor(tensor, "broadcast")
-    broadcast_now = _Broadcast.apply if is_recorded(tensor) else _broadcast_now
+    broadcast_now = _Broadcast.apply if needs_function(tensor) else _broadcast_now
     result: Tensor = broadcast_now(tensor, root_rank, name, process_set)
     return result
 
@@ -318,7 +318,7 @@ def allgather(
     Horovod. See :func:`allgather_async`.
     """
     require_tensor(tensor, "allgather")
-    if not is_recorded(tensor):
+    if not needs_function(tensor):
         return engine_of(process_set).allgather(tensor, name or "", True).wait()
     result: Tensor = _Allgather.apply(tensor, name, process_set)
     return result

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_ring import _C
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle, is_recorded, require_tensor
+from torch_ring.handle import Handle, needs_function, require_tensor
 from torch_ring.ops import allgather
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set
 from torch_ring.reduce_op import Average, Sum
@@ -107,7 +107,7 @@ def alltoall(
     require_tensor(tensor, "alltoall")
     engine = engine_of(process_set)  # before anything else is looked at
     rows = _splits(tensor, splits, process_set.size())
-    if is_recorded(tensor):
+    if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)
         return result if splits is None else (result, received)
     work = engine.alltoall(tensor, rows, name or "", True)
@@ -207,7 +207,7 @@ def reducescatter(
     """
     require_tensor(tensor, "reducescatter")
     compressed, context = compression.compress(tensor)
-    reducescatter_now = _Reducescatter.apply if is_recorded(compressed) else _reducescatter_now
+    reducescatter_now = _Reducescatter.apply if needs_function(compressed) else _reducescatter_now
     reduced = reducescatter_now(
         compressed, name, op, prescale_factor, postscale_factor, process_set
     )

@@ -214,7 +214,7 @@ def is_homogeneous() -> bool:
 
 
 def cpu_sharers() -> int:
-    """Return how many ranks of this machine, this one included, may run on this one's CPUs."""
+    """Return how many ranks on this kernel, this one included, may run on this one's CPUs."""
     return _current().cpu_sharers
 
 

@@ -32,6 +32,7 @@ void check_tensor(const at::Tensor& tensor, const std::string& what) {
   if (!tensor.is_cpu() && !tensor.is_cuda() && !tensor.is_privateuseone()) {
     refuse(what + ": tensors on " + tensor.device().str() + " are not supported: use cpu or cuda");
   }
+  if (tensor._fw_grad(0).defined()) refuse(what + ": forward-mode derivatives are not supported");
   if (tensor._is_zerotensor()) return;  // torch has only noted that it is zero
   if (!tensor.has_storage()) refuse(what + ": the tensor has no memory: is this in vmap or jvp?");
   const std::size_t needed =
@@ -196,7 +197,7 @@ void advise_huge_pages(const at::Tensor& tensor) {
   // Smaller ones the C library keeps for the next time.
   constexpr std::size_t kLarge = 32u << 20;
   constexpr std::uintptr_t kHugePage = 2u << 20;
-  if (!tensor.is_cpu() || tensor.nbytes() < kLarge) return;
+  if (!tensor.has_storage() || !tensor.is_cpu() || tensor.nbytes() < kLarge) return;
   const auto data = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   const std::uintptr_t begin = (data + kHugePage - 1) / kHugePage * kHugePage;
   const std::uintptr_t end = (data + tensor.nbytes()) / kHugePage * kHugePage;

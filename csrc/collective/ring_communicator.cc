@@ -121,7 +121,7 @@ void RingCommunicator::reducescatter(const void* input, void* output,
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
   const std::size_t longest_piece =
-      std::min(kChunkBytes, kBlockBytes / counts.size()) / partial_item;
+      std::min(kChunkBytes * next()->width(), kBlockBytes / counts.size()) / partial_item;
   const std::vector<Range> parts = ranges_of(counts);
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
 

@@ -19,7 +19,7 @@ struct World {
   int size = 1;
   std::vector<int> host_of;         // rank -> host, hosts numbered in order of their first rank
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
-  bool may_spin = true;             // every rank of this host has a core of its own
+  bool may_spin = true;             // every rank on this kernel has a core of its own
 
   std::vector<std::vector<Fd>> data;  // rank -> sockets for data; none where needs_data() is false
   std::vector<Fd> memory;     // rank -> its memfd (transport/shared_memory.h); same host, and self

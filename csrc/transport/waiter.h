@@ -23,7 +23,7 @@ inline void pause_cpu() {
 /// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`.
 class Waiter {
  public:
-  /// `may_spin`: every rank of the host has a core of its own.
+  /// `may_spin`: every rank on this kernel has a core of its own.
   Waiter(const Abort& abort, const Doorbell& doorbell, bool may_spin,
          std::chrono::milliseconds timeout)
       : abort_(abort), doorbell_(doorbell), may_spin_(may_spin), timeout_(timeout) {}

@@ -15,7 +15,7 @@ __all__ = ["default_num_workers"]
 def default_num_workers(limit: int = 16) -> int:
     """Return how many workers use the CPUs that are this rank's: for ``DataLoader(num_workers=)``.
 
-    They are the CPUs on which the process may run, divided by the ranks of this machine that may
+    They are the CPUs on which the process may run, divided by the ranks on this kernel that may
     run there too, less one for the rank itself; or its part of what the container may take, if that
     is less. Before init() nobody knows what the launcher has bound the other ranks to, and all of
     this host are taken to share.
