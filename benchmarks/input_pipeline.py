@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -122,7 +121,7 @@ def training_step(device: torch.device) -> Callable[[Any], None]:
 def measure(args: argparse.Namespace) -> None:
     """Train on this job's ranks, and append what rank 0 has to say to the file."""
     hvd.init()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    torch.set_num_threads(1)  # the same for a rank, however many there are
     device = torch.device(args.device)
     if args.device == "cuda":
         torch.cuda.set_device(hvd.local_rank())
