@@ -120,8 +120,9 @@ def misuses() -> None:
                 operation(dual)
     for operation in (hvd.allgather, hvd.alltoall):  # of what torch.func knows nothing about
         captured = torch.ones(4)
+        gradient = torch.func.grad(lambda x, f=operation, c=captured: (x * f(c).sum()).sum())
         with pytest.raises(RuntimeError, match="setup_context"):
-            torch.func.grad(lambda x, f=operation, c=captured: (x * f(c).sum()).sum())(torch.ones(1))
+            gradient(torch.ones(1))
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
