@@ -389,9 +389,12 @@ class _Connector:
     async def _swap_memory(self, peer: int, connection: socket.socket) -> None:
         """Pass this rank's memory and doorbell to a peer, and take its."""
         mesh = self._mesh
-        socket.send_fds(connection, [b"M"], [mesh.memory[self._rank], mesh.doorbells[self._rank]])
-        await handshake.readable(connection)
-        received = receive_fds(connection, 2)
+        own = [mesh.memory[self._rank], mesh.doorbells[self._rank]]
+        received: list[int] = []
+        with contextlib.suppress(ConnectionError):  # the same as if nothing comes
+            socket.send_fds(connection, [b"M"], own)
+            await handshake.readable(connection)
+            received = receive_fds(connection, 2)
         if len(received) != 2:
             for fd in received:
                 os.close(fd)

@@ -240,8 +240,8 @@ def test_a_channel_that_nobody_expects(monkeypatch):
             return make(magic, channel + 9, *rest)
 
     monkeypatch.setattr(handshake, "_HELLO", Greedy)
-    error, _ = join_all(2, config=replace(CONFIG, init_timeout_s=1.0))
-    assert isinstance(error, RingError)
+    for error in join_all(2, config=replace(CONFIG, init_timeout_s=1.0)):
+        assert isinstance(error, RingError)
 
 
 def test_inside_a_running_event_loop():
