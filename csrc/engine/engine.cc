@@ -122,7 +122,7 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
     work.key_ = key_of(fingerprint);
     if (numbered) continue;
     if (!in_flight_.emplace(work.key_, &work).second) {
-      for (std::size_t earlier = 0; earlier < i; ++earlier) forget(*works[earlier]);
+      for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
       throw Error(ErrorKind::kInvalidArgument,
                   name_ + ": " + fingerprint.describe() +
                       " is in flight already: a name is free again when its operation is done");
@@ -143,8 +143,6 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
     changed_.notify_all();
   }
 }
-
-void Engine::forget(const Work& work) { in_flight_.erase(work.key_); }
 
 void Engine::wait(Work& work, const Interrupt& interrupt) {
   Lock lock(mutex_);

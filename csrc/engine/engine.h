@@ -86,7 +86,6 @@ class Engine {
   void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void take_queue();
-  void forget(const Work& work);
   /// Whether this thread drives, and is where nothing is half done: in its interrupt. That may be a
   /// signal handler which waits for another work, and so drives too, or closes the engine.
   bool pausing_here() const { return driving_ && driver_ == std::this_thread::get_id() && paused_; }
