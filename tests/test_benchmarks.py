@@ -157,7 +157,7 @@ def test_a_replica_that_does_not_average_is_noticed() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.skipif(shutil.which("tc") is None, reason="there is no `tc` (iproute2)")
 def test_hosts(tmp_path: Path) -> None:
-    command = "hosts.py --hosts 2 --rate 1gbit --plain-sockets --seconds 0 --json out.json -- "
+    command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 --json out.json -- "
     command += "--max-bytes 1024 --rounds 1 --iterations 2"
     program, *arguments = command.split()
     done = subprocess.run(
@@ -178,6 +178,7 @@ def test_hosts(tmp_path: Path) -> None:
         "gloo": 0,
     }
     assert (report["machine"]["hosts"], report["machine"]["rate"]) == (2, "1gbit")
+    assert report["machine"]["window"] == 65536
     assert report["traffic"]["tool"] == "plain sockets"
     assert report["traffic"]["before_gb_per_s"] > 0
     assert "plain sockets, each of 2 hosts to the next at once" in done.stdout

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = Path(__file__).parent.parent / "build" / "cpp" / "plain" / "core_tests"
 CALLS = 1000
 # Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, settle.
-MOST_INSTRUCTIONS = 8000
+MOST_INSTRUCTIONS = 6000
 
 
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="there is no valgrind")

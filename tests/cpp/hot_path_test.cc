@@ -83,5 +83,26 @@ TEST(hot_path_a_tensor_in_shared_memory_is_never_copied) {
   check_costs(3 * kSegment, true, 0, 0, 1);
 }
 
+void check_riding_along(const std::vector<int>& host_of, std::size_t alone) {
+  run_engines(host_of, [&](Rank& rank) {
+    HostMemory memory;
+    const Executor executor(rank.communicator(), memory, 0);
+    const auto rides = [&](std::size_t bytes, bool is_alone) {
+      Request request;
+      request.fingerprint.dtype = DType::kUInt8;
+      request.fingerprint.shape = {static_cast<std::int64_t>(bytes)};
+      return executor.rides_along(request, is_alone);
+    };
+    CHECK(rides(alone, true) && !rides(alone + 1, true));
+    CHECK(rides(4096, false) && !rides(4097, false));
+  });
+}
+
+TEST(hot_path_more_rides_along_between_hosts_and_alone) {
+  check_riding_along({0, 0}, 4096);
+  check_riding_along({0, 1}, 16384);
+  check_riding_along({0, 0, 1}, 16384);
+}
+
 }  // namespace
 }  // namespace torch_ring::test
