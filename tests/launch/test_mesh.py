@@ -11,7 +11,7 @@ import pytest
 from threads import on_ranks
 from torch.distributed import HashStore
 
-from torch_ring import handshake, mesh
+from torch_ring import connector, handshake, mesh
 from torch_ring.config import Config
 from torch_ring.errors import (
     InvalidArgumentError,
@@ -147,7 +147,7 @@ def test_silent_and_noisy_strangers_are_ignored(monkeypatch):
 
     for name in listen:
         monkeypatch.setattr(mesh, name, besieged(name))
-    monkeypatch.setattr(mesh, "_STRANGER_S", 1e6)  # nobody is dropped for being silent
+    monkeypatch.setattr(connector, "_STRANGER_S", 1e6)  # nobody is dropped for being silent
     for transport in ("shm", "tcp"):
         for m in join_all(3, config=replace(CONFIG, transport=transport)):
             assert len(m.control) == 2
@@ -195,14 +195,14 @@ def test_shared_memory_that_cannot_be(monkeypatch, caplog):
 
 
 def test_a_rank_that_fails_in_the_middle_fails_all(monkeypatch):
-    connects = mesh._Connector.connect_all
+    connects = connector.Connector.connect_all
 
     async def fail_on_rank_1(self, listeners):
         if self._rank == 1:
             raise OSError(24, "Too many open files")
         await connects(self, listeners)
 
-    monkeypatch.setattr(mesh._Connector, "connect_all", fail_on_rank_1)
+    monkeypatch.setattr(connector.Connector, "connect_all", fail_on_rank_1)
     errors = join_all(3)
     assert all(isinstance(error, (RingError, OSError)) for error in errors)
     assert all("Too many open files" in str(error) for error in errors)
@@ -213,9 +213,9 @@ def test_a_rank_that_never_connects_is_named(monkeypatch):
         await asyncio.sleep(2)
         raise RingError("overslept")
 
-    connects = mesh._Connector.connect_all
+    connects = connector.Connector.connect_all
     monkeypatch.setattr(
-        mesh._Connector,
+        connector.Connector,
         "connect_all",
         lambda self, listeners: (sleep if self._rank == 2 else connects)(self, listeners),
     )

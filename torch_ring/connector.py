@@ -1,0 +1,204 @@
+"""Makes the connections of one rank, and takes the descriptors that come over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from torch_ring import _C, handshake
+from torch_ring.errors import PeerLostError, TimeoutError
+from torch_ring.handshake import CONTROL
+from torch_ring.meeting import Meeting
+from torch_ring.network import receive_fds, require_same_user
+from torch_ring.set_meeting import SetMeeting
+
+if TYPE_CHECKING:
+    from torch_ring.mesh import Mesh
+
+__all__ = ["Connector", "run"]
+
+_log = logging.getLogger("torch_ring")
+
+_STRANGER_S = 5.0  # what a connection may cost before it has proved who it is
+_STRANGERS = 256  # how many of those may be here at a time
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, also where an event loop runs already (a notebook, a Ray actor)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        _run_here(work)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_run_here, work).result()
+
+
+def _run_here(work: Coroutine[Any, Any, None]) -> None:
+    # Not asyncio.run(), which leaves the program's main thread without an event loop.
+    loop = asyncio.SelectorEventLoop()
+    try:
+        task = loop.create_task(work)
+        try:
+            loop.run_until_complete(task)
+        finally:
+            task.cancel()  # it is pending after a KeyboardInterrupt
+            loop.run_until_complete(asyncio.wait([task]))
+    finally:
+        loop.close()
+
+
+class Connector:
+    """Makes the connections of one rank, each in a task of its own: a silent one delays nobody."""
+
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        mesh: Mesh,
+        meeting: Meeting | SetMeeting,
+        data_connections: int,
+    ) -> None:
+        self._rank = rank
+        self._key = key
+        self._mesh = mesh
+        self._meeting = meeting
+        ranks = range(len(mesh.cards))
+        data = range(CONTROL + 1, CONTROL + 1 + data_connections)
+        self._missing = {(peer, CONTROL) for peer in ranks if peer != rank}
+        self._missing |= {(peer, c) for peer in _C.lane_peers(rank, mesh.host_of) for c in data}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = asyncio.Semaphore(_STRANGERS)
+        self._ended = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._reason: OSError | None = None  # why the last attempt to connect failed
+
+    async def connect_all(self, listeners: Sequence[socket.socket]) -> None:
+        """Return when every connection is there, and the descriptors that come over it."""
+        for listener in listeners:
+            self._start(self._accept(listener))
+        for peer, channel in sorted(self._missing):
+            if peer < self._rank:
+                self._start(self._connect(peer, channel))
+        self._start(self._watch())
+        try:
+            await self._ended.wait()
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if self._failure:
+            raise self._failure
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        def finished(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and task.exception():
+                self._failure = self._failure or task.exception()
+                self._ended.set()
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(finished)
+
+    async def _watch(self) -> None:
+        """Look out for failures of other ranks, and for the time."""
+        while not self._meeting.deadline.passed():
+            await asyncio.sleep(0.2)
+            self._meeting.check()
+        late = sorted({peer for peer, _ in self._missing})
+        names = ", ".join(self._mesh.labels[peer] for peer in late[:8])
+        raise TimeoutError(
+            f"{self._mesh.labels[self._rank]} has no connection with {len(late)} of its peers, "
+            f"{names}, {self._meeting.deadline}" + (f": {self._reason}" if self._reason else "")
+        )
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            await self._strangers.acquire()
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self._start(self._welcome(connection))
+
+    async def _welcome(self, connection: socket.socket) -> None:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(connection.close)
+            try:
+                if connection.family == socket.AF_UNIX:
+                    require_same_user(connection)
+                peer, channel = await asyncio.wait_for(
+                    handshake.accept(connection, self._key, self._rank), _STRANGER_S
+                )
+                if peer < self._rank or (peer, channel) not in self._missing:
+                    raise ValueError(f"rank {peer} is not expected to connect")
+            except (OSError, ValueError, asyncio.TimeoutError) as error:
+                _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                return
+            finally:
+                self._strangers.release()
+            await self._add(peer, channel, connection)
+            cleanup.pop_all()
+
+    async def _connect(self, peer: int, channel: int) -> None:
+        while True:
+            with contextlib.ExitStack() as cleanup:
+                try:
+                    connection, address = self._socket_for(peer)
+                    cleanup.callback(connection.close)
+                    await asyncio.get_running_loop().sock_connect(connection, address)
+                    await handshake.connect(connection, self._key, self._rank, peer, channel)
+                except ConnectionRefusedError as error:
+                    # It listened before its card was published, and stops when all is done.
+                    raise PeerLostError(
+                        f"{self._mesh.labels[peer]} has exited during init: {error}"
+                    ) from None
+                except OSError as error:
+                    self._reason = error
+                    await asyncio.sleep(0.05)
+                    continue
+                await self._add(peer, channel, connection)
+                cleanup.pop_all()
+                return
+
+    def _socket_for(self, peer: int) -> tuple[socket.socket, Any]:
+        """Return an unconnected socket, and what to connect it to."""
+        card = self._mesh.cards[peer]
+        address: Any = (card.address, card.port)
+        family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+        if self._mesh.host_of[peer] == self._mesh.host_of[self._rank]:
+            family, address = socket.AF_UNIX, "\0" + card.socket
+        connection = socket.socket(family)
+        connection.setblocking(False)
+        return connection, address
+
+    async def _add(self, peer: int, channel: int, connection: socket.socket) -> None:
+        if channel == CONTROL:
+            if connection.family == socket.AF_UNIX:
+                await self._swap_memory(peer, connection)
+            self._mesh.control[peer] = connection
+        else:
+            self._mesh.data.setdefault(peer, {})[channel] = connection
+        self._missing.discard((peer, channel))
+        if not self._missing:
+            self._ended.set()
+
+    async def _swap_memory(self, peer: int, connection: socket.socket) -> None:
+        """Pass this rank's memory and doorbell to a peer, and take its."""
+        mesh = self._mesh
+        own = [mesh.memory[self._rank], mesh.doorbells[self._rank]]
+        received: list[int] = []
+        with contextlib.suppress(ConnectionError):  # the same as if nothing comes
+            socket.send_fds(connection, [b"M"], own)
+            await handshake.readable(connection)
+            received = receive_fds(connection, 2)
+        if len(received) != 2:
+            for fd in received:
+                os.close(fd)
+            raise PeerLostError(f"{mesh.labels[peer]} has exited before it passed its memory")
+        mesh.memory[peer], mesh.doorbells[peer] = received
