@@ -157,8 +157,8 @@ def test_a_replica_that_does_not_average_is_noticed() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.skipif(shutil.which("tc") is None, reason="there is no `tc` (iproute2)")
 def test_hosts(tmp_path: Path) -> None:
-    command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 --json out.json -- "
-    command += "--max-bytes 1024 --rounds 1 --iterations 2"
+    command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 "
+    command += "--json out.json -- --max-bytes 1024 --rounds 1 --iterations 2"
     program, *arguments = command.split()
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / program), *arguments],
