@@ -261,7 +261,7 @@ def one_cannot(broken: int) -> None:
 
     for module, function in (
         (mesh, "_listen_unix"),
-        (mesh, "_run"),
+        (mesh, "run"),
         (registry, "make_engine"),
         (registry, "wait_for_all"),
     ):
@@ -316,7 +316,7 @@ def dies_while_joining() -> tuple[str, str]:
     from torch_ring import mesh
 
     if hvd.rank() == 2:
-        mesh._run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        mesh.run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     return error_of(lambda: hvd.add_process_set([1, 2]))
 
 
@@ -329,17 +329,17 @@ def test_a_member_that_dies_while_it_joins(transport):
 def interrupted() -> None:
     from torch_ring import mesh
 
-    run_of_mesh = mesh._run
+    run_of_mesh = mesh.run
 
     def is_interrupted(work: Any) -> None:
         work.close()
         raise KeyboardInterrupt
 
     if hvd.rank() == 1:
-        mesh._run = is_interrupted
+        mesh.run = is_interrupted
         with pytest.raises(KeyboardInterrupt):
             hvd.add_process_set([0, 1])
-        mesh._run = run_of_mesh
+        mesh.run = run_of_mesh
     else:
         kind, text = error_of(lambda: hvd.add_process_set([0, 1]))
         assert (kind, "KeyboardInterrupt" in text) == ("RingError", True), text
