@@ -157,6 +157,9 @@ class Engine:
         An ordinary tensor where there is no shared memory (one rank, TCP only).
         """
 
+    def gradient_blocks(self) -> BlockCache | None:
+        """Return the memory of large gradients; None if they lie in buckets as all others."""
+
     def has_shared_memory(self) -> bool: ...
     def overlaps(self) -> bool:
         """Whether reducing during backward can pay: some of the way is a network."""
@@ -177,6 +180,9 @@ class Work:
     def received_splits(self) -> list[int]:
         """Return how many rows of the result came from each rank, of an allgather or alltoall."""
 
+class BlockCache:
+    """Shared memory for tensors that come and go (csrc/transport/block_cache.h)."""
+
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h).
 
@@ -189,6 +195,7 @@ class GradientHooks:
         on_backward_end: called at the end of each backward pass that touched a parameter; its
             exception comes out of backward().
         on_bucket_full: called during the pass with a bucket all of which is due.
+        blocks: where gradients that fill a bucket alone lie.
     """
 
     def __init__(
@@ -199,12 +206,14 @@ class GradientHooks:
         reduced_scale: float,
         on_backward_end: Callable[[], None],
         on_bucket_full: Callable[[int], None],
+        blocks: BlockCache | None,
     ) -> None: ...
     def place(
         self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
     ) -> None:
         """Give every parameter its (bucket, offset in elements); gradients move there.
 
+        A bucket that is an empty tensor of its dtype has one gradient, which lies in a block.
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
@@ -213,6 +222,9 @@ class GradientHooks:
 
     def adopt(self, touched: bytes) -> None:
         """Prepare the parameters of the bitmap to be reduced: gradients move, or become zero."""
+
+    def memory(self, bucket: int) -> Tensor:
+        """Return what to reduce, when all of a bucket has arrived or been adopted."""
 
     def contribution(self, index: int) -> Tensor | None:
         """Return the gradient of a parameter that is to be reduced outside the buckets."""
@@ -239,7 +251,7 @@ class GradientHooks:
 class WholePass:
     """All gradients of an optimizer, as `Engine.end_pass` reduces them.
 
-    `everything` is the bitmap of all parameters. A bucket is its memory, and what stands before and
+    `everything` is the bitmap of all parameters. A bucket is its index, and what stands before and
     after a pass's number in its name.
     """
 
@@ -247,7 +259,7 @@ class WholePass:
         self,
         hooks: GradientHooks,
         everything: bytes,
-        buckets: Sequence[tuple[Tensor, str, str]],
+        buckets: Sequence[tuple[int, str, str]],
         op: int,
         prescale: float,
         postscale: float,

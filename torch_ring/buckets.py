@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -89,12 +89,14 @@ def plan_buckets(
     capacity_bytes: int,
     last_bytes: int = LAST_BUCKET_BYTES,
     groups: Sequence[Sequence[int]] = (),
+    alone: Collection[int] = (),
 ) -> tuple[Bucket, ...]:
     """Pack gradients into buckets in the order in which they become ready.
 
     A bucket holds one dtype on one device. The gradients that are ready last get a bucket of at
     most `last_bytes`; a gradient that is larger than a limit gets a bucket of its own. A group of
-    gradients gets a bucket of its own for each dtype and device, whatever its size.
+    gradients gets a bucket of its own for each dtype and device, whatever its size. So does each of
+    those that stay alone.
 
     Args:
         specs: the gradients, by parameter index.
@@ -102,6 +104,7 @@ def plan_buckets(
         capacity_bytes: the most that goes into one bucket.
         last_bytes: the same for the last bucket, if that is less.
         groups: parameters that stay together; each is in one group or in none.
+        alone: parameters that share a bucket with no other; in no group.
 
     Returns:
         The buckets, in the order in which they become full.
@@ -111,11 +114,14 @@ def plan_buckets(
     """
     group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
     kinds: dict[tuple[torch.dtype, torch.device, int | None], list[int]] = {}
+    parts: list[list[int]] = []
     for parameter in order:
+        if parameter in alone:
+            parts.append([parameter])
+            continue
         spec = specs[parameter]
         kind = (spec.dtype, spec.device, group_of.get(parameter))
         kinds.setdefault(kind, []).append(parameter)
-    parts: list[list[int]] = []
     for (_, _, group_index), parameters in kinds.items():
         if group_index is None:
             parts += _split(specs, parameters, capacity_bytes, min(last_bytes, capacity_bytes))
@@ -163,5 +169,5 @@ def _lay_out(specs: Sequence[TensorSpec], parameters: Sequence[int]) -> Bucket:
     for parameter in parameters:
         slots.append(Slot(parameter, offset, specs[parameter].numel))
         offset += specs[parameter].aligned_numel
-    first = specs[parameters[0]]
-    return Bucket(first.dtype, first.device, offset, tuple(slots))
+    first, last = specs[parameters[0]], slots[-1]
+    return Bucket(first.dtype, first.device, last.offset + last.numel, tuple(slots))

@@ -28,6 +28,7 @@ class Config:
     fusion_threshold_bytes: int = 64 << 20
     fusion_window_s: float = 0.001
     bucket_bytes: int = 25 << 20
+    direct_gradient_bytes: int = 256 << 10
     interface: str = ""
     connections: int = 1
     nccl_library: str = ""
@@ -185,6 +186,14 @@ SETTINGS = (
         "TORCH_RING_BUCKET_BYTES",
         _bytes(1),
         "bytes of gradients that DistributedOptimizer reduces together",
+        common=True,
+    ),
+    Setting(
+        "direct_gradient_bytes",
+        "TORCH_RING_DIRECT_GRADIENT_BYTES",
+        _bytes(0),
+        "bytes from which on autograd computes a gradient in the shared memory where it is reduced, "
+        "if all ranks are on one host; 0: it is copied there",
         common=True,
     ),
     Setting(

@@ -39,6 +39,8 @@ class Reduction:
         predivide_factor: Average divides by this before the sum, by size / this after it.
         compression: what travels in place of a bucket, or of each gradient.
         bucket_bytes: the most that is reduced together.
+        direct_bytes: from here on a gradient is computed where it is reduced, inside a host; 0: no
+            gradient is.
         sparse_as_dense: whether sparse gradients are dense on their way.
     """
 
@@ -46,6 +48,7 @@ class Reduction:
     predivide_factor: float
     compression: Compressor | StatefulCompressor
     bucket_bytes: int
+    direct_bytes: int = 0
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class Reduction:
             name = (kind if isinstance(kind, type) else type(kind)).__qualname__
         return (
             f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "
-            f"bucket_bytes={self.bucket_bytes}, sparse_as_dense={self.sparse_as_dense}"
+            f"bucket_bytes={self.bucket_bytes}, direct_bytes={self.direct_bytes}, sparse_as_dense={self.sparse_as_dense}"
         )
 
 
@@ -124,6 +127,8 @@ class Reducer:
                 scale=size if reduction.op == Sum else 1,
             )
         self._bucket_bytes = reduction.bucket_bytes
+        blocks = passes.engine.gradient_blocks() if reduction.direct_bytes else None
+        self._direct = self._large_ones(reduction.direct_bytes) if blocks else frozenset[int]()
         self.settled = False
         self.whole: tuple[_C.WholePass, Report] | None = None
         self.index = passes.register(self)
@@ -133,9 +138,9 @@ class Reducer:
             reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
             on_backward_end=backward_passes.end,
             on_bucket_full=functools.partial(passes.start_bucket, self.index),
+            blocks=blocks,
         )
         self._plan: tuple[Bucket, ...] = ()
-        self._buckets: list[Tensor] = []
         self._wires: list[Tensor | None] = []
         self._started: dict[int, Callable[[], object]] = {}  # whole buckets, sent during the pass
         self._unfinished: list[Callable[[], object]] = []  # each returns whether to call it again
@@ -184,7 +189,7 @@ class Reducer:
                 "a backward pass failed after part of its gradients had been sent: "
                 "call shutdown() and init(), and wrap the optimizer again"
             )
-        name, memory = self._name(self._passes.number, index), self._buckets[index]
+        name, memory = self._name(self._passes.number, index), self.hooks.memory(index)
         if self._exchanges:
             bucket = self._plan[index]
             exchange = self._exchanges.start(name, bucket, memory, bucket.parameters)
@@ -213,7 +218,7 @@ class Reducer:
                 continue
             if self._exchanges:
                 if touched & bucket.parameters:
-                    name, memory = self._name(number, index), self._buckets[index]
+                    name, memory = self._name(number, index), self.hooks.memory(index)
                     exchange = self._exchanges.start(name, bucket, memory, touched)
                     self._unfinished.append(exchange.advance)
                 continue
@@ -223,7 +228,7 @@ class Reducer:
                 self._unfinished.append(
                     self._send(
                         name,
-                        self._buckets[index][begin:end],
+                        self.hooks.memory(index)[begin:end],
                         None if wire is None else wire[begin:end],
                         awaited=True,
                     )
@@ -253,9 +258,9 @@ class Reducer:
         ):
             return None
         buckets = [
-            (memory, f"gradients.{self.index}.", f".{bucket}.0")
-            for bucket, memory in enumerate(self._buckets)
-            if memory.numel()
+            (index, f"gradients.{self.index}.", f".{index}.0")
+            for index, bucket in enumerate(self._plan)
+            if bucket.numel
         ]
         everything = (1 << len(self._specs)) - 1
         whole = _C.WholePass(self.hooks, self._bitmap(everything), buckets, *self._arguments)
@@ -296,11 +301,12 @@ class Reducer:
 
     def _place(self, order: Sequence[int]) -> None:
         """Plan the buckets, and give every gradient its place in one."""
-        plan = plan_buckets(self._specs, order, self._bucket_bytes, groups=self._groups)
+        plan = plan_buckets(
+            self._specs, order, self._bucket_bytes, groups=self._groups, alone=self._direct
+        )
         if plan == self._plan:
             return
         self._plan = plan
-        self._buckets = [self._memory(bucket, bucket.dtype) for bucket in plan]
         self._wires = [self._wire(bucket) for bucket in plan]
         places: dict[int, tuple[int, int]] = {
             slot.parameter: (index, slot.offset)
@@ -308,9 +314,25 @@ class Reducer:
             for slot in bucket.slots
         }
         self.hooks.place(
-            self._buckets,
+            [
+                torch.empty(0, dtype=bucket.dtype)
+                if bucket.slots[0].parameter in self._direct
+                else self._memory(bucket, bucket.dtype)
+                for bucket in plan
+            ],
             [places[i] for i in range(len(self._specs))],
             [self._overlaps(bucket.device) for bucket in plan],
+        )
+
+    def _large_ones(self, least_bytes: int) -> frozenset[int]:
+        """Return the parameters whose gradients lie in blocks of their own."""
+        grouped = {parameter for group in self._groups for parameter in group}
+        return frozenset(
+            parameter
+            for parameter, spec in enumerate(self._specs)
+            if spec.device.type == "cpu"
+            and spec.numel * spec.dtype.itemsize >= least_bytes
+            and parameter not in grouped
         )
 
     def _memory(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:

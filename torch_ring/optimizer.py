@@ -118,6 +118,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         gradient_predivide_factor,
         compression,
         world.config().bucket_bytes,
+        world.config().direct_gradient_bytes,
         sparse_as_dense,
     )
     groups = check_groups(groups, num_groups, list(names))

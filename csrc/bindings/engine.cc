@@ -18,6 +18,7 @@
 #include "bindings/work.h"
 #include "collective/world.h"
 #include "engine/engine.h"
+#include "transport/block_cache.h"
 
 namespace py = pybind11;
 
@@ -191,6 +192,18 @@ class PyEngine {
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
 
+  /// Blocks for large gradients, all optimizers' of this set. None where buckets are not in shared
+  /// memory, and where they travel during backward: a large one keeps the network busier.
+  std::shared_ptr<BlockCache> gradient_blocks() {
+    if (!blocks_ && communicator_ && has_shared_memory() && !overlaps()) {
+      blocks_ = BlockCache::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
+        const auto alive = communicator.lock();
+        return alive ? alive->allocate_shared(bytes) : nullptr;
+      });
+    }
+    return blocks_;
+  }
+
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }
 
@@ -298,6 +311,7 @@ class PyEngine {
   std::vector<std::pair<int, ino_t>> connections_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Engine> engine_;
+  std::shared_ptr<BlockCache> blocks_;
 };
 
 std::unique_ptr<PyEngine> make_engine(
@@ -334,6 +348,7 @@ void bind_engine(py::module_& module) {
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait)
       .def("received_splits", &PyWork::received_splits);
+  py::class_<BlockCache, std::shared_ptr<BlockCache>>(module, "BlockCache");
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("size"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
@@ -365,6 +380,7 @@ void bind_engine(py::module_& module) {
            py::arg("postscale"), py::arg("awaited") = false)
       .def("end_pass", &PyEngine::end_pass)
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
+      .def("gradient_blocks", &PyEngine::gradient_blocks)
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)
       .def("shutdown", &PyEngine::shutdown)

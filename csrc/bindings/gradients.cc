@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "bindings/gradient_allocator.h"
+
 namespace torch_ring {
 namespace {
 
@@ -28,7 +30,7 @@ void set(std::string& bitmap, std::size_t i) {
 }
 
 std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+  return !tensor.defined() || tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
 }  // namespace
@@ -115,6 +117,12 @@ GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std
   }
 }
 
+GradientHooks::~GradientHooks() {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.in_block) withdraw_gradient(parameter.accumulator.get());
+  }
+}
+
 void GradientHooks::add_hooks() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& accumulator = *parameters_[i].accumulator;
@@ -128,17 +136,25 @@ void GradientHooks::add_hooks() {
 void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
                           std::vector<bool> early) {
   const std::scoped_lock lock(mutex_);
+  buckets_ = buckets;
   early_ = std::move(early);
+  first_.assign(buckets.size(), 0);
   missing_.assign(buckets.size(), 0);
   streams_.assign(buckets.size(), std::nullopt);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
-    keep_place(parameter);
-    parameter.place = Place::in(buckets.at(bucket), offset, parameter.variable);
-    const at::Tensor before = std::exchange(parameter.view, parameter.place.view());
     parameter.bucket = bucket;
-    ++missing_[bucket];
+    if (missing_.at(bucket)++ == 0) first_[bucket] = i;
+    keep_place(parameter);
+    if (parameter.in_block) continue;
+    parameter.place = Place::in(buckets[bucket], offset, parameter.variable);
+    if (buckets[bucket].numel() < parameter.variable.numel()) {
+      parameter.in_block = true;
+      allocate_gradient_in(options_.blocks, parameter.accumulator.get(), parameter.place.bytes());
+      continue;
+    }
+    const at::Tensor before = std::exchange(parameter.view, parameter.place.view());
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (before.defined() && grad.is_same(before)) {
       copy_into(parameter.view, before);
@@ -218,11 +234,11 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
+    keep_place(parameter);
     if (!grad.defined()) {  // zero_grad() of the model, not ours
       parameter.held = false;
       continue;
     }
-    keep_place(parameter);
     const bool ours = grad.is_same(parameter.view) || grad.is_same(parameter.sparse);
     if (everything && written_by_hand(parameter)) {
       parameter.held = true;
@@ -249,6 +265,7 @@ void GradientHooks::adopt(const Bitmap& touched) {
     if (parameter.arrived && !parameter.sparse.defined()) {
       grad = parameter.view;  // it may be on its way already, whatever `grad` was set to since
     } else if (!grad.defined()) {
+      make_room(parameter);
       parameter.view.zero_();
       parameter.sparse.reset();
       grad = parameter.view;
@@ -257,6 +274,14 @@ void GradientHooks::adopt(const Bitmap& touched) {
       move_in(parameter);
     }
   }
+}
+
+at::Tensor GradientHooks::memory(std::size_t bucket) {
+  const std::scoped_lock lock(mutex_);
+  Parameter& first = parameters_.at(first_.at(bucket));
+  if (!first.in_block) return buckets_[bucket];
+  if (!first.place.bucket.defined()) first.place.bucket = flat(first.view);
+  return first.place.bucket;
 }
 
 at::Tensor GradientHooks::contribution(std::size_t index) {
@@ -283,6 +308,7 @@ void GradientHooks::reduced(const Bitmap& touched) {
     parameters_[i].held = false;
     parameters_[i].base_reduced = true;
     parameters_[i].version.reset();
+    let_go(parameters_[i]);
   }
 }
 
@@ -297,6 +323,7 @@ void GradientHooks::restart(bool gradients) {
     parameter.passes = 0;
     keep_place(parameter);
     parameter.version = version_of(parameter.view);
+    let_go(parameter);
     if (!gradients) continue;
     parameter.held = parameter.base_reduced = false;
     parameter.sparse.reset();
@@ -318,8 +345,8 @@ void GradientHooks::disable() { disabled_ = true; }
 /// A bucket has room for the shape that the parameter had, in the dtype that it had.
 void GradientHooks::require_unchanged(Parameter& parameter) {
   const at::Tensor& grad = parameter.variable.mutable_grad();
-  TORCH_CHECK_VALUE(grad.sizes() == parameter.view.sizes(), "parameter '", parameter.name,
-                    "' has changed its shape from ", parameter.view.sizes(), " to ", grad.sizes(),
+  TORCH_CHECK_VALUE(grad.sizes() == parameter.place.sizes, "parameter '", parameter.name,
+                    "' has changed its shape from ", c10::IntArrayRef(parameter.place.sizes), " to ", grad.sizes(),
                     " since the optimizer was wrapped: make a new optimizer and wrap that");
   TORCH_CHECK_VALUE(parameter.variable.scalar_type() == parameter.dtype, "parameter '",
                     parameter.name, "' has changed its dtype from ", parameter.dtype, " to ",
@@ -338,14 +365,68 @@ bool GradientHooks::written_by_hand(const Parameter& parameter) {
 /// The tensor that was our `grad` may have been given other memory (`grad.data = ...`, or a
 /// module's double(), to() or share_memory()). Then it is somebody else's, and the place stays.
 void GradientHooks::keep_place(Parameter& parameter) {
+  if (parameter.in_block) return keep_block(parameter);
   if (!parameter.view.defined() || parameter.view.numel() == 0) return;
   if (parameter.view.const_data_ptr() == parameter.place.data) return;
   parameter.view = parameter.place.view();
 }
 
+/// Takes up what was let go, if it is `grad` still; forgets the block of a tensor that was given
+/// other memory.
+void GradientHooks::keep_block(Parameter& parameter) {
+  if (parameter.view.defined()) {
+    if (parameter.view.const_data_ptr() == parameter.place.data) return;
+    parameter.view.reset();
+    parameter.place.bucket.reset();
+    return;
+  }
+  const at::Tensor& grad = parameter.variable.mutable_grad();
+  const auto known = std::exchange(parameter.known, std::nullopt);
+  if (known && grad.defined() && known->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
+      grad.const_data_ptr() == parameter.place.data) {
+    parameter.view = grad;
+  }
+}
+
+/// Leaves a block to `grad`.
+void GradientHooks::let_go(Parameter& parameter) {
+  if (!parameter.in_block || !parameter.view.defined()) return;
+  parameter.known.emplace(parameter.view.getIntrusivePtr());
+  parameter.view.reset();
+  parameter.place.bucket.reset();
+}
+
+/// Sees to it that there is a place.
+void GradientHooks::make_room(Parameter& parameter) {
+  if (parameter.view.defined()) return;
+  parameter.place.move_to(options_.blocks->take(parameter.place.bytes()));
+  parameter.view = parameter.place.view();
+}
+
+/// Whether a gradient that has just been accumulated can be reduced where it lies: in a block that
+/// nobody else can reach. Autograd holds it a second time while it calls hooks.
+bool GradientHooks::computed_in_block(const Parameter& parameter) const {
+  const at::Tensor& grad = parameter.variable.grad();
+  const Place& place = parameter.place;
+  return grad.is_cpu() && grad.scalar_type() == place.dtype && grad.sizes() == place.sizes &&
+         grad.strides() == place.strides && !grad.requires_grad() && !grad.is_neg() &&
+         !grad.is_conj() && !grad._is_zerotensor() &&
+         !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
+         grad.storage().nbytes() == place.bytes() && grad.storage().use_count() <= 2 &&
+         options_.blocks->has_given(grad.const_data_ptr());
+}
+
 /// Receives what autograd has accumulated; returns whether it is another tensor than before.
 bool GradientHooks::take(Parameter& parameter) {
   const at::Tensor& grad = parameter.variable.mutable_grad();
+  if (parameter.in_block && !grad.is_same(parameter.view) && computed_in_block(parameter)) {
+    require_unchanged(parameter);
+    parameter.place.bucket.reset();
+    parameter.place.data = static_cast<std::byte*>(grad.mutable_data_ptr());
+    parameter.view = grad;
+    parameter.sparse.reset();
+    return true;
+  }
   if (!grad.is_sparse()) return move_in(parameter);
   require_unchanged(parameter);
   const bool fresh = !grad.is_same(parameter.sparse);
@@ -356,7 +437,7 @@ bool GradientHooks::take(Parameter& parameter) {
 /// A backward pass may run on several streams. Who fills a bucket sends it, and so must come after
 /// the others: every arrival waits for the one before it.
 void GradientHooks::follow_streams(const Parameter& parameter) {
-  if (parameter.view.is_cpu()) return;
+  if (parameter.in_block || parameter.view.is_cpu()) return;
   const c10::Stream stream = current_stream(parameter.view.device());
   std::optional<c10::Stream>& last = streams_[parameter.bucket];
   if (last && *last != stream) {
@@ -375,6 +456,7 @@ bool GradientHooks::move_in(Parameter& parameter) {
   TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '",
                     parameter.name, "' has layout ", grad.layout(), ", which cannot be reduced");
   require_unchanged(parameter);
+  make_room(parameter);
   copy_into(parameter.view, grad);
   grad = parameter.view;
   return true;

@@ -16,6 +16,7 @@
 
 #include "bindings/place.h"
 #include "bindings/streams.h"
+#include "transport/block_cache.h"
 
 namespace torch_ring {
 
@@ -23,6 +24,10 @@ namespace torch_ring {
 /// moves it into the parameter's part of a bucket and makes `grad` a tensor over that memory; from
 /// then on autograd accumulates in place, and nothing is copied until `grad` is replaced. It costs
 /// tens of nanoseconds a parameter besides the copy, and no Python.
+///
+/// A gradient that fills a bucket alone lies in a block of shared memory, and may have been computed
+/// there (gradient_allocator.h): then the hook copies nothing, and the tensor that autograd has made
+/// is `grad`. Between two steps the block belongs to `grad` alone, and goes when that goes.
 ///
 /// A sparse gradient stays where it is, and fills no bucket: only all ranks together know whether
 /// it is reduced as one (`contribution`, `replace`) or as a dense one (`adopt`).
@@ -58,12 +63,15 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass that touched us
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
+    std::shared_ptr<BlockCache> blocks;  // null: every bucket has memory
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);
+  ~GradientHooks();
 
-  /// Gives every parameter its place; gradients in older buckets move. `early`: by bucket, whether
+  /// Gives every parameter its place; gradients in older buckets move. A bucket that is an empty
+  /// tensor of its dtype has one gradient, which lies in a block. `early`: by bucket, whether
   /// on_bucket_full is called for it.
   void place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
              std::vector<bool> early);
@@ -75,6 +83,9 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// Prepares the parameters of `touched`, which have a gradient on some rank, to be reduced: a
   /// gradient that is elsewhere moves into its bucket, a missing one becomes zero.
   void adopt(const Bitmap& touched);
+
+  /// What to reduce: a bucket all of whose gradients have arrived or been adopted.
+  at::Tensor memory(std::size_t bucket);
 
   /// The gradient of a parameter that is reduced outside the buckets; undefined if there is none.
   at::Tensor contribution(std::size_t index);
@@ -109,8 +120,11 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     std::string name;
     at::ScalarType dtype{};  // the variable's, when it was wrapped
     Place place;
-    at::Tensor view;    // the place in the bucket, with the parameter's shape and strides
+    at::Tensor view;    // the place, with the parameter's shape and strides; none without a block
     at::Tensor sparse;  // the gradient as we have left it, if it was sparse
+    bool in_block = false;
+    // What `view` was before it was let go.
+    std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
     std::size_t bucket = 0;
     int passes = 0;             // since the step began
     bool held = false;          // it holds a contribution of this rank that is not reduced
@@ -134,6 +148,10 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   static void require_unchanged(Parameter& parameter);
   static bool written_by_hand(const Parameter& parameter);
   void keep_place(Parameter& parameter);
+  static void keep_block(Parameter& parameter);
+  static void let_go(Parameter& parameter);
+  void make_room(Parameter& parameter);
+  bool computed_in_block(const Parameter& parameter) const;
   bool take(Parameter& parameter);
   bool move_in(Parameter& parameter);
   void follow_streams(const Parameter& parameter);
@@ -146,6 +164,8 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
 
   std::mutex mutex_;  // guards what follows
   std::vector<Parameter> parameters_;
+  std::vector<at::Tensor> buckets_;
+  std::vector<std::size_t> first_;    // by bucket: its first parameter
   std::vector<bool> early_;           // by bucket: it is announced when it is full
   std::vector<std::size_t> missing_;  // by bucket: parameters that have not arrived in this pass
   std::vector<std::optional<c10::Stream>> streams_;  // by bucket, on a device: of the last arrival

@@ -44,13 +44,15 @@ void bind_gradients(py::module_& module) {
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(
           py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                      double reduced_scale, py::object on_backward_end, py::object on_bucket_full) {
-            return GradientHooks::make(std::move(parameters), std::move(names),
-                                       {reduced_scale, callback<>(std::move(on_backward_end)),
-                                        callback<std::size_t>(std::move(on_bucket_full))});
+                      double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
+                      std::shared_ptr<BlockCache> blocks) {
+            return GradientHooks::make(
+                std::move(parameters), std::move(names),
+                {reduced_scale, callback<>(std::move(on_backward_end)),
+                 callback<std::size_t>(std::move(on_bucket_full)), std::move(blocks)});
           }),
           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
-          py::arg("on_backward_end"), py::arg("on_bucket_full"))
+          py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("blocks"))
       .def(
           "place",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -73,6 +75,7 @@ void bind_gradients(py::module_& module) {
           },
           py::arg("everything"))
       .def("adopt", &GradientHooks::adopt, py::arg("touched"), Release())
+      .def("memory", &GradientHooks::memory, py::arg("bucket"), Release())
       .def(
           "contribution",
           [](GradientHooks& hooks, std::size_t index) -> std::optional<at::Tensor> {
@@ -93,10 +96,10 @@ void bind_gradients(py::module_& module) {
 
   py::class_<WholePass>(module, "WholePass")
       .def(py::init([](std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
-                       std::vector<std::tuple<at::Tensor, std::string, std::string>> buckets,
+                       std::vector<std::tuple<std::size_t, std::string, std::string>> buckets,
                        int op, double prescale, double postscale) {
         std::vector<WholePass::Bucket> placed;
-        for (auto& [memory, before, after] : buckets) placed.push_back({memory, before, after});
+        for (auto& [index, before, after] : buckets) placed.push_back({index, before, after});
         return std::make_unique<WholePass>(std::move(hooks), std::move(everything),
                                            std::move(placed), op, prescale, postscale);
       }));

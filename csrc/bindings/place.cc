@@ -21,10 +21,33 @@ Place Place::in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor&
   return place;
 }
 
+std::size_t Place::bytes() const {
+  return static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+}
+
+void Place::move_to(std::shared_ptr<void> memory) {
+  const auto options = at::TensorOptions().dtype(dtype);
+  void* const block = memory.get();
+  bucket = block == nullptr
+               ? at::empty_strided(sizes, strides, options)
+               : at::from_blob(
+                     block, sizes, strides, [memory = std::move(memory)](void*) {}, options);
+  data = static_cast<std::byte*>(bucket.mutable_data_ptr());
+  bucket = flat(bucket);
+}
+
 at::Tensor Place::view() const {
   return at::from_blob(
       data, sizes, strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
       bucket.device());
+}
+
+at::Tensor flat(const at::Tensor& tensor) {
+  const c10::ScalarType real = c10::toRealValueType(tensor.scalar_type());
+  const auto numel = static_cast<std::int64_t>(tensor.nbytes() / c10::elementSize(real));
+  return at::from_blob(
+      tensor.mutable_data_ptr(), {numel}, [owner = tensor.storage()](void*) {},
+      tensor.options().dtype(real));
 }
 
 void copy_into(const at::Tensor& to, const at::Tensor& from) {

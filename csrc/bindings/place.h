@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace torch_ring {
 
@@ -21,10 +22,18 @@ struct Place {
   /// the strides of `variable`.
   static Place in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable);
 
+  std::size_t bytes() const;
+
+  /// Makes `memory`, or memory of torch's if that is null, the place.
+  void move_to(std::shared_ptr<void> memory);
+
   /// A new tensor over the place that serves as a `grad`. It is no view to autograd, and no more
   /// than its own elements are saved or copied with it.
   at::Tensor view() const;
 };
+
+/// The memory of a tensor that leaves no holes, in one dimension; a complex number is two real ones.
+at::Tensor flat(const at::Tensor& tensor);
 
 /// Copies values between layouts, dtypes and devices; `from` may be sparse.
 void copy_into(const at::Tensor& to, const at::Tensor& from);

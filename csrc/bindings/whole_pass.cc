@@ -66,7 +66,8 @@ std::optional<std::string> WholePass::run(Engine& engine, int size, const std::s
   hooks_->adopt(everything_);
   std::vector<Request> requests;
   for (const Bucket& bucket : buckets_) {
-    requests.push_back(allreduce_request(bucket.memory, bucket.memory,
+    const at::Tensor memory = hooks_->memory(bucket.index);
+    requests.push_back(allreduce_request(memory, memory,
                                          bucket.name_before + count + bucket.name_after, op_,
                                          prescale_, postscale_, size));
   }

@@ -20,9 +20,9 @@ namespace torch_ring {
 /// Errors: the engine's.
 class WholePass {
  public:
-  /// A bucket, and what the names of its allreduces begin and end with; a pass's number is between.
+  /// A bucket's index, and what the names of its allreduces begin and end with; a pass's number is between.
   struct Bucket {
-    at::Tensor memory;
+    std::size_t index;
     std::string name_before;
     std::string name_after;
   };

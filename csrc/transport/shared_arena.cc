@@ -1,5 +1,7 @@
 #include "transport/shared_arena.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <iterator>
 #include <string>
@@ -12,7 +14,8 @@ namespace {
 constexpr std::size_t kPage = 4096;
 }
 
-SharedArena::SharedArena(std::shared_ptr<const SharedMemory> memory) : memory_(std::move(memory)) {
+SharedArena::SharedArena(std::shared_ptr<const SharedMemory> memory)
+    : memory_(std::move(memory)), pid_(::getpid()) {
   const std::size_t bytes = memory_->size_bytes() - SharedMemory::kArena;
   free_.emplace(SharedMemory::kArena, bytes / kPage * kPage);
 }
@@ -35,6 +38,7 @@ void* SharedArena::allocate(std::size_t bytes) {
 }
 
 void SharedArena::free(void* data) noexcept {
+  if (::getpid() != pid_) return;
   const auto offset = static_cast<std::size_t>(static_cast<std::byte*>(data) - memory_->at(0));
   const std::scoped_lock lock(mutex_);
   const auto used = used_.find(offset);

@@ -1,6 +1,8 @@
 // Bucket memory: allocations in a rank's own shared memory.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -13,6 +15,7 @@ namespace torch_ring {
 
 /// A first-fit allocator of whole pages. The peers have mapped the whole arena from the start, so
 /// an allocation is announced to nobody: an offset is enough to find it.
+/// What a forked child frees stays allocated: it is its parent's.
 /// Thread: any. Blocking: no.
 class SharedArena {
  public:
@@ -29,6 +32,7 @@ class SharedArena {
 
  private:
   const std::shared_ptr<const SharedMemory> memory_;
+  const pid_t pid_;
   std::mutex mutex_;
   std::map<std::size_t, std::size_t> free_;  // offset -> bytes, neighbours joined
   std::map<std::size_t, std::size_t> used_;

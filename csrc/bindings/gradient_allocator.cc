@@ -1,0 +1,151 @@
+#include "bindings/gradient_allocator.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace torch_ring {
+namespace {
+
+using torch::autograd::Node;
+
+class GradientAllocator final : public c10::Allocator {
+ public:
+  /// What torch's CPU tensors come from. Never destroyed: tensors may outlive everything else.
+  static GradientAllocator& installed() {
+    static GradientAllocator* const allocator = [] {
+      auto* const made = new GradientAllocator(*c10::GetCPUAllocator());
+      c10::SetCPUAllocator(made);  // no effect if somebody's has priority: gradients are copied then
+      ::pthread_atfork([] { installed().mutex_.lock(); }, [] { installed().mutex_.unlock(); },
+                       [] { installed().forget_parent(); });
+      return made;
+    }();
+    return *allocator;
+  }
+
+  void expect(const Node* accumulator, std::size_t bytes,
+              const std::shared_ptr<BlockCache>& blocks) {
+    blocks->expect(bytes);
+    const std::scoped_lock lock(mutex_);
+    expected_.insert_or_assign(accumulator, Expected{bytes, blocks});
+    ++sizes_[bytes];
+    least_bytes_ = std::min(least_bytes_.load(), bytes);
+  }
+
+  void withdraw(const Node* accumulator) noexcept {
+    Expected withdrawn;  // outlives the lock
+    const std::scoped_lock lock(mutex_);
+    const auto found = expected_.find(accumulator);
+    if (found == expected_.end()) return;
+    withdrawn = std::move(found->second);
+    expected_.erase(found);
+    if (--sizes_[withdrawn.bytes] == 0) sizes_.erase(withdrawn.bytes);
+    withdrawn.blocks->expect_no_more(withdrawn.bytes);
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes >= least_bytes_.load(std::memory_order_relaxed)) {
+      if (void* const data = take(bytes)) {
+        c10::profiledCPUMemoryReporter().New(data, bytes);
+        return {data, data, &free, c10::kCPU};
+      }
+    }
+    return others_.allocate(bytes);
+  }
+
+  /// Knows both kinds of memory: raw_allocate() (oneDNN's, in torch) leaves its caller the address
+  /// only.
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  struct Expected {
+    std::size_t bytes = 0;
+    std::shared_ptr<BlockCache> blocks;
+  };
+
+  explicit GradientAllocator(c10::Allocator& others) : others_(others) {}
+
+  void* take(std::size_t bytes) {
+    const auto node = torch::autograd::get_current_node();
+    if (!node) return nullptr;  // this thread is in no backward pass
+    const std::scoped_lock lock(mutex_);
+    if (!sizes_.contains(bytes)) return nullptr;
+    BlockCache* const blocks = blocks_after(*node, bytes);
+    std::shared_ptr<void> block = blocks != nullptr ? blocks->take(bytes) : nullptr;
+    if (!block) return nullptr;
+    void* const data = block.get();
+    taken_.emplace(data, std::move(block));
+    return data;
+  }
+
+  /// Where a gradient of this size lies that `node` computes; null if it computes none.
+  BlockCache* blocks_after(const Node& node, std::size_t bytes) const {
+    if (BlockCache* const blocks = blocks_of(&node, bytes)) return blocks;  // it makes a copy
+    for (const auto& edge : node.next_edges()) {
+      const Node* const next = edge.function.get();
+      if (next == nullptr) continue;
+      if (BlockCache* const blocks = blocks_of(next, bytes)) return blocks;
+      if (next->num_outputs() != 1) continue;
+      if (BlockCache* const blocks = blocks_of(next->next_edge(0).function.get(), bytes)) {
+        return blocks;
+      }
+    }
+    return nullptr;
+  }
+
+  BlockCache* blocks_of(const Node* accumulator, std::size_t bytes) const {
+    const auto found = expected_.find(accumulator);
+    if (found == expected_.end() || found->second.bytes != bytes) return nullptr;
+    return found->second.blocks.get();
+  }
+
+  static void free(void* data) {
+    if (!installed().give_back(data)) return installed().others_.raw_deallocate(data);
+    c10::profiledCPUMemoryReporter().Delete(data);
+  }
+
+  bool give_back(void* data) {
+    const std::scoped_lock lock(mutex_);
+    return taken_.erase(data) == 1;
+  }
+
+  void forget_parent() {
+    least_bytes_ = kNothing;
+    expected_.clear();
+    sizes_.clear();
+    mutex_.unlock();
+  }
+
+  static constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
+
+  c10::Allocator& others_;
+  std::atomic<std::size_t> least_bytes_ = kNothing;  // that were ever expected
+  std::mutex mutex_;                                 // guards what follows
+  std::unordered_map<const Node*, Expected> expected_;
+  std::unordered_map<std::size_t, std::size_t> sizes_;  // bytes -> how many gradients
+  std::unordered_map<void*, std::shared_ptr<void>> taken_;
+};
+
+}  // namespace
+
+void allocate_gradient_in(const std::shared_ptr<BlockCache>& blocks, const Node* accumulator,
+                          std::size_t bytes) {
+  GradientAllocator::installed().expect(accumulator, bytes, blocks);
+}
+
+void withdraw_gradient(const Node* accumulator) noexcept {
+  GradientAllocator::installed().withdraw(accumulator);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,78 @@
+#include "transport/block_cache.h"
+
+#include <unistd.h>
+
+#include <exception>
+#include <utility>
+
+namespace torch_ring {
+
+std::shared_ptr<BlockCache> BlockCache::make(Allocate allocate) {
+  return std::shared_ptr<BlockCache>(new BlockCache(std::move(allocate)));
+}
+
+BlockCache::BlockCache(Allocate allocate) : allocate_(std::move(allocate)), pid_(::getpid()) {}
+
+void BlockCache::expect(std::size_t bytes) {
+  const std::scoped_lock lock(mutex_);
+  ++sizes_[bytes].expected;
+}
+
+void BlockCache::expect_no_more(std::size_t bytes) noexcept {
+  if (::getpid() != pid_) return;
+  std::vector<Block> unneeded;  // freed without the lock
+  const std::scoped_lock lock(mutex_);
+  Size& size = sizes_[bytes];
+  if (--size.expected == 0) unneeded = std::exchange(size.vacant, {});
+}
+
+std::shared_ptr<void> BlockCache::take(std::size_t bytes) noexcept {
+  if (::getpid() != pid_) return nullptr;
+  try {
+    Block block;
+    {
+      const std::scoped_lock lock(mutex_);
+      const auto found = sizes_.find(bytes);
+      if (found == sizes_.end()) return nullptr;
+      Size& size = found->second;
+      if (size.taken >= 2 * size.expected) return nullptr;
+      if (!size.vacant.empty()) {
+        block = std::move(size.vacant.back());
+        size.vacant.pop_back();
+      } else {
+        block = allocate_(bytes);
+        if (!block) return nullptr;
+      }
+      taken_.emplace(block.get(), bytes);
+      ++size.taken;
+    }
+    void* const data = block.get();
+    return {data, [cache = weak_from_this(), block = std::move(block), bytes](void*) mutable {
+              if (const auto alive = cache.lock()) alive->give_back(std::move(block), bytes);
+            }};
+  } catch (const std::exception&) {
+    return nullptr;  // there is other memory, only not as good
+  }
+}
+
+bool BlockCache::has_given(const void* data) const noexcept {
+  if (::getpid() != pid_) return false;
+  const std::scoped_lock lock(mutex_);
+  return taken_.contains(data);
+}
+
+void BlockCache::give_back(Block block, std::size_t bytes) noexcept {
+  if (::getpid() != pid_) return;
+  Block unneeded;
+  const std::scoped_lock lock(mutex_);
+  taken_.erase(block.get());
+  Size& size = sizes_[bytes];
+  --size.taken;
+  if (size.taken + size.vacant.size() < 2 * size.expected) {
+    size.vacant.push_back(std::move(block));
+  } else {
+    unneeded = std::move(block);
+  }
+}
+
+}  // namespace torch_ring
