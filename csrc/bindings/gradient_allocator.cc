@@ -22,7 +22,8 @@ class GradientAllocator final : public c10::Allocator {
   static GradientAllocator& installed() {
     static GradientAllocator* const allocator = [] {
       auto* const made = new GradientAllocator(*c10::GetCPUAllocator());
-      c10::SetCPUAllocator(made);  // no effect if somebody's has priority: gradients are copied then
+      c10::SetCPUAllocator(
+          made);  // no effect if somebody's has priority: gradients are copied then
       ::pthread_atfork([] { installed().mutex_.lock(); }, [] { installed().mutex_.unlock(); },
                        [] { installed().forget_parent(); });
       return made;
@@ -30,24 +31,19 @@ class GradientAllocator final : public c10::Allocator {
     return *allocator;
   }
 
-  void expect(const Node* accumulator, std::size_t bytes,
-              const std::shared_ptr<BlockCache>& blocks) {
-    blocks->expect(bytes);
+  void add(const DirectGradient& gradient) {
     const std::scoped_lock lock(mutex_);
-    expected_.insert_or_assign(accumulator, Expected{bytes, blocks});
-    ++sizes_[bytes];
-    least_bytes_ = std::min(least_bytes_.load(), bytes);
+    gradients_.insert_or_assign(gradient.accumulator(), &gradient);
+    ++sizes_[gradient.bytes()];
+    least_bytes_ = std::min(least_bytes_.load(), gradient.bytes());
   }
 
-  void withdraw(const Node* accumulator) noexcept {
-    Expected withdrawn;  // outlives the lock
+  void remove(const DirectGradient& gradient) noexcept {
     const std::scoped_lock lock(mutex_);
-    const auto found = expected_.find(accumulator);
-    if (found == expected_.end()) return;
-    withdrawn = std::move(found->second);
-    expected_.erase(found);
-    if (--sizes_[withdrawn.bytes] == 0) sizes_.erase(withdrawn.bytes);
-    withdrawn.blocks->expect_no_more(withdrawn.bytes);
+    const auto found = gradients_.find(gradient.accumulator());
+    if (found != gradients_.end() && found->second == &gradient) gradients_.erase(found);
+    const auto size = sizes_.find(gradient.bytes());
+    if (size != sizes_.end() && --size->second == 0) sizes_.erase(size);
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -69,11 +65,6 @@ class GradientAllocator final : public c10::Allocator {
   }
 
  private:
-  struct Expected {
-    std::size_t bytes = 0;
-    std::shared_ptr<BlockCache> blocks;
-  };
-
   explicit GradientAllocator(c10::Allocator& others) : others_(others) {}
 
   void* take(std::size_t bytes) {
@@ -105,9 +96,9 @@ class GradientAllocator final : public c10::Allocator {
   }
 
   BlockCache* blocks_of(const Node* accumulator, std::size_t bytes) const {
-    const auto found = expected_.find(accumulator);
-    if (found == expected_.end() || found->second.bytes != bytes) return nullptr;
-    return found->second.blocks.get();
+    const auto found = gradients_.find(accumulator);
+    if (found == gradients_.end() || found->second->bytes() != bytes) return nullptr;
+    return &found->second->blocks();
   }
 
   static void free(void* data) {
@@ -122,7 +113,7 @@ class GradientAllocator final : public c10::Allocator {
 
   void forget_parent() {
     least_bytes_ = kNothing;
-    expected_.clear();
+    gradients_.clear();
     sizes_.clear();
     mutex_.unlock();
   }
@@ -130,22 +121,25 @@ class GradientAllocator final : public c10::Allocator {
   static constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
 
   c10::Allocator& others_;
-  std::atomic<std::size_t> least_bytes_ = kNothing;  // that were ever expected
-  std::mutex mutex_;                                 // guards what follows
-  std::unordered_map<const Node*, Expected> expected_;
-  std::unordered_map<std::size_t, std::size_t> sizes_;  // bytes -> how many gradients
+  std::atomic<std::size_t> least_bytes_ = kNothing;                   // that were ever expected
+  std::mutex mutex_;                                                  // guards what follows
+  std::unordered_map<const Node*, const DirectGradient*> gradients_;  // by accumulator
+  std::unordered_map<std::size_t, std::size_t> sizes_;                // bytes -> how many gradients
   std::unordered_map<void*, std::shared_ptr<void>> taken_;
 };
 
 }  // namespace
 
-void allocate_gradient_in(const std::shared_ptr<BlockCache>& blocks, const Node* accumulator,
-                          std::size_t bytes) {
-  GradientAllocator::installed().expect(accumulator, bytes, blocks);
+DirectGradient::DirectGradient(std::shared_ptr<BlockCache> blocks, const Node* accumulator,
+                               std::size_t bytes)
+    : blocks_(std::move(blocks)), accumulator_(accumulator), bytes_(bytes) {
+  blocks_->expect(bytes_);
+  GradientAllocator::installed().add(*this);
 }
 
-void withdraw_gradient(const Node* accumulator) noexcept {
-  GradientAllocator::installed().withdraw(accumulator);
+DirectGradient::~DirectGradient() {
+  GradientAllocator::installed().remove(*this);
+  blocks_->expect_no_more(bytes_);
 }
 
 }  // namespace torch_ring

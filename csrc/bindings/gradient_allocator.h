@@ -10,19 +10,34 @@
 
 namespace torch_ring {
 
-/// From now on, what a backward pass allocates on the host for this parameter's gradient is one of
-/// `blocks`: what a node asks for just before `accumulator`, or one node earlier (as a transposed
-/// or converted weight has), if it has exactly so many bytes. It may become another tensor, which
-/// can live there as well as elsewhere: when the gradient arrives, its hook looks where it lies.
+/// As long as it lives, what a backward pass allocates on the host for one parameter's gradient is
+/// a block of shared memory: what a node asks for just before `accumulator`, or one node earlier
+/// (as for a transposed or converted weight), if it has exactly so many bytes. It may become
+/// another tensor, which can live there as well as elsewhere: when the gradient arrives, its hook
+/// looks where it lies.
 ///
-/// The first call makes torch's CPU allocator (c10::SetCPUAllocator) one that passes on all other
-/// requests to the one before it, for the price of a comparison if they are small, or outside of
-/// backward passes. It stays to the end of the process.
+/// The first one makes torch's CPU allocator (c10::SetCPUAllocator) one that passes on all other
+/// requests to the one before it, for the price of a comparison if they are small or made outside
+/// of backward passes. It stays to the end of the process. A forked child has none.
 ///
-/// `accumulator` lives until it is withdrawn.
 /// Thread: any. Blocking: no.
-void allocate_gradient_in(const std::shared_ptr<BlockCache>& blocks,
-                          const torch::autograd::Node* accumulator, std::size_t bytes);
-void withdraw_gradient(const torch::autograd::Node* accumulator) noexcept;
+class DirectGradient {
+ public:
+  /// `accumulator` lives longer. Of several for one, the last is used.
+  DirectGradient(std::shared_ptr<BlockCache> blocks, const torch::autograd::Node* accumulator,
+                 std::size_t bytes);
+  ~DirectGradient();
+  DirectGradient(const DirectGradient&) = delete;
+  DirectGradient& operator=(const DirectGradient&) = delete;
+
+  BlockCache& blocks() const { return *blocks_; }
+  const torch::autograd::Node* accumulator() const { return accumulator_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  const std::shared_ptr<BlockCache> blocks_;
+  const torch::autograd::Node* const accumulator_;
+  const std::size_t bytes_;
+};
 
 }  // namespace torch_ring

@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "bindings/gradient_allocator.h"
-
 namespace torch_ring {
 namespace {
 
@@ -27,10 +25,6 @@ bool get(const std::string& bitmap, std::size_t i) {
 
 void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
-}
-
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return !tensor.defined() || tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
 }  // namespace
@@ -105,21 +99,7 @@ GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std
                              Options options)
     : options_(std::move(options)) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    Parameter parameter;
-    parameter.variable = std::move(parameters[i]);
-    parameter.name = std::move(names.at(i));
-    parameter.dtype = parameter.variable.scalar_type();
-    const bool frozen = !parameter.variable.requires_grad();
-    if (frozen) parameter.variable.set_requires_grad(true);  // or it has no accumulator
-    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
-    if (frozen) parameter.variable.set_requires_grad(false);
-    parameters_.push_back(std::move(parameter));
-  }
-}
-
-GradientHooks::~GradientHooks() {
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.in_block) withdraw_gradient(parameter.accumulator.get());
+    parameters_.emplace_back(std::move(parameters[i]), std::move(names.at(i)));
   }
 }
 
@@ -142,16 +122,16 @@ void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vec
   missing_.assign(buckets.size(), 0);
   streams_.assign(buckets.size(), std::nullopt);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
+    HookedParameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
     parameter.bucket = bucket;
     if (missing_.at(bucket)++ == 0) first_[bucket] = i;
-    keep_place(parameter);
-    if (parameter.in_block) continue;
+    parameter.keep_place();
+    if (parameter.in_block()) continue;
     parameter.place = Place::in(buckets[bucket], offset, parameter.variable);
     if (buckets[bucket].numel() < parameter.variable.numel()) {
-      parameter.in_block = true;
-      allocate_gradient_in(options_.blocks, parameter.accumulator.get(), parameter.place.bytes());
+      parameter.direct = std::make_unique<DirectGradient>(
+          options_.blocks, parameter.accumulator.get(), parameter.place.bytes());
       continue;
     }
     const at::Tensor before = std::exchange(parameter.view, parameter.place.view());
@@ -160,14 +140,14 @@ void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vec
       copy_into(parameter.view, before);
       grad = parameter.view;
     }
-    if (parameter.version) parameter.version = version_of(parameter.view);
+    if (parameter.version) parameter.version = parameter.current_version();
   }
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
   if (disabled_) return;
   const std::scoped_lock lock(mutex_);
-  keep_place(parameters_[index]);
+  parameters_[index].keep_place();
   discount(parameters_[index]);
 }
 
@@ -177,11 +157,11 @@ void GradientHooks::after_accumulation(std::size_t index) {
   std::size_t bucket = 0;
   {
     const std::scoped_lock lock(mutex_);
-    Parameter& parameter = parameters_[index];
+    HookedParameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
-    keep_place(parameter);
+    parameter.keep_place();
     follow_streams(parameter);
-    bucket_full = count_arrival(index, take(parameter));
+    bucket_full = count_arrival(index, parameter.take());
     bucket = parameter.bucket;
   }
   if (!pass_open_.exchange(true)) {
@@ -193,7 +173,7 @@ void GradientHooks::after_accumulation(std::size_t index) {
 
 /// Returns whether the bucket is full now and is to be announced.
 bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
-  Parameter& parameter = parameters_[index];
+  HookedParameter& parameter = parameters_[index];
   if (fresh) parameter.passes = 0;  // whatever had been accumulated was dropped
   if (fresh) parameter.base_reduced = false;
   if (passes_per_step_ > 1 && due(parameter) && !parameter.held) {
@@ -220,7 +200,7 @@ void GradientHooks::end_pass() {
   arrived_.clear();
   streams_.assign(streams_.size(), std::nullopt);
   std::fill(missing_.begin(), missing_.end(), 0);
-  for (Parameter& parameter : parameters_) {
+  for (HookedParameter& parameter : parameters_) {
     parameter.arrived = false;
     ++missing_[parameter.bucket];
   }
@@ -232,15 +212,15 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   Pending pending{none, none, false};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
+    HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
-    keep_place(parameter);
+    parameter.keep_place();
     if (!grad.defined()) {  // zero_grad() of the model, not ours
       parameter.held = false;
       continue;
     }
     const bool ours = grad.is_same(parameter.view) || grad.is_same(parameter.sparse);
-    if (everything && written_by_hand(parameter)) {
+    if (everything && parameter.written_by_hand()) {
       parameter.held = true;
       parameter.base_reduced = false;
     }
@@ -259,42 +239,39 @@ void GradientHooks::adopt(const Bitmap& touched) {
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
-    Parameter& parameter = parameters_[i];
-    keep_place(parameter);
+    HookedParameter& parameter = parameters_[i];
+    parameter.keep_place();
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.arrived && !parameter.sparse.defined()) {
       grad = parameter.view;  // it may be on its way already, whatever `grad` was set to since
     } else if (!grad.defined()) {
-      make_room(parameter);
-      parameter.view.zero_();
-      parameter.sparse.reset();
-      grad = parameter.view;
+      parameter.make_zero();
     } else {
       if (!parameter.held) discount(parameter);
-      move_in(parameter);
+      parameter.move_in();
     }
   }
 }
 
 at::Tensor GradientHooks::memory(std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
-  Parameter& first = parameters_.at(first_.at(bucket));
-  if (!first.in_block) return buckets_[bucket];
+  HookedParameter& first = parameters_.at(first_.at(bucket));
+  if (!first.in_block()) return buckets_[bucket];
   if (!first.place.bucket.defined()) first.place.bucket = flat(first.view);
   return first.place.bucket;
 }
 
 at::Tensor GradientHooks::contribution(std::size_t index) {
   const std::scoped_lock lock(mutex_);
-  Parameter& parameter = parameters_.at(index);
-  keep_place(parameter);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.keep_place();
   if (!parameter.held) discount(parameter);
   return parameter.variable.mutable_grad();
 }
 
 void GradientHooks::replace(std::size_t index, const at::Tensor& gradient) {
   const std::scoped_lock lock(mutex_);
-  Parameter& parameter = parameters_.at(index);
+  HookedParameter& parameter = parameters_.at(index);
   parameter.variable.mutable_grad() = parameter.sparse = gradient;
   parameter.held = false;
   parameter.base_reduced = true;
@@ -308,7 +285,7 @@ void GradientHooks::reduced(const Bitmap& touched) {
     parameters_[i].held = false;
     parameters_[i].base_reduced = true;
     parameters_[i].version.reset();
-    let_go(parameters_[i]);
+    parameters_[i].let_go();
   }
 }
 
@@ -319,11 +296,11 @@ std::vector<std::size_t> GradientHooks::ready_order() {
 
 void GradientHooks::restart(bool gradients) {
   const std::scoped_lock lock(mutex_);
-  for (Parameter& parameter : parameters_) {
+  for (HookedParameter& parameter : parameters_) {
     parameter.passes = 0;
-    keep_place(parameter);
-    parameter.version = version_of(parameter.view);
-    let_go(parameter);
+    parameter.keep_place();
+    parameter.version = parameter.current_version();
+    parameter.let_go();
     if (!gradients) continue;
     parameter.held = parameter.base_reduced = false;
     parameter.sparse.reset();
@@ -342,102 +319,10 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 
 void GradientHooks::disable() { disabled_ = true; }
 
-/// A bucket has room for the shape that the parameter had, in the dtype that it had.
-void GradientHooks::require_unchanged(Parameter& parameter) {
-  const at::Tensor& grad = parameter.variable.mutable_grad();
-  TORCH_CHECK_VALUE(grad.sizes() == parameter.place.sizes, "parameter '", parameter.name,
-                    "' has changed its shape from ", c10::IntArrayRef(parameter.place.sizes), " to ", grad.sizes(),
-                    " since the optimizer was wrapped: make a new optimizer and wrap that");
-  TORCH_CHECK_VALUE(parameter.variable.scalar_type() == parameter.dtype, "parameter '",
-                    parameter.name, "' has changed its dtype from ", parameter.dtype, " to ",
-                    parameter.variable.scalar_type(),
-                    " since the optimizer was wrapped: make a new optimizer and wrap that");
-}
-
-/// Whether the program, and no pass, has put something into the gradient in this step. What has
-/// been reduced in this step may be written to: it is clipped, say.
-bool GradientHooks::written_by_hand(const Parameter& parameter) {
-  return !parameter.held && parameter.version &&
-         parameter.variable.grad().is_same(parameter.view) &&
-         *parameter.version != version_of(parameter.view);
-}
-
-/// The tensor that was our `grad` may have been given other memory (`grad.data = ...`, or a
-/// module's double(), to() or share_memory()). Then it is somebody else's, and the place stays.
-void GradientHooks::keep_place(Parameter& parameter) {
-  if (parameter.in_block) return keep_block(parameter);
-  if (!parameter.view.defined() || parameter.view.numel() == 0) return;
-  if (parameter.view.const_data_ptr() == parameter.place.data) return;
-  parameter.view = parameter.place.view();
-}
-
-/// Takes up what was let go, if it is `grad` still; forgets the block of a tensor that was given
-/// other memory.
-void GradientHooks::keep_block(Parameter& parameter) {
-  if (parameter.view.defined()) {
-    if (parameter.view.const_data_ptr() == parameter.place.data) return;
-    parameter.view.reset();
-    parameter.place.bucket.reset();
-    return;
-  }
-  const at::Tensor& grad = parameter.variable.mutable_grad();
-  const auto known = std::exchange(parameter.known, std::nullopt);
-  if (known && grad.defined() && known->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
-      grad.const_data_ptr() == parameter.place.data) {
-    parameter.view = grad;
-  }
-}
-
-/// Leaves a block to `grad`.
-void GradientHooks::let_go(Parameter& parameter) {
-  if (!parameter.in_block || !parameter.view.defined()) return;
-  parameter.known.emplace(parameter.view.getIntrusivePtr());
-  parameter.view.reset();
-  parameter.place.bucket.reset();
-}
-
-/// Sees to it that there is a place.
-void GradientHooks::make_room(Parameter& parameter) {
-  if (parameter.view.defined()) return;
-  parameter.place.move_to(options_.blocks->take(parameter.place.bytes()));
-  parameter.view = parameter.place.view();
-}
-
-/// Whether a gradient that has just been accumulated can be reduced where it lies: in a block that
-/// nobody else can reach. Autograd holds it a second time while it calls hooks.
-bool GradientHooks::computed_in_block(const Parameter& parameter) const {
-  const at::Tensor& grad = parameter.variable.grad();
-  const Place& place = parameter.place;
-  return grad.is_cpu() && grad.scalar_type() == place.dtype && grad.sizes() == place.sizes &&
-         grad.strides() == place.strides && !grad.requires_grad() && !grad.is_neg() &&
-         !grad.is_conj() && !grad._is_zerotensor() &&
-         !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
-         grad.storage().nbytes() == place.bytes() && grad.storage().use_count() <= 2 &&
-         options_.blocks->has_given(grad.const_data_ptr());
-}
-
-/// Receives what autograd has accumulated; returns whether it is another tensor than before.
-bool GradientHooks::take(Parameter& parameter) {
-  const at::Tensor& grad = parameter.variable.mutable_grad();
-  if (parameter.in_block && !grad.is_same(parameter.view) && computed_in_block(parameter)) {
-    require_unchanged(parameter);
-    parameter.place.bucket.reset();
-    parameter.place.data = static_cast<std::byte*>(grad.mutable_data_ptr());
-    parameter.view = grad;
-    parameter.sparse.reset();
-    return true;
-  }
-  if (!grad.is_sparse()) return move_in(parameter);
-  require_unchanged(parameter);
-  const bool fresh = !grad.is_same(parameter.sparse);
-  parameter.sparse = grad;
-  return fresh;
-}
-
 /// A backward pass may run on several streams. Who fills a bucket sends it, and so must come after
 /// the others: every arrival waits for the one before it.
-void GradientHooks::follow_streams(const Parameter& parameter) {
-  if (parameter.in_block || parameter.view.is_cpu()) return;
+void GradientHooks::follow_streams(const HookedParameter& parameter) {
+  if (parameter.in_block() || parameter.view.is_cpu()) return;
   const c10::Stream stream = current_stream(parameter.view.device());
   std::optional<c10::Stream>& last = streams_[parameter.bucket];
   if (last && *last != stream) {
@@ -446,31 +331,6 @@ void GradientHooks::follow_streams(const Parameter& parameter) {
     arrived.block(stream);
   }
   last = stream;
-}
-
-/// Makes `grad` the place in the bucket, with its value; returns whether it was elsewhere.
-bool GradientHooks::move_in(Parameter& parameter) {
-  at::Tensor& grad = parameter.variable.mutable_grad();
-  parameter.sparse.reset();
-  if (grad.is_same(parameter.view)) return false;
-  TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '",
-                    parameter.name, "' has layout ", grad.layout(), ", which cannot be reduced");
-  require_unchanged(parameter);
-  make_room(parameter);
-  copy_into(parameter.view, grad);
-  grad = parameter.view;
-  return true;
-}
-
-/// Sum counts what is equal on all ranks once (Options::reduced_scale).
-void GradientHooks::discount(Parameter& parameter) {
-  if (options_.reduced_scale == 1.0 || parameter.held || !parameter.base_reduced) return;
-  at::Tensor& grad = parameter.variable.mutable_grad();
-  if (!grad.defined()) return;  // which is_same() takes for an undefined `sparse`
-  if (!grad.is_same(parameter.view) && !grad.is_same(parameter.sparse)) return;
-  const at::NoGradGuard no_grad;
-  grad.mul_(options_.reduced_scale);
-  parameter.base_reduced = false;
 }
 
 }  // namespace torch_ring

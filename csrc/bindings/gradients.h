@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <cstdint>
@@ -14,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/place.h"
+#include "bindings/hooked_parameter.h"
 #include "bindings/streams.h"
 #include "transport/block_cache.h"
 
@@ -24,10 +23,6 @@ namespace torch_ring {
 /// moves it into the parameter's part of a bucket and makes `grad` a tensor over that memory; from
 /// then on autograd accumulates in place, and nothing is copied until `grad` is replaced. It costs
 /// tens of nanoseconds a parameter besides the copy, and no Python.
-///
-/// A gradient that fills a bucket alone lies in a block of shared memory, and may have been computed
-/// there (gradient_allocator.h): then the hook copies nothing, and the tensor that autograd has made
-/// is `grad`. Between two steps the block belongs to `grad` alone, and goes when that goes.
 ///
 /// A sparse gradient stays where it is, and fills no bucket: only all ranks together know whether
 /// it is reduced as one (`contribution`, `replace`) or as a dense one (`adopt`).
@@ -63,12 +58,11 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass that touched us
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
-    std::shared_ptr<BlockCache> blocks;  // null: every bucket has memory
+    std::shared_ptr<BlockCache> blocks;                      // null: every bucket has memory
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);
-  ~GradientHooks();
 
   /// Gives every parameter its place; gradients in older buckets move. A bucket that is an empty
   /// tensor of its dtype has one gradient, which lies in a block. `early`: by bucket, whether
@@ -113,27 +107,6 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   class After;    // ... and the one after it
   class PassEnd;  // the callback at the end of a pass
 
-  struct Parameter {
-    at::Tensor variable;
-    // The accumulator lives as long as somebody holds it: a weak reference is all a tensor has.
-    decltype(torch::autograd::impl::grad_accumulator(variable)) accumulator;
-    std::string name;
-    at::ScalarType dtype{};  // the variable's, when it was wrapped
-    Place place;
-    at::Tensor view;    // the place, with the parameter's shape and strides; none without a block
-    at::Tensor sparse;  // the gradient as we have left it, if it was sparse
-    bool in_block = false;
-    // What `view` was before it was let go.
-    std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
-    std::size_t bucket = 0;
-    int passes = 0;             // since the step began
-    bool held = false;          // it holds a contribution of this rank that is not reduced
-    bool base_reduced = false;  // what is in `view` is the same on all ranks
-    bool arrived = false;       // in the current pass
-    // Of `view` when the step began; none once the gradient has been reduced in this step.
-    std::optional<std::uint32_t> version;
-  };
-
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
   void add_hooks();
@@ -145,25 +118,16 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void end_pass();
 
   // Under mutex_:
-  static void require_unchanged(Parameter& parameter);
-  static bool written_by_hand(const Parameter& parameter);
-  void keep_place(Parameter& parameter);
-  static void keep_block(Parameter& parameter);
-  static void let_go(Parameter& parameter);
-  void make_room(Parameter& parameter);
-  bool computed_in_block(const Parameter& parameter) const;
-  bool take(Parameter& parameter);
-  bool move_in(Parameter& parameter);
-  void follow_streams(const Parameter& parameter);
-  void discount(Parameter& parameter);
-  bool due(const Parameter& parameter) const { return parameter.passes >= passes_per_step_; }
+  void follow_streams(const HookedParameter& parameter);
+  void discount(HookedParameter& parameter) { parameter.discount(options_.reduced_scale); }
+  bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
   std::atomic<bool> pass_open_{false};  // its end is queued; guards nothing else
   std::atomic<bool> disabled_{false};   // set by the only thread of a forked child
 
   std::mutex mutex_;  // guards what follows
-  std::vector<Parameter> parameters_;
+  std::vector<HookedParameter> parameters_;
   std::vector<at::Tensor> buckets_;
   std::vector<std::size_t> first_;    // by bucket: its first parameter
   std::vector<bool> early_;           // by bucket: it is announced when it is full

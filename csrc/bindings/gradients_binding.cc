@@ -42,17 +42,16 @@ std::function<void(Args...)> callback(py::object function) {
 void bind_gradients(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
-      .def(
-          py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                      double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
-                      std::shared_ptr<BlockCache> blocks) {
-            return GradientHooks::make(
-                std::move(parameters), std::move(names),
-                {reduced_scale, callback<>(std::move(on_backward_end)),
-                 callback<std::size_t>(std::move(on_bucket_full)), std::move(blocks)});
-          }),
-          py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
-          py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("blocks"))
+      .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                       double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
+                       std::shared_ptr<BlockCache> blocks) {
+             return GradientHooks::make(
+                 std::move(parameters), std::move(names),
+                 {reduced_scale, callback<>(std::move(on_backward_end)),
+                  callback<std::size_t>(std::move(on_bucket_full)), std::move(blocks)});
+           }),
+           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
+           py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("blocks"))
       .def(
           "place",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,

@@ -28,10 +28,10 @@ std::size_t Place::bytes() const {
 void Place::move_to(std::shared_ptr<void> memory) {
   const auto options = at::TensorOptions().dtype(dtype);
   void* const block = memory.get();
-  bucket = block == nullptr
-               ? at::empty_strided(sizes, strides, options)
-               : at::from_blob(
-                     block, sizes, strides, [memory = std::move(memory)](void*) {}, options);
+  bucket =
+      block == nullptr
+          ? at::empty_strided(sizes, strides, options)
+          : at::from_blob(block, sizes, strides, [memory = std::move(memory)](void*) {}, options);
   data = static_cast<std::byte*>(bucket.mutable_data_ptr());
   bucket = flat(bucket);
 }

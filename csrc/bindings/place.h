@@ -32,7 +32,8 @@ struct Place {
   at::Tensor view() const;
 };
 
-/// The memory of a tensor that leaves no holes, in one dimension; a complex number is two real ones.
+/// The memory of a tensor that leaves no holes, in one dimension; a complex number is two real
+/// ones.
 at::Tensor flat(const at::Tensor& tensor);
 
 /// Copies values between layouts, dtypes and devices; `from` may be sparse.

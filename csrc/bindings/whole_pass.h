@@ -20,7 +20,8 @@ namespace torch_ring {
 /// Errors: the engine's.
 class WholePass {
  public:
-  /// A bucket's index, and what the names of its allreduces begin and end with; a pass's number is between.
+  /// A bucket's index, and what the names of its allreduces begin and end with; a pass's number is
+  /// between.
   struct Bucket {
     std::size_t index;
     std::string name_before;
