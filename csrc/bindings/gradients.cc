@@ -52,7 +52,7 @@ class GradientHooks::After final : public torch::autograd::FunctionPostHook {
 
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
     const auto hooks = hooks_.lock();
-    if (hooks && grads[0].defined()) hooks->after_accumulation(index_);
+    if (hooks && grads[0].defined()) hooks->after_accumulation(index_, grads[0]);
     return outputs;
   }
 
@@ -151,7 +151,7 @@ void GradientHooks::before_accumulation(std::size_t index) {
   discount(parameters_[index]);
 }
 
-void GradientHooks::after_accumulation(std::size_t index) {
+void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
   if (disabled_) return;
   bool bucket_full = false;
   std::size_t bucket = 0;
@@ -161,7 +161,7 @@ void GradientHooks::after_accumulation(std::size_t index) {
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
     parameter.keep_place();
     follow_streams(parameter);
-    bucket_full = count_arrival(index, parameter.take());
+    bucket_full = count_arrival(index, parameter.take(gradient));
     bucket = parameter.bucket;
   }
   if (!pass_open_.exchange(true)) {

@@ -113,7 +113,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
 
   // By the hooks:
   void before_accumulation(std::size_t index);
-  void after_accumulation(std::size_t index);
+  void after_accumulation(std::size_t index, const at::Tensor& gradient);
   bool count_arrival(std::size_t index, bool fresh);
   void end_pass();
 

@@ -6,6 +6,20 @@
 #include <utility>
 
 namespace torch_ring {
+namespace {
+
+/// How often `grad` and `gradient`, if autograd has stolen it, hold their memory. As long as hooks
+/// run, autograd keeps `gradient`; a view (of the transposed gradient, say) keeps its base.
+std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
+  const at::Storage& storage = grad.storage();
+  if (!gradient.has_storage() || !gradient.storage().is_alias_of(storage)) return 1;
+  if (gradient.use_count() != 1) return 0;  // somebody else has it, too
+  if (!gradient.is_view()) return 2;
+  const auto& base = gradient._base();
+  return base.use_count() == 1 && base.storage().is_alias_of(storage) ? 3 : 0;
+}
+
+}  // namespace
 
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
     : variable(std::move(of)), name(std::move(its_name)), dtype(variable.scalar_type()) {
@@ -31,9 +45,9 @@ void HookedParameter::keep_place() {
   }
 }
 
-bool HookedParameter::take() {
+bool HookedParameter::take(const at::Tensor& gradient) {
   const at::Tensor& grad = variable.mutable_grad();
-  if (in_block() && !grad.is_same(view) && computed_in_block()) {
+  if (in_block() && !grad.is_same(view) && computed_in_block(gradient)) {
     require_unchanged();
     place.bucket.reset();
     place.data = static_cast<std::byte*>(grad.mutable_data_ptr());
@@ -48,15 +62,16 @@ bool HookedParameter::take() {
   return fresh;
 }
 
-/// Whether a gradient that has just been accumulated can be reduced where it lies: in a block that
-/// nobody else can reach. Autograd holds it a second time while it calls hooks.
-bool HookedParameter::computed_in_block() const {
+/// Whether `grad`, which autograd has just made of `gradient`, can be reduced where it lies: in a
+/// block that nobody else can reach.
+bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
   const at::Tensor& grad = variable.grad();
   return grad.layout() == at::kStrided && grad.is_cpu() && grad.scalar_type() == place.dtype &&
          grad.sizes() == place.sizes && grad.strides() == place.strides && !grad.requires_grad() &&
          !grad.is_neg() && !grad.is_conj() && !grad._is_zerotensor() &&
          !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
-         grad.storage().nbytes() == place.bytes() && grad.storage().use_count() <= 2 &&
+         grad.storage().nbytes() == place.bytes() &&
+         grad.storage().use_count() == known_owners(grad, gradient) &&
          direct->blocks().has_given(grad.const_data_ptr());
 }
 

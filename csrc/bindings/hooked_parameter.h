@@ -30,8 +30,9 @@ struct HookedParameter {
   /// somebody else's, and the place stays.
   void keep_place();
 
-  /// Receives what autograd has accumulated; returns whether it is another tensor than before.
-  bool take();
+  /// Receives what autograd has accumulated, `gradient` into `grad`; returns whether `grad` is
+  /// another tensor than before.
+  bool take(const at::Tensor& gradient);
 
   /// Makes `grad` the place, with its value; returns whether it was elsewhere.
   bool move_in();
@@ -72,7 +73,7 @@ struct HookedParameter {
   std::optional<std::uint32_t> version;
 
  private:
-  bool computed_in_block() const;
+  bool computed_in_block(const at::Tensor& gradient) const;
   void make_room();
   void require_unchanged() const;
 };

@@ -1,0 +1,295 @@
+"""Gradients that are computed where they are reduced."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import torch_ring as hvd
+
+ROWS, COLUMNS = 40, 30  # a large gradient
+LARGE = {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(4 * ROWS * COLUMNS)}
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in memory that the host's ranks share."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "memfd:torch_ring" in line
+    raise AssertionError("it lies nowhere")
+
+
+def computed(parameter: nn.Parameter) -> list[int]:
+    """Return a list that gets the address of each gradient, as autograd leaves it to the hooks."""
+    addresses: list[int] = []
+    parameter.register_post_accumulate_grad_hook(
+        lambda accumulated: addresses.append(accumulated.grad.data_ptr())
+    )
+    return addresses
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(COLUMNS, ROWS)
+
+
+def wrapped(model: nn.Module) -> Optimizer:
+    return hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
+def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
+    return factor * (hvd.rank() + 1) * model(torch.ones(2, COLUMNS)).square().sum()
+
+
+def assert_reduced(model: nn.Module, factor: float = 1.0) -> None:
+    """Check the gradients: they are those of all ranks' losses, averaged."""
+    ranks = hvd.size()
+    alone = linear()
+    alone.load_state_dict(model.state_dict())
+    (factor * (ranks + 1) / 2 * alone(torch.ones(2, COLUMNS)).square().sum()).backward()
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+# --- where they lie
+
+
+def lies_where_it_was_computed(direct: bool) -> None:
+    model, unwrapped = linear(), linear()
+    optimizer = wrapped(model)
+    weight, bias = computed(model.weight), computed(model.bias)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        assert_reduced(model)
+        assert is_shared(model.weight.grad) == is_shared(model.bias.grad)
+        assert (model.weight.grad.data_ptr() == weight[-1]) == direct, f"in step {step}"
+        assert model.bias.grad.data_ptr() != bias[-1], "a small one is copied into its bucket"
+        loss_of(unwrapped).backward()
+        assert not is_shared(unwrapped.weight.grad), "which nobody reduces"
+        optimizer.step()
+    if direct:
+        assert len(set(weight)) == 1, "the block of the step before"
+
+
+@pytest.mark.parametrize(
+    ("size", "transport", "env", "direct"),
+    [
+        (2, "shm", LARGE, True),
+        (3, "shm", LARGE, True),
+        (2, "shm", {"TORCH_RING_DIRECT_GRADIENT_BYTES": "0"}, False),
+        (2, "shm", {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(4 * ROWS * COLUMNS + 1)}, False),
+        (2, "tcp", LARGE, False),
+    ],
+)
+def test_where_a_gradient_lies(size, transport, env, direct):
+    run(lies_where_it_was_computed, size, args=(direct,), transport=transport, env=env)
+
+
+def is_left_to_the_program() -> None:
+    """Every way to drop a gradient frees its block; one that is kept keeps its values."""
+    model = linear()
+    optimizer = wrapped(model)
+    addresses = computed(model.weight)
+    ways: list[Callable[[], object]] = [
+        optimizer.zero_grad,
+        model.zero_grad,
+        lambda: setattr(model.weight, "grad", None),
+    ]
+    for drop in ways:
+        loss_of(model).backward()
+        optimizer.step()
+        drop()
+    assert len(set(addresses)) == 1, addresses
+
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    kept = model.weight.grad
+    values = kept.clone()
+    optimizer.zero_grad()
+    for factor in (2.0, 3.0):
+        model.zero_grad()
+        loss_of(model, factor).backward()
+        assert_reduced(model, factor)
+        assert torch.equal(kept, values)
+    assert kept.data_ptr() not in addresses[-2:]
+
+
+def test_a_gradient_is_the_programs_after_the_step():
+    run(is_left_to_the_program, 2, env=LARGE)
+
+
+# --- what autograd and programs do to gradients
+
+
+def accumulates(way: str) -> None:
+    model = linear()
+    optimizer = wrapped(model)
+    for factor in (1.0, 2.0):
+        optimizer.zero_grad(set_to_none=way != "in place")
+        if way == "in place":
+            loss_of(model, factor).backward()
+        elif way == "under no_sync":
+            with optimizer.no_sync():
+                loss_of(model, factor / 2).backward()
+            loss_of(model, factor / 2).backward()
+        elif way == "with a graph":
+            loss_of(model, factor).backward(create_graph=True)
+        elif way == "twice in a pass":
+            (loss_of(model, factor / 4) + loss_of(model, 3 * factor / 4)).backward()
+        elif way == "by a checkpoint":
+            part = torch.utils.checkpoint.checkpoint(model, torch.ones(2, COLUMNS), use_reentrant=False)
+            (factor * (hvd.rank() + 1) * part.square().sum()).backward()
+        elif way == "replaced by a hook":
+            model.weight.register_hook(lambda gradient: gradient * 1.0)
+            loss_of(model, factor).backward()
+        elif way == "given other memory":
+            loss_of(model, factor / 2).backward()
+            model.weight.grad.data = model.weight.grad.clone()
+            loss_of(model, factor / 2).backward()
+        else:
+            assert way == "by halves"
+            loss_of(model, factor / 2).backward()
+            first, model.weight.grad = model.weight.grad, None
+            loss_of(model, factor / 2).backward()
+            model.weight.grad = model.weight.grad + first
+            optimizer.synchronize()
+        if way not in ("with a graph", "given other memory", "by halves"):
+            assert is_shared(model.weight.grad)
+        assert_reduced(model, factor)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "in place",
+        "under no_sync",
+        "with a graph",
+        "twice in a pass",
+        "by a checkpoint",
+        "replaced by a hook",
+        "given other memory",
+        "by halves",
+    ],
+)
+def test_a_gradient_comes_about(way):
+    run(accumulates, 2, args=(way,), env=LARGE)
+
+
+def leaves_others_alone() -> None:
+    """What somebody else can reach is copied, and reduced in the copy."""
+    one, other = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(SGD([one, other], lr=0.1))
+    mine, mean = float(hvd.rank() + 1), (hvd.size() + 1) / 2
+    kept: list[Tensor] = []
+    one.register_hook(lambda gradient: kept.append(gradient.view(-1)))
+    for _ in range(3):
+        optimizer.zero_grad()
+        between = other.view(COLUMNS, ROWS)
+        between.retain_grad()
+        # One gradient for both, computed by one node.
+        ((one + other) * mine + between.view(ROWS, COLUMNS) * mine).sum().backward()
+        assert torch.equal(one.grad, torch.full_like(one, mean))
+        assert torch.equal(other.grad, torch.full_like(one, 2 * mean))
+        assert torch.equal(kept[-1], torch.full((ROWS * COLUMNS,), mine))
+        assert torch.equal(between.grad, torch.full((COLUMNS, ROWS), mine))
+        assert one.grad.untyped_storage().data_ptr() != other.grad.untyped_storage().data_ptr()
+        optimizer.step()
+
+
+def test_what_others_hold_is_not_reduced():
+    run(leaves_others_alone, 2, env=LARGE)
+
+
+def differs_in_layout() -> None:
+    """Ranks whose gradients lie otherwise, or nowhere, agree with the others all the same."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(16, 20, 3)
+    assert model.weight.nbytes >= int(LARGE["TORCH_RING_DIRECT_GRADIENT_BYTES"])
+    optimizer = wrapped(model)
+    addresses = computed(model.weight)
+    images = torch.randn(2, 16, 8, 8)
+    for step in range(4):
+        optimizer.zero_grad()
+        late = step % 2 == hvd.rank()
+        layout = torch.channels_last if late else torch.contiguous_format
+        if step < 2:
+            model(images.to(memory_format=layout)).sum().backward()
+        elif late:  # the other has no gradient
+            model(images).sum().backward()
+        optimizer.synchronize()
+        mean = model.weight.grad.clone()
+        model.zero_grad()
+        with optimizer.no_sync():
+            model(images).sum().backward()
+        torch.testing.assert_close(mean, model.weight.grad * (1.0 if step < 2 else 0.5))
+        optimizer.zero_grad()
+    assert addresses
+
+
+def test_ranks_whose_gradients_lie_elsewhere():
+    run(differs_in_layout, 2, env=LARGE)
+
+
+def is_wrapped_again() -> None:
+    model = linear()
+    older = wrapped(model)
+    newer = None
+    addresses = computed(model.weight)
+    for again in range(3):
+        model.zero_grad()
+        loss_of(model).backward()
+        assert_reduced(model)
+        assert model.weight.grad.data_ptr() == addresses[-1]
+        if again == 0:
+            del older
+            newer = wrapped(model)
+    assert newer is not None
+    hvd.shutdown()
+    hvd.init()
+    model.zero_grad()
+    newer = wrapped(model)
+    loss_of(model).backward()
+    assert_reduced(model)
+    assert model.weight.grad.data_ptr() == addresses[-1]
+
+
+def test_a_model_that_is_wrapped_again():
+    run(is_wrapped_again, 2, env=LARGE)
+
+
+# --- forked children
+
+
+def forks() -> None:
+    """What a child does to gradients and shared tensors is not seen by its parent."""
+    model, shared = linear(), hvd.empty_shared(1000).fill_(1.0)
+    optimizer = wrapped(model)
+    loss_of(model).backward()
+    child = os.fork()
+    if child == 0:
+        del shared
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model, 5.0).backward()
+        in_parents = is_shared(model.weight.grad)
+        optimizer = None
+        os._exit(int(in_parents))
+    assert os.waitpid(child, 0)[1] == 0
+    assert_reduced(model)
+    assert torch.equal(shared, torch.ones(1000))
+    optimizer.step()
+    model.zero_grad()
+    loss_of(model).backward()
+    assert_reduced(model)
+
+
+def test_a_forked_child_has_memory_of_its_own():
+    run(forks, 2, env=LARGE)
