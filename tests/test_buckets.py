@@ -46,7 +46,7 @@ def test_every_parameter_has_one_place_of_its_own(case):
             assert slot.offset * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
             assert slot.offset >= end
             end = slot.offset + slot.numel
-        assert end <= bucket.numel
+        assert end == bucket.numel
 
 
 @given(specs_and_orders)
@@ -80,7 +80,8 @@ def test_no_two_neighbours_of_a_kind_would_fit_into_one(case):
     for buckets in by_kind.values():
         for bucket, following in pairwise(buckets[:-1]):
             first = specs[following.slots[0].parameter]
-            assert size_bytes(bucket) + first.aligned_bytes > CAPACITY_BYTES
+            begin = -(-size_bytes(bucket) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            assert begin + first.aligned_bytes > CAPACITY_BYTES
 
 
 @given(specs_and_orders, st.integers(min_value=0))
@@ -130,6 +131,17 @@ def test_groups_leave_the_plan_of_the_others_alone(case):
     together = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, [first])
     ungrouped = [b for b in together if b.slots[0].parameter in set(rest)]
     assert tuple(ungrouped) == plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
+
+
+@given(specs_and_orders)
+def test_what_is_alone_leaves_the_plan_of_the_others_alone(case):
+    specs, order = case
+    alone, rest = order[: len(order) // 2], order[len(order) // 2 :]
+    buckets = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, alone=alone)
+    shared = [bucket for bucket in buckets if bucket.slots[0].parameter not in alone]
+    assert tuple(shared) == plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
+    apart = [bucket.slots for bucket in buckets if bucket not in shared]
+    assert [slot.parameter for (slot,) in apart] == list(alone)
 
 
 @given(st.integers(0, 40), st.integers(1, 50))

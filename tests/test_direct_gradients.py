@@ -9,6 +9,7 @@ import torch
 from pool import run
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import torch_ring as hvd
 
@@ -144,8 +145,8 @@ def accumulates(way: str) -> None:
         elif way == "twice in a pass":
             (loss_of(model, factor / 4) + loss_of(model, 3 * factor / 4)).backward()
         elif way == "by a checkpoint":
-            part = torch.utils.checkpoint.checkpoint(model, torch.ones(2, COLUMNS), use_reentrant=False)
-            (factor * (hvd.rank() + 1) * part.square().sum()).backward()
+            rows = checkpoint(model, torch.ones(2, COLUMNS), use_reentrant=False)
+            (factor * (hvd.rank() + 1) * rows.square().sum()).backward()
         elif way == "replaced by a hook":
             model.weight.register_hook(lambda gradient: gradient * 1.0)
             loss_of(model, factor).backward()

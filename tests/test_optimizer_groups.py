@@ -9,6 +9,8 @@ from training import assert_same_weights, joined_batches, make_model, part, trai
 
 import torch_ring as hvd
 
+COPIED = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "0"}  # or large gradients have buckets of their own
+
 
 def together_in(optimizer: Optimizer) -> list[list[int]]:
     """Return which parameters share a bucket."""
@@ -51,7 +53,19 @@ def trains_in_groups(how: str, expected: list[list[int]]) -> None:
 )
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 def test_groups_are_reduced_together(transport, size, how, expected):
-    run(trains_in_groups, size, args=(how, expected), transport=transport)
+    run(trains_in_groups, size, args=(how, expected), transport=transport, env=COPIED)
+
+
+def keeps_large_gradients_apart() -> None:
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in (8, 100, 8, 100, 100)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), groups=[parameters[3:]])
+    assert together_in(optimizer) == [[0, 2], [1], [3, 4]]
+    sum((hvd.rank() + 1) * p.sum() for p in parameters).backward()
+    assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
+
+
+def test_large_gradients_lie_apart_but_in_groups():
+    run(keeps_large_gradients_apart, 2, env={"TORCH_RING_DIRECT_GRADIENT_BYTES": "400"})
 
 
 def keeps_groups_whole() -> None:
@@ -74,4 +88,4 @@ def keeps_groups_whole() -> None:
 
 
 def test_groups_are_not_split():
-    run(keeps_groups_whole, 2, env={"TORCH_RING_BUCKET_BYTES": "512"})
+    run(keeps_groups_whole, 2, env=COPIED | {"TORCH_RING_BUCKET_BYTES": "512"})

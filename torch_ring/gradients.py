@@ -75,7 +75,8 @@ class Reduction:
             name = (kind if isinstance(kind, type) else type(kind)).__qualname__
         return (
             f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "
-            f"bucket_bytes={self.bucket_bytes}, direct_bytes={self.direct_bytes}, sparse_as_dense={self.sparse_as_dense}"
+            f"bucket_bytes={self.bucket_bytes}, direct_bytes={self.direct_bytes}, "
+            f"sparse_as_dense={self.sparse_as_dense}"
         )
 
 
