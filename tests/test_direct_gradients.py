@@ -266,6 +266,23 @@ def test_a_model_that_is_wrapped_again():
     run(is_wrapped_again, 2, env=LARGE)
 
 
+def is_wrapped_twice() -> None:
+    """Of two optimizers with one parameter each reduces what autograd has computed, and no more."""
+    model = linear()
+    optimizers = [
+        hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=hvd.Sum) for _ in range(2)
+    ]
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model).backward()
+        assert_reduced(model, hvd.size())
+        optimizers[0].step()
+
+
+def test_a_parameter_of_two_optimizers():
+    run(is_wrapped_twice, 2, env=LARGE)
+
+
 # --- forked children
 
 

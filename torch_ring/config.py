@@ -192,8 +192,8 @@ SETTINGS = (
         "direct_gradient_bytes",
         "TORCH_RING_DIRECT_GRADIENT_BYTES",
         _bytes(0),
-        "bytes from which on a gradient is computed in the shared memory where it is reduced, where "
-        "all ranks are on one host; 0: it is copied there",
+        "bytes from which on a gradient is computed in the shared memory in which it is reduced, "
+        "where all ranks are on one host; 0: it is copied there",
         common=True,
     ),
     Setting(

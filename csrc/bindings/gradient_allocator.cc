@@ -46,6 +46,14 @@ class GradientAllocator final : public c10::Allocator {
     if (size != sizes_.end() && --size->second == 0) sizes_.erase(size);
   }
 
+  bool got(const DirectGradient& gradient, const void* data) {
+    const std::scoped_lock lock(mutex_);
+    const auto current = gradients_.find(gradient.accumulator());
+    if (current == gradients_.end() || current->second != &gradient) return false;
+    const auto taken = taken_.find(data);
+    return taken != taken_.end() && taken->second.cache == &gradient.blocks();
+  }
+
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes >= least_bytes_.load(std::memory_order_relaxed)) {
       if (void* const data = take(bytes)) {
@@ -65,6 +73,11 @@ class GradientAllocator final : public c10::Allocator {
   }
 
  private:
+  struct Taken {
+    const BlockCache* cache;
+    std::shared_ptr<void> block;
+  };
+
   explicit GradientAllocator(c10::Allocator& others) : others_(others) {}
 
   void* take(std::size_t bytes) {
@@ -76,7 +89,7 @@ class GradientAllocator final : public c10::Allocator {
     std::shared_ptr<void> block = blocks != nullptr ? blocks->take(bytes) : nullptr;
     if (!block) return nullptr;
     void* const data = block.get();
-    taken_.emplace(data, std::move(block));
+    taken_.emplace(data, Taken{blocks, std::move(block)});
     return data;
   }
 
@@ -125,7 +138,7 @@ class GradientAllocator final : public c10::Allocator {
   std::mutex mutex_;                                                  // guards what follows
   std::unordered_map<const Node*, const DirectGradient*> gradients_;  // by accumulator
   std::unordered_map<std::size_t, std::size_t> sizes_;                // bytes -> how many gradients
-  std::unordered_map<void*, std::shared_ptr<void>> taken_;
+  std::unordered_map<const void*, Taken> taken_;
 };
 
 }  // namespace
@@ -135,6 +148,10 @@ DirectGradient::DirectGradient(std::shared_ptr<BlockCache> blocks, const Node* a
     : blocks_(std::move(blocks)), accumulator_(accumulator), bytes_(bytes) {
   blocks_->expect(bytes_);
   GradientAllocator::installed().add(*this);
+}
+
+bool DirectGradient::got(const void* data) const {
+  return GradientAllocator::installed().got(*this, data);
 }
 
 DirectGradient::~DirectGradient() {

@@ -23,12 +23,16 @@ namespace torch_ring {
 /// Thread: any. Blocking: no.
 class DirectGradient {
  public:
-  /// `accumulator` lives longer. Of several for one, the last is used.
+  /// `accumulator` lives longer.
   DirectGradient(std::shared_ptr<BlockCache> blocks, const torch::autograd::Node* accumulator,
                  std::size_t bytes);
   ~DirectGradient();
   DirectGradient(const DirectGradient&) = delete;
   DirectGradient& operator=(const DirectGradient&) = delete;
+
+  /// Whether torch has got a block for this gradient, which begins here. Of several for one
+  /// accumulator only the last can say so.
+  bool got(const void* data) const;
 
   BlockCache& blocks() const { return *blocks_; }
   const torch::autograd::Node* accumulator() const { return accumulator_; }

@@ -72,7 +72,7 @@ bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
          !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
          grad.storage().nbytes() == place.bytes() &&
          grad.storage().use_count() == known_owners(grad, gradient) &&
-         direct->blocks().has_given(grad.const_data_ptr());
+         direct->got(grad.const_data_ptr());
 }
 
 bool HookedParameter::move_in() {

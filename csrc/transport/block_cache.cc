@@ -43,7 +43,6 @@ std::shared_ptr<void> BlockCache::take(std::size_t bytes) noexcept {
         block = allocate_(bytes);
         if (!block) return nullptr;
       }
-      taken_.emplace(block.get(), bytes);
       ++size.taken;
     }
     void* const data = block.get();
@@ -55,17 +54,10 @@ std::shared_ptr<void> BlockCache::take(std::size_t bytes) noexcept {
   }
 }
 
-bool BlockCache::has_given(const void* data) const noexcept {
-  if (::getpid() != pid_) return false;
-  const std::scoped_lock lock(mutex_);
-  return taken_.contains(data);
-}
-
 void BlockCache::give_back(Block block, std::size_t bytes) noexcept {
   if (::getpid() != pid_) return;
   Block unneeded;
   const std::scoped_lock lock(mutex_);
-  taken_.erase(block.get());
   Size& size = sizes_[bytes];
   --size.taken;
   if (size.taken + size.vacant.size() < 2 * size.expected) {

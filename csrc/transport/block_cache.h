@@ -32,9 +32,6 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
   /// expected, if twice as many as are expected have one already, or if the memory is used up.
   std::shared_ptr<void> take(std::size_t bytes) noexcept;
 
-  /// Whether a block that somebody has taken begins here.
-  bool has_given(const void* data) const noexcept;
-
  private:
   using Block = std::shared_ptr<void>;
 
@@ -49,9 +46,8 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
 
   const Allocate allocate_;
   const pid_t pid_;
-  mutable std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards what follows
   std::map<std::size_t, Size> sizes_;
-  std::map<const void*, std::size_t> taken_;  // -> bytes
 };
 
 }  // namespace torch_ring
