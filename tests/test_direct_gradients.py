@@ -129,6 +129,19 @@ def test_a_gradient_is_the_programs_after_the_step():
 # --- what autograd and programs do to gradients
 
 
+def give_other_memory(model: nn.Linear) -> None:
+    """Give the gradient of the weight other memory at the end of the next pass, before ours."""
+
+    def replaces() -> None:
+        model.weight.grad.data = model.weight.grad.clone()
+
+    def queues(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(replaces)
+        handle.remove()
+
+    handle = model.weight.register_hook(queues)
+
+
 def accumulates(way: str) -> None:
     model = linear()
     optimizer = wrapped(model)
@@ -150,6 +163,9 @@ def accumulates(way: str) -> None:
         elif way == "replaced by a hook":
             model.weight.register_hook(lambda gradient: gradient * 1.0)
             loss_of(model, factor).backward()
+        elif way == "given other memory in the pass":
+            give_other_memory(model)
+            loss_of(model, factor).backward()
         elif way == "given other memory":
             loss_of(model, factor / 2).backward()
             model.weight.grad.data = model.weight.grad.clone()
@@ -161,7 +177,7 @@ def accumulates(way: str) -> None:
             loss_of(model, factor / 2).backward()
             model.weight.grad = model.weight.grad + first
             optimizer.synchronize()
-        if way not in ("with a graph", "given other memory", "by halves"):
+        if way in ("in place", "under no_sync", "twice in a pass", "by a checkpoint"):
             assert is_shared(model.weight.grad)
         assert_reduced(model, factor)
         optimizer.step()
@@ -177,6 +193,7 @@ def accumulates(way: str) -> None:
         "by a checkpoint",
         "replaced by a hook",
         "given other memory",
+        "given other memory in the pass",
         "by halves",
     ],
 )
@@ -187,56 +204,91 @@ def test_a_gradient_comes_about(way):
 def leaves_others_alone() -> None:
     """What somebody else can reach is copied, and reduced in the copy."""
     one, other = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(2))
+    unwrapped = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     optimizer = hvd.DistributedOptimizer(SGD([one, other], lr=0.1))
     mine, mean = float(hvd.rank() + 1), (hvd.size() + 1) / 2
     kept: list[Tensor] = []
-    one.register_hook(lambda gradient: kept.append(gradient.view(-1)))
-    for _ in range(3):
+    hook = one.register_hook(lambda gradient: kept.append(gradient.view(-1)))
+    other.register_post_accumulate_grad_hook(lambda accumulated: kept.append(accumulated.grad))
+    for turn in range(4):
         optimizer.zero_grad()
-        between = other.view(COLUMNS, ROWS)
-        between.retain_grad()
-        # One gradient for both, computed by one node.
-        ((one + other) * mine + between.view(ROWS, COLUMNS) * mine).sum().backward()
+        kept.clear()
+        # One gradient for two, computed by one node: the one for the optimizer comes last, or first.
+        first, last = (one, other) if turn % 2 else (other, one)
+        ((first + last) * mine).sum().backward()
         assert torch.equal(one.grad, torch.full_like(one, mean))
-        assert torch.equal(other.grad, torch.full_like(one, 2 * mean))
-        assert torch.equal(kept[-1], torch.full((ROWS * COLUMNS,), mine))
-        assert torch.equal(between.grad, torch.full((COLUMNS, ROWS), mine))
-        assert one.grad.untyped_storage().data_ptr() != other.grad.untyped_storage().data_ptr()
-        optimizer.step()
+        assert torch.equal(other.grad, torch.full_like(one, mean))
+        assert len(kept) == 2
+        for gradient in kept:
+            assert torch.equal(gradient, torch.full_like(gradient, mine))
+    hook.remove()
+    for turn in range(4):
+        unwrapped.grad = None
+        optimizer.zero_grad()
+        shape = (COLUMNS, ROWS)
+        views = [unwrapped.view(shape), one.view(shape)]
+        first, last = views if turn % 2 else reversed(views)
+        ((first + last) * mine).sum().backward()
+        assert torch.equal(one.grad, torch.full_like(one, mean))
+        assert torch.equal(unwrapped.grad, torch.full_like(one, mine))
 
 
 def test_what_others_hold_is_not_reduced():
     run(leaves_others_alone, 2, env=LARGE)
 
 
-def differs_in_layout() -> None:
-    """Ranks whose gradients lie otherwise, or nowhere, agree with the others all the same."""
-    torch.manual_seed(0)
-    model = nn.Conv2d(16, 20, 3)
-    assert model.weight.nbytes >= int(LARGE["TORCH_RING_DIRECT_GRADIENT_BYTES"])
+def lies_elsewhere_than_on_others() -> None:
+    """One rank's gradient is where it was computed, the other's is copied, private, or missing."""
+    model = linear()
     optimizer = wrapped(model)
-    addresses = computed(model.weight)
-    images = torch.randn(2, 16, 8, 8)
-    for step in range(4):
+    held: list[Tensor] = []
+    for step in range(12):
         optimizer.zero_grad()
-        late = step % 2 == hvd.rank()
-        layout = torch.channels_last if late else torch.contiguous_format
-        if step < 2:
-            model(images.to(memory_format=layout)).sum().backward()
-        elif late:  # the other has no gradient
-            model(images).sum().backward()
+        apart = step % 2 == hvd.rank()
+        way = ("held", "exhausted", "missing")[step // 2 % 3]
+        if way == "held" and apart:
+            hook = model.weight.register_hook(lambda gradient: held.append(gradient.view(-1)))
+        if not (way == "missing" and apart):
+            loss_of(model).backward()
+        if way == "held" and apart:
+            hook.remove()
         optimizer.synchronize()
-        mean = model.weight.grad.clone()
-        model.zero_grad()
-        with optimizer.no_sync():
-            model(images).sum().backward()
-        torch.testing.assert_close(mean, model.weight.grad * (1.0 if step < 2 else 0.5))
+        if way == "missing":
+            other = 1 - step % 2  # whose gradient it is
+            mean = model.weight.grad * hvd.size() / (other + 1)
+            model.zero_grad()
+            with optimizer.no_sync():
+                (loss_of(model) / (hvd.rank() + 1)).backward()
+            torch.testing.assert_close(mean, model.weight.grad)
+        else:
+            assert_reduced(model)
+        if way == "exhausted" and apart:  # two blocks are all there are
+            held.append(model.weight.grad)
         optimizer.zero_grad()
-    assert addresses
+    assert held
 
 
 def test_ranks_whose_gradients_lie_elsewhere():
-    run(differs_in_layout, 2, env=LARGE)
+    run(lies_elsewhere_than_on_others, 2, env=LARGE)
+
+
+def is_restored() -> None:
+    """A gradient that was reduced, put away and assigned again is not reduced again."""
+    model = linear()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0), op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        model.weight.grad.mul_(1.0)
+        reduced, values = model.weight.grad, model.weight.grad.clone()
+        optimizer.zero_grad()
+        model.weight.grad = reduced
+        optimizer.step()
+        assert torch.equal(model.weight.grad, values)
+
+
+def test_a_gradient_that_is_restored():
+    run(is_restored, 2, env=LARGE)
 
 
 def is_wrapped_again() -> None:
@@ -287,19 +339,21 @@ def test_a_parameter_of_two_optimizers():
 
 
 def forks() -> None:
-    """What a child does to gradients and shared tensors is not seen by its parent."""
+    """What a child computes and frees is not seen by its parent."""
     model, shared = linear(), hvd.empty_shared(1000).fill_(1.0)
     optimizer = wrapped(model)
     loss_of(model).backward()
     child = os.fork()
     if child == 0:
-        del shared
-        for _ in range(3):
-            model.zero_grad()
-            loss_of(model, 5.0).backward()
-        in_parents = is_shared(model.weight.grad)
-        optimizer = None
-        os._exit(int(in_parents))
+        passed = False
+        try:
+            del shared, optimizer
+            for _ in range(3):
+                model.zero_grad()
+                loss_of(model, 5.0).backward()
+            passed = not is_shared(model.weight.grad)
+        finally:
+            os._exit(0 if passed else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert_reduced(model)
     assert torch.equal(shared, torch.ones(1000))

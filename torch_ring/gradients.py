@@ -39,8 +39,8 @@ class Reduction:
         predivide_factor: Average divides by this before the sum, by size / this after it.
         compression: what travels in place of a bucket, or of each gradient.
         bucket_bytes: the most that is reduced together.
-        direct_bytes: from here on a gradient is computed where it is reduced, inside a host; 0: no
-            gradient is.
+        direct_bytes: from here on a gradient is computed where it is reduced, inside a host, if it
+            is in no group and not compressed; 0: no gradient is.
         sparse_as_dense: whether sparse gradients are dense on their way.
     """
 
@@ -128,7 +128,8 @@ class Reducer:
                 scale=size if reduction.op == Sum else 1,
             )
         self._bucket_bytes = reduction.bucket_bytes
-        blocks = passes.engine.gradient_blocks() if reduction.direct_bytes else None
+        direct = reduction.direct_bytes > 0 and reduction.compression is Compression.none
+        blocks = passes.engine.gradient_blocks() if direct else None
         self._direct = self._large_ones(reduction.direct_bytes) if blocks else frozenset[int]()
         self.settled = False
         self.whole: tuple[_C.WholePass, Report] | None = None

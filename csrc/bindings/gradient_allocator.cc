@@ -10,6 +10,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace torch_ring {
 namespace {
@@ -33,23 +34,22 @@ class GradientAllocator final : public c10::Allocator {
 
   void add(const DirectGradient& gradient) {
     const std::scoped_lock lock(mutex_);
-    gradients_.insert_or_assign(gradient.accumulator(), &gradient);
-    ++sizes_[gradient.bytes()];
+    gradients_[gradient.accumulator()].push_back(&gradient);
     least_bytes_ = std::min(least_bytes_.load(), gradient.bytes());
   }
 
   void remove(const DirectGradient& gradient) noexcept {
     const std::scoped_lock lock(mutex_);
     const auto found = gradients_.find(gradient.accumulator());
-    if (found != gradients_.end() && found->second == &gradient) gradients_.erase(found);
-    const auto size = sizes_.find(gradient.bytes());
-    if (size != sizes_.end() && --size->second == 0) sizes_.erase(size);
+    if (found == gradients_.end()) return;
+    std::erase(found->second, &gradient);
+    if (found->second.empty()) gradients_.erase(found);
   }
 
   bool got(const DirectGradient& gradient, const void* data) {
     const std::scoped_lock lock(mutex_);
-    const auto current = gradients_.find(gradient.accumulator());
-    if (current == gradients_.end() || current->second != &gradient) return false;
+    const auto found = gradients_.find(gradient.accumulator());
+    if (found == gradients_.end() || found->second.back() != &gradient) return false;
     const auto taken = taken_.find(data);
     return taken != taken_.end() && taken->second.cache == &gradient.blocks();
   }
@@ -66,7 +66,9 @@ class GradientAllocator final : public c10::Allocator {
 
   /// Knows both kinds of memory: raw_allocate() (oneDNN's, in torch) leaves its caller the address
   /// only.
-  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return others_.raw_deleter() != nullptr ? &free : nullptr;
+  }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     default_copy_data(to, from, bytes);
@@ -84,7 +86,6 @@ class GradientAllocator final : public c10::Allocator {
     const auto node = torch::autograd::get_current_node();
     if (!node) return nullptr;  // this thread is in no backward pass
     const std::scoped_lock lock(mutex_);
-    if (!sizes_.contains(bytes)) return nullptr;
     BlockCache* const blocks = blocks_after(*node, bytes);
     std::shared_ptr<void> block = blocks != nullptr ? blocks->take(bytes) : nullptr;
     if (!block) return nullptr;
@@ -110,8 +111,8 @@ class GradientAllocator final : public c10::Allocator {
 
   BlockCache* blocks_of(const Node* accumulator, std::size_t bytes) const {
     const auto found = gradients_.find(accumulator);
-    if (found == gradients_.end() || found->second->bytes() != bytes) return nullptr;
-    return &found->second->blocks();
+    if (found == gradients_.end() || found->second.back()->bytes() != bytes) return nullptr;
+    return &found->second.back()->blocks();
   }
 
   static void free(void* data) {
@@ -127,17 +128,16 @@ class GradientAllocator final : public c10::Allocator {
   void forget_parent() {
     least_bytes_ = kNothing;
     gradients_.clear();
-    sizes_.clear();
     mutex_.unlock();
   }
 
   static constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
 
   c10::Allocator& others_;
-  std::atomic<std::size_t> least_bytes_ = kNothing;                   // that were ever expected
-  std::mutex mutex_;                                                  // guards what follows
-  std::unordered_map<const Node*, const DirectGradient*> gradients_;  // by accumulator
-  std::unordered_map<std::size_t, std::size_t> sizes_;                // bytes -> how many gradients
+  std::atomic<std::size_t> least_bytes_ = kNothing;  // that were ever expected
+  std::mutex mutex_;                                 // guards what follows
+  // By accumulator; the last one counts.
+  std::unordered_map<const Node*, std::vector<const DirectGradient*>> gradients_;
   std::unordered_map<const void*, Taken> taken_;
 };
 

@@ -14,11 +14,12 @@ namespace torch_ring {
 /// a block of shared memory: what a node asks for just before `accumulator`, or one node earlier
 /// (as for a transposed or converted weight), if it has exactly so many bytes. It may become
 /// another tensor, which can live there as well as elsewhere: when the gradient arrives, its hook
-/// looks where it lies.
+/// looks where it lies. Of several for one accumulator the last counts.
 ///
 /// The first one makes torch's CPU allocator (c10::SetCPUAllocator) one that passes on all other
 /// requests to the one before it, for the price of a comparison if they are small or made outside
-/// of backward passes. It stays to the end of the process. A forked child has none.
+/// of backward passes. It stays to the end of the process. A forked child gets no blocks;
+/// what it has inherited it shares with its parent, as it does buckets.
 ///
 /// Thread: any. Blocking: no.
 class DirectGradient {
@@ -30,8 +31,7 @@ class DirectGradient {
   DirectGradient(const DirectGradient&) = delete;
   DirectGradient& operator=(const DirectGradient&) = delete;
 
-  /// Whether torch has got a block for this gradient, which begins here. Of several for one
-  /// accumulator only the last can say so.
+  /// Whether a block that torch has got for this gradient begins here, and this is what counts.
   bool got(const void* data) const;
 
   BlockCache& blocks() const { return *blocks_; }

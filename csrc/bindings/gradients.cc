@@ -242,7 +242,7 @@ void GradientHooks::adopt(const Bitmap& touched) {
     HookedParameter& parameter = parameters_[i];
     parameter.keep_place();
     at::Tensor& grad = parameter.variable.mutable_grad();
-    if (parameter.arrived && !parameter.sparse.defined()) {
+    if (parameter.arrived && parameter.view.defined() && !parameter.sparse.defined()) {
       grad = parameter.view;  // it may be on its way already, whatever `grad` was set to since
     } else if (!grad.defined()) {
       parameter.make_zero();
@@ -299,7 +299,8 @@ void GradientHooks::restart(bool gradients) {
   for (HookedParameter& parameter : parameters_) {
     parameter.passes = 0;
     parameter.keep_place();
-    parameter.version = parameter.current_version();
+    parameter.version.reset();
+    if (parameter.view.defined()) parameter.version = parameter.current_version();
     parameter.let_go();
     if (!gradients) continue;
     parameter.held = parameter.base_reduced = false;

@@ -5,18 +5,35 @@
 
 #include <utility>
 
+namespace older_torch {
+
+/// In a torch without such a function an idle Python object holds no reference.
+template <class Tensor>
+bool is_tensor_stealable(const Tensor& tensor, std::size_t expected = 1) {
+  return tensor.use_count() <= expected;
+}
+
+}  // namespace older_torch
+
 namespace torch_ring {
+
 namespace {
+
+using namespace ::older_torch;
+using namespace torch::autograd::impl;  // torch's own is no template, and so preferred
+
+bool has_one_owner(const at::Tensor& tensor) { return is_tensor_stealable(tensor); }
 
 /// How often `grad` and `gradient`, if autograd has stolen it, hold their memory. As long as hooks
 /// run, autograd keeps `gradient`; a view (of the transposed gradient, say) keeps its base.
 std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
   const at::Storage& storage = grad.storage();
   if (!gradient.has_storage() || !gradient.storage().is_alias_of(storage)) return 1;
-  if (gradient.use_count() != 1) return 0;  // somebody else has it, too
+  if (!has_one_owner(gradient)) return 0;
   if (!gradient.is_view()) return 2;
-  const auto& base = gradient._base();
-  return base.use_count() == 1 && base.storage().is_alias_of(storage) ? 3 : 0;
+  const at::Tensor base(gradient._base());
+  const bool only_here = is_tensor_stealable(base, 2);  // `base` itself is one more
+  return only_here && base.storage().is_alias_of(storage) ? 3 : 0;
 }
 
 }  // namespace
@@ -70,7 +87,7 @@ bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
          grad.sizes() == place.sizes && grad.strides() == place.strides && !grad.requires_grad() &&
          !grad.is_neg() && !grad.is_conj() && !grad._is_zerotensor() &&
          !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
-         grad.storage().nbytes() == place.bytes() &&
+         grad.storage().nbytes() == place.bytes() && has_one_owner(grad) &&
          grad.storage().use_count() == known_owners(grad, gradient) &&
          direct->got(grad.const_data_ptr());
 }
@@ -125,7 +142,7 @@ bool HookedParameter::written_by_hand() const {
 }
 
 std::uint32_t HookedParameter::current_version() const {
-  if (!view.defined() || view.is_inference()) return 0;
+  if (view.is_inference()) return 0;
   return static_cast<std::uint32_t>(view._version());
 }
 
