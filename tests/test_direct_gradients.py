@@ -213,7 +213,7 @@ def leaves_others_alone() -> None:
     for turn in range(4):
         optimizer.zero_grad()
         kept.clear()
-        # One gradient for two, computed by one node: the one for the optimizer comes last, or first.
+        # One gradient for two, computed by one node.
         first, last = (one, other) if turn % 2 else (other, one)
         ((first + last) * mine).sum().backward()
         assert torch.equal(one.grad, torch.full_like(one, mean))
