@@ -23,8 +23,8 @@ class GradientAllocator final : public c10::Allocator {
   static GradientAllocator& installed() {
     static GradientAllocator* const allocator = [] {
       auto* const made = new GradientAllocator(*c10::GetCPUAllocator());
-      c10::SetCPUAllocator(
-          made);  // no effect if somebody's has priority: gradients are copied then
+      // Without effect where somebody else's has priority: gradients are copied then.
+      c10::SetCPUAllocator(made);
       ::pthread_atfork([] { installed().mutex_.lock(); }, [] { installed().mutex_.unlock(); },
                        [] { installed().forget_parent(); });
       return made;
