@@ -93,6 +93,21 @@ def test_where_a_gradient_lies(size, transport, env, direct):
     run(lies_where_it_was_computed, size, args=(direct,), transport=transport, env=env)
 
 
+def is_copied_if_compressed() -> None:
+    model = linear()
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=0.1), compression=hvd.Compression.bf16
+    )
+    addresses = computed(model.weight)
+    loss_of(model).backward()
+    assert model.weight.grad.data_ptr() != addresses[-1]
+    optimizer.step()
+
+
+def test_a_compressed_gradient_is_copied():
+    run(is_copied_if_compressed, 2, env=LARGE)
+
+
 def is_left_to_the_program() -> None:
     """Every way to drop a gradient frees its block; one that is kept keeps its values."""
     model = linear()

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch_ring import world
 from torch_ring.adasum import wrap_adasum
 from torch_ring.compression import Compression, Compressor
-from torch_ring.gradients import Reducer, Reduction
+from torch_ring.gradients import Reducer
 from torch_ring.groups import Groups, check_groups, resolve_groups
 from torch_ring.passes import passes_of
 from torch_ring.process_set import ProcessSet, global_process_set
 from torch_ring.reduce_op import Adasum, Average, ReduceOp, Sum
+from torch_ring.reduction import Reduction
 from torch_ring.stateful import StatefulCompressor
 from torch_ring.wrapping import Wrapped, wrap
 
