@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "collective/plan.h"
+#include "transport/cache_lines.h"
 
 namespace torch_ring {
 
@@ -75,6 +76,7 @@ void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::s
   inputs[static_cast<std::size_t>(rank())] = input;
   const std::array<void*, 1> outputs{output};
   reduce(outputs, inputs, count, reduction);
+  if (size() == 2) take_over(slot(1 - rank(), segment), count * size_of(reduction.dtype));
   // No publish of `reduced`: it may jump, and only the pipelined path waits for it.
 }
 
@@ -163,6 +165,7 @@ void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
     } else {
       host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
       std::memcpy(bytes_of(data) + begin, slot(root, segment), part);
+      if (size() == 2) take_over(slot(root, segment), part);
     }
     host_.publish(host_.own().staged, segment);
   }
@@ -192,6 +195,7 @@ void ShmCommunicator::allgather(const void* input, void* output,
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank() || part_of(peer) == 0) continue;
       std::memcpy(target(peer), slot(peer, segment), part_of(peer));
+      if (size() == 2) take_over(slot(peer, segment), part_of(peer));
     }
   }
 }
@@ -248,9 +252,10 @@ void ShmCommunicator::alltoall(const void* input, void* output,
         for (std::size_t peer = 0; peer < in_stream.size(); ++peer) {
           const Range part = overlap(in_stream[peer], {index * kBytes, kBytes});
           if (part.count == 0) continue;
+          std::byte* from = slot(static_cast<int>(peer), segment) + (part.begin - index * kBytes);
           std::memcpy(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
-                      slot(static_cast<int>(peer), segment) + (part.begin - index * kBytes),
-                      part.count);
+                      from, part.count);
+          take_over(from, part.count);
         }
       });
 }
@@ -281,12 +286,16 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                 const Range range = piece_of(own, index);
                 if (range.count == 0) return;
                 std::vector<const void*> inputs;
-                for (int peer = 0; peer < size(); ++peer) {
-                  inputs.push_back(slot(peer, segment) + own * piece * item);
-                }
+                const auto staged = [&](int peer) {
+                  return slot(peer, segment) + own * piece * item;
+                };
+                for (int peer = 0; peer < size(); ++peer) inputs.push_back(staged(peer));
                 inputs[own] = bytes_of(input) + range.begin * item;
                 const std::array<void*, 1> outputs{bytes_of(output) + index * piece * item};
                 reduce(outputs, inputs, range.count, reduction);
+                for (int peer = 0; peer < size(); ++peer) {
+                  if (peer != rank()) take_over(staged(peer), range.count * item);
+                }
               });
 }
 

@@ -29,10 +29,10 @@ struct Kernels {
   void (*combine)(void* out, const void* partial, const void* other, std::size_t count);
   void (*scale)(void* out, const void* partial, std::size_t count, const Scaling& scaling);
   void (*store)(void* out, const void* partial, std::size_t count);  // null: nothing to convert
-  // All of it at once for two inputs that are converted, which would pass through the cache four
-  // times otherwise; the same operations on every element, so the same bits. May be null.
-  void (*reduce_two)(void* out, const void* first, const void* second, std::size_t count,
-                     const Scaling& scaling);
+  // All of it at once, for two inputs and one or two outputs: nothing passes through a block. The
+  // same operations on every element, so the same bits. Not for integers that are scaled.
+  void (*reduce_two)(std::span<void* const> outputs, const void* first, const void* second,
+                     std::size_t count, const Scaling& scaling);
 };
 
 namespace baseline {
@@ -95,16 +95,18 @@ class Block {
   explicit Block(const Reduction& reduction)
       : reduction_(reduction), kernels_(kernels_for(reduction)) {}
 
-  /// The whole way of the inputs' elements [begin, begin + count).
-  const void* result(std::span<const void* const> inputs, std::size_t begin, std::size_t count) {
-    if (kernels_.reduce_two == nullptr || inputs.size() != 2 ||
-        reduction_.scaling.prescale != 1.0) {
-      return finished(reduced(inputs, begin, count), count);
+  /// Whether it was done at once: two inputs, two outputs at most, and nothing but a float scaled
+  /// at the end.
+  bool at_once(std::span<void* const> outputs, std::span<const void* const> inputs,
+               std::size_t count) const {
+    const bool is_float = kernels_.store != nullptr || reduction_.dtype == DType::kFloat32 ||
+                          reduction_.dtype == DType::kFloat64;
+    if (inputs.size() != 2 || outputs.size() > 2) return false;
+    if (!is_bool() && (reduction_.scaling.prescale != 1.0 || (is_scaled() && !is_float))) {
+      return false;
     }
-    const std::size_t offset = begin * size_of(reduction_.dtype);
-    kernels_.reduce_two(other_, static_cast<const char*>(inputs[0]) + offset,
-                        static_cast<const char*>(inputs[1]) + offset, count, reduction_.scaling);
-    return other_;
+    kernels_.reduce_two(outputs, inputs[0], inputs[1], count, reduction_.scaling);
+    return true;
   }
 
   /// The reduction of the inputs' elements [begin, begin + count).
@@ -131,9 +133,8 @@ class Block {
   }
 
   const void* finished(const void* held, std::size_t count) {
-    const Scaling& scaling = reduction_.scaling;
-    if (!is_bool() && (scaling.postscale != 1.0 || scaling.divisor != 1)) {
-      kernels_.scale(partial_, held, count, scaling);
+    if (!is_bool() && is_scaled()) {
+      kernels_.scale(partial_, held, count, reduction_.scaling);
       held = partial_;
     }
     if (kernels_.store != nullptr) {
@@ -145,6 +146,9 @@ class Block {
 
  private:
   bool is_bool() const { return reduction_.dtype == DType::kBool; }
+  bool is_scaled() const {
+    return reduction_.scaling.postscale != 1.0 || reduction_.scaling.divisor != 1;
+  }
 
   const Reduction& reduction_;
   const Kernels kernels_;
@@ -193,8 +197,10 @@ void reduce(std::span<void* const> outputs, std::span<const void* const> inputs,
             const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   Block block(reduction);
+  if (block.at_once(outputs, inputs, count)) return;
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
-    copy_to_all(outputs, begin * item, block.result(inputs, begin, part), part * item);
+    const void* const result = block.finished(block.reduced(inputs, begin, part), part);
+    copy_to_all(outputs, begin * item, result, part * item);
   });
 }
 

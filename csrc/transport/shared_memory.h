@@ -38,7 +38,7 @@ class SharedMemory {
   static constexpr std::size_t kEntrySlotBytes = kEntryBytes + 64;
   static constexpr std::size_t kWorldSlotBytes = 4u << 20;
   static constexpr std::size_t kSegmentBytes = 128u << 10;
-  static constexpr std::size_t kSegments = 4;
+  static constexpr std::size_t kSegments = 6;
 
   static constexpr std::size_t kEntries = 4096;
   static constexpr std::size_t kWorldEntries = 1u << 20;

@@ -168,18 +168,17 @@ TEST(reduce_every_dtype_operator_scaling_and_count) {
 }
 
 TEST(reduce_in_place_into_several_outputs) {
-  constexpr std::size_t kLarge = 40'001;
-  for (const DType dtype : kDTypes) {
-    for (const Scaling& scaling : {Scaling{}, Scaling{1, 1, 3}}) {
-      const Reduction reduction{dtype, ReduceOp::kSum, scaling};
-      const Inputs original(dtype, kLarge, 3);
-      Inputs inputs(dtype, kLarge, 3);
+  for_reductions([](const Reduction& reduction) {
+    constexpr std::size_t kCount = 2501;
+    for (const std::size_t ranks : {2, 3}) {
+      const Inputs original(reduction.dtype, kCount, ranks);
+      Inputs inputs(reduction.dtype, kCount, ranks);
       std::vector<void*> outputs;
       for (Elements& buffer : inputs.buffers) outputs.push_back(buffer.data());
-      reduce(outputs, inputs.pointers, kLarge, reduction);
+      reduce(outputs, inputs.pointers, kCount, reduction);
       for (const Elements& buffer : inputs.buffers) check_result(buffer, original, reduction);
     }
-  }
+  });
 }
 
 TEST(reduce_in_halves_is_reduce) {
