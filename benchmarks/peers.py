@@ -156,12 +156,30 @@ def of_copy(case: Case) -> Run:
 
 
 def of_touch(case: Case) -> Run:
-    """What every allreduce of private tensors does: a rank reads all of its tensor and writes it.
+    """What every library does at least: a rank reads once what it gives, and writes what it gets.
 
-    All ranks negate a private tensor of so many bytes in place, all at once.
+    Into private memory that is there, from private memory, on all ranks at once: nothing comes from
+    a peer. Where there is arithmetic, it is done.
     """
-    own = torch.zeros(max(case.tensor.numel(), case.output.numel()), dtype=case.tensor.dtype)
-    return own.neg_
+    count, dtype = case.tensor.numel(), case.tensor.dtype
+    own = torch.zeros(count, dtype=dtype)
+    if case.collective == "allreduce":
+        return own.neg_
+    if case.collective == "broadcast":  # the root writes nothing, the others read nothing
+        return own.count_nonzero if hvd.rank() == 0 else own.zero_
+    result = torch.zeros(case.output.numel(), dtype=dtype)
+    if case.collective == "reducescatter":
+        first, *others = own.chunk(hvd.size())
+
+        def reduce() -> Tensor:
+            torch.add(first, others[0], out=result) if others else result.copy_(first)
+            for other in others[1:]:
+                result.add_(other)
+            return result
+
+        return reduce
+    source = torch.zeros_like(result)  # as many bytes as the ranks' parts together
+    return lambda: result.copy_(source)
 
 
 # --- all of them

@@ -74,10 +74,13 @@ BENCHMARKS = {
     ),
     "collectives": Benchmark(
         "collectives.py",
-        "--collective allgather reducescatter broadcast alltoall --min-bytes 65536 --peers gloo",
+        "--collective allgather reducescatter broadcast alltoall --min-bytes 65536 "
+        "--peers gloo touch",
         mpi=True,
     ),
-    "oversubscribed": Benchmark("collectives.py", "--max-bytes 16777216 --peers gloo", ranks=4),
+    "oversubscribed": Benchmark(
+        "collectives.py", "--max-bytes 16777216 --peers gloo touch", ranks=4
+    ),
     "hosts-2": Benchmark("hosts.py", f"--hosts 2 {AMONG_HOSTS}", ranks=0, root=True),
     "hosts-3": Benchmark("hosts.py", f"--hosts 3 {AMONG_HOSTS}", ranks=0, root=True),
     "hosts-2-1gbit": Benchmark(

@@ -10,9 +10,19 @@ import torch
 
 import torch_ring as hvd
 
+SETTLE_S = 0.02  # until the threads of the variant before have gone to sleep
 
-def seconds(run: Callable[[], object], iterations: int) -> float:
-    """Return the time of one iteration on this rank, or of none. All ranks begin together."""
+
+def seconds(run: Callable[[], object], iterations: int, untimed: int = 0) -> float:
+    """Return the time of one iteration on this rank, or of none. All ranks begin together.
+
+    `untimed` iterations come first, after a pause: the caches then have what this work needs and
+    not what the one before left.
+    """
+    if untimed:
+        time.sleep(SETTLE_S)
+    for _ in range(untimed):
+        run()
     hvd.barrier()
     started = time.perf_counter()
     for _ in range(iterations):

@@ -23,11 +23,12 @@ import torch_ring as hvd
 
 BENCHMARKS = ROOT / "benchmarks"
 
+COLLECTIVES = ("allreduce", "reducescatter", "broadcast", "allgather", "alltoall")
 MEMORIES = ("private", "shared")
 
 
 def test_programs_with_ranks(tmp_path: Path) -> None:
-    all_of = ("--collective", "allreduce", "reducescatter", "alltoall", "--shared")
+    all_of = ("--collective", *COLLECTIVES, "--shared")
     all_of += ("--peers", "gloo", "copy", "touch", "--dtypes", "float32", "bfloat16")
     commands = [
         ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
@@ -52,13 +53,14 @@ def test_programs_with_ranks(tmp_path: Path) -> None:
 def check_collectives(rows: list[dict[str, Any]]) -> None:
     assert [(row["collective"], row["type"], row["memory"]) for row in rows] == [
         (collective, dtype, memory)
-        for collective in ("allreduce", "reducescatter", "alltoall")
+        for collective in COLLECTIVES
         for dtype in ("float32", "bfloat16")
         for memory in MEMORIES
     ]
     for row in rows:
         assert row["bytes"] == 1024
-        assert row["count"] == (256 if row["type"] == "float32" else 512)
+        of_all = 1024 // (4 if row["type"] == "float32" else 2)
+        assert row["count"] == (of_all // 2 if row["collective"] == "allgather" else of_all)
         assert {library: r["wrong"] for library, r in row["results"].items()} == {
             "torch_ring": 0,
             "gloo": 0,
@@ -70,7 +72,7 @@ def check_collectives(rows: list[dict[str, Any]]) -> None:
         gloo = row["results"]["gloo"]["time_us"]
         assert row["ratios"]["gloo"] == pytest.approx(gloo / ours["time_us"])
         # On two ranks: 2 (n - 1) / n is 1, (n - 1) / n a half.
-        share = 1 if row["collective"] == "allreduce" else 0.5
+        share = 1 if row["collective"] in ("allreduce", "broadcast") else 0.5
         assert ours["algbw"] == pytest.approx(1024 / ours["time_us"] / 1e3)
         assert ours["busbw"] == pytest.approx(share * ours["algbw"])
 
@@ -233,8 +235,9 @@ def made_up_reports() -> dict[str, Any]:
     machine = {"ranks": 2, "cores": 2}
     size_bytes = 64 << 20
     dtypes = ("float32", "bfloat16", "float16")
+    peers = {"gloo": 200.0, "mpi": 50.0, "copy": 10.0, "touch": 16.0}
     allreduce = [
-        row("allreduce", size_bytes, dtype, memory, torch_ring=t, gloo=200.0, mpi=50.0, copy=10.0)
+        row("allreduce", size_bytes, dtype, memory, torch_ring=t, **peers)
         for dtype in dtypes
         for memory, t in (("private", 20.0), ("shared", 16.0))
     ]
@@ -287,8 +290,15 @@ def test_targets() -> None:
     assert found[("vgg16: efficiency", "no communication")] == (0.96, True)
     assert found[("500 parameters: host cost", "DDP's")] == (pytest.approx(0.3), False)
     assert found[("init() alone: throughput", "no init()")] == (0.99, True)
+    verdicts = {(t.what, t.peer): t.verdict for t in targets.targets(made_up_reports())}
+    assert {key for key, verdict in verdicts.items() if verdict} == {
+        key for key, (_, met) in found.items() if not met
+    }
+    # `touch` takes 16 of the 12.5 us that four times Open MPI's speed would be.
+    assert verdicts[("allreduce 64 MB", "Open MPI")] == "out of reach"
+    assert verdicts[("alltoall, worst: 64 MB", "gloo")] == "missed"  # nobody measured `touch`
     lines = list(targets.table(targets.targets(made_up_reports())))
-    assert sum(line.endswith("missed") for line in lines) == sum(not m for _, m in found.values())
+    assert [line.split()[-1] for line in lines if "Open MPI" in line] == ["reach"]
     assert list(targets.targets({})) == []
 
 
