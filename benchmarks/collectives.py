@@ -139,7 +139,9 @@ def measure(args: argparse.Namespace, collective: str, size_bytes: int) -> list[
         case.tensor.zero_()  # however often zeros are summed, they stay finite
         iterations = min(args.iterations, max(MIN_ITERATIONS, ROUND_BYTES // actual_bytes))
         timed |= {
-            (name, memory, library): functools.partial(seconds, run, iterations, untimed=1)
+            (name, memory, library): functools.partial(
+                seconds, run, iterations, untimed=(iterations + 1) // 2
+            )
             for library, run in runs.items()
         }
     times = medians(in_turns(timed, args.rounds))

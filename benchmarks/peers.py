@@ -165,8 +165,8 @@ def of_touch(case: Case) -> Run:
     own = torch.zeros(count, dtype=dtype)
     if case.collective == "allreduce":
         return own.neg_
-    if case.collective == "broadcast":  # the root writes nothing, the others read nothing
-        return own.count_nonzero if hvd.rank() == 0 else own.zero_
+    if case.collective == "broadcast":  # the root only reads, and that is less
+        return (lambda: own) if hvd.rank() == 0 else own.zero_
     result = torch.zeros(case.output.numel(), dtype=dtype)
     if case.collective == "reducescatter":
         first, *others = own.chunk(hvd.size())

@@ -10,17 +10,13 @@ import torch
 
 import torch_ring as hvd
 
-SETTLE_S = 0.02  # until the threads of the variant before have gone to sleep
-
 
 def seconds(run: Callable[[], object], iterations: int, untimed: int = 0) -> float:
     """Return the time of one iteration on this rank, or of none. All ranks begin together.
 
-    `untimed` iterations come first, after a pause: the caches then have what this work needs and
-    not what the one before left.
+    `untimed` iterations come first: then the caches have what this work needs and not what the one
+    before left, and its threads sleep.
     """
-    if untimed:
-        time.sleep(SETTLE_S)
     for _ in range(untimed):
         run()
     hvd.barrier()

@@ -1,4 +1,9 @@
+#include <cstring>
+#include <vector>
+
+#include "collective/shm_communicator.h"
 #include "communicator_suite.h"
+#include "transport/cache_lines.h"
 
 using namespace torch_ring;
 using namespace torch_ring::test;
@@ -40,5 +45,44 @@ TEST(reducescatter_longer_than_a_ring_s_or_a_hierarchy_s_block) {
     // Blocks of 8 MiB of the whole: the second rank's part lies in both.
     check_reducescatter(communicator, {DType::kFloat64, ReduceOp::kSum, {}},
                         [](std::size_t rank) { return rank == 0 ? 1'000'000 : 70'000; });
+  });
+}
+
+TEST(shm_takes_over_the_lines_that_one_rank_reads) {
+  run_world({"shm", one_host}, 2, [](Communicator& communicator, Abort&) {
+    constexpr std::size_t kBytes = 96u << 10;
+    const auto& host = dynamic_cast<ShmCommunicator&>(communicator).host();
+    std::byte* const staging = host.own_memory()->at(SharedMemory::kStaging);
+    constexpr std::size_t kStagingBytes = SharedMemory::kSegments * SharedMemory::kSegmentBytes;
+    constexpr auto kStaged = std::byte{0xff};
+    std::vector<std::byte> data(kBytes, kStaged);
+    std::vector<std::byte> result(2 * kBytes);
+
+    const auto check = [&](std::size_t expected_bytes, auto&& collective) {
+      std::memset(staging, 0, kStagingBytes);
+      communicator.barrier();
+      collective();
+      communicator.barrier();
+      std::size_t staged = 0;
+      for (std::size_t line = 0; line < kStagingBytes; line += kCacheLine) {
+        if (staging[line + 1] != kStaged) continue;
+        staged += kCacheLine;
+        CHECK(staging[line] == std::byte{0});
+      }
+      CHECK_EQ(staged, expected_bytes);
+      communicator.barrier();
+    };
+
+    const std::vector<std::size_t> each(2, kBytes);
+    const std::vector<std::size_t> half_to_each(4, kBytes / 2);
+    const std::vector<std::size_t> halves(2, kBytes / 2);
+    const Reduction maximum{DType::kUInt8, ReduceOp::kMax, {}};
+    check(communicator.rank() == 1 ? kBytes : 0,
+          [&] { communicator.broadcast(data.data(), kBytes, 1); });
+    check(kBytes, [&] { communicator.allgather(data.data(), result.data(), each); });
+    check(kBytes / 2, [&] { communicator.alltoall(data.data(), result.data(), half_to_each); });
+    check(kBytes / 2,
+          [&] { communicator.reducescatter(data.data(), result.data(), halves, maximum); });
+    check(16u << 10, [&] { communicator.allreduce(data.data(), data.data(), 16u << 10, maximum); });
   });
 }
