@@ -25,6 +25,8 @@ namespace torch_ring {
 /// reduced straight into the output. In an alltoall each rank stages its parts for rank + 1,
 /// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
 ///
+/// What only one rank reads, it takes over (transport/cache_lines.h), as the pipeline's sums do.
+///
 /// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
 ///

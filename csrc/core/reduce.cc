@@ -46,6 +46,12 @@ struct Lanes {  // one, of which the compiler makes more where it can
   }
   static void store(BFloat16* to, Vector value) { *to = to_bfloat16(value); }
   static void store(Float16* to, Vector value) { *to = to_float16(value); }
+  // Not used with one lane, but named.
+  struct Pair {
+    Vector even, odd;
+  };
+  static Pair load_pair(const BFloat16* from);
+  static void store_pair(BFloat16* to, Pair value);
 };
 #include "core/reduce_kernels.inc"
 }  // namespace baseline

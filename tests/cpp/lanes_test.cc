@@ -28,6 +28,26 @@
     Lanes::store(to, lanes);                 \
   }
 
+// The same for pairs, whose elements are those at even and at odd places.
+#define CONVERT_PAIRS                                     \
+  void convert_pair(const BFloat16* from, float* to) {    \
+    const Lanes::Pair pair = Lanes::load_pair(from);      \
+    float places[2][Lanes::kCount];                       \
+    std::memcpy(places, &pair, sizeof pair);              \
+    for (std::size_t i = 0; i < 2 * Lanes::kCount; ++i) { \
+      to[i] = places[i % 2][i / 2];                       \
+    }                                                     \
+  }                                                       \
+  void convert_pair(const float* from, BFloat16* to) {    \
+    float places[2][Lanes::kCount];                       \
+    for (std::size_t i = 0; i < 2 * Lanes::kCount; ++i) { \
+      places[i % 2][i / 2] = from[i];                     \
+    }                                                     \
+    Lanes::Pair pair;                                     \
+    std::memcpy(&pair, places, sizeof pair);              \
+    Lanes::store_pair(to, pair);                          \
+  }
+
 namespace torch_ring::test {
 namespace {
 
@@ -37,6 +57,7 @@ namespace avx2 {
 #include "core/lanes_avx2.inc"
 CONVERT(Float16)
 CONVERT(BFloat16)
+CONVERT_PAIRS
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -46,6 +67,7 @@ namespace avx512 {
 #include "core/lanes_avx512.inc"
 CONVERT(Float16)
 CONVERT(BFloat16)
+CONVERT_PAIRS
 }  // namespace avx512
 #pragma GCC pop_options
 
@@ -110,6 +132,7 @@ TEST(lanes_of_avx2_convert_as_half_h_does) {
   const auto convert = [](const auto* from, auto* to) { avx2::convert(from, to); };
   check_lanes<Float16>(8, convert);
   check_lanes<BFloat16>(8, convert);
+  check_lanes<BFloat16>(16, [](const auto* from, auto* to) { avx2::convert_pair(from, to); });
 }
 
 TEST(lanes_of_avx512_convert_as_half_h_does) {
@@ -120,6 +143,7 @@ TEST(lanes_of_avx512_convert_as_half_h_does) {
   const auto convert = [](const auto* from, auto* to) { avx512::convert(from, to); };
   check_lanes<Float16>(16, convert);
   check_lanes<BFloat16>(16, convert);
+  check_lanes<BFloat16>(32, [](const auto* from, auto* to) { avx512::convert_pair(from, to); });
 }
 
 }  // namespace
