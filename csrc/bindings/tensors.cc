@@ -88,9 +88,9 @@ void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
     if (!std::has_single_bit(static_cast<unsigned>(size))) {
       refuse(what + ": op Adasum needs a power of two of ranks, not " + std::to_string(size));
     }
-    const bool is_float = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
-                          dtype == DType::kFloat32 || dtype == DType::kFloat64;
-    if (!is_float) refuse(what + ": op Adasum needs floating point, not " + name_of(dtype));
+    if (!is_floating_point(dtype)) {
+      refuse(what + ": op Adasum needs floating point, not " + name_of(dtype));
+    }
   }
   if (dtype == DType::kBool && (op == ReduceOp::kAverage || op == ReduceOp::kSum)) {
     refuse(what + ": bool tensors take Min, Max and Product, not " + name_of(op));

@@ -37,6 +37,10 @@ std::byte* ShmCommunicator::claim(std::uint64_t segment) const {
   return slot(rank(), segment);
 }
 
+void ShmCommunicator::finish_reading(int peer, std::uint64_t segment, std::size_t bytes) const {
+  if (size() == 2) take_over(slot(peer, segment), bytes);
+}
+
 void ShmCommunicator::allreduce(const void* input, void* output, std::size_t count,
                                 const Reduction& reduction,
                                 std::span<const std::int64_t> shared_offsets) {
@@ -76,7 +80,9 @@ void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::s
   inputs[static_cast<std::size_t>(rank())] = input;
   const std::array<void*, 1> outputs{output};
   reduce(outputs, inputs, count, reduction);
-  if (size() == 2) take_over(slot(1 - rank(), segment), count * size_of(reduction.dtype));
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) finish_reading(peer, segment, count * size_of(reduction.dtype));
+  }
   // No publish of `reduced`: it may jump, and only the pipelined path waits for it.
 }
 
@@ -165,7 +171,7 @@ void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
     } else {
       host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
       std::memcpy(bytes_of(data) + begin, slot(root, segment), part);
-      if (size() == 2) take_over(slot(root, segment), part);
+      finish_reading(root, segment, part);
     }
     host_.publish(host_.own().staged, segment);
   }
@@ -195,7 +201,7 @@ void ShmCommunicator::allgather(const void* input, void* output,
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank() || part_of(peer) == 0) continue;
       std::memcpy(target(peer), slot(peer, segment), part_of(peer));
-      if (size() == 2) take_over(slot(peer, segment), part_of(peer));
+      finish_reading(peer, segment, part_of(peer));
     }
   }
 }

@@ -75,6 +75,9 @@ class ShmCommunicator : public Communicator {
   std::byte* claim(std::uint64_t segment) const;
   std::byte* slot(int index, std::uint64_t segment) const;
 
+  /// After this rank has read what `peer` staged for all: takes it over if nobody else reads it.
+  void finish_reading(int peer, std::uint64_t segment, std::size_t bytes) const;
+
   Host host_;
   ShmBoard board_;
   std::shared_ptr<SharedArena> arena_;

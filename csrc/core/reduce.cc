@@ -105,12 +105,9 @@ class Block {
   /// at the end.
   bool at_once(std::span<void* const> outputs, std::span<const void* const> inputs,
                std::size_t count) const {
-    const bool is_float = kernels_.store != nullptr || reduction_.dtype == DType::kFloat32 ||
-                          reduction_.dtype == DType::kFloat64;
     if (inputs.size() != 2 || outputs.size() > 2) return false;
-    if (!is_bool() && (reduction_.scaling.prescale != 1.0 || (is_scaled() && !is_float))) {
-      return false;
-    }
+    const bool scales_integers = is_scaled() && !is_floating_point(reduction_.dtype);
+    if (!is_bool() && (reduction_.scaling.prescale != 1.0 || scales_integers)) return false;
     kernels_.reduce_two(outputs, inputs[0], inputs[1], count, reduction_.scaling);
     return true;
   }

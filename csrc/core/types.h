@@ -49,6 +49,11 @@ constexpr std::size_t size_of(DType dtype) {
   return 0;
 }
 
+constexpr bool is_floating_point(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
+         dtype == DType::kFloat64;
+}
+
 constexpr const char* name_of(DType dtype) {
   constexpr const char* kNames[] = {"uint8",    "int8",    "int32",   "int64", "float16",
                                     "bfloat16", "float32", "float64", "bool"};
