@@ -22,6 +22,15 @@ def nccl_version(library: str) -> int:
 def lane_peers(rank: int, host_of: Sequence[int]) -> list[int]:
     """Return the ranks with which `rank` needs a data connection: the same lane of other hosts."""
 
+def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an uninitialised contiguous tensor with the dtype and device of `like`.
+
+    On the CPU the pages of a large one are kept for the next, as all results' are.
+    """
+
+def empty_result_like(like: Tensor) -> Tensor:
+    """Return `empty_result` in the shape and layout of `like`, which requires no gradient."""
+
 class Engine:
     """Runs the collectives of one world. Takes ownership of every descriptor that it is given.
 

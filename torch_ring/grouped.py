@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ring import _C
 from torch_ring.compression import Compression, Compressor
 from torch_ring.handle import GroupHandle
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set
@@ -80,7 +81,7 @@ def grouped_allreduce_async(
     """
     op = resolve_op(average, op)
     tensors = _checked(tensors)
-    outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    outputs = [_C.empty_result_like(tensor) for tensor in tensors]
     return _allreduce(
         tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, awaited=False
     )
@@ -112,7 +113,7 @@ class _GroupedAllreduce(torch.autograd.Function):
         ctx: Any, name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.arguments = arguments
-        outputs = [torch.empty_like(tensor) for tensor in tensors]
+        outputs = [_C.empty_result_like(tensor) for tensor in tensors]
         return tuple(_allreduce(tensors, outputs, name, *arguments, awaited=True).wait())
 
     @staticmethod

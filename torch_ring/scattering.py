@@ -121,7 +121,7 @@ def scattered(tensor: Tensor, process_set: ProcessSet) -> Tensor:
         raise ValueError("reducescatter: a scalar has no first dimension to scatter")
     share, more = divmod(tensor.shape[0], process_set.size())
     rows = share + (process_set.rank() < more)
-    return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    return _C.empty_result(tensor, [rows, *tensor.shape[1:]])
 
 
 def _reducescatter(

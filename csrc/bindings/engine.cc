@@ -1,7 +1,6 @@
 #include "bindings/engine.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -13,6 +12,7 @@
 #include <memory>
 
 #include "bindings/accelerator.h"
+#include "bindings/results.h"
 #include "bindings/tensors.h"
 #include "bindings/whole_pass.h"
 #include "bindings/work.h"
@@ -79,10 +79,7 @@ class PyEngine {
   at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
                                 std::string name, int op, double prescale, double postscale) const {
     const bool in_place = output && output->is_same(tensor);
-    if (!output) {
-      output = at::empty_like(tensor);
-      advise_huge_pages(*output);
-    }
+    if (!output) output = empty_result_like(tensor);
     if (!tensor.is_cpu()) {
       allreduce(tensor, *output, std::move(name), op, prescale, postscale, true).wait();
     } else {

@@ -1,9 +1,11 @@
 // The Python module: torch_ring/_C.pyi says what each function promises.
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "bindings/engine.h"
 #include "bindings/gradients.h"
+#include "bindings/results.h"
 #include "collective/world.h"
 #include "nccl/loader.h"
 #include "transport/doorbell.h"
@@ -66,6 +68,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));
   module.def("lane_peers", &lane_peers, py::arg("rank"), py::arg("host_of"));
+  module.def(
+      "empty_result",
+      [](const at::Tensor& like, const std::vector<std::int64_t>& shape) {
+        return empty_result(shape, like);
+      },
+      py::arg("like"), py::arg("shape"));
+  module.def("empty_result_like", &empty_result_like, py::arg("like"));
   bind_engine(module);
   bind_gradients(module);
 }

@@ -6,12 +6,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
 #include <numeric>
 
+#include "bindings/results.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
 
@@ -157,8 +157,7 @@ void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_p
     std::vector<std::int64_t> shape = input.sizes().vec();
     shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     result->rows.assign(rows.begin(), rows.end());
-    result->tensor = torch_call([&] { return at::empty(shape, input.options()); });
-    advise_huge_pages(result->tensor);
+    result->tensor = torch_call([&] { return empty_result(shape, input); });
     keep_for_stream(result->tensor);
     return result->tensor.mutable_data_ptr();
   };
@@ -191,17 +190,6 @@ DType dtype_of(const at::Tensor& tensor) {
              " is not supported; use uint8, int8, int32, int64, float16, bfloat16, float32, "
              "float64 or bool");
   }
-}
-
-void advise_huge_pages(const at::Tensor& tensor) {
-  // Smaller ones the C library keeps for the next time.
-  constexpr std::size_t kLarge = 32u << 20;
-  constexpr std::uintptr_t kHugePage = 2u << 20;
-  if (!tensor.has_storage() || !tensor.is_cpu() || tensor.nbytes() < kLarge) return;
-  const auto data = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
-  const std::uintptr_t begin = (data + kHugePage - 1) / kHugePage * kHugePage;
-  const std::uintptr_t end = (data + tensor.nbytes()) / kHugePage * kHugePage;
-  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
@@ -297,7 +285,6 @@ Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output
   check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
   const at::Tensor input = input_of(request.fingerprint, tensor);
   const at::Tensor target = output.detach();
-  advise_huge_pages(target);
   request.input = input.const_data_ptr();
   request.output = target.mutable_data_ptr();
   request.begin = keeper({input, target});

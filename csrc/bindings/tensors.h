@@ -17,11 +17,6 @@ namespace torch_ring {
 /// Errors: Error(kInvalidArgument) for a dtype that no transport carries.
 DType dtype_of(const at::Tensor& tensor);
 
-/// Asks for huge pages under a new tensor on the host, if it is large: its pages come one by one as
-/// it is written, and 4 KiB at a time that takes longer than the writing. Advice, which the system
-/// may ignore.
-void advise_huge_pages(const at::Tensor& tensor);
-
 /// What a request gives, when its work is done.
 struct Result {
   at::Tensor tensor;

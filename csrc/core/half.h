@@ -56,7 +56,9 @@ constexpr Float16 to_float16(float value) {
   const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u;
   std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;  // below 2^-14
   result = magnitude >= 0x477ff000u ? 0x7c00u : result;                 // from 65520 on
-  result = magnitude > 0x7f800000u ? 0x7e00u : result;                  // NaN
+  // A NaN keeps the upper bits of its payload, as in hardware.
+  const std::uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  result = magnitude > 0x7f800000u ? quiet_nan : result;
   return {static_cast<std::uint16_t>(sign | result)};
 }
 

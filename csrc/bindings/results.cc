@@ -1,0 +1,82 @@
+#include "bindings/results.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/strides.h>
+
+#include <memory>
+
+#include "transport/kept_pages.h"
+
+namespace torch_ring {
+
+namespace {
+
+// The C library keeps the pages of smaller blocks.
+constexpr std::size_t kLarge = 4u << 20;
+constexpr std::size_t kMostKept = 256u << 20;
+
+class ResultAllocator final : public c10::Allocator {
+ public:
+  /// Never destroyed: tensors may outlive everything else.
+  static ResultAllocator& instance() {
+    static auto* const allocator = new ResultAllocator;
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes >= kLarge) {  // a tensor that was resized may be small
+      auto block = std::make_unique<KeptPages::Block>(pages_.take(bytes));
+      if (void* const data = block->data) {
+        c10::profiledCPUMemoryReporter().New(data, block->bytes);
+        return {data, block.release(), &free, c10::kCPU};
+      }
+    }
+    return c10::GetCPUAllocator()->allocate(bytes);
+  }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  static void free(void* context) {
+    const std::unique_ptr<KeptPages::Block> block(static_cast<KeptPages::Block*>(context));
+    c10::profiledCPUMemoryReporter().Delete(block->data);
+    instance().pages_.give_back(*block);
+  }
+
+  KeptPages pages_{kMostKept};
+};
+
+/// Whether the result of `numel` elements lies in kept pages. Everything but a plain tensor on the
+/// host is torch's to make.
+bool is_kept(const at::Tensor& like, std::int64_t numel) {
+  return like.is_cpu() && like.layout() == at::kStrided && like.has_storage() &&
+         !like.unsafeGetTensorImpl()->is_python_dispatch() &&
+         static_cast<std::size_t>(numel) * like.element_size() >= kLarge;
+}
+
+at::Tensor from_kept_pages(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor& like) {
+  return at::Tensor(at::detail::empty_strided_generic(sizes, strides, &ResultAllocator::instance(),
+                                                      c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                      like.scalar_type()));
+}
+
+}  // namespace
+
+at::Tensor empty_result(at::IntArrayRef sizes, const at::Tensor& like) {
+  if (!is_kept(like, c10::multiply_integers(sizes))) return at::empty(sizes, like.options());
+  return from_kept_pages(sizes, c10::contiguous_strides(sizes), like);
+}
+
+at::Tensor empty_result_like(const at::Tensor& like) {
+  if (!is_kept(like, like.numel()) || !like.is_non_overlapping_and_dense()) {
+    return at::empty_like(like);
+  }
+  return from_kept_pages(like.sizes(), like.strides(), like);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,113 @@
+"""The pages of large results are kept for the next ones; until then they are their tensor's."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor
+
+import torch_ring as hvd
+
+COUNT = 4_000_002  # elements: 16 MB, and no whole number of pages
+
+
+def same_on_all(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# What to run on two ranks that have the same tensor, and what it gives.
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "allreduce": (hvd.allreduce, same_on_all),
+    "allreduce_async": (lambda t: hvd.synchronize(hvd.allreduce_async(t)), same_on_all),
+    "grouped_allreduce": (lambda t: hvd.grouped_allreduce([t])[0], same_on_all),
+    "broadcast": (lambda t: hvd.broadcast(t, 0), same_on_all),
+    "allgather": (hvd.allgather, lambda t: torch.cat([t, t])),
+    "alltoall": (hvd.alltoall, lambda t: t.view(2, -1)[hvd.rank()].repeat(2)),
+    "reducescatter": (lambda t: hvd.reducescatter(t.repeat(2)), same_on_all),
+}
+
+
+def reuses_pages(name: str) -> None:
+    call, expected = CALLS[name]
+    first_input, second_input = torch.arange(COUNT) % 97.0, torch.arange(COUNT) % 89.0
+    first = call(first_input)
+    second = call(second_input)
+    assert torch.equal(first, expected(first_input))
+    assert torch.equal(second, expected(second_input))
+    place = first.data_ptr()
+    assert place != second.data_ptr()
+    view = first[1:]
+    del first
+    assert call(second_input).data_ptr() != place  # a view holds the memory
+    assert torch.equal(view, expected(first_input)[1:])
+    del view
+    again = call(second_input)
+    assert again.data_ptr() == place
+    assert torch.equal(again, expected(second_input))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_pages_are_reused(name):
+    run(reuses_pages, 2, args=(name,))
+
+
+def are_ordinary_tensors() -> None:
+    images = (torch.arange(4 * 3 * 600 * 700) % 97.0).view(4, 3, 600, 700)
+    images = images.to(memory_format=torch.channels_last)
+    for tensor in [images, images[:, :, ::2, ::2]]:
+        reduced = hvd.allreduce(tensor)
+        assert reduced.stride() == torch.empty_like(tensor).stride()
+        assert torch.equal(reduced, tensor)
+
+    leaf = torch.nn.Parameter(torch.ones(COUNT))
+    assert not hvd.synchronize(hvd.allreduce_async(leaf)).requires_grad
+    with torch.inference_mode():
+        assert hvd.allreduce(torch.ones(COUNT)).is_inference()
+
+    result = hvd.allgather(torch.ones(COUNT, dtype=torch.int8).repeat(2))
+    before = result.data_ptr()
+    result.resize_(5 * COUNT)[4 * COUNT :] = 2
+    assert int(result.sum(dtype=torch.int64)) == 6 * COUNT
+    assert result.data_ptr() != before
+    result.set_()
+    assert torch.equal(result.resize_(3).fill_(7), torch.full((3,), 7, dtype=torch.int8))
+
+
+def test_results_are_ordinary_tensors():
+    run(are_ordinary_tensors, 2)
+
+
+def outlive_a_world() -> None:
+    result = hvd.allgather(torch.ones(COUNT))
+    hvd.shutdown()
+    hvd.init()
+    assert int(hvd.allgather(torch.zeros(COUNT)).count_nonzero()) == 0
+    assert int(result.sum()) == 2 * COUNT
+
+
+def test_results_outlive_their_world():
+    run(outlive_a_world, 2)
+
+
+def forks() -> None:
+    """What a child does with its parent's results its parent does not see."""
+    kept, held = hvd.allgather(torch.ones(COUNT)), hvd.allgather(torch.ones(COUNT))
+    del kept
+    child = os.fork()
+    if child == 0:
+        passed = False
+        try:
+            held.fill_(2.0)
+            passed = int(held.sum()) == 4 * COUNT
+            del held
+        finally:
+            os._exit(0 if passed else 1)
+    ones = [hvd.allgather(torch.ones(COUNT)) for _ in range(2)]
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(int(tensor.sum()) == 2 * COUNT for tensor in [held, *ones])
+
+
+def test_a_forked_child_has_results_of_its_own():
+    run(forks, 2)
