@@ -33,7 +33,8 @@ std::byte* ShmCommunicator::slot(int index, std::uint64_t segment) const {
 }
 
 std::byte* ShmCommunicator::claim(std::uint64_t segment) const {
-  if (segment > 2) host_.wait_all(&SegmentHeader::staged, segment - 2, "staging");
+  constexpr std::uint64_t kAhead = SharedMemory::kSegments - 2;
+  if (segment > kAhead) host_.wait_all(&SegmentHeader::staged, segment - kAhead, "staging");
   return slot(rank(), segment);
 }
 
