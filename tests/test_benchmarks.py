@@ -297,6 +297,9 @@ def test_targets() -> None:
     # `touch` takes 16 of the 12.5 us that four times Open MPI's speed would be.
     assert verdicts[("allreduce 64 MB", "Open MPI")] == "out of reach"
     assert verdicts[("alltoall, worst: 64 MB", "gloo")] == "missed"  # nobody measured `touch`
+    limits = {(t.what, t.peer): t.limit for t in targets.targets(made_up_reports())}
+    assert limits[("allreduce 64 MB, shared", "private")] == 2  # 20 us, and `copy` takes 10
+    assert limits[("2 hosts, allreduce, worst: 64 MB", "gloo")] == pytest.approx(1.6 / share)
     lines = list(targets.table(targets.targets(made_up_reports())))
     assert [line.split()[-1] for line in lines if "Open MPI" in line] == ["reach"]
     assert list(targets.targets({})) == []
