@@ -103,6 +103,7 @@ def misuses() -> None:
         (lambda: hvd.allreduce(t, name="#1"), "reserved"),
         (lambda: hvd.allreduce(t, name="x" * 5000), "longer than 4096"),
         (lambda: hvd.allreduce(torch.nested.nested_tensor([t, t])), "not dense"),
+        (lambda: hvd.allreduce(torch.nested.nested_tensor([torch.ones(1 << 20)] * 2)), "not dense"),
         (lambda: hvd.allreduce_(torch.ones(1).expand(5)), r"expanded tensor.*clone\(\) it"),
         (lambda: hvd.grouped_allreduce_([torch.ones(1).expand(5)]), "expanded tensor"),
         (lambda: hvd.broadcast_(torch.ones(1).expand(5), 0), "expanded tensor"),

@@ -1,6 +1,7 @@
 """The pages of large results are kept for the next ones; until then they are their tensor's."""
 
 import os
+import resource
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,22 @@ def test_pages_are_reused(name):
     run(reuses_pages, 2, args=(name,))
 
 
+def faults_of_a_result() -> int:
+    data = torch.ones(COUNT)
+    for _ in range(2):  # the second finds what the first has left
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        hvd.allgather(data)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults
+
+
+def test_pages_are_kept_as_the_setting_says():
+    of_new_pages = 2 * COUNT * 4 // (2 << 20)  # if all of them are huge
+    none = {"TORCH_RING_KEPT_RESULT_BYTES": "0"}
+    assert max(run(faults_of_a_result, 2)) < of_new_pages
+    assert min(run(faults_of_a_result, 2, env=none)) >= of_new_pages
+
+
 def are_ordinary_tensors() -> None:
     images = (torch.arange(4 * 3 * 600 * 700) % 97.0).view(4, 3, 600, 700)
     images = images.to(memory_format=torch.channels_last)
@@ -63,6 +80,13 @@ def are_ordinary_tensors() -> None:
 
     leaf = torch.nn.Parameter(torch.ones(COUNT))
     assert not hvd.synchronize(hvd.allreduce_async(leaf)).requires_grad
+
+    class Named(torch.Tensor):
+        pass
+
+    named = torch.ones(COUNT).as_subclass(Named)
+    assert type(hvd.synchronize(hvd.broadcast_async(named, 0))) is Named
+
     with torch.inference_mode():
         assert hvd.allreduce(torch.ones(COUNT)).is_inference()
 

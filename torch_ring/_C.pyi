@@ -25,11 +25,14 @@ def lane_peers(rank: int, host_of: Sequence[int]) -> list[int]:
 def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an uninitialised contiguous tensor with the dtype and device of `like`.
 
-    On the CPU the pages of a large one are kept for the next, as all results' are.
+    On the CPU, from 4 MiB on, it lies in pages that are kept for the next when it goes.
     """
 
 def empty_result_like(like: Tensor) -> Tensor:
-    """Return `empty_result` in the shape and layout of `like`, which requires no gradient."""
+    """Return the same in the shape and layout of `like`; it requires no gradient."""
+
+def keep_results(most_bytes: int) -> None:
+    """Keep at most so many bytes of results' pages in this process."""
 
 class Engine:
     """Runs the collectives of one world. Takes ownership of every descriptor that it is given.

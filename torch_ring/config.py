@@ -29,6 +29,7 @@ class Config:
     fusion_window_s: float = 0.001
     bucket_bytes: int = 25 << 20
     direct_gradient_bytes: int = 256 << 10
+    kept_result_bytes: int = 256 << 20
     interface: str = ""
     connections: int = 1
     nccl_library: str = ""
@@ -195,6 +196,13 @@ SETTINGS = (
         "bytes from which on a gradient is computed in the shared memory in which it is reduced, "
         "where all ranks are on one host; 0: it is copied there",
         common=True,
+    ),
+    Setting(
+        "kept_result_bytes",
+        "TORCH_RING_KEPT_RESULT_BYTES",
+        _bytes(0),
+        "bytes of memory of large results that a process keeps for the next ones, and that the "
+        "system may take back; 0: none",
     ),
     Setting(
         "interface",

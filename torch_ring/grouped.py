@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring import _C
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import GroupHandle
+from torch_ring.handle import GroupHandle, empty_result_like
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set
 from torch_ring.reduce_op import Average, resolve_op
 from torch_ring.scattering import gradient_factor, scattered
@@ -81,7 +80,7 @@ def grouped_allreduce_async(
     """
     op = resolve_op(average, op)
     tensors = _checked(tensors)
-    outputs = [_C.empty_result_like(tensor) for tensor in tensors]
+    outputs = [empty_result_like(tensor) for tensor in tensors]
     return _allreduce(
         tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, awaited=False
     )
@@ -113,7 +112,7 @@ class _GroupedAllreduce(torch.autograd.Function):
         ctx: Any, name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.arguments = arguments
-        outputs = [_C.empty_result_like(tensor) for tensor in tensors]
+        outputs = [empty_result_like(tensor) for tensor in tensors]
         return tuple(_allreduce(tensors, outputs, name, *arguments, awaited=True).wait())
 
     @staticmethod

@@ -13,6 +13,7 @@ from torch_ring import _C
 __all__ = [
     "GroupHandle",
     "Handle",
+    "empty_result_like",
     "is_recorded",
     "needs_function",
     "poll",
@@ -81,6 +82,13 @@ class GroupHandle(Handle):
         if first_error is not None:
             raise first_error
         return self._finish_group(results)
+
+
+def empty_result_like(tensor: Tensor) -> Tensor:
+    """Return an uninitialised tensor for a result; tensors of other classes make their own."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return _C.empty_result_like(tensor)
+    return torch.empty_like(tensor, requires_grad=False)
 
 
 def require_tensor(tensor: object, operation: str) -> None:

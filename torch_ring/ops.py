@@ -21,9 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring import _C, passes, world
+from torch_ring import passes, world
 from torch_ring.compression import Compression, Compressor
-from torch_ring.handle import Handle, is_recorded, needs_function, require_tensor
+from torch_ring.handle import (
+    Handle,
+    empty_result_like,
+    is_recorded,
+    needs_function,
+    require_tensor,
+)
 from torch_ring.process_set import ProcessSet, engine_of, global_process_set, root_in
 from torch_ring.reduce_op import Average, resolve_op
 
@@ -95,7 +101,7 @@ def allreduce_async(
     """
     require_tensor(tensor, "allreduce_async")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
-    output = _C.empty_result_like(tensor)
+    output = empty_result_like(tensor)
     return _allreduce(tensor, output, name, *arguments)
 
 
@@ -205,7 +211,7 @@ def broadcast_async(
         process_set: the ranks that take part; this one and the root must be among them.
     """
     require_tensor(tensor, "broadcast_async")
-    output = _C.empty_result_like(tensor)
+    output = empty_result_like(tensor)
     return _broadcast(tensor, output, root_rank, name, process_set, awaited=False)
 
 
@@ -225,7 +231,7 @@ def broadcast_async_(
 def _broadcast_now(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Tensor:
-    output = _C.empty_result_like(tensor)
+    output = empty_result_like(tensor)
     _broadcast(tensor, output, root_rank, name, process_set, awaited=True).wait()
     return output
 

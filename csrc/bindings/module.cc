@@ -71,10 +71,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "empty_result",
       [](const at::Tensor& like, const std::vector<std::int64_t>& shape) {
-        return empty_result(shape, like);
+        return empty_result(like, shape);
       },
       py::arg("like"), py::arg("shape"));
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
+  module.def("keep_results", &keep_results, py::arg("most_bytes"));
   bind_engine(module);
   bind_gradients(module);
 }

@@ -6,8 +6,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/strides.h>
 
-#include <memory>
-
 #include "transport/kept_pages.h"
 
 namespace torch_ring {
@@ -27,25 +25,24 @@ class ResultAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes >= kLarge) {  // a tensor that was resized may be small
-      auto block = std::make_unique<KeptPages::Block>(pages_.take(bytes));
-      if (void* const data = block->data) {
-        c10::profiledCPUMemoryReporter().New(data, block->bytes);
-        return {data, block.release(), &free, c10::kCPU};
-      }
-    }
-    return c10::GetCPUAllocator()->allocate(bytes);
+    // A tensor that was resized may be small.
+    void* const data = bytes >= kLarge ? pages_.take(bytes) : nullptr;
+    if (data == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
+    c10::DataPtr owner{data, data, &give_back, c10::kCPU};
+    c10::profiledCPUMemoryReporter().New(data, KeptPages::bytes_of(data));
+    return owner;
   }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
 
+  void limit(std::size_t most_bytes) { pages_.limit(most_bytes); }
+
  private:
-  static void free(void* context) {
-    const std::unique_ptr<KeptPages::Block> block(static_cast<KeptPages::Block*>(context));
-    c10::profiledCPUMemoryReporter().Delete(block->data);
-    instance().pages_.give_back(*block);
+  static void give_back(void* data) {
+    c10::profiledCPUMemoryReporter().Delete(data);
+    instance().pages_.give_back(data);
   }
 
   KeptPages pages_{kMostKept};
@@ -54,12 +51,12 @@ class ResultAllocator final : public c10::Allocator {
 /// Whether the result of `numel` elements lies in kept pages. Everything but a plain tensor on the
 /// host is torch's to make.
 bool is_kept(const at::Tensor& like, std::int64_t numel) {
-  return like.is_cpu() && like.layout() == at::kStrided && like.has_storage() &&
-         !like.unsafeGetTensorImpl()->is_python_dispatch() &&
+  return like.is_cpu() && like.layout() == at::kStrided && !like.is_nested() &&
+         like.has_storage() && !like.unsafeGetTensorImpl()->is_python_dispatch() &&
          static_cast<std::size_t>(numel) * like.element_size() >= kLarge;
 }
 
-at::Tensor from_kept_pages(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor& like) {
+at::Tensor from_kept_pages(const at::Tensor& like, at::IntArrayRef sizes, at::IntArrayRef strides) {
   return at::Tensor(at::detail::empty_strided_generic(sizes, strides, &ResultAllocator::instance(),
                                                       c10::DispatchKeySet(c10::DispatchKey::CPU),
                                                       like.scalar_type()));
@@ -67,16 +64,18 @@ at::Tensor from_kept_pages(at::IntArrayRef sizes, at::IntArrayRef strides, const
 
 }  // namespace
 
-at::Tensor empty_result(at::IntArrayRef sizes, const at::Tensor& like) {
+at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes) {
   if (!is_kept(like, c10::multiply_integers(sizes))) return at::empty(sizes, like.options());
-  return from_kept_pages(sizes, c10::contiguous_strides(sizes), like);
+  return from_kept_pages(like, sizes, c10::contiguous_strides(sizes));
 }
 
 at::Tensor empty_result_like(const at::Tensor& like) {
   if (!is_kept(like, like.numel()) || !like.is_non_overlapping_and_dense()) {
     return at::empty_like(like);
   }
-  return from_kept_pages(like.sizes(), like.strides(), like);
+  return from_kept_pages(like, like.sizes(), like.strides());
 }
+
+void keep_results(std::size_t most_bytes) { ResultAllocator::instance().limit(most_bytes); }
 
 }  // namespace torch_ring

@@ -3,14 +3,20 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+
 namespace torch_ring {
 
 /// An uninitialised tensor of this shape, contiguous, with the dtype and device of `like`.
-/// On the host the memory of a large one comes from pages that are kept for the next when the
-/// tensor goes (KeptPages), at most 256 MiB in the process.
-at::Tensor empty_result(at::IntArrayRef sizes, const at::Tensor& like);
+/// On the host, from 4 MiB on, its memory is of pages that are kept for the next when the tensor
+/// goes (KeptPages).
+at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes);
 
-/// The same with the shape and the layout of `like`, as at::empty_like().
+/// The same with the shape and the layout of `like`, as at::empty_like(). Of a tensor with holes
+/// nothing is kept.
 at::Tensor empty_result_like(const at::Tensor& like);
+
+/// Keeps at most so many bytes in this process (256 MiB if it is never called).
+void keep_results(std::size_t most_bytes);
 
 }  // namespace torch_ring

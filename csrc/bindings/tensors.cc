@@ -4,7 +4,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -133,7 +132,7 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
     return;
   }
   const at::Tensor target = output.detach();
-  const at::Tensor result = in_place ? input : at::empty_like(input);
+  const at::Tensor result = in_place ? input : empty_result_like(input);
   request.output = result.mutable_data_ptr();
   if (!input.is_cpu()) request.begin = keeper({input, result, target});
   request.finish = [input, result, target] {
@@ -157,7 +156,7 @@ void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_p
     std::vector<std::int64_t> shape = input.sizes().vec();
     shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     result->rows.assign(rows.begin(), rows.end());
-    result->tensor = torch_call([&] { return empty_result(shape, input); });
+    result->tensor = torch_call([&] { return empty_result(input, shape); });
     keep_for_stream(result->tensor);
     return result->tensor.mutable_data_ptr();
   };

@@ -30,9 +30,9 @@ namespace torch_ring {
 /// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
 ///
-/// A slot is free without a flag of its own: a rank that has published staged = g has finished
-/// every read of segments before g - 1, so that when all have published g + 2, the slot of segment
-/// g can take segment g + kSegments. claim() holds that rule; in the pipeline it never waits.
+/// A slot is free without a flag of its own: a rank that has published staged = g touches no
+/// segment before g - 1 any more, its own or a peer's, so that when all have published g + 2, the
+/// slot of segment g can take segment g + kSegments. claim() holds that rule.
 class ShmCommunicator : public Communicator {
  public:
   ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort);

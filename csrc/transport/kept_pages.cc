@@ -3,82 +3,107 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <new>
 
 namespace torch_ring {
 
-namespace {
+/// What is known of a block, in a page before its data.
+struct KeptPages::Block {
+  std::size_t bytes;
+  Block* older = nullptr;
 
-constexpr std::size_t kHugePage = 2u << 20;
-constexpr std::size_t kMostBlocks = 16;
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t kHugePage = 2u << 20;
 
-constexpr std::size_t rounded_up(std::size_t bytes) {
-  return (bytes + kHugePage - 1) / kHugePage * kHugePage;
-}
+  static constexpr std::size_t rounded_up(std::size_t bytes) {
+    return (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  }
 
-KeptPages::Block map(std::size_t bytes) {
-  // One huge page more than needed, of which the ends are given back so that the rest is aligned.
-  const std::size_t mapped = bytes + kHugePage;
-  void* const memory =
-      ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) return {};
-  auto* const begin = static_cast<std::byte*>(memory);
-  const auto address = reinterpret_cast<std::uintptr_t>(memory);
-  const std::size_t before = rounded_up(address) - address;
-  if (before > 0) ::munmap(begin, before);
-  if (before < kHugePage) ::munmap(begin + before + bytes, kHugePage - before);
-  ::madvise(begin + before, bytes, MADV_HUGEPAGE);  // where there are none, it does without
-  return {begin + before, bytes};
-}
+  static Block* of(void* data) {
+    return reinterpret_cast<Block*>(static_cast<std::byte*>(data) - kPage);
+  }
+  std::byte* data() { return reinterpret_cast<std::byte*>(this) + kPage; }
 
-void unmap(KeptPages::Block block) { ::munmap(block.data, block.bytes); }
+  /// `bytes`: of whole huge pages.
+  static Block* map(std::size_t bytes) {
+    // Two huge pages more than needed; what is not needed of them goes back.
+    const std::size_t mapped = bytes + 2 * kHugePage;
+    if (mapped < bytes) return nullptr;
+    void* const memory =
+        ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    auto* const begin = static_cast<std::byte*>(memory);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    std::byte* const data = begin + (rounded_up(address + kPage) - address);
+    std::byte* const header = data - kPage;
+    if (header > begin) ::munmap(begin, static_cast<std::size_t>(header - begin));
+    ::munmap(data + bytes, static_cast<std::size_t>(begin + mapped - (data + bytes)));
+    ::madvise(data, bytes, MADV_HUGEPAGE);  // where there are none, it does without
+    return new (header) Block{bytes};
+  }
 
-}  // namespace
-
-KeptPages::KeptPages(std::size_t most_bytes) : most_bytes_(most_bytes) {
-  kept_.reserve(kMostBlocks + 1);
-}
+  void unmap() { ::munmap(this, kPage + bytes); }
+};
 
 KeptPages::~KeptPages() {
-  for (const Block block : kept_) unmap(block);
+  while (newest_ != nullptr) drop_oldest();
 }
 
-KeptPages::Block KeptPages::take(std::size_t bytes) noexcept {
-  const std::size_t needed = rounded_up(bytes);
-  if (needed < bytes) return {};
-  const Block block = kept(needed);
-  return block.data != nullptr ? block : map(needed);
+std::size_t KeptPages::bytes_of(const void* data) {
+  return Block::of(const_cast<void*>(data))->bytes;
 }
 
-KeptPages::Block KeptPages::kept(std::size_t bytes) noexcept {
+void* KeptPages::take(std::size_t bytes) noexcept {
+  const std::size_t needed = Block::rounded_up(bytes);
+  if (needed < bytes) return nullptr;
+  Block* block = take_kept(needed);
+  if (block != nullptr) {
+    ::madvise(block->data(), block->bytes, MADV_KEEPONFORK);
+  } else {
+    block = Block::map(needed);
+  }
+  return block != nullptr ? block->data() : nullptr;
+}
+
+/// The smallest that will do, of several the most recent.
+KeptPages::Block* KeptPages::take_kept(std::size_t bytes) noexcept {
   // A child that was forked while another thread held the lock never gets it.
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return {};
-  for (auto it = kept_.rbegin(); it != kept_.rend(); ++it) {
-    if (it->bytes < bytes || it->bytes - bytes > bytes / 4) continue;
-    const Block block = *it;
-    kept_.erase(std::next(it).base());
-    kept_bytes_ -= block.bytes;
-    return block;
+  if (!lock) return nullptr;
+  Block** best = nullptr;
+  for (Block** at = &newest_; *at != nullptr; at = &(*at)->older) {
+    const std::size_t size = (*at)->bytes;
+    if (size < bytes || size - bytes > bytes / 4) continue;
+    if (best == nullptr || size < (*best)->bytes) best = at;
   }
-  return {};
+  if (best == nullptr) return nullptr;
+  Block* const block = *best;
+  *best = block->older;
+  kept_bytes_ -= block->bytes;
+  return block;
 }
 
-void KeptPages::give_back(Block block) noexcept {
+void KeptPages::give_back(void* data) noexcept {
+  Block* const block = Block::of(data);
+  const std::size_t most_bytes = most_bytes_;
+  if (block->bytes > most_bytes) return block->unmap();
+  ::madvise(data, block->bytes, MADV_FREE);
+  ::madvise(data, block->bytes, MADV_WIPEONFORK);
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || block.bytes > most_bytes_) return unmap(block);
-  ::madvise(block.data, block.bytes, MADV_FREE);
-  kept_.push_back(block);
-  kept_bytes_ += block.bytes;
-  while (kept_bytes_ > most_bytes_ || kept_.size() > kMostBlocks) {
-    kept_bytes_ -= kept_.front().bytes;
-    unmap(kept_.front());
-    kept_.erase(kept_.begin());
-  }
+  if (!lock) return block->unmap();
+  block->older = newest_;
+  newest_ = block;
+  kept_bytes_ += block->bytes;
+  while (kept_bytes_ > most_bytes) drop_oldest();
 }
 
-std::size_t KeptPages::kept_bytes() const {
-  const std::scoped_lock lock(mutex_);
-  return kept_bytes_;
+void KeptPages::drop_oldest() noexcept {
+  Block** at = &newest_;
+  while ((*at)->older != nullptr) at = &(*at)->older;
+  Block* const oldest = *at;
+  *at = nullptr;
+  kept_bytes_ -= oldest->bytes;
+  oldest->unmap();
 }
 
 }  // namespace torch_ring

@@ -1,9 +1,9 @@
 // Private memory for large tensors that come and go.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <mutex>
-#include <vector>
 
 namespace torch_ring {
 
@@ -11,38 +11,43 @@ namespace torch_ring {
 /// much: to get new pages takes longer than to fill them. Whatever is kept, the system may take
 /// when it is short of memory (MADV_FREE).
 ///
-/// A forked child inherits blocks as it does all private memory, and may give them back.
+/// A forked child inherits the blocks in use as it does all private memory, and may give them back;
+/// what is kept is empty there (MADV_WIPEONFORK), so that neither copies what nobody reads.
 /// Thread: any. Blocking: no, and it waits for no other thread: who comes while another one is here
 /// gets new memory.
 class KeptPages {
  public:
-  struct Block {
-    void* data = nullptr;
-    std::size_t bytes = 0;
-  };
-
   /// Keeps at most so many bytes.
-  explicit KeptPages(std::size_t most_bytes);
+  explicit KeptPages(std::size_t most_bytes) : most_bytes_(most_bytes) {}
   ~KeptPages();
   KeptPages(const KeptPages&) = delete;
   KeptPages& operator=(const KeptPages&) = delete;
 
   /// A block of `bytes` (more than 0) or up to a quarter more, rounded up to whole huge pages,
-  /// aligned to them. Its `data` is null where the system has no more.
-  Block take(std::size_t bytes) noexcept;
+  /// aligned to them. Null where the system has no more.
+  void* take(std::size_t bytes) noexcept;
 
   /// Takes a block back; the least recent ones go when it is too much.
-  void give_back(Block block) noexcept;
+  void give_back(void* data) noexcept;
 
-  std::size_t kept_bytes() const;
+  /// Keeps at most so many bytes from the next give_back() on.
+  void limit(std::size_t most_bytes) noexcept { most_bytes_ = most_bytes; }
+
+  std::size_t kept_bytes() const { return kept_bytes_; }
+
+  /// The size of a block.
+  static std::size_t bytes_of(const void* data);
 
  private:
-  Block kept(std::size_t bytes) noexcept;
+  struct Block;
 
-  const std::size_t most_bytes_;
-  mutable std::mutex mutex_;  // guards what follows
-  std::vector<Block> kept_;   // the most recent last
-  std::size_t kept_bytes_ = 0;
+  Block* take_kept(std::size_t bytes) noexcept;
+  void drop_oldest() noexcept;
+
+  std::atomic<std::size_t> most_bytes_;
+  std::atomic<std::size_t> kept_bytes_ = 0;
+  std::mutex mutex_;         // guards what follows
+  Block* newest_ = nullptr;  // of those that are kept
 };
 
 }  // namespace torch_ring

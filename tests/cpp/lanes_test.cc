@@ -114,6 +114,13 @@ void check_stores(std::size_t lanes, Convert&& convert) {
     }
   }
   floats.resize((floats.size() + lanes - 1) / lanes * lanes);
+  // NaNs have places of their own, and the only one may be any.
+  for (const std::uint32_t nan : {0x7f800001u, 0x7fc12345u, 0x7fffffffu, 0xffffffffu}) {
+    for (std::size_t place = 0; place < lanes; ++place) {
+      floats.resize(floats.size() + lanes, 1.0f);
+      floats[floats.size() - lanes + place] = std::bit_cast<float>(nan);
+    }
+  }
   std::vector<T> converted(floats.size());
   for (std::size_t i = 0; i < floats.size(); i += lanes) convert(&floats[i], &converted[i]);
   for (std::size_t i = 0; i < floats.size(); ++i) {
