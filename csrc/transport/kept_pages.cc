@@ -45,9 +45,7 @@ struct KeptPages::Block {
   void unmap() { ::munmap(this, kPage + bytes); }
 };
 
-KeptPages::~KeptPages() {
-  while (newest_ != nullptr) drop_oldest();
-}
+KeptPages::~KeptPages() { drop_oldest_until(0); }
 
 std::size_t KeptPages::bytes_of(const void* data) {
   return Block::of(const_cast<void*>(data))->bytes;
@@ -94,16 +92,24 @@ void KeptPages::give_back(void* data) noexcept {
   block->older = newest_;
   newest_ = block;
   kept_bytes_ += block->bytes;
-  while (kept_bytes_ > most_bytes) drop_oldest();
+  drop_oldest_until(most_bytes);
 }
 
-void KeptPages::drop_oldest() noexcept {
-  Block** at = &newest_;
-  while ((*at)->older != nullptr) at = &(*at)->older;
-  Block* const oldest = *at;
-  *at = nullptr;
-  kept_bytes_ -= oldest->bytes;
-  oldest->unmap();
+void KeptPages::limit(std::size_t most_bytes) noexcept {
+  most_bytes_ = most_bytes;
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) drop_oldest_until(most_bytes);
+}
+
+void KeptPages::drop_oldest_until(std::size_t most_bytes) noexcept {
+  while (kept_bytes_ > most_bytes) {
+    Block** at = &newest_;
+    while ((*at)->older != nullptr) at = &(*at)->older;
+    Block* const oldest = *at;
+    *at = nullptr;
+    kept_bytes_ -= oldest->bytes;
+    oldest->unmap();
+  }
 }
 
 }  // namespace torch_ring

@@ -30,8 +30,8 @@ class KeptPages {
   /// Takes a block back; the least recent ones go when it is too much.
   void give_back(void* data) noexcept;
 
-  /// Keeps at most so many bytes from the next give_back() on.
-  void limit(std::size_t most_bytes) noexcept { most_bytes_ = most_bytes; }
+  /// Keeps at most so many bytes from now on.
+  void limit(std::size_t most_bytes) noexcept;
 
   std::size_t kept_bytes() const { return kept_bytes_; }
 
@@ -42,7 +42,7 @@ class KeptPages {
   struct Block;
 
   Block* take_kept(std::size_t bytes) noexcept;
-  void drop_oldest() noexcept;
+  void drop_oldest_until(std::size_t most_bytes) noexcept;
 
   std::atomic<std::size_t> most_bytes_;
   std::atomic<std::size_t> kept_bytes_ = 0;

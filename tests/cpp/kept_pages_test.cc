@@ -96,8 +96,10 @@ TEST(kept_pages_are_limited) {
   for (int i = 5; i > 1; --i) pages.give_back(blocks[i]);
   CHECK_EQ(pages.kept_bytes(), kBytes);
   CHECK_EQ(pages.take(kBytes), blocks[2]);
-  pages.limit(0);
   pages.give_back(blocks[2]);
+  pages.limit(kBytes - 1);
+  CHECK_EQ(pages.kept_bytes(), std::size_t{0});
+  pages.give_back(pages.take(kBytes));
   CHECK_EQ(pages.kept_bytes(), std::size_t{0});
 }
 
