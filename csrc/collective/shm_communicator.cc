@@ -13,6 +13,18 @@ namespace {
 // Below this, a second flag costs more than reducing everything on every rank does.
 constexpr std::size_t kOneShotBytes = 32u << 10;
 
+// From this size on a result is not found in a core's share of the caches afterwards.
+constexpr std::size_t kStreamedBytes = 16u << 20;
+
+/// Copies a part of a result that has `whole` bytes.
+void copy_result(void* to, const void* from, std::size_t bytes, std::size_t whole) {
+  if (whole >= kStreamedBytes) {
+    stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
 const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
 
@@ -98,6 +110,10 @@ struct ShmCommunicator::Pipeline {
   std::uint64_t first;        // number of the first segment
 
   std::size_t item() const { return size_of(reduction.dtype); }
+  /// In place, what is written has just been read: it is in the caches.
+  bool is_streamed() const {
+    return input != output && count * item() >= kStreamedBytes && comm.size() > 1;
+  }
 
   Range segment(std::size_t index) const {
     const std::size_t begin = index * segment_count;
@@ -127,15 +143,20 @@ struct ShmCommunicator::Pipeline {
     comm.host_.wait_all(&SegmentHeader::staged, first + index, "allreduce");
     const Range whole = segment(index);
     const Range mine = chunk_of(whole.count, comm.size(), comm.rank());
+    const std::size_t own = (whole.begin + mine.begin) * item();
     std::vector<void*> outputs;
     std::vector<const void*> inputs;
     for (int peer = 0; peer < comm.size(); ++peer) {
       std::byte* theirs = comm.slot(peer, first + index) + mine.begin * item();
-      const std::size_t own = (whole.begin + mine.begin) * item();
-      outputs.push_back(peer == comm.rank() ? output + own : theirs);
       inputs.push_back(peer == comm.rank() ? input + own : theirs);
+      if (peer != comm.rank()) {
+        outputs.push_back(theirs);
+      } else if (!is_streamed()) {
+        outputs.push_back(output + own);
+      }
     }
     reduce(outputs, inputs, mine.count, reduction);
+    if (is_streamed()) stream(output + own, outputs.front(), mine.count * item());
     comm.host_.publish(comm.host_.own().reduced, first + index);
   }
 
@@ -143,7 +164,11 @@ struct ShmCommunicator::Pipeline {
     comm.host_.wait_all(&SegmentHeader::reduced, first + index, "allreduce");
     const std::byte* from = comm.slot(comm.rank(), first + index);
     for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
-      std::memcpy(output + in_tensor, from + in_segment, bytes);
+      if (is_streamed()) {
+        stream(output + in_tensor, from + in_segment, bytes);
+      } else {
+        std::memcpy(output + in_tensor, from + in_segment, bytes);
+      }
     });
   }
 };
@@ -171,7 +196,7 @@ void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
       std::memcpy(claim(segment), bytes_of(data) + begin, part);
     } else {
       host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
-      std::memcpy(bytes_of(data) + begin, slot(root, segment), part);
+      copy_result(bytes_of(data) + begin, slot(root, segment), part, bytes);
       finish_reading(root, segment, part);
     }
     host_.publish(host_.own().staged, segment);
@@ -183,6 +208,7 @@ void ShmCommunicator::allgather(const void* input, void* output,
   std::vector<std::size_t> begins(bytes.size(), 0);
   for (std::size_t i = 1; i < bytes.size(); ++i) begins[i] = begins[i - 1] + bytes[i - 1];
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
+  const std::size_t whole = begins.back() + bytes.back();
 
   for (std::size_t done = 0; done < longest; done += SharedMemory::kSegmentBytes) {
     const auto part_of = [&](int peer) {
@@ -197,11 +223,13 @@ void ShmCommunicator::allgather(const void* input, void* output,
     const std::size_t own_bytes = part_of(rank());
     if (own_bytes > 0) std::memcpy(claim(segment), own, own_bytes);
     host_.publish(host_.own().staged, segment);
-    if (own_bytes > 0 && target(rank()) != own) std::memcpy(target(rank()), own, own_bytes);
+    if (own_bytes > 0 && target(rank()) != own) {
+      copy_result(target(rank()), own, own_bytes, whole);
+    }
     host_.wait_all(&SegmentHeader::staged, segment, "allgather");
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank() || part_of(peer) == 0) continue;
-      std::memcpy(target(peer), slot(peer, segment), part_of(peer));
+      copy_result(target(peer), slot(peer, segment), part_of(peer), whole);
       finish_reading(peer, segment, part_of(peer));
     }
   }
@@ -238,9 +266,10 @@ void ShmCommunicator::alltoall(const void* input, void* output,
   }
 
   const auto own = static_cast<std::size_t>(rank());
+  const std::size_t whole = arrived.back().begin + arrived.back().count;
   if (own_parts[own].count > 0) {
-    std::memcpy(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
-                own_parts[own].count);
+    copy_result(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
+                own_parts[own].count, whole);
   }
   constexpr std::size_t kBytes = SharedMemory::kSegmentBytes;
   in_segments(
@@ -260,8 +289,8 @@ void ShmCommunicator::alltoall(const void* input, void* output,
           const Range part = overlap(in_stream[peer], {index * kBytes, kBytes});
           if (part.count == 0) continue;
           std::byte* from = slot(static_cast<int>(peer), segment) + (part.begin - index * kBytes);
-          std::memcpy(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
-                      from, part.count);
+          copy_result(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
+                      from, part.count, whole);
           take_over(from, part.count);
         }
       });
@@ -280,6 +309,7 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
     return overlap(part, {part.begin + index * piece, piece});
   };
   const auto own = static_cast<std::size_t>(rank());
+  const bool is_streamed = counts[own] * item >= kStreamedBytes && size() > 1;
   in_segments((longest + piece - 1) / piece, "reducescatter",
               [&](std::size_t index, std::byte* to) {
                 for (std::size_t peer = 0; peer < parts.size(); ++peer) {
@@ -298,10 +328,18 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                 };
                 for (int peer = 0; peer < size(); ++peer) inputs.push_back(staged(peer));
                 inputs[own] = bytes_of(input) + range.begin * item;
-                const std::array<void*, 1> outputs{bytes_of(output) + index * piece * item};
-                reduce(outputs, inputs, range.count, reduction);
+                std::byte* const result = bytes_of(output) + index * piece * item;
+                const std::size_t bytes = range.count * item;
+                if (is_streamed) {
+                  // By way of a peer's segment, which is in the caches and this rank's anyway.
+                  std::byte* const sum = staged(rank() == 0 ? 1 : 0);
+                  reduce(std::array<void*, 1>{sum}, inputs, range.count, reduction);
+                  stream(result, sum, bytes);
+                } else {
+                  reduce(std::array<void*, 1>{result}, inputs, range.count, reduction);
+                }
                 for (int peer = 0; peer < size(); ++peer) {
-                  if (peer != rank()) take_over(staged(peer), range.count * item);
+                  if (peer != rank()) take_over(staged(peer), bytes);
                 }
               });
 }

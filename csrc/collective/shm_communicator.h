@@ -26,6 +26,7 @@ namespace torch_ring {
 /// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
 ///
 /// What only one rank reads, it takes over (transport/cache_lines.h), as the pipeline's sums do.
+/// Results of 16 MiB and more, but those of what is in place, are written past the caches.
 ///
 /// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.

@@ -1,8 +1,14 @@
-// Which core a cache line of shared memory belongs to.
+// Which cache lines are where.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace torch_ring {
 
@@ -19,6 +25,29 @@ inline void take_over(std::byte* data, std::size_t bytes) {
   for (std::uintptr_t at = begin; at < begin + bytes; at = (at / kCacheLine + 1) * kCacheLine) {
     *reinterpret_cast<volatile std::byte*>(at) = std::byte{0};
   }
+}
+
+/// memcpy past the caches (on x86-64): a line of the target is not fetched to be overwritten, and
+/// what lies in the caches stays there. For what is too large to be found there later.
+inline void stream(void* to, const void* from, std::size_t bytes) {
+#ifdef __SSE2__
+  auto* target = static_cast<std::byte*>(to);
+  const auto* source = static_cast<const std::byte*>(from);
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(to) % kCacheLine;
+  const std::size_t head = std::min(bytes, misaligned == 0 ? 0 : kCacheLine - misaligned);
+  std::memcpy(target, source, head);
+  std::size_t at = head;
+  for (; at + kCacheLine <= bytes; at += kCacheLine) {
+    __m128i line[4];
+    std::memcpy(line, source + at, kCacheLine);
+    auto* const lines = reinterpret_cast<__m128i*>(target + at);
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(lines + i, line[i]);
+  }
+  std::memcpy(target + at, source + at, bytes - at);
+  _mm_sfence();  // as if it had been written in order
+#else
+  std::memcpy(to, from, bytes);
+#endif
 }
 
 }  // namespace torch_ring

@@ -1,0 +1,29 @@
+#include "transport/cache_lines.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "harness.h"
+
+using namespace torch_ring;
+
+TEST(stream_copies_what_it_is_given_and_no_more) {
+  constexpr std::size_t kMost = 5 * kCacheLine;
+  constexpr auto kUntouched = std::byte{0xee};
+  std::vector<std::byte> source(kMost + kCacheLine);
+  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i % 199);
+  for (std::size_t offset = 0; offset <= kCacheLine; ++offset) {
+    for (std::size_t bytes = 0; bytes <= kMost; bytes += bytes < 70 ? 1 : 13) {
+      std::vector<std::byte> target(kMost + 2 * kCacheLine, kUntouched);
+      const std::byte* const from = source.data() + (offset * 7) % kCacheLine;
+      stream(target.data() + offset, from, bytes);
+      const auto begin = target.begin() + static_cast<std::ptrdiff_t>(offset);
+      const auto end = begin + static_cast<std::ptrdiff_t>(bytes);
+      const auto is_untouched = [&](std::byte byte) { return byte == kUntouched; };
+      CHECK(std::equal(begin, end, from));
+      CHECK(std::all_of(target.begin(), begin, is_untouched));
+      CHECK(std::all_of(end, target.end(), is_untouched));
+    }
+  }
+}
