@@ -86,3 +86,31 @@ TEST(shm_takes_over_the_lines_that_one_rank_reads) {
     check(16u << 10, [&] { communicator.allreduce(data.data(), data.data(), 16u << 10, maximum); });
   });
 }
+
+TEST(shm_streams_large_results) {
+  run_world({"shm", one_host}, 3, [](Communicator& communicator, Abort&) {
+    constexpr std::size_t kLarge = 17u << 20;
+    constexpr std::size_t kFloats = kLarge / 4;
+    check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum, kFloats + 1, false);
+    // Large on two of the ranks only.
+    check_reducescatter(communicator, {},
+                        [](std::size_t rank) { return rank == 1 ? 1000 : kFloats; });
+    check_alltoall(communicator,
+                   [](std::size_t, std::size_t to) { return to == 1 ? 1000 : kLarge / 3 + 1; });
+    Bytes data = bytes_of(communicator.rank(), kLarge);
+    communicator.broadcast(data.data(), kLarge, 1);
+    CHECK(same(data, bytes_of(1, kLarge)));
+
+    const std::vector<std::size_t> lengths{kLarge, 5, 300'001};
+    Bytes expected;
+    for (int rank = 0; rank < communicator.size(); ++rank) {
+      const Bytes part = bytes_of(rank, lengths[static_cast<std::size_t>(rank)]);
+      expected.insert(expected.end(), part.begin(), part.end());
+    }
+    const int rank = communicator.rank();
+    const Bytes input = bytes_of(rank, lengths[static_cast<std::size_t>(rank)]);
+    Bytes output(expected.size());
+    communicator.allgather(input.data(), output.data(), lengths);
+    CHECK(same(output, expected));
+  });
+}
