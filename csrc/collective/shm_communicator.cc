@@ -13,12 +13,13 @@ namespace {
 // Below this, a second flag costs more than reducing everything on every rank does.
 constexpr std::size_t kOneShotBytes = 32u << 10;
 
-// From this size on a result is not found in a core's share of the caches afterwards.
-constexpr std::size_t kStreamedBytes = 16u << 20;
+/// Whether a result is written past the caches: where it is too large to be found in a core's share
+/// of them afterwards.
+constexpr bool is_streamed(std::size_t bytes) { return bytes >= 16u << 20; }
 
-/// Copies a part of a result that has `whole` bytes.
-void copy_result(void* to, const void* from, std::size_t bytes, std::size_t whole) {
-  if (whole >= kStreamedBytes) {
+/// Copies a part of a result.
+void copy_part(void* to, const void* from, std::size_t bytes, bool streamed) {
+  if (streamed) {
     stream(to, from, bytes);
   } else {
     std::memcpy(to, from, bytes);
@@ -111,9 +112,7 @@ struct ShmCommunicator::Pipeline {
 
   std::size_t item() const { return size_of(reduction.dtype); }
   /// In place, what is written has just been read: it is in the caches.
-  bool is_streamed() const {
-    return input != output && count * item() >= kStreamedBytes && comm.size() > 1;
-  }
+  bool streams() const { return input != output && comm.size() > 1 && is_streamed(count * item()); }
 
   Range segment(std::size_t index) const {
     const std::size_t begin = index * segment_count;
@@ -151,12 +150,12 @@ struct ShmCommunicator::Pipeline {
       inputs.push_back(peer == comm.rank() ? input + own : theirs);
       if (peer != comm.rank()) {
         outputs.push_back(theirs);
-      } else if (!is_streamed()) {
+      } else if (!streams()) {
         outputs.push_back(output + own);
       }
     }
     reduce(outputs, inputs, mine.count, reduction);
-    if (is_streamed()) stream(output + own, outputs.front(), mine.count * item());
+    if (streams()) stream(output + own, outputs.front(), mine.count * item());
     comm.host_.publish(comm.host_.own().reduced, first + index);
   }
 
@@ -164,11 +163,7 @@ struct ShmCommunicator::Pipeline {
     comm.host_.wait_all(&SegmentHeader::reduced, first + index, "allreduce");
     const std::byte* from = comm.slot(comm.rank(), first + index);
     for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
-      if (is_streamed()) {
-        stream(output + in_tensor, from + in_segment, bytes);
-      } else {
-        std::memcpy(output + in_tensor, from + in_segment, bytes);
-      }
+      copy_part(output + in_tensor, from + in_segment, bytes, streams());
     });
   }
 };
@@ -196,7 +191,7 @@ void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
       std::memcpy(claim(segment), bytes_of(data) + begin, part);
     } else {
       host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
-      copy_result(bytes_of(data) + begin, slot(root, segment), part, bytes);
+      copy_part(bytes_of(data) + begin, slot(root, segment), part, is_streamed(bytes));
       finish_reading(root, segment, part);
     }
     host_.publish(host_.own().staged, segment);
@@ -208,7 +203,7 @@ void ShmCommunicator::allgather(const void* input, void* output,
   std::vector<std::size_t> begins(bytes.size(), 0);
   for (std::size_t i = 1; i < bytes.size(); ++i) begins[i] = begins[i - 1] + bytes[i - 1];
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
-  const std::size_t whole = begins.back() + bytes.back();
+  const bool streamed = is_streamed(begins.back() + bytes.back());
 
   for (std::size_t done = 0; done < longest; done += SharedMemory::kSegmentBytes) {
     const auto part_of = [&](int peer) {
@@ -224,12 +219,12 @@ void ShmCommunicator::allgather(const void* input, void* output,
     if (own_bytes > 0) std::memcpy(claim(segment), own, own_bytes);
     host_.publish(host_.own().staged, segment);
     if (own_bytes > 0 && target(rank()) != own) {
-      copy_result(target(rank()), own, own_bytes, whole);
+      copy_part(target(rank()), own, own_bytes, streamed);
     }
     host_.wait_all(&SegmentHeader::staged, segment, "allgather");
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank() || part_of(peer) == 0) continue;
-      copy_result(target(peer), slot(peer, segment), part_of(peer), whole);
+      copy_part(target(peer), slot(peer, segment), part_of(peer), streamed);
       finish_reading(peer, segment, part_of(peer));
     }
   }
@@ -266,10 +261,10 @@ void ShmCommunicator::alltoall(const void* input, void* output,
   }
 
   const auto own = static_cast<std::size_t>(rank());
-  const std::size_t whole = arrived.back().begin + arrived.back().count;
+  const bool streamed = is_streamed(arrived.back().begin + arrived.back().count);
   if (own_parts[own].count > 0) {
-    copy_result(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
-                own_parts[own].count, whole);
+    copy_part(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
+              own_parts[own].count, streamed);
   }
   constexpr std::size_t kBytes = SharedMemory::kSegmentBytes;
   in_segments(
@@ -289,8 +284,8 @@ void ShmCommunicator::alltoall(const void* input, void* output,
           const Range part = overlap(in_stream[peer], {index * kBytes, kBytes});
           if (part.count == 0) continue;
           std::byte* from = slot(static_cast<int>(peer), segment) + (part.begin - index * kBytes);
-          copy_result(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
-                      from, part.count, whole);
+          copy_part(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
+                    from, part.count, streamed);
           take_over(from, part.count);
         }
       });
@@ -309,7 +304,7 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
     return overlap(part, {part.begin + index * piece, piece});
   };
   const auto own = static_cast<std::size_t>(rank());
-  const bool is_streamed = counts[own] * item >= kStreamedBytes && size() > 1;
+  const bool streamed = size() > 1 && is_streamed(counts[own] * item);
   in_segments((longest + piece - 1) / piece, "reducescatter",
               [&](std::size_t index, std::byte* to) {
                 for (std::size_t peer = 0; peer < parts.size(); ++peer) {
@@ -330,7 +325,7 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                 inputs[own] = bytes_of(input) + range.begin * item;
                 std::byte* const result = bytes_of(output) + index * piece * item;
                 const std::size_t bytes = range.count * item;
-                if (is_streamed) {
+                if (streamed) {
                   // By way of a peer's segment, which is in the caches and this rank's anyway.
                   std::byte* const sum = staged(rank() == 0 ? 1 : 0);
                   reduce(std::array<void*, 1>{sum}, inputs, range.count, reduction);
