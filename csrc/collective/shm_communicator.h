@@ -22,18 +22,20 @@ namespace torch_ring {
 ///
 /// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps taking
 /// the one before. A segment of a reducescatter has a piece of every rank's part: (n-1)S/n staged,
-/// reduced straight into the output. In an alltoall each rank stages its parts for rank + 1,
+/// reduced into the output. In an alltoall each rank stages its parts for rank + 1,
 /// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
 ///
 /// What only one rank reads, it takes over (transport/cache_lines.h), as the pipeline's sums do.
-/// Results of 16 MiB and more, but those of what is in place, are written past the caches.
+/// Results of 16 MiB and more, but those of an allreduce in place, are written past the caches; a
+/// sum then goes by way of the segment of a peer that it was read from.
 ///
 /// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
 ///
 /// A slot is free without a flag of its own: a rank that has published staged = g touches no
-/// segment before g - 1 any more, its own or a peer's, so that when all have published g + 2, the
-/// slot of segment g can take segment g + kSegments. claim() holds that rule.
+/// peer's segment before g - 1 any more, so that when all have published g + 2, the slot of segment
+/// g can take segment g + kSegments: its own rank has done with it before it comes to claim() that,
+/// which holds this rule.
 class ShmCommunicator : public Communicator {
  public:
   ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort);

@@ -7,12 +7,12 @@
 
 namespace torch_ring {
 
-/// What is known of a block, in a page before its data.
+/// What is known of a block, in a page of its own before its data.
 struct KeptPages::Block {
   std::size_t bytes;
   Block* older = nullptr;
 
-  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t kPage = 64u << 10;  // of any machine
   static constexpr std::size_t kHugePage = 2u << 20;
 
   static constexpr std::size_t rounded_up(std::size_t bytes) {
@@ -55,11 +55,11 @@ void* KeptPages::take(std::size_t bytes) noexcept {
   const std::size_t needed = Block::rounded_up(bytes);
   if (needed < bytes) return nullptr;
   Block* block = take_kept(needed);
-  if (block != nullptr) {
-    ::madvise(block->data(), block->bytes, MADV_KEEPONFORK);
-  } else {
-    block = Block::map(needed);
+  if (block != nullptr && ::madvise(block->data(), block->bytes, MADV_KEEPONFORK) != 0) {
+    block->unmap();
+    block = nullptr;
   }
+  if (block == nullptr) block = Block::map(needed);
   return block != nullptr ? block->data() : nullptr;
 }
 
@@ -83,16 +83,18 @@ KeptPages::Block* KeptPages::take_kept(std::size_t bytes) noexcept {
 
 void KeptPages::give_back(void* data) noexcept {
   Block* const block = Block::of(data);
-  const std::size_t most_bytes = most_bytes_;
-  if (block->bytes > most_bytes) return block->unmap();
   ::madvise(data, block->bytes, MADV_FREE);
   ::madvise(data, block->bytes, MADV_WIPEONFORK);
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return block->unmap();
-  block->older = newest_;
-  newest_ = block;
-  kept_bytes_ += block->bytes;
-  drop_oldest_until(most_bytes);
+  const std::size_t most_bytes = most_bytes_;
+  const bool is_kept = lock && block->bytes <= most_bytes;
+  if (is_kept) {
+    block->older = newest_;
+    newest_ = block;
+    kept_bytes_ += block->bytes;
+  }
+  if (lock) drop_oldest_until(most_bytes);
+  if (!is_kept) block->unmap();
 }
 
 void KeptPages::limit(std::size_t most_bytes) noexcept {

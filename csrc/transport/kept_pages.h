@@ -30,7 +30,8 @@ class KeptPages {
   /// Takes a block back; the least recent ones go when it is too much.
   void give_back(void* data) noexcept;
 
-  /// Keeps at most so many bytes from now on.
+  /// Keeps at most so many bytes from now on; from the next give_back() on if another thread is
+  /// here.
   void limit(std::size_t most_bytes) noexcept;
 
   std::size_t kept_bytes() const { return kept_bytes_; }
