@@ -98,12 +98,10 @@ def of_shared(rows: Sequence[Report]) -> Iterator[Target]:
     private = {row["bytes"]: row for row in of_kind(rows, "float32", "private")}
     for row in of_kind(rows, "float32", "shared"):
         if row["bytes"] >= MB:
-            what, speed = (
-                f"allreduce {size(row)}, shared",
-                time_us(private[row["bytes"]]) / time_us(row),
-            )
+            what = f"allreduce {size(row)}, shared"
+            speed = time_us(private[row["bytes"]]) / time_us(row)
             copy = row["ratios"].get("copy")  # its time over ours
-            yield Target(what, "private", speed, 2, limit=copy and speed / copy)
+            yield Target(what, "private", speed, 2, limit=None if copy is None else speed / copy)
             if copy is not None:
                 yield Target(what, "a copy's time", 1 / copy, 1.5, at_most=True)
 

@@ -112,7 +112,11 @@ def test_results_are_ordinary_tensors():
 
 def outlive_a_world() -> None:
     result = hvd.allgather(torch.ones(COUNT))
+    hvd.allgather(torch.ones(COUNT))
+    assert _C.kept_result_bytes() >= result.nbytes
     hvd.shutdown()
+    assert _C.kept_result_bytes() == 0
+    assert int(result.sum()) == 2 * COUNT
     hvd.init()
     assert int(hvd.allgather(torch.zeros(COUNT)).count_nonzero()) == 0
     assert int(result.sum()) == 2 * COUNT

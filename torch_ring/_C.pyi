@@ -32,7 +32,10 @@ def empty_result_like(like: Tensor) -> Tensor:
     """Return the same in the shape and layout of `like`; it requires no gradient."""
 
 def keep_results(most_bytes: int) -> None:
-    """Keep at most so many bytes of results' pages in this process."""
+    """Keep at most so many bytes of results' pages in this process; none before the first call."""
+
+def kept_result_bytes() -> int:
+    """Return how many are kept at present."""
 
 class Engine:
     """Runs the collectives of one world. Takes ownership of every descriptor that it is given.

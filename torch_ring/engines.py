@@ -18,7 +18,6 @@ _log = logging.getLogger("torch_ring")
 
 def make_engine(rank: int, mesh: Mesh, config: Config) -> _C.Engine:
     """Return a running engine, which owns the descriptors of `mesh` from now on."""
-    _C.keep_results(config.kept_result_bytes)
     return _C.Engine(
         rank,
         len(mesh.host_of),

@@ -41,7 +41,9 @@ class Collectives:
     def mean(self, name: str, tensor: Tensor) -> _C.Work:
         """Start to make the mean over ranks, in a new tensor."""
         tensor = tensor.contiguous()
-        return self.engine.allreduce(tensor, torch.empty_like(tensor), name, *self.mean_arguments)
+        return self.engine.allreduce(
+            tensor, _C.empty_result_like(tensor), name, *self.mean_arguments
+        )
 
 
 class Round:

@@ -103,6 +103,7 @@ def init(
             return
         config = Config.from_environment()
         _set_up_log(config)
+        _C.keep_results(config.kept_result_bytes)
         given: dict[str, Any] = {
             "rank": rank,
             "size": size,
@@ -139,6 +140,7 @@ def shutdown() -> None:
             world, _world = _world, None
             _is_parents = False
             world.registry.close()
+            _C.keep_results(0)
 
 
 def is_initialized() -> bool:

@@ -68,14 +68,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));
   module.def("lane_peers", &lane_peers, py::arg("rank"), py::arg("host_of"));
-  module.def(
-      "empty_result",
-      [](const at::Tensor& like, const std::vector<std::int64_t>& shape) {
-        return empty_result(like, shape);
-      },
-      py::arg("like"), py::arg("shape"));
+  module.def("empty_result", &empty_result, py::arg("like"), py::arg("shape"));
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));
+  module.def("kept_result_bytes", &kept_result_bytes);
   bind_engine(module);
   bind_gradients(module);
 }

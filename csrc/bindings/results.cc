@@ -14,7 +14,6 @@ namespace {
 
 // The C library keeps the pages of smaller blocks.
 constexpr std::size_t kLarge = 4u << 20;
-constexpr std::size_t kMostKept = 256u << 20;
 
 class ResultAllocator final : public c10::Allocator {
  public:
@@ -37,7 +36,7 @@ class ResultAllocator final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  void limit(std::size_t most_bytes) { pages_.limit(most_bytes); }
+  KeptPages& pages() { return pages_; }
 
  private:
   static void give_back(void* data) {
@@ -45,7 +44,7 @@ class ResultAllocator final : public c10::Allocator {
     instance().pages_.give_back(data);
   }
 
-  KeptPages pages_{kMostKept};
+  KeptPages pages_{0};
 };
 
 /// Whether the result of `numel` elements lies in kept pages. Everything but a plain tensor on the
@@ -76,6 +75,8 @@ at::Tensor empty_result_like(const at::Tensor& like) {
   return from_kept_pages(like, like.sizes(), like.strides());
 }
 
-void keep_results(std::size_t most_bytes) { ResultAllocator::instance().limit(most_bytes); }
+void keep_results(std::size_t most_bytes) { ResultAllocator::instance().pages().limit(most_bytes); }
+
+std::size_t kept_result_bytes() { return ResultAllocator::instance().pages().kept_bytes(); }
 
 }  // namespace torch_ring

@@ -16,7 +16,10 @@ at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes);
 /// nothing is kept.
 at::Tensor empty_result_like(const at::Tensor& like);
 
-/// Keeps at most so many bytes in this process (256 MiB if it is never called).
+/// Keeps at most so many bytes in this process; none before the first call.
 void keep_results(std::size_t most_bytes);
+
+/// What is kept at present.
+std::size_t kept_result_bytes();
 
 }  // namespace torch_ring

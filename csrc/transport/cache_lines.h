@@ -30,7 +30,7 @@ inline void take_over(std::byte* data, std::size_t bytes) {
 /// memcpy past the caches (on x86-64): a line of the target is not fetched to be overwritten, and
 /// what lies in the caches stays there. For what is too large to be found there later.
 inline void stream(void* to, const void* from, std::size_t bytes) {
-#ifdef __SSE2__
+#if defined(__SSE2__) && !defined(TORCH_RING_SANITIZED)  // sanitizers do not see such stores
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
   const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(to) % kCacheLine;

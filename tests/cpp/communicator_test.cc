@@ -1,4 +1,7 @@
+#include <chrono>
 #include <cstring>
+#include <latch>
+#include <memory>
 #include <vector>
 
 #include "collective/shm_communicator.h"
@@ -85,6 +88,25 @@ TEST(shm_takes_over_the_lines_that_one_rank_reads) {
           [&] { communicator.reducescatter(data.data(), result.data(), halves, maximum); });
     check(16u << 10, [&] { communicator.allreduce(data.data(), data.data(), 16u << 10, maximum); });
   });
+}
+
+TEST(shm_stages_while_slots_are_free) {
+  constexpr std::size_t kBytes = (SharedMemory::kSegments - 2) * SharedMemory::kSegmentBytes;
+  EngineConfig config;
+  config.timeout = std::chrono::seconds(2);
+  std::latch root_is_done(1);
+  const auto broadcast = [&](Communicator& communicator, Abort&) {
+    Bytes data = bytes_of(communicator.rank(), kBytes);
+    if (communicator.rank() == 0) {  // while nobody reads
+      const std::shared_ptr<void> done(nullptr, [&](void*) { root_is_done.count_down(); });
+      communicator.broadcast(data.data(), kBytes, 0);
+    } else {
+      root_is_done.wait();
+      communicator.broadcast(data.data(), kBytes, 0);
+    }
+    CHECK(same(data, bytes_of(0, kBytes)));
+  };
+  run_world({"shm", one_host}, 2, broadcast, config);
 }
 
 TEST(shm_streams_large_results) {
