@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <new>
 
+#include "transport/huge_pages.h"
+
 namespace torch_ring {
 
 /// What is known of a block, in a page of its own before its data.
@@ -13,11 +15,6 @@ struct KeptPages::Block {
   Block* older = nullptr;
 
   static constexpr std::size_t kPage = 64u << 10;  // of any machine
-  static constexpr std::size_t kHugePage = 2u << 20;
-
-  static constexpr std::size_t rounded_up(std::size_t bytes) {
-    return (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  }
 
   static Block* of(void* data) {
     return reinterpret_cast<Block*>(static_cast<std::byte*>(data) - kPage);
@@ -26,20 +23,10 @@ struct KeptPages::Block {
 
   /// `bytes`: of whole huge pages.
   static Block* map(std::size_t bytes) {
-    // Two huge pages more than needed; what is not needed of them goes back.
-    const std::size_t mapped = bytes + 2 * kHugePage;
-    if (mapped < bytes) return nullptr;
-    void* const memory =
-        ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return nullptr;
-    auto* const begin = static_cast<std::byte*>(memory);
-    const auto address = reinterpret_cast<std::uintptr_t>(memory);
-    std::byte* const data = begin + (rounded_up(address + kPage) - address);
-    std::byte* const header = data - kPage;
-    if (header > begin) ::munmap(begin, static_cast<std::size_t>(header - begin));
-    ::munmap(data + bytes, static_cast<std::size_t>(begin + mapped - (data + bytes)));
+    std::byte* const data = map_at_huge_page(bytes, kPage, PROT_READ | PROT_WRITE);
+    if (data == nullptr) return nullptr;
     ::madvise(data, bytes, MADV_HUGEPAGE);  // where there are none, it does without
-    return new (header) Block{bytes};
+    return new (data - kPage) Block{bytes};
   }
 
   void unmap() { ::munmap(this, kPage + bytes); }
@@ -52,7 +39,7 @@ std::size_t KeptPages::bytes_of(const void* data) {
 }
 
 void* KeptPages::take(std::size_t bytes) noexcept {
-  const std::size_t needed = Block::rounded_up(bytes);
+  const std::size_t needed = huge_page_ceil(bytes);
   if (needed < bytes) return nullptr;
   Block* block = take_kept(needed);
   if (block != nullptr && ::madvise(block->data(), block->bytes, MADV_KEEPONFORK) != 0) {

@@ -11,26 +11,41 @@
 namespace torch_ring {
 
 namespace {
+
 constexpr std::size_t kPage = 4096;
+
+/// Calls apply(offset, bytes) for the huge pages that [offset, offset + bytes) has to itself,
+/// within the hole that it is taken from or that it leaves.
+template <class Apply>
+void for_own_huge_pages(std::size_t offset, std::size_t bytes, std::size_t hole,
+                        std::size_t hole_bytes, Apply&& apply) {
+  const std::size_t begin = std::max(huge_page_floor(offset), huge_page_ceil(hole));
+  const std::size_t end =
+      std::min(huge_page_ceil(offset + bytes), huge_page_floor(hole + hole_bytes));
+  if (begin < end) apply(begin, end - begin);
 }
+
+}  // namespace
 
 SharedArena::SharedArena(std::shared_ptr<const SharedMemory> memory)
     : memory_(std::move(memory)), pid_(::getpid()) {
-  const std::size_t bytes = memory_->size_bytes() - SharedMemory::kArena;
-  free_.emplace(SharedMemory::kArena, bytes / kPage * kPage);
+  free_.emplace(SharedMemory::kArena,
+                huge_page_floor(memory_->size_bytes() - SharedMemory::kArena));
 }
 
 void* SharedArena::allocate(std::size_t bytes) {
   const std::size_t wanted = std::max<std::size_t>((bytes + kPage - 1) / kPage, 1) * kPage;
   const std::scoped_lock lock(mutex_);
-  const auto hole = std::find_if(free_.begin(), free_.end(),
-                                 [&](const auto& range) { return range.second >= wanted; });
+  const auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& range) {
+    return range.second >= bytes && range.second >= wanted;  // `wanted` of the largest overflows
+  });
   if (hole == free_.end()) {
     throw Error(ErrorKind::kInternal,
                 "no " + std::to_string(bytes) + " bytes of shared memory are left");
   }
   const auto [offset, hole_bytes] = *hole;
-  memory_->commit(offset, wanted);
+  for_own_huge_pages(offset, wanted, offset, hole_bytes,
+                     [&](std::size_t at, std::size_t part) { memory_->commit(at, part); });
   free_.erase(hole);
   if (hole_bytes > wanted) free_.emplace(offset + wanted, hole_bytes - wanted);
   used_.emplace(offset, wanted);
@@ -43,20 +58,24 @@ void SharedArena::free(void* data) noexcept {
   const std::scoped_lock lock(mutex_);
   const auto used = used_.find(offset);
   if (used == used_.end()) return;
-  memory_->release(used->first, used->second);
-  auto hole = free_.emplace(used->first, used->second).first;
+  const auto [begin, bytes] = *used;
   used_.erase(used);
+  auto hole = free_.emplace(begin, bytes).first;
   const auto after = std::next(hole);
   if (after != free_.end() && hole->first + hole->second == after->first) {
     hole->second += after->second;
     free_.erase(after);
   }
-  if (hole == free_.begin()) return;
-  const auto before = std::prev(hole);
-  if (before->first + before->second == hole->first) {
-    before->second += hole->second;
-    free_.erase(hole);
+  if (hole != free_.begin()) {
+    const auto before = std::prev(hole);
+    if (before->first + before->second == hole->first) {
+      before->second += hole->second;
+      free_.erase(hole);
+      hole = before;
+    }
   }
+  for_own_huge_pages(begin, bytes, hole->first, hole->second,
+                     [&](std::size_t at, std::size_t part) { memory_->release(at, part); });
 }
 
 std::int64_t SharedArena::offset_of(const void* data, std::size_t bytes) const noexcept {

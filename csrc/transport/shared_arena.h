@@ -13,8 +13,9 @@
 
 namespace torch_ring {
 
-/// A first-fit allocator of whole pages. The peers have mapped the whole arena from the start, so
-/// an allocation is announced to nobody: an offset is enough to find it.
+/// A first-fit allocator of whole pages, in memory of huge pages: one gets its memory with the
+/// first allocation that lies in it and loses it with the last. The peers have mapped the whole
+/// arena from the start, so an allocation is announced to nobody: an offset is enough to find it.
 /// What a forked child frees stays allocated: it is its parent's.
 /// Thread: any. Blocking: no.
 class SharedArena {

@@ -9,6 +9,10 @@
 
 #include "core/error.h"
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // Linux 6.1; older ones answer EINVAL
+#endif
+
 namespace torch_ring {
 
 namespace {
@@ -31,7 +35,8 @@ void commit_pages(int fd, std::size_t offset, std::size_t bytes) {
 Fd SharedMemory::create(std::size_t arena_bytes) {
   Fd fd(::memfd_create("torch_ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("memfd_create");
-  const std::size_t bytes = kArena + (arena_bytes != 0 ? arena_bytes : host_memory_bytes());
+  const std::size_t bytes =
+      huge_page_ceil(kArena + (arena_bytes != 0 ? arena_bytes : host_memory_bytes()));
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate");
   // Nobody can shrink it under a reader, which would be a SIGBUS there.
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) throw_errno("F_ADD_SEALS");
@@ -47,17 +52,29 @@ SharedMemory::SharedMemory(Fd fd) : fd_(std::move(fd)) {
   if (bytes_ < kArena || (::fcntl(fd_.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0) {
     throw Error(ErrorKind::kInternal, "a descriptor of the host is not torch_ring's memory");
   }
-  void* base =
-      ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_.get(), 0);
-  if (base == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
-  base_ = static_cast<std::byte*>(base);
-  ::madvise(base, bytes_, MADV_DONTDUMP);
+  base_ = map_at_huge_page(bytes_, 0, PROT_NONE);
+  if (base_ == nullptr || ::mmap(base_, bytes_, PROT_READ | PROT_WRITE,
+                                 MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_.get(), 0) != base_) {
+    throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
+  }
+  ::madvise(base_, bytes_, MADV_DONTDUMP);
 }
 
 SharedMemory::~SharedMemory() { ::munmap(base_, bytes_); }
 
 void SharedMemory::commit(std::size_t offset, std::size_t bytes) const {
-  commit_pages(fd_.get(), offset, bytes);
+  // A first small page each, and the system puts a huge one in its place. Shared memory has them
+  // in no other way unless the administrator asked for them.
+  const std::size_t begin = huge_page_ceil(offset);
+  const std::size_t end = huge_page_floor(offset + bytes);
+  try {
+    for (std::size_t at = begin; at < end; at += kHugePage) commit_pages(fd_.get(), at, 1);
+    if (begin < end) ::madvise(base_ + begin, end - begin, MADV_COLLAPSE);
+    commit_pages(fd_.get(), offset, bytes);  // what has no pages yet
+  } catch (const Error&) {
+    release(offset, bytes);
+    throw;
+  }
 }
 
 void SharedMemory::release(std::size_t offset, std::size_t bytes) const noexcept {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/fd.h"
+#include "transport/huge_pages.h"
 
 namespace torch_ring {
 
@@ -37,13 +38,13 @@ class SharedMemory {
   static constexpr std::size_t kEntryBytes = 64u << 10;  // the largest entry of a board
   static constexpr std::size_t kEntrySlotBytes = kEntryBytes + 64;
   static constexpr std::size_t kWorldSlotBytes = 4u << 20;
-  static constexpr std::size_t kSegmentBytes = 128u << 10;
+  static constexpr std::size_t kSegmentBytes = 256u << 10;
   static constexpr std::size_t kSegments = 6;
 
   static constexpr std::size_t kEntries = 4096;
   static constexpr std::size_t kWorldEntries = 1u << 20;
   static constexpr std::size_t kStaging = kWorldEntries + 2 * kWorldSlotBytes;
-  static constexpr std::size_t kArena = kStaging + kSegments * kSegmentBytes;
+  static constexpr std::size_t kArena = huge_page_ceil(kStaging + kSegments * kSegmentBytes);
 
   /// A new memfd with `arena_bytes` of arena (address space only), or as much as the host has
   /// memory when 0. Throws Error(kInternal).
@@ -61,6 +62,8 @@ class SharedMemory {
   std::size_t size_bytes() const { return bytes_; }
 
   /// Gives pages to a range of the memory, or takes them back. commit throws Error(kInternal).
+  /// Whole huge pages of the range are such where the system can make them; nobody may use the
+  /// range yet.
   void commit(std::size_t offset, std::size_t bytes) const;
   void release(std::size_t offset, std::size_t bytes) const noexcept;
 

@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "harness.h"
+#include "transport/huge_pages.h"
 
 using namespace torch_ring;
 
 namespace {
 
-constexpr std::size_t kHugePage = 2u << 20;
 constexpr std::size_t kBytes = 4 * kHugePage;
 constexpr std::size_t kMostBytes = 4 * kBytes;
 
@@ -56,7 +56,7 @@ TEST(kept_pages_are_whole_and_aligned) {
     void* const block = pages.take(bytes);
     CHECK(block != nullptr);
     CHECK_EQ(reinterpret_cast<std::uintptr_t>(block) % kHugePage, std::size_t{0});
-    CHECK_EQ(KeptPages::bytes_of(block), (bytes + kHugePage - 1) / kHugePage * kHugePage);
+    CHECK_EQ(KeptPages::bytes_of(block), huge_page_ceil(bytes));
     fill(block, 7);
     pages.give_back(block);
   }

@@ -1,0 +1,25 @@
+#include "transport/huge_pages.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+namespace torch_ring {
+
+std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection) noexcept {
+  // More than needed; what is not needed goes back.
+  const std::size_t mapped = ahead + bytes + kHugePage;
+  if (mapped < bytes) return nullptr;
+  void* const memory = ::mmap(nullptr, mapped, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(memory);
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  std::byte* const data = begin + (huge_page_ceil(address + ahead) - address);
+  const auto before = static_cast<std::size_t>(data - ahead - begin);
+  const std::size_t after = mapped - before - ahead - bytes;
+  if (before > 0) ::munmap(begin, before);
+  if (after > 0) ::munmap(data + bytes, after);
+  return data;
+}
+
+}  // namespace torch_ring
