@@ -29,6 +29,7 @@ COLOURS = {
     "mpi": "#009e73",
     "copy": "#999999",
     "touch": "#cc79a7",
+    "prototype": "#000000",
     "torch": "#999999",
 }
 NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}

@@ -69,7 +69,7 @@ AMONG_HOSTS = "-- --collective allreduce --peers gloo"
 BENCHMARKS = {
     "allreduce": Benchmark(
         "collectives.py",
-        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy touch",
+        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy touch prototype",
         mpi=True,
     ),
     "collectives": Benchmark(

@@ -5,8 +5,9 @@
 A result is a ratio of times within one run, so that a slow machine makes both slower. "reached" and
 "wanted" are in the same unit, and more is better but for those marked "<". "limit" is what this
 machine allows, where that was measured: only to read the data once and write the result (the peer
-`touch`; in shared memory `copy`), or to send the bytes as fast as the tool that measures the
-network does. What is wanted above it is out of reach.
+`touch`; in shared memory `copy`), only to do what goes through shared memory (`prototype`), or to
+send the bytes as fast as the tool that measures the network does. What is wanted above it is out of
+reach.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 Report = dict[str, Any]
 KB, MB = 1 << 10, 1 << 20
 PEERS = {"gloo": "gloo", "mpi": "Open MPI"}
+LIMITS = ("touch", "prototype")
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
 def of_row(what: str, row: Report, peer: str, wanted: float) -> Target:
     """How many times a peer's speed is reached."""
     ratios = row["ratios"]
-    limit = ratios[peer] / ratios["touch"] if "touch" in ratios else None
-    return Target(what, PEERS[peer], ratios[peer], wanted, limit=limit)
+    limits = [ratios[peer] / ratios[name] for name in LIMITS if name in ratios]
+    return Target(what, PEERS[peer], ratios[peer], wanted, limit=min(limits, default=None))
 
 
 def of_private(rows: Sequence[Report]) -> Iterator[Target]:

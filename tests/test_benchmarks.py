@@ -50,6 +50,16 @@ def test_programs_with_ranks(tmp_path: Path) -> None:
     check_training_step(reports["training_step"]["rows"])
 
 
+def test_the_prototype_sums(tmp_path: Path) -> None:
+    sizes = ("--min-bytes", "4", "--factor", "786435", "--max-bytes", "4000000")  # 1 and 786,435
+    output = ("--json", "prototype.json", "--rounds", "1", "--peers", "prototype")
+    first, second = run(BENCHMARKS / "collectives.py", *sizes, *output, folder=tmp_path)
+    assert (first.code, second.code) == (0, 0), first
+    for row in json.loads((tmp_path / "prototype.json").read_text())["rows"]:
+        assert row["results"]["prototype"]["wrong"] == 0
+    assert row["count"] == 786_435  # of several segments, the last of another size
+
+
 def check_collectives(rows: list[dict[str, Any]]) -> None:
     assert [(row["collective"], row["type"], row["memory"]) for row in rows] == [
         (collective, dtype, memory)
@@ -235,7 +245,8 @@ def made_up_reports() -> dict[str, Any]:
     machine = {"ranks": 2, "cores": 2}
     size_bytes = 64 << 20
     dtypes = ("float32", "bfloat16", "float16")
-    peers = {"gloo": 200.0, "mpi": 50.0, "copy": 10.0, "touch": 16.0}
+    peers = {"gloo": 200.0, "mpi": 50.0, "copy": 10.0, "touch": 12.0}
+    peers |= {"prototype": 16.0}
     allreduce = [
         row("allreduce", size_bytes, dtype, memory, torch_ring=t, **peers)
         for dtype in dtypes
@@ -294,7 +305,7 @@ def test_targets() -> None:
     assert {key for key, verdict in verdicts.items() if verdict} == {
         key for key, (_, met) in found.items() if not met
     }
-    # `touch` takes 16 of the 12.5 us that four times Open MPI's speed would be.
+    # The prototype takes 16 of the 12.5 us that four times Open MPI's speed would be.
     assert verdicts[("allreduce 64 MB", "Open MPI")] == "out of reach"
     assert verdicts[("alltoall, worst: 64 MB", "gloo")] == "missed"  # nobody measured `touch`
     limits = {(t.what, t.peer): t.limit for t in targets.targets(made_up_reports())}

@@ -35,6 +35,7 @@ __all__ = ["Mesh", "connect"]
 
 _log = logging.getLogger("torch_ring")
 
+_HUGE_PAGE = 2 << 20
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 
 
@@ -140,7 +141,8 @@ def _make_memory(identity: Identity, mesh: Mesh, config: Config) -> bool:
     try:
         mesh.memory[rank] = _C.make_memory()
         each = os.fstat(mesh.memory[rank]).st_size
-        _require_address_space(each * (identity.local_size or identity.size))
+        mapped = each * (identity.local_size or identity.size)
+        _require_address_space(mapped + _HUGE_PAGE)  # one is mapped with room to align it
         mesh.doorbells[rank] = _C.make_doorbell()
         ours, theirs = socket.socketpair()
         with ours, theirs:

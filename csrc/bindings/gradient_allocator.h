@@ -21,7 +21,7 @@ namespace torch_ring {
 /// of backward passes. It stays to the end of the process. A forked child gets no blocks;
 /// what it has inherited it shares with its parent, as it does buckets.
 ///
-/// Thread: any. Blocking: no.
+/// Thread: any. Blocking: while the system looks for memory.
 class DirectGradient {
  public:
   /// `accumulator` lives longer.

@@ -16,7 +16,7 @@ namespace torch_ring {
 /// its size: its pages are there, and no peer has to learn of a new one.
 ///
 /// In a forked child it has no blocks and takes none back: they are its parent's.
-/// Thread: any. Blocking: no.
+/// Thread: any. Blocking: while the system looks for memory.
 class BlockCache : public std::enable_shared_from_this<BlockCache> {
  public:
   /// Returns null, or throws, when there is no more.

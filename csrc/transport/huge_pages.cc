@@ -16,10 +16,14 @@ std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection
   const auto address = reinterpret_cast<std::uintptr_t>(memory);
   std::byte* const data = begin + (huge_page_ceil(address + ahead) - address);
   const auto before = static_cast<std::size_t>(data - ahead - begin);
-  const std::size_t after = mapped - before - ahead - bytes;
   if (before > 0) ::munmap(begin, before);
-  if (after > 0) ::munmap(data + bytes, after);
+  ::munmap(data + bytes, kHugePage - before);
   return data;
+}
+
+bool make_huge_pages(std::byte* begin, std::size_t bytes) noexcept {
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack; Linux 6.1
+  return ::madvise(begin, bytes, kCollapse) == 0;
 }
 
 }  // namespace torch_ring

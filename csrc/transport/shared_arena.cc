@@ -45,7 +45,7 @@ void* SharedArena::allocate(std::size_t bytes) {
   }
   const auto [offset, hole_bytes] = *hole;
   for_own_huge_pages(offset, wanted, offset, hole_bytes,
-                     [&](std::size_t at, std::size_t part) { memory_->commit(at, part); });
+                     [&](std::size_t at, std::size_t part) { memory_->commit_huge(at, part); });
   free_.erase(hole);
   if (hole_bytes > wanted) free_.emplace(offset + wanted, hole_bytes - wanted);
   used_.emplace(offset, wanted);
@@ -59,8 +59,7 @@ void SharedArena::free(void* data) noexcept {
   const auto used = used_.find(offset);
   if (used == used_.end()) return;
   const auto [begin, bytes] = *used;
-  used_.erase(used);
-  auto hole = free_.emplace(begin, bytes).first;
+  auto hole = free_.insert(used_.extract(used)).position;
   const auto after = std::next(hole);
   if (after != free_.end() && hole->first + hole->second == after->first) {
     hole->second += after->second;

@@ -17,7 +17,7 @@ namespace torch_ring {
 /// first allocation that lies in it and loses it with the last. The peers have mapped the whole
 /// arena from the start, so an allocation is announced to nobody: an offset is enough to find it.
 /// What a forked child frees stays allocated: it is its parent's.
-/// Thread: any. Blocking: no.
+/// Thread: any. Blocking: while the system looks for memory.
 class SharedArena {
  public:
   /// `memory` stays alive as long as the arena does.

@@ -9,10 +9,6 @@
 
 #include "core/error.h"
 
-#ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25  // Linux 6.1; older ones answer EINVAL
-#endif
-
 namespace torch_ring {
 
 namespace {
@@ -23,7 +19,10 @@ std::size_t host_memory_bytes() {
 }
 
 void commit_pages(int fd, std::size_t offset, std::size_t bytes) {
-  const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  int error = EINTR;
+  while (error == EINTR) {
+    error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  }
   if (error != 0) {
     errno = error;
     throw_errno("cannot get " + std::to_string(bytes) + " bytes of shared memory: posix_fallocate");
@@ -49,13 +48,18 @@ SharedMemory::SharedMemory(Fd fd) : fd_(std::move(fd)) {
   struct stat status{};
   if (::fstat(fd_.get(), &status) != 0) throw_errno("fstat");
   bytes_ = static_cast<std::size_t>(status.st_size);
-  if (bytes_ < kArena || (::fcntl(fd_.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0) {
+  if (bytes_ < kArena || bytes_ % kHugePage != 0 ||
+      (::fcntl(fd_.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0) {
     throw Error(ErrorKind::kInternal, "a descriptor of the host is not torch_ring's memory");
   }
   base_ = map_at_huge_page(bytes_, 0, PROT_NONE);
-  if (base_ == nullptr || ::mmap(base_, bytes_, PROT_READ | PROT_WRITE,
-                                 MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_.get(), 0) != base_) {
-    throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
+  if (base_ == nullptr) throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
+  if (::mmap(base_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED,
+             fd_.get(), 0) != base_) {
+    const int error = errno;
+    ::munmap(base_, bytes_);
+    errno = error;
+    throw_errno("mmap of a memfd");
   }
   ::madvise(base_, bytes_, MADV_DONTDUMP);
 }
@@ -63,15 +67,21 @@ SharedMemory::SharedMemory(Fd fd) : fd_(std::move(fd)) {
 SharedMemory::~SharedMemory() { ::munmap(base_, bytes_); }
 
 void SharedMemory::commit(std::size_t offset, std::size_t bytes) const {
-  // A first small page each, and the system puts a huge one in its place. Shared memory has them
-  // in no other way unless the administrator asked for them.
-  const std::size_t begin = huge_page_ceil(offset);
-  const std::size_t end = huge_page_floor(offset + bytes);
+  commit_pages(fd_.get(), offset, bytes);
+}
+
+void SharedMemory::commit_huge(std::size_t offset, std::size_t bytes) const {
+  const auto for_each = [&](auto&& apply) {
+    for (std::size_t at = offset; at < offset + bytes; at += kHugePage) apply(at);
+  };
   try {
-    for (std::size_t at = begin; at < end; at += kHugePage) commit_pages(fd_.get(), at, 1);
-    if (begin < end) ::madvise(base_ + begin, end - begin, MADV_COLLAPSE);
-    commit_pages(fd_.get(), offset, bytes);  // what has no pages yet
-  } catch (const Error&) {
+    if (has_huge_pages_) {
+      for_each([&](std::size_t at) { commit(at, 1); });
+      has_huge_pages_ = make_huge_pages(base_ + offset, bytes);
+    }
+    // What has no pages yet. In short calls: where signals interrupt one, it is undone.
+    for_each([&](std::size_t at) { commit(at, kHugePage); });
+  } catch (...) {
     release(offset, bytes);
     throw;
   }

@@ -11,7 +11,7 @@ namespace {
 using Vector = std::vector<double>;
 
 // One tensor is longer than two segments of shared memory, some have no part on some ranks.
-constexpr std::size_t kLong = kSanitized ? 33'001 : 40'001;
+constexpr std::size_t kLong = kSanitized ? 66'001 : 70'001;
 const std::vector<std::size_t> kCounts{1, 1000, 0, kLong, 3, 5};
 constexpr std::size_t kCount = 1 + 1000 + kLong + 3 + 5;
 

@@ -37,8 +37,8 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
 
 // The arithmetic of every dtype is tested without threads: sanitizers see enough of it in three.
 constexpr int kDTypeStep = kSanitized ? 4 : 1;
-// ... and of long data a quarter, which is still more than two segments of every dtype.
-constexpr std::size_t kShare = kSanitized ? 4 : 1;
+// ... and of long data a half, which is still more than two segments of every dtype.
+constexpr std::size_t kShare = kSanitized ? 2 : 1;
 
 // Gathered and reduced by every rank of a ring, and sent around it (64 KiB is the bound).
 constexpr std::array<std::size_t, 2> kShortAndLong{1000, 40'009};
@@ -107,7 +107,7 @@ inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
 }
 
 inline void allreduce_same_bits(const Layout& layout, int size) {
-  constexpr std::size_t kCount = 200'003 / kShare;
+  constexpr std::size_t kCount = 300'003 / kShare;
   std::vector<Bytes> results[2];
   for (auto& result : results) {
     result.resize(static_cast<std::size_t>(size));
@@ -179,11 +179,11 @@ inline void everything_in_turns(const Layout& layout, int size) {
       board.post(entry_of(communicator.rank(), round, 1000));
       wait_complete(board);
       check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum,
-                      round % 2 ? 100'003 / kShare : 10, true);
+                      round % 2 ? 300'003 / kShare : 10, true);
       std::byte token{static_cast<unsigned char>(communicator.rank())};
       communicator.broadcast(&token, 1, round % size);
       CHECK_EQ(static_cast<int>(token), round % size);
-      const std::size_t unit = round % 8 == 0 ? 17'000 : 1;  // 17'000: two segments and more
+      const std::size_t unit = round % 8 == 0 ? 40'000 : 1;  // 40'000: more than a segment
       check_alltoall(communicator,
                      [&](std::size_t from, std::size_t to) { return (from + to) % 2 * 8 * unit; });
       check_reducescatter(communicator, {}, [&](std::size_t peer) { return peer % 2 * unit; });

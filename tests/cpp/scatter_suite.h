@@ -61,12 +61,12 @@ inline void reducescatter_all(const Layout& layout, int size) {
 
 inline void reducescatter_long(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    const auto uneven = [](std::size_t rank) { return rank == 1 ? 60'001 : 70 * rank; };
+    const auto uneven = [](std::size_t rank) { return rank == 1 ? 120'001 : 70 * rank; };
     check_reducescatter(communicator, {}, uneven);
     check_reducescatter(communicator, {DType::kBFloat16, ReduceOp::kMax, {}},
-                        [](std::size_t) { return 35'000; });
+                        [](std::size_t) { return 70'000; });
     check_reducescatter(communicator, {DType::kUInt8, ReduceOp::kSum, {}},
-                        [](std::size_t rank) { return 50'000 + rank; });
+                        [](std::size_t rank) { return 100'000 + rank; });
   });
 }
 
@@ -143,9 +143,10 @@ inline void alltoall_all(const Layout& layout, int size) {
     check_alltoall(communicator,
                    [&](Index from, Index to) { return to == ranks - 1 ? 70 * from : 0; });
     // Longer than a segment: ragged, then all to the next rank.
-    check_alltoall(communicator, [](Index from, Index to) { return (from + 2 * to) % 4 * 60'001; });
     check_alltoall(communicator,
-                   [&](Index from, Index to) { return to == (from + 1) % ranks ? 300'007 : 0; });
+                   [](Index from, Index to) { return (from + 2 * to) % 4 * 150'001; });
+    check_alltoall(communicator,
+                   [&](Index from, Index to) { return to == (from + 1) % ranks ? 600'007 : 0; });
   });
 }
 

@@ -1,0 +1,59 @@
+"""Runs prototype.cc: what the hardware gives to an allreduce of private tensors on one host."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+
+import torch_ring as hvd
+
+SOURCE = Path(__file__).with_suffix(".cc")
+RANKS = 2
+
+
+class Prototype:
+    """The program, loaded, and the memory that two ranks of a host share for it. Collective."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:  # rank 0's, until all have loaded it
+            path = hvd.broadcast_object(compiled(Path(folder)) if hvd.rank() == 0 else None)
+            self._library = ctypes.CDLL(path)
+            hvd.barrier()
+        self._library.memory_bytes.restype = ctypes.c_size_t
+        size_bytes = self._library.memory_bytes()
+        fd = os.memfd_create("prototype") if hvd.rank() == 0 else None
+        if fd is not None:
+            os.posix_fallocate(fd, 0, size_bytes)
+        name = hvd.broadcast_object(None if fd is None else f"/proc/{os.getpid()}/fd/{fd}")
+        with open(name, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), size_bytes)
+        hvd.barrier()
+        if fd is not None:
+            os.close(fd)
+        self._address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+
+    def allreduce(self, tensor: Tensor) -> Tensor:
+        """Sum a float32 tensor in place."""
+        self._library.allreduce(
+            self._address,
+            hvd.rank(),
+            ctypes.c_void_p(tensor.data_ptr()),
+            ctypes.c_size_t(tensor.numel()),
+        )
+        return tensor
+
+
+def compiled(folder: Path) -> str:
+    """Return the path of the program, compiled for this processor."""
+    library = folder / "prototype.so"
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC"]
+    subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
+    return str(library)
