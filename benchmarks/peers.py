@@ -195,10 +195,10 @@ def prototype() -> Prototype:
 
 def of_prototype(case: Case) -> Run | None:
     """Return None for what it is not written for."""
-    what = hvd.size(), case.collective, case.op, case.tensor.dtype
-    if what != (RANKS, "allreduce", "sum", torch.float32):
+    of_one = case.collective in ("allreduce", "broadcast") and case.op == "sum"
+    if not of_one or hvd.size() != RANKS or case.tensor.dtype != torch.float32:
         return None
-    return functools.partial(prototype().allreduce, case.tensor)
+    return functools.partial(prototype().run, case.collective, case.tensor)
 
 
 # --- all of them

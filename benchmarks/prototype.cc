@@ -1,6 +1,8 @@
-// An allreduce of private floats between two ranks of a host, and nothing else: what the hardware
-// gives to a library that goes through shared memory. No agreement, no deadlines, no other dtype.
-// prototype.py compiles it; collectives.py runs it in turns with the libraries.
+// An allreduce and a broadcast of private floats between two ranks of a host, and nothing else:
+// what the hardware gives to a library that goes through shared memory. No agreement, no deadlines,
+// no other dtype. prototype.py compiles it; collectives.py runs it in turns with the libraries.
+#include <emmintrin.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -19,6 +21,14 @@ struct Rank {
 };
 
 std::uint64_t done = 0;  // segments of the calls before this one
+
+/// Past the caches, which do not hold so much.
+void copy_out(float* to, const float* from, std::size_t floats) {
+  std::size_t i = 0;
+  for (; i + 4 <= floats; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+  std::memcpy(to + i, from + i, (floats - i) * sizeof(float));
+  _mm_sfence();
+}
 
 void wait(const std::atomic<std::uint64_t>& counter, std::uint64_t value) {
   while (counter.load(std::memory_order_acquire) < value) __builtin_ia32_pause();
@@ -69,5 +79,28 @@ void allreduce(Rank* ranks, int rank, float* data, std::size_t count) {
     }
   }
   done += segments;
+}
+
+/// Rank 0's `data` becomes rank 1's.
+void broadcast(Rank* ranks, int rank, float* data, std::size_t count) {
+  constexpr std::size_t kStreamed = 4u << 20;  // floats
+  Rank &own = ranks[rank], &other = ranks[1 - rank];
+  for (std::size_t begin = 0; begin < count; begin += kCount, ++done) {
+    const std::size_t floats = std::min(kCount, count - begin);
+    float* const slot = ranks[0].slots[done % kSegments];
+    if (rank == 0) {
+      if (done >= kSegments) wait(other.staged, done + 1 - kSegments);
+      std::memcpy(slot, data + begin, floats * sizeof(float));
+    } else {
+      wait(other.staged, done + 1);
+      count >= kStreamed ? copy_out(data + begin, slot, floats)
+                         : void(std::memcpy(data + begin, slot, floats * sizeof(float)));
+      // Takes over the lines that it has read, for the next one to write them (csrc/README.md).
+      for (std::size_t i = 0; i < floats; i += 16) *static_cast<volatile float*>(slot + i) = 0;
+    }
+    own.staged.store(done + 1, std::memory_order_release);
+    own.reduced.store(done + 1, std::memory_order_release);
+  }
+  if (rank == 0) wait(other.staged, done);  // an allreduce would not wait for its slots
 }
 }

@@ -1,4 +1,4 @@
-"""Runs prototype.cc: what the hardware gives to an allreduce of private tensors on one host."""
+"""Runs prototype.cc: what the hardware gives to collectives of private tensors on one host."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Prototype:
             os.close(fd)
         self._address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
-    def allreduce(self, tensor: Tensor) -> Tensor:
-        """Sum a float32 tensor in place."""
-        self._library.allreduce(
+    def run(self, collective: str, tensor: Tensor) -> Tensor:
+        """Sum a float32 tensor in place ("allreduce"), or take rank 0's ("broadcast")."""
+        getattr(self._library, collective)(
             self._address,
             hvd.rank(),
             ctypes.c_void_p(tensor.data_ptr()),

@@ -75,7 +75,7 @@ BENCHMARKS = {
     "collectives": Benchmark(
         "collectives.py",
         "--collective allgather reducescatter broadcast alltoall --min-bytes 65536 "
-        "--peers gloo touch",
+        "--peers gloo touch prototype",
         mpi=True,
     ),
     "oversubscribed": Benchmark(

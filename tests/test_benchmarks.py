@@ -50,14 +50,15 @@ def test_programs_with_ranks(tmp_path: Path) -> None:
     check_training_step(reports["training_step"]["rows"])
 
 
-def test_the_prototype_sums(tmp_path: Path) -> None:
+def test_the_prototype(tmp_path: Path) -> None:
     sizes = ("--min-bytes", "4", "--factor", "786435", "--max-bytes", "4000000")  # 1 and 786,435
-    output = ("--json", "prototype.json", "--rounds", "1", "--peers", "prototype")
-    first, second = run(BENCHMARKS / "collectives.py", *sizes, *output, folder=tmp_path)
+    what = ("--collective", "allreduce", "broadcast", "--peers", "prototype", "--rounds", "1")
+    output = ("--json", "prototype.json")
+    first, second = run(BENCHMARKS / "collectives.py", *what, *sizes, *output, folder=tmp_path)
     assert (first.code, second.code) == (0, 0), first
-    for row in json.loads((tmp_path / "prototype.json").read_text())["rows"]:
-        assert row["results"]["prototype"]["wrong"] == 0
-    assert row["count"] == 786_435  # of several segments, the last of another size
+    rows = json.loads((tmp_path / "prototype.json").read_text())["rows"]
+    assert [row["count"] for row in rows] == [1, 786_435] * 2  # the last segment is shorter
+    assert [row["results"]["prototype"]["wrong"] for row in rows] == [0] * 4
 
 
 def check_collectives(rows: list[dict[str, Any]]) -> None:

@@ -125,7 +125,7 @@ std::vector<int> HierarchicalBoard::missing() const {
   return ranks;
 }
 
-void HierarchicalBoard::wait_until(Clock::time_point deadline) {
+void HierarchicalBoard::wait_until(Clock::time_point deadline, std::chrono::microseconds spin) {
   // While this host is incomplete, the other leaders may be early: that is no reason to wake up.
   // Once it is complete they matter, so then this returns: the sleep would not see them.
   const bool gathered = gathered_;
@@ -135,7 +135,7 @@ void HierarchicalBoard::wait_until(Clock::time_point deadline) {
         return woken_.exchange(false, std::memory_order_seq_cst) ||
                (open_ ? complete() || gathered_ != gathered : peer_posted());
       },
-      deadline, network_matters ? leaders_->fds() : std::span<const pollfd>{});
+      deadline, spin, network_matters ? leaders_->fds() : std::span<const pollfd>{});
 }
 
 void HierarchicalBoard::wake() {

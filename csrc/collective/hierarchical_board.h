@@ -35,7 +35,7 @@ class HierarchicalBoard : public Board {
     return entries_[static_cast<std::size_t>(rank)];
   }
   std::vector<int> missing() const override;
-  void wait_until(Clock::time_point deadline) override;
+  void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
  private:

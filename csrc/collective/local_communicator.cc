@@ -28,7 +28,7 @@ void LocalCommunicator::reducescatter(const void* input, void* output,
   allreduce(input, output, counts[0], reduction, {});
 }
 
-void LocalCommunicator::wait_until(Clock::time_point deadline) {
+void LocalCommunicator::wait_until(Clock::time_point deadline, std::chrono::microseconds) {
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, deadline, [&] { return woken_; });
   woken_ = false;

@@ -32,7 +32,7 @@ class LocalCommunicator : public Communicator, private Board {
   bool complete() override { return true; }
   std::span<const std::byte> entry(int) const override { return entry_; }
   std::vector<int> missing() const override { return {}; }
-  void wait_until(Clock::time_point deadline) override;
+  void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
   std::vector<std::byte> entry_;

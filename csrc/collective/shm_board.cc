@@ -55,13 +55,13 @@ std::vector<int> ShmBoard::missing() const {
   return ranks;
 }
 
-void ShmBoard::wait_until(Clock::time_point deadline) {
+void ShmBoard::wait_until(Clock::time_point deadline, std::chrono::microseconds spin) {
   host_.waiter().wait_until(
       [&] {
         return woken_.exchange(false, std::memory_order_seq_cst) ||
                (open_ ? complete() : peer_posted());
       },
-      deadline);
+      deadline, spin);
 }
 
 void ShmBoard::wake() {

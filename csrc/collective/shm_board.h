@@ -23,7 +23,7 @@ class ShmBoard : public Board {
   bool complete() override;
   std::span<const std::byte> entry(int index) const override;
   std::vector<int> missing() const override;
-  void wait_until(Clock::time_point deadline) override;
+  void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
   std::uint64_t round() const { return round_; }

@@ -94,13 +94,13 @@ std::vector<int> TcpBoard::missing() const {
   return ranks;
 }
 
-void TcpBoard::wait_until(Clock::time_point deadline) {
+void TcpBoard::wait_until(Clock::time_point deadline, std::chrono::microseconds spin) {
   waiter_.wait_until(
       [&] {
         return woken_.exchange(false, std::memory_order_seq_cst) ||
                (open_ ? complete() : peer_posted());
       },
-      deadline, fds());
+      deadline, spin, fds());
 }
 
 void TcpBoard::wake() {

@@ -40,7 +40,7 @@ class TcpBoard : public Board {
   std::span<const std::byte> entry(int rank) const override;
   /// Also names ranks that have posted if their entries travel with those of one that has not.
   std::vector<int> missing() const override;
-  void wait_until(Clock::time_point deadline) override;
+  void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
   /// What a sleeper that waits for this board polls. It stays valid, and complete() and post() keep

@@ -6,10 +6,15 @@ namespace torch_ring {
 
 namespace {
 
+using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How often a waiting thread looks at the clock and lets its caller handle signals.
 constexpr milliseconds kLookAround{50};
+// The engine's thread may take the core from one that computes. A thread that waits has nothing
+// else to do there, and ranks that compute the same differ by some hundred microseconds.
+constexpr microseconds kSpin{40};
+constexpr microseconds kAwaitedSpin{500};
 constexpr milliseconds kFarewell{1000};  // of a device whose own deadline has passed
 
 // A rank that has waited this long with nothing new tells the others, so that all find out when
@@ -268,7 +273,7 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     if (target == nullptr && hand_over()) return;
     auto now = Clock::now();
     if (!since) since = now;
-    board_.wait_until(now + kLookAround);
+    board_.wait_until(now + kLookAround, target == nullptr ? kSpin : kAwaitedSpin);
     // While rounds go on, there is little to look at.
     now = Clock::now();
     if (round_open_ && now - looked_around_ < kLookAround && board_.complete()) continue;

@@ -34,21 +34,21 @@ class Waiter {
   void wait(Ready&& ready, Describe&& describe, std::span<const pollfd> fds = {}) const {
     if (ready()) return;
     const auto deadline = Clock::now() + timeout_;
-    while (!wait_until(ready, deadline, fds)) {
+    while (!wait_until(ready, deadline, kSpin, fds)) {
       if (Clock::now() >= deadline) throw Error(ErrorKind::kTimeout, describe());
     }
   }
 
   /// Returns whether ready() holds, at `deadline` at the latest; may return false earlier (a ring
-  /// for somebody else's reason). Throws only the Abort's cause.
+  /// for somebody else's reason). Spins for `spin` before it sleeps, if it may. Throws only the
+  /// Abort's cause.
   template <class Ready>
-  bool wait_until(Ready&& ready, Clock::time_point deadline,
+  bool wait_until(Ready&& ready, Clock::time_point deadline, std::chrono::microseconds spin,
                   std::span<const pollfd> fds = {}) const {
-    // A wake-up costs 12 to 19 us (README.md): spinning a little longer than that is never worse
-    // than twice the best. A yield lets another rank of an oversubscribed host run instead.
+    // A yield lets another rank of an oversubscribed host run instead.
     if (may_spin_) {
       // By the clock: ready() is a load in shared memory, and two system calls over a socket.
-      const auto end = Clock::now() + kSpin;
+      const auto end = Clock::now() + spin;
       do {
         for (int i = 0; i < 16; ++i) {
           if (ready()) return true;
@@ -74,6 +74,7 @@ class Waiter {
   const Abort& abort() const { return abort_; }
 
  private:
+  // A wake-up costs 12 to 40 us (README.md): as long as that is never worse than twice the best.
   static constexpr std::chrono::microseconds kSpin{40};
   static constexpr int kYields = 20;
 

@@ -14,6 +14,7 @@ namespace torch_ring::test {
 
 /// A wait that ends by this, and not by what it waits for, is a hang.
 constexpr Clock::time_point kNever = Clock::time_point::max();
+constexpr std::chrono::microseconds kSpin{40};
 
 /// The entry that `rank` posts in `round`: every rank can tell what to expect of the others.
 inline Bytes entry_of(int rank, int round, std::size_t capacity) {
@@ -26,7 +27,7 @@ inline Bytes entry_of(int rank, int round, std::size_t capacity) {
 }
 
 inline void wait_complete(Board& board) {
-  while (!board.complete()) board.wait_until(kNever);
+  while (!board.complete()) board.wait_until(kNever, kSpin);
 }
 
 inline Bytes entry_at(const Board& board, int rank) {
@@ -69,7 +70,7 @@ inline void board_rouses_the_idle(const Layout& layout, int size) {
       CHECK(!board.peer_posted());
       all.arrive_and_wait();
       if (communicator.rank() != round % size) {
-        while (!board.peer_posted()) board.wait_until(kNever);
+        while (!board.peer_posted()) board.wait_until(kNever, kSpin);
       }
       board.post({});
       wait_complete(board);
@@ -97,7 +98,7 @@ inline void board_names_the_missing(const Layout& layout, int size) {
       CHECK(!misses(rank));
       // Rank 0 leads its host, so it learns who is late; the others may see only their host.
       while (rank == 0 && !misses(late)) {
-        board.wait_until(Clock::now() + std::chrono::milliseconds(5));
+        board.wait_until(Clock::now() + std::chrono::milliseconds(5), kSpin);
       }
       seen.count_down();
     }
@@ -110,7 +111,7 @@ inline void board_wakes(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     Board& board = communicator.board();
     board.wake();
-    board.wait_until(kNever);  // the wake that came before
+    board.wait_until(kNever, kSpin);  // the wake that came before
     std::atomic<bool> awake{false};
     std::thread waker([&] {
       while (!awake) {
@@ -118,7 +119,7 @@ inline void board_wakes(const Layout& layout, int size) {
         std::this_thread::yield();
       }
     });
-    board.wait_until(kNever);
+    board.wait_until(kNever, kSpin);
     awake = true;
     waker.join();
   });
