@@ -2,6 +2,7 @@
 // what the hardware gives to a library that goes through shared memory. No agreement, no deadlines,
 // no other dtype. prototype.py compiles it; collectives.py runs it in turns with the libraries.
 #include <emmintrin.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -31,7 +32,9 @@ void copy_out(float* to, const float* from, std::size_t floats) {
 }
 
 void wait(const std::atomic<std::uint64_t>& counter, std::uint64_t value) {
-  while (counter.load(std::memory_order_acquire) < value) __builtin_ia32_pause();
+  for (int i = 0; counter.load(std::memory_order_acquire) < value; ++i) {
+    i < 10'000 ? __builtin_ia32_pause() : void(::sched_yield());
+  }
 }
 
 }  // namespace

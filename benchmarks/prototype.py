@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch_ring as hvd
 
 SOURCE = Path(__file__).with_suffix(".cc")
 RANKS = 2
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 
 
 class Prototype:
@@ -50,10 +53,15 @@ class Prototype:
         return tensor
 
 
+def is_possible() -> bool:
+    """Return whether this machine can compile and run it, and these are two ranks of a host."""
+    here = hvd.size() == hvd.local_size() == RANKS
+    return here and platform.machine() == "x86_64" and shutil.which(COMPILER[0]) is not None
+
+
 def compiled(folder: Path) -> str:
     """Return the path of the program, compiled for this processor."""
     library = folder / "prototype.so"
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
     flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC"]
-    subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
+    subprocess.run([*COMPILER, *flags, str(SOURCE), "-o", str(library)], check=True)
     return str(library)

@@ -51,13 +51,15 @@ def test_programs_with_ranks(tmp_path: Path) -> None:
 
 
 def test_the_prototype(tmp_path: Path) -> None:
-    sizes = ("--min-bytes", "4", "--factor", "786435", "--max-bytes", "4000000")  # 1 and 786,435
+    sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
     what = ("--collective", "allreduce", "broadcast", "--peers", "prototype", "--rounds", "1")
+    what += ("--iterations", "2")
     output = ("--json", "prototype.json")
     first, second = run(BENCHMARKS / "collectives.py", *what, *sizes, *output, folder=tmp_path)
     assert (first.code, second.code) == (0, 0), first
     rows = json.loads((tmp_path / "prototype.json").read_text())["rows"]
-    assert [row["count"] for row in rows] == [1, 786_435] * 2  # the last segment is shorter
+    # The last segment is shorter; the larger one is copied past the caches.
+    assert [row["count"] for row in rows] == [786_435, 4_718_610] * 2
     assert [row["results"]["prototype"]["wrong"] for row in rows] == [0] * 4
 
 

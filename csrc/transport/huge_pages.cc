@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstdint>
 
 namespace torch_ring {
@@ -23,7 +24,9 @@ std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection
 
 bool make_huge_pages(std::byte* begin, std::size_t bytes) noexcept {
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack; Linux 6.1
-  return ::madvise(begin, bytes, kCollapse) == 0;
+  if (::madvise(begin, bytes, kCollapse) == 0) return true;
+  if (errno == EAGAIN && ::madvise(begin, bytes, kCollapse) == 0) return true;
+  return errno != EINVAL && errno != ENOMEM;
 }
 
 }  // namespace torch_ring

@@ -17,7 +17,8 @@ constexpr std::size_t huge_page_ceil(std::size_t bytes) {
 std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection) noexcept;
 
 /// Puts huge pages in the place of small ones. Shared memory gets none of the system's own accord.
-/// It has to have a small one in each; the contents stay. False where there are not enough.
+/// It has to have a small one in each; the contents stay. What somebody holds for a moment stays
+/// small. False where the system has no huge pages, or no more.
 bool make_huge_pages(std::byte* begin, std::size_t bytes) noexcept;
 
 }  // namespace torch_ring

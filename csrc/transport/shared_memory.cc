@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "core/error.h"
@@ -19,13 +20,18 @@ std::size_t host_memory_bytes() {
 }
 
 void commit_pages(int fd, std::size_t offset, std::size_t bytes) {
-  int error = EINTR;
-  while (error == EINTR) {
-    error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  }
-  if (error != 0) {
-    errno = error;
-    throw_errno("cannot get " + std::to_string(bytes) + " bytes of shared memory: posix_fallocate");
+  constexpr std::size_t kAtOnce = 256u << 10;  // where signals interrupt a call, it is undone
+  for (std::size_t done = 0; done < bytes;) {
+    const std::size_t part = std::min(kAtOnce, bytes - done);
+    const int error =
+        ::posix_fallocate(fd, static_cast<off_t>(offset + done), static_cast<off_t>(part));
+    if (error == EINTR) continue;
+    if (error != 0) {
+      errno = error;
+      throw_errno("cannot get " + std::to_string(bytes) +
+                  " bytes of shared memory: posix_fallocate");
+    }
+    done += part;
   }
 }
 
@@ -67,20 +73,23 @@ SharedMemory::SharedMemory(Fd fd) : fd_(std::move(fd)) {
 SharedMemory::~SharedMemory() { ::munmap(base_, bytes_); }
 
 void SharedMemory::commit(std::size_t offset, std::size_t bytes) const {
-  commit_pages(fd_.get(), offset, bytes);
+  try {
+    commit_pages(fd_.get(), offset, bytes);
+  } catch (...) {
+    release(offset, bytes);
+    throw;
+  }
 }
 
 void SharedMemory::commit_huge(std::size_t offset, std::size_t bytes) const {
-  const auto for_each = [&](auto&& apply) {
-    for (std::size_t at = offset; at < offset + bytes; at += kHugePage) apply(at);
-  };
   try {
     if (has_huge_pages_) {
-      for_each([&](std::size_t at) { commit(at, 1); });
+      for (std::size_t at = 0; at < bytes; at += kHugePage) {
+        commit_pages(fd_.get(), offset + at, 1);
+      }
       has_huge_pages_ = make_huge_pages(base_ + offset, bytes);
     }
-    // What has no pages yet. In short calls: where signals interrupt one, it is undone.
-    for_each([&](std::size_t at) { commit(at, kHugePage); });
+    commit_pages(fd_.get(), offset, bytes);  // what has no pages yet
   } catch (...) {
     release(offset, bytes);
     throw;

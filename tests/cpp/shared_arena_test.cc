@@ -180,9 +180,9 @@ TEST(arena_does_without_huge_pages) {
 }
 
 TEST(arena_memory_is_in_huge_pages_where_the_system_can) {
-  Memory memory;
   constexpr std::size_t kBytes = 3 * kHugePage;
   if (!system_has_huge_pages(2 * kBytes)) return;
+  Memory memory;
   void* const block = memory.arena.allocate(kBytes);
   std::memset(block, 1, kBytes);
   const auto offset = static_cast<std::size_t>(memory.arena.offset_of(block, kBytes));
