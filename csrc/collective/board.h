@@ -46,9 +46,9 @@ class Board {
   /// ranks of the hosts that are not here yet).
   virtual std::vector<int> missing() const = 0;
 
-  /// Sleeps (after spinning for `spin`, if every rank of the host has a core) until the round that
-  /// this rank posted to is complete, until a peer has posted to one that it has not, until wake(),
-  /// or until `deadline`. May return early.
+  /// Sleeps (after spinning for `spin`, if every rank on this kernel has a core) until the round
+  /// that this rank posted to is complete, until a peer has posted to one that it has not, until
+  /// wake(), or until `deadline`. May return early.
   virtual void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) = 0;
 
   /// Ends a wait_until() of this rank. Thread: any.

@@ -11,9 +11,9 @@ using std::chrono::milliseconds;
 
 // How often a waiting thread looks at the clock and lets its caller handle signals.
 constexpr milliseconds kLookAround{50};
-// The engine's thread may take the core from one that computes. One that waits itself has nothing
-// else to do there, and ranks that compute the same differ by some hundred microseconds.
-constexpr microseconds kSpin{40};
+// Instead of kSpin, with which the engine's thread may take the core from one that computes: a
+// thread that waits has nothing else to do there, and ranks that compute the same differ by some
+// hundred microseconds.
 constexpr microseconds kAwaitedSpin{500};
 constexpr milliseconds kFarewell{1000};  // of a device whose own deadline has passed
 
@@ -273,8 +273,8 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     if (target == nullptr && hand_over()) return;
     auto now = Clock::now();
     if (!since) since = now;
-    const bool spins = target != nullptr && now - *since < kAwaitedSpin;
-    board_.wait_until(now + kLookAround, spins ? kAwaitedSpin : kSpin);
+    const bool is_patient = target != nullptr && now - *since < kAwaitedSpin;
+    board_.wait_until(now + kLookAround, is_patient ? kAwaitedSpin : kSpin);
     // While rounds go on, there is little to look at.
     now = Clock::now();
     if (round_open_ && now - looked_around_ < kLookAround && board_.complete()) continue;

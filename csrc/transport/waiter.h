@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/abort.h"
+#include "core/clock.h"
 #include "transport/doorbell.h"
 
 namespace torch_ring {
@@ -74,8 +75,6 @@ class Waiter {
   const Abort& abort() const { return abort_; }
 
  private:
-  // A wake-up costs 12 to 40 us (README.md): as long as that is never worse than twice the best.
-  static constexpr std::chrono::microseconds kSpin{40};
   static constexpr int kYields = 20;
 
   const Abort& abort_;

@@ -14,7 +14,6 @@ namespace torch_ring::test {
 
 /// A wait that ends by this, and not by what it waits for, is a hang.
 constexpr Clock::time_point kNever = Clock::time_point::max();
-constexpr std::chrono::microseconds kSpin{40};
 
 /// The entry that `rank` posts in `round`: every rank can tell what to expect of the others.
 inline Bytes entry_of(int rank, int round, std::size_t capacity) {

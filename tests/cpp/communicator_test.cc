@@ -2,6 +2,7 @@
 #include <cstring>
 #include <latch>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "collective/shm_communicator.h"
@@ -107,6 +108,31 @@ TEST(shm_stages_while_slots_are_free) {
     CHECK(same(data, bytes_of(0, kBytes)));
   };
   run_world({"shm", one_host}, 2, broadcast, config);
+}
+
+TEST(shm_board_spins_for_as_long_as_it_is_told) {
+  Layout layout{"shm", one_host};
+  layout.may_spin = true;
+  run_world(layout, 2, [](Communicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    const auto& waiting = dynamic_cast<ShmCommunicator&>(communicator).host().header(0);
+    for (const std::chrono::microseconds spin :
+         {std::chrono::seconds(5), std::chrono::seconds(0)}) {
+      if (communicator.rank() == 0) {
+        board.post({});
+        while (!board.complete()) board.wait_until(kNever, spin);
+        continue;
+      }
+      if (spin.count() == 0) {
+        while (waiting.asleep == 0) std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        CHECK_EQ(waiting.asleep.load(), 0u);
+      }
+      board.post({});
+      wait_complete(board);
+    }
+  });
 }
 
 TEST(shm_streams_large_results) {
