@@ -73,23 +73,18 @@ SharedMemory::SharedMemory(Fd fd) : fd_(std::move(fd)) {
 SharedMemory::~SharedMemory() { ::munmap(base_, bytes_); }
 
 void SharedMemory::commit(std::size_t offset, std::size_t bytes) const {
-  try {
-    commit_pages(fd_.get(), offset, bytes);
-  } catch (...) {
-    release(offset, bytes);
-    throw;
-  }
+  commit_pages(fd_.get(), offset, bytes);
 }
 
 void SharedMemory::commit_huge(std::size_t offset, std::size_t bytes) const {
   try {
     if (has_huge_pages_) {
       for (std::size_t at = 0; at < bytes; at += kHugePage) {
-        commit_pages(fd_.get(), offset + at, 1);
+        commit(offset + at, 1);
       }
       has_huge_pages_ = make_huge_pages(base_ + offset, bytes);
     }
-    commit_pages(fd_.get(), offset, bytes);  // what has no pages yet
+    commit(offset, bytes);  // what has no pages yet
   } catch (...) {
     release(offset, bytes);
     throw;

@@ -62,12 +62,12 @@ class SharedMemory {
   std::byte* at(std::size_t offset) const { return base_ + offset; }
   std::size_t size_bytes() const { return bytes_; }
 
-  /// Gives pages to a range of the memory, or takes them back. commit throws Error(kInternal), and
-  /// the range has none then.
+  /// Gives pages to a range of the memory, or takes them back. commit throws Error(kInternal).
   void commit(std::size_t offset, std::size_t bytes) const;
   void release(std::size_t offset, std::size_t bytes) const noexcept;
 
-  /// commit() of whole huge pages: one each, until the system has no more.
+  /// commit() of whole huge pages: one each, until the system has no more. After an error the range
+  /// has none.
   void commit_huge(std::size_t offset, std::size_t bytes) const;
 
  private:
