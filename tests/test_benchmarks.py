@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def test_programs_with_ranks(tmp_path: Path) -> None:
     check_training_step(reports["training_step"]["rows"])
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
 def test_the_prototype(tmp_path: Path) -> None:
     sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
     what = ("--collective", "allreduce", "broadcast", "--peers", "prototype", "--rounds", "1")
@@ -256,8 +258,13 @@ def made_up_reports() -> dict[str, Any]:
         for memory, t in (("private", 20.0), ("shared", 16.0))
     ]
     others = [
-        row(collective, size_bytes, "float32", "private", torch_ring=10.0, gloo=60.0)
-        for collective in ("allgather", "reducescatter", "broadcast", "alltoall")
+        row(collective, size_bytes, "float32", "private", torch_ring=10.0, gloo=60.0, **limit)
+        for collective, limit in (
+            ("allgather", {"touch": 7.5}),
+            ("reducescatter", {}),
+            ("broadcast", {}),
+            ("alltoall", {}),
+        )
     ]
     hosts = [row("allreduce", size_bytes, "float32", "private", torch_ring=1e5, gloo=1.6e5)]
     step = {"gradient_bytes": 4, "batch": 2, "efficiency_of_one": 0.9, "gradients_differ": 0.0}
@@ -312,6 +319,7 @@ def test_targets() -> None:
     assert verdicts[("allreduce 64 MB", "Open MPI")] == "out of reach"
     assert verdicts[("alltoall, worst: 64 MB", "gloo")] == "missed"  # nobody measured `touch`
     limits = {(t.what, t.peer): t.limit for t in targets.targets(made_up_reports())}
+    assert limits[("allgather, worst: 64 MB", "gloo")] == 8  # where there is only `touch`
     assert limits[("allreduce 64 MB, shared", "private")] == 2  # 20 us, and `copy` takes 10
     assert limits[("2 hosts, allreduce, worst: 64 MB", "gloo")] == pytest.approx(1.6 / share)
     lines = list(targets.table(targets.targets(made_up_reports())))
