@@ -7,7 +7,7 @@ from torch_ring.errors import check_build
 
 check_build()
 
-from torch_ring import (  # noqa: E402
+from torch_ring import (
     checkpoint,
     data,
     functions,
@@ -15,7 +15,7 @@ from torch_ring import (  # noqa: E402
     metrics,
     mpi_ops,
 )
-from torch_ring.capabilities import (  # noqa: E402
+from torch_ring.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -27,8 +27,44 @@ from torch_ring.capabilities import (  # noqa: E402
     nccl_built,
     rocm_built,
 )
-from torch_ring.compression import Compression, Compressor  # noqa: E402
-from torch_ring.errors import (  # noqa: E402
+from torch_ring.collectives.allgather import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from torch_ring.collectives.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from torch_ring.collectives.alltoall import alltoall, alltoall_async
+from torch_ring.collectives.barrier import barrier, join
+from torch_ring.collectives.broadcast import (
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+)
+from torch_ring.collectives.handle import Handle, poll, synchronize
+from torch_ring.collectives.objects import allgather_object, broadcast_object
+from torch_ring.collectives.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from torch_ring.collectives.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from torch_ring.collectives.shared_tensors import empty_shared
+from torch_ring.collectives.sparse import sparse_allreduce_async
+from torch_ring.compression import Compression, Compressor
+from torch_ring.compression.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor
+from torch_ring.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     InvalidArgumentError,
@@ -38,57 +74,10 @@ from torch_ring.errors import (  # noqa: E402
     RingError,
     TimeoutError,
 )
-from torch_ring.grouped import (  # noqa: E402
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-)
-from torch_ring.handle import Handle, poll, synchronize  # noqa: E402
-from torch_ring.ops import (  # noqa: E402
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    join,
-)
-from torch_ring.optimizer import DistributedOptimizer  # noqa: E402
-from torch_ring.process_set import (  # noqa: E402
-    ProcessSet,
-    _basics,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from torch_ring.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum  # noqa: E402
-from torch_ring.scattering import (  # noqa: E402
-    alltoall,
-    alltoall_async,
-    reducescatter,
-    reducescatter_async,
-)
-from torch_ring.shared_memory import empty_shared  # noqa: E402
-from torch_ring.sparse import sparse_allreduce_async  # noqa: E402
-from torch_ring.state import (  # noqa: E402
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from torch_ring.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor  # noqa: E402
-from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
-from torch_ring.world import (  # noqa: E402
+from torch_ring.optimizer import DistributedOptimizer
+from torch_ring.state import broadcast_optimizer_state, broadcast_parameters
+from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from torch_ring.world import (
     cross_rank,
     cross_size,
     init,
@@ -99,6 +88,13 @@ from torch_ring.world import (  # noqa: E402
     rank,
     shutdown,
     size,
+)
+from torch_ring.world.process_set import (
+    ProcessSet,
+    _basics,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
 )
 
 __version__ = "0.1.0"

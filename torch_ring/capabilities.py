@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torch_ring import _C, world
+from torch_ring import world
+from torch_ring._C import nccl_version
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError
 
@@ -63,7 +64,7 @@ def nccl_built() -> int:
     if not cuda_built():
         return 0
     try:
-        return _C.nccl_version(Config.from_environment().nccl_library)
+        return nccl_version(Config.from_environment().nccl_library)
     except InvalidArgumentError:
         return 0
 

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from torch_ring import world
-from torch_ring.process_set import ProcessSet, global_process_set
-from torch_ring.state import broadcast_nested, broadcast_object
+from torch_ring.collectives.objects import broadcast_object
+from torch_ring.errors import first_line
+from torch_ring.state import broadcast_nested
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["CheckpointError", "load", "save"]
 
@@ -85,15 +87,11 @@ def _on_root(call: Callable[[], T], problem: str, process_set: ProcessSet) -> T 
             result = call()
         except Exception as error:  # whatever it is, the others wait for word of it
             cause = error
-            complaint = f"{problem}: {type(error).__name__}: {_first_line(error)}"
+            complaint = f"{problem}: {type(error).__name__}: {first_line(error)}"
     complaint = broadcast_object(complaint, root, None, process_set)
     if complaint:
         raise CheckpointError(complaint) from cause
     return result
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _root(process_set: ProcessSet) -> int:

@@ -1,4 +1,4 @@
-"""What can go wrong, typed by what the caller can do about it."""
+"""The exceptions of torch_ring, typed by what the caller can do about them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = [
     "RingError",
     "TimeoutError",
     "check_build",
+    "first_line",
 ]
 
 
@@ -50,6 +51,11 @@ class NotInitializedError(ValueError, RuntimeError):
 
     def __init__(self, what: str = "torch_ring has not been initialized: call init() first"):
         super().__init__(what)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message: that of a store or of torch may have thirty."""
+    return str(error).partition("\n")[0]
 
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_ring import ops
-from torch_ring.process_set import ProcessSet, global_process_set
-from torch_ring.reduce_op import Sum
+from torch_ring.collectives.allreduce import allreduce
+from torch_ring.collectives.reduce_op import Sum
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["Mean", "Means"]
 
@@ -69,7 +69,7 @@ class Means:
         """
         sums = [[float(part) for part in pair] for pair in self._sums.values()]
         # On the host: a rank without samples does not know on which device the others have theirs.
-        totals = ops.allreduce(
+        totals = allreduce(
             torch.tensor(sums, dtype=torch.float64), op=Sum, process_set=self.process_set
         )
         means = totals[:, 0] / totals[:, 1]

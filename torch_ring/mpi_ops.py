@@ -12,43 +12,41 @@ from torch_ring.capabilities import (
     nccl_built,
     rocm_built,
 )
-from torch_ring.compression import Compression
-from torch_ring.errors import HorovodInternalError
-from torch_ring.grouped import (
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-)
-from torch_ring.handle import poll, synchronize
-from torch_ring.ops import (
+from torch_ring.collectives.allgather import (
     allgather,
     allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from torch_ring.collectives.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    barrier,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from torch_ring.collectives.alltoall import alltoall, alltoall_async
+from torch_ring.collectives.barrier import barrier, join
+from torch_ring.collectives.broadcast import (
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    join,
 )
-from torch_ring.process_set import (
-    ProcessSet,
-    _basics,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
+from torch_ring.collectives.handle import poll, synchronize
+from torch_ring.collectives.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from torch_ring.collectives.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
 )
-from torch_ring.reduce_op import Adasum, Average, Max, Min, Product, Sum
-from torch_ring.scattering import alltoall, alltoall_async, reducescatter, reducescatter_async
-from torch_ring.sparse import sparse_allreduce_async
+from torch_ring.collectives.sparse import sparse_allreduce_async
+from torch_ring.compression import Compression
+from torch_ring.errors import HorovodInternalError
 from torch_ring.world import (
     cross_rank,
     cross_size,
@@ -60,6 +58,13 @@ from torch_ring.world import (
     rank,
     shutdown,
     size,
+)
+from torch_ring.world.process_set import (
+    ProcessSet,
+    _basics,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
 )
 
 __all__ = [

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ring import ops, world
-from torch_ring.errors import MismatchError
-from torch_ring.process_set import ProcessSet, global_process_set
+from torch_ring import world
+from torch_ring.collectives.broadcast import broadcast_async_
+from torch_ring.collectives.objects import broadcast_object, require_same
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = [
-    "allgather_object",
     "broadcast_nested",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "require_same",
 ]
 
 _OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -66,7 +60,7 @@ def _broadcast_all(
     named: Iterable[tuple[str, Tensor]], root_rank: int, process_set: ProcessSet
 ) -> None:
     handles = [
-        ops.broadcast_async_(_sendable(tensor), root_rank, f"parameter.{name}", process_set)
+        broadcast_async_(_sendable(tensor), root_rank, f"parameter.{name}", process_set)
         for name, tensor in named
     ]
     for handle in handles:
@@ -81,121 +75,6 @@ def _sendable(tensor: Tensor) -> Tensor:
     if tensor.is_complex() and not tensor.is_conj():
         return torch.view_as_real(tensor)
     return tensor.view(_OF_BYTES.get(tensor.itemsize, torch.uint8))
-
-
-def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Return the root's object on every rank.
-
-    Args:
-        obj: anything that pickle takes, or cloudpickle if it is installed, which takes lambdas and
-            local classes; looked at on the root only.
-        root_rank: the rank whose object all get: its global rank, also in a process set.
-        name: what identifies the operation on all ranks.
-        process_set: the ranks that take part; this one and the root must be among them.
-
-    Returns:
-        `obj` itself on the root, a copy elsewhere.
-
-    Raises:
-        Exception: the root cannot pickle it: there what pickle says, elsewhere a RuntimeError.
-    """
-    is_root = world.rank() == root_rank
-    payload, failure = _pickled(obj) if is_root else (_NOTHING, None)
-    size = torch.tensor([payload.numel()])
-    ops.broadcast_(size, root_rank, name and f"{name}.size", process_set)
-    _require_pickled([root_rank], size, failure)
-    if not is_root:
-        payload = torch.empty(int(size), dtype=torch.uint8)
-    ops.broadcast_(payload, root_rank, name, process_set)
-    return obj if is_root else _unpickled(payload)
-
-
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
-    """Return the objects of all ranks of the set, by rank.
-
-    Args:
-        obj: anything that pickle takes, or cloudpickle if it is installed.
-        name: what identifies the operation on all ranks.
-        process_set: the ranks that take part; this one must be among them.
-
-    Raises:
-        Exception: a rank cannot pickle its own: there what pickle says, elsewhere a RuntimeError.
-    """
-    payload, failure = _pickled(obj)
-    sizes = ops.allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
-    _require_pickled(process_set.ranks or [], sizes, failure)
-    gathered = ops.allgather(payload, name, process_set)
-    return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # no object's pickle: those have a byte or more
-
-
-def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
-    """Return the bytes of `obj`; or nothing, and why: the other ranks wait for word of either."""
-    try:
-        data = _dumps(obj)
-    except Exception as failure:
-        return _NOTHING, failure
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8), None
-
-
-def _dumps(obj: Any) -> bytes:
-    try:
-        return pickle.dumps(obj)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        if find_spec("cloudpickle") is None:
-            raise
-    import cloudpickle  # type: ignore[import-untyped, unused-ignore]  # optional; slower than pickle
-
-    data: bytes = cloudpickle.dumps(obj)
-    return data
-
-
-def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | None) -> None:
-    """Raise on every rank if one of `ranks` has nothing to send."""
-    if failure is not None:
-        raise failure
-    failed = [rank for rank, size in zip(ranks, sizes.tolist(), strict=True) if size == 0]
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} cannot pickle its object: see its error")
-
-
-def _unpickled(payload: Tensor) -> Any:
-    # From a rank that has proved the job's secret, as all that we are connected to have.
-    return pickle.loads(payload.numpy().data)
-
-
-def require_same(
-    lines: Sequence[str], complaint: str, process_set: ProcessSet = global_process_set
-) -> None:
-    """Check that all ranks of the set describe the same thing, at the price of one small allgather.
-
-    Args:
-        lines: the description.
-        complaint: what to say before the first difference.
-        process_set: the ranks that take part; this one must be among them.
-
-    Raises:
-        MismatchError: on every rank, if the lines differ anywhere.
-    """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    digests = ops.allgather(own, process_set=process_set)
-    if bytes(digests.numpy()) == digest * process_set.size():
-        return
-    (rank, first), *others = allgather_object((world.rank(), list(lines)), None, process_set)
-    for other_rank, other in others:
-        for left, right in zip_longest(first, other, fillvalue="nothing"):
-            if left != right:
-                raise MismatchError(f"{complaint}: rank {rank}: {left}; rank {other_rank}: {right}")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from torch_ring.ops import allgather, allreduce
-from torch_ring.process_set import ProcessSet, global_process_set
-from torch_ring.reduce_op import Sum
+from torch_ring.collectives.allgather import allgather
+from torch_ring.collectives.allreduce import allreduce
+from torch_ring.collectives.reduce_op import Sum
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 

@@ -1,34 +1,29 @@
-"""The pending result of an asynchronous operation."""
+"""Handles: the pending results of asynchronous operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_ring import _C
+from torch_ring._C import Work
 
 __all__ = [
     "GroupHandle",
     "Handle",
-    "empty_result_like",
-    "is_recorded",
-    "needs_function",
     "poll",
-    "require_tensor",
     "synchronize",
 ]
 
 
 class Handle:
-    """What an ``*_async`` operation returns; give it to :func:`synchronize` or :func:`poll`."""
+    """The pending result of an ``*_async`` operation; see :func:`synchronize` and :func:`poll`."""
 
     __slots__ = ("_finish", "_work")
 
-    def __init__(self, work: _C.Work, finish: Callable[[Tensor], Any] | None = None) -> None:
-        self._work: _C.Work | None = work
+    def __init__(self, work: Work, finish: Callable[[Tensor], Any] | None = None) -> None:
+        self._work: Work | None = work
         self._finish = finish
 
     def done(self) -> bool:
@@ -57,10 +52,8 @@ class GroupHandle(Handle):
 
     __slots__ = ("_finish_group", "_works")
 
-    def __init__(
-        self, works: Sequence[_C.Work], finish: Callable[[list[Tensor]], Any] = list
-    ) -> None:
-        self._works: Sequence[_C.Work] | None = works
+    def __init__(self, works: Sequence[Work], finish: Callable[[list[Tensor]], Any] = list) -> None:
+        self._works: Sequence[Work] | None = works
         self._finish_group = finish
 
     def done(self) -> bool:
@@ -82,32 +75,6 @@ class GroupHandle(Handle):
         if first_error is not None:
             raise first_error
         return self._finish_group(results)
-
-
-def empty_result_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor for a result; tensors of other classes make their own."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        return _C.empty_result_like(tensor)
-    return torch.empty_like(tensor, requires_grad=False)
-
-
-def require_tensor(tensor: object, operation: str) -> None:
-    """Raise TypeError if what an operation was given is no tensor."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{operation} takes a torch.Tensor, not {type(tensor).__name__}")
-
-
-def is_recorded(tensor: Tensor) -> bool:
-    """Return whether autograd has to know what is done to the tensor."""
-    return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def needs_function(tensor: Tensor) -> bool:
-    """Return whether an operation must be an autograd.Function: also inside of ``torch.func``.
-
-    That refuses it there before anything is sent.
-    """
-    return is_recorded(tensor) or torch._C._are_functorch_transforms_active()
 
 
 def _checked(handle: Handle) -> Handle:

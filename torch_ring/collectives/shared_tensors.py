@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring.process_set import ProcessSet, engine_of, global_process_set
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["empty_shared"]
 

@@ -1,4 +1,4 @@
-"""The reduction of sparse tensors: their rows are gathered, and nothing is made dense."""
+"""sparse_allreduce_async: sums of sparse tensors, whose rows are gathered and never made dense."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ring._C import Engine
+from torch_ring.collectives.handle import GroupHandle
+from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum
 from torch_ring.errors import MismatchError
-from torch_ring.handle import GroupHandle
-from torch_ring.process_set import ProcessSet, engine_of, global_process_set
-from torch_ring.reduce_op import Average, ReduceOp, Sum
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
-__all__ = ["SparseHandle", "sparse_allreduce_async"]
+__all__ = ["SparseHandle", "sparse_allreduce_async", "start_sparse_sum"]
 
 
 class SparseHandle(GroupHandle):
-    """A handle that gives its result also when it is called, as Horovod's does."""
+    """The handle of a sparse sum; calling it waits, as in Horovod."""
 
     __slots__ = ()
 
@@ -52,41 +53,90 @@ def sparse_allreduce_async(
         raise ValueError("sparse_allreduce: the tensor is not sparse (COO)")
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce: op must be Average or Sum, not {op!r}")
-    shape, device, ranks = tensor.shape, tensor.device, process_set.ranks or []
-    # That the ranks agree on the dense dimensions is seen in the values; for the rest, what a rank
-    # asks for goes before its indices.
-    asked = torch.tensor([tensor.dim(), op, *shape], device=device)
-    indices = torch.cat([asked, tensor._indices().flatten()])
-    works = engine.grouped_allgather([indices, tensor._values().detach()], name or "")
+    return start_sparse_sum(engine, process_set.ranks or [], name or "", op, tensor, tensor)
 
-    def finish(gathered: list[Tensor]) -> Tensor:
-        parts = torch.split(gathered[0], works[0].received_splits())
-        _require_same(name, [part[: 2 + int(part[0])].tolist() for part in parts], ranks)
-        joined = torch.cat(
-            [
-                part[len(asked) :].view(tensor.sparse_dim(), rows)
-                for part, rows in zip(parts, works[1].received_splits(), strict=True)
-            ],
-            dim=1,
-        )
+
+def start_sparse_sum(
+    engine: Engine,
+    ranks: Sequence[int],
+    name: str,
+    op: int,
+    like: Tensor,
+    own: Tensor | None,
+    *,
+    joinable: bool = False,
+) -> SparseHandle:
+    """Start to sum the ranks' sparse tensors.
+
+    Each rank gathers a header and its indices, [sparse_dim, nnz, op, dim, *shape, *indices], and
+    its values. A rank without a tensor, or one that has joined, gives nothing.
+
+    Args:
+        engine: of the ranks that take part.
+        ranks: their ranks in the world, for errors.
+        name: what identifies the operation on all ranks; empty: numbered.
+        op: Average, which divides by the number of ranks, or Sum.
+        like: a tensor with the shape, dtype and device of the sum.
+        own: this rank's tensor; None if it has none.
+        joinable: whether ranks may have joined.
+    """
+    header = torch.empty(0, dtype=torch.int64, device=like.device)
+    values = torch.empty(0, dtype=like.dtype, device=like.device)
+    if own is not None:
+        indices, values = own._indices(), own._values().detach().flatten()
+        request = [*indices.shape, op, own.dim(), *own.shape]
+        header = torch.cat([torch.tensor(request, device=like.device), indices.flatten()])
+    if values.is_complex():
+        values = torch.view_as_real(values).flatten()
+    works = [
+        engine.allgather(header, name and f"{name}.indices", joinable=joinable),
+        engine.allgather(values, name and f"{name}.values", joinable=joinable),
+    ]
+
+    def combine(gathered: list[Tensor]) -> Tensor:
+        headers = torch.split(gathered[0], works[0].received_splits())
+        parts = [
+            _Part.of(rank, part) for rank, part in zip(ranks, headers, strict=True) if len(part)
+        ]
+        _require_same(name, parts)
         values = gathered[1]
+        if like.is_complex():
+            values = torch.view_as_complex(values.view(-1, 2))
         if op == Average:
             integer = not (values.is_floating_point() or values.is_complex())
             values = torch.div(values, len(ranks), rounding_mode="trunc" if integer else None)
-        return torch.sparse_coo_tensor(joined, values, shape, check_invariants=False)
+        joined = torch.cat([part.indices for part in parts], dim=1)
+        values = values.view(joined.shape[1], *like.shape[joined.shape[0] :])
+        return torch.sparse_coo_tensor(
+            joined, values, like.shape, check_invariants=False, is_coalesced=False
+        )
 
-    return SparseHandle(works, finish)
+    return SparseHandle(works, combine)
 
 
-def _require_same(name: str | None, asked: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+class _Part:
+    """The header and the indices that one rank has sent."""
+
+    def __init__(self, rank: int, request: Sequence[int], indices: Tensor) -> None:
+        self.rank = rank
+        self.request = request  # op, dim, *shape, sparse_dim
+        self.indices = indices  # [sparse_dim, nnz]
+
+    @classmethod
+    def of(cls, rank: int, sent: Tensor) -> _Part:
+        sparse_dim, nnz, op, dim = sent[:4].tolist()
+        shape = sent[4 : 4 + dim].tolist()
+        return cls(rank, [op, dim, *shape, sparse_dim], sent[4 + dim :].view(sparse_dim, nnz))
+
+    def __str__(self) -> str:
+        op, _, *shape, sparse_dim = self.request
+        return f"rank {self.rank}: {ReduceOp(op).name} of {shape}, {sparse_dim} of them sparse"
+
+
+def _require_same(name: str, parts: Sequence[_Part]) -> None:
     """Raise MismatchError if the ranks have asked for different things."""
-    for rank, other in zip(ranks, asked, strict=True):
-        if other != asked[0]:
+    for part in parts:
+        if part.request != parts[0].request:
             raise MismatchError(
-                f"sparse_allreduce {name or ''!r}: the ranks disagree: "
-                f"rank {ranks[0]}: {_describe(*asked[0])}; rank {rank}: {_describe(*other)}"
+                f"sparse_allreduce {name!r}: the ranks disagree: {parts[0]}; {part}"
             )
-
-
-def _describe(_: int, op: int, *shape: int) -> str:
-    return f"{ReduceOp(op).name} of {list(shape)}"

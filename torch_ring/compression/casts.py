@@ -1,4 +1,4 @@
-"""What gradients look like on their way: the choices, and Horovod's interface for your own."""
+"""Compressors without a state: none, fp16 and bf16, and the interface for your own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from torch_ring.compressors import Int8Compressor, PowerSGDCompressor
-
-__all__ = ["Compression", "Compressor"]
+__all__ = ["BF16Compressor", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor(Protocol):
@@ -71,13 +69,3 @@ class BF16Compressor(_CastCompressor):
     """Half the bytes, 8 bits of precision, the range of float32."""
 
     wire_dtype = torch.bfloat16
-
-
-class Compression:
-    """The compressors to choose from. The last two keep a state, and are made: ``int8()``."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
-    int8 = Int8Compressor
-    powersgd = PowerSGDCompressor

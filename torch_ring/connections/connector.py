@@ -1,4 +1,4 @@
-"""Makes the connections of one rank, and takes the descriptors that come over them."""
+"""Connector: opens and accepts the connections of one rank, and passes memory over them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ import os
 import socket
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch_ring import _C, handshake
+from torch_ring._C import lane_peers
+from torch_ring.connections import handshake
+from torch_ring.connections.full_mesh import FullMesh
+from torch_ring.connections.handshake import CONTROL
 from torch_ring.errors import PeerLostError, TimeoutError
-from torch_ring.handshake import CONTROL
-from torch_ring.meeting import Meeting
-from torch_ring.network import receive_fds, require_same_user
-from torch_ring.set_meeting import SetMeeting
-
-if TYPE_CHECKING:
-    from torch_ring.mesh import Mesh
+from torch_ring.rendezvous.exchange import SetupExchange
+from torch_ring.rendezvous.network import receive_fds, require_same_user
 
 __all__ = ["Connector", "run"]
 
 _log = logging.getLogger("torch_ring")
 
-_STRANGER_S = 5.0  # what a connection may cost before it has proved who it is
-_STRANGERS = 256  # how many of those may be here at a time
+_STRANGER_S = 5.0  # a connection must prove who it is within this
+_STRANGERS = 256  # connections that have not proved it, at a time
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -41,7 +39,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _run_here(work: Coroutine[Any, Any, None]) -> None:
-    # Not asyncio.run(), which leaves the program's main thread without an event loop.
+    # asyncio.run() would leave the program's main thread without an event loop.
     loop = asyncio.SelectorEventLoop()
     try:
         task = loop.create_task(work)
@@ -55,24 +53,34 @@ def _run_here(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Connector:
-    """Makes the connections of one rank, each in a task of its own: a silent one delays nobody."""
+    """Opens and accepts the connections of one rank.
+
+    Each has a task of its own, so that a silent peer delays no other.
+
+    Args:
+        rank: this process.
+        key: shared by the ranks of this world; proves who they are.
+        mesh: takes the connections.
+        exchange: reports failures of other ranks, and has the deadline.
+        data_connections: to each rank on the same lane of another host.
+    """
 
     def __init__(
         self,
         rank: int,
         key: bytes,
-        mesh: Mesh,
-        meeting: Meeting | SetMeeting,
+        mesh: FullMesh,
+        exchange: SetupExchange,
         data_connections: int,
     ) -> None:
         self._rank = rank
         self._key = key
         self._mesh = mesh
-        self._meeting = meeting
-        ranks = range(len(mesh.cards))
+        self._exchange = exchange
+        ranks = range(len(mesh.peers))
         data = range(CONTROL + 1, CONTROL + 1 + data_connections)
         self._missing = {(peer, CONTROL) for peer in ranks if peer != rank}
-        self._missing |= {(peer, c) for peer in _C.lane_peers(rank, mesh.host_of) for c in data}
+        self._missing |= {(peer, c) for peer in lane_peers(rank, mesh.host_of) for c in data}
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers = asyncio.Semaphore(_STRANGERS)
         self._ended = asyncio.Event()
@@ -80,7 +88,7 @@ class Connector:
         self._reason: OSError | None = None  # why the last attempt to connect failed
 
     async def connect_all(self, listeners: Sequence[socket.socket]) -> None:
-        """Return when every connection is there, and the descriptors that come over it."""
+        """Open and accept all connections, and receive the descriptors that come over them."""
         for listener in listeners:
             self._start(self._accept(listener))
         for peer, channel in sorted(self._missing):
@@ -109,15 +117,15 @@ class Connector:
         task.add_done_callback(finished)
 
     async def _watch(self) -> None:
-        """Look out for failures of other ranks, and for the time."""
-        while not self._meeting.deadline.passed():
+        """Raise failures of other ranks, and TimeoutError at the deadline."""
+        while not self._exchange.deadline.passed():
             await asyncio.sleep(0.2)
-            self._meeting.check()
+            self._exchange.check()
         late = sorted({peer for peer, _ in self._missing})
         names = ", ".join(self._mesh.labels[peer] for peer in late[:8])
         raise TimeoutError(
             f"{self._mesh.labels[self._rank]} has no connection with {len(late)} of its peers, "
-            f"{names}, {self._meeting.deadline}" + (f": {self._reason}" if self._reason else "")
+            f"{names}, {self._exchange.deadline}" + (f": {self._reason}" if self._reason else "")
         )
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -154,7 +162,7 @@ class Connector:
                     await asyncio.get_running_loop().sock_connect(connection, address)
                     await handshake.connect(connection, self._key, self._rank, peer, channel)
                 except ConnectionRefusedError as error:
-                    # It listened before its card was published, and stops when all is done.
+                    # The peer listened before it published its address: it has stopped since.
                     raise PeerLostError(
                         f"{self._mesh.labels[peer]} has exited during init: {error}"
                     ) from None
@@ -168,11 +176,11 @@ class Connector:
 
     def _socket_for(self, peer: int) -> tuple[socket.socket, Any]:
         """Return an unconnected socket, and what to connect it to."""
-        card = self._mesh.cards[peer]
-        address: Any = (card.address, card.port)
-        family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+        info = self._mesh.peers[peer]
+        address: Any = (info.address, info.port)
+        family = socket.AF_INET6 if ":" in info.address else socket.AF_INET
         if self._mesh.host_of[peer] == self._mesh.host_of[self._rank]:
-            family, address = socket.AF_UNIX, "\0" + card.socket
+            family, address = socket.AF_UNIX, "\0" + info.socket
         connection = socket.socket(family)
         connection.setblocking(False)
         return connection, address
@@ -189,11 +197,11 @@ class Connector:
             self._ended.set()
 
     async def _swap_memory(self, peer: int, connection: socket.socket) -> None:
-        """Pass this rank's memory and doorbell to a peer, and take its."""
+        """Pass this rank's memory and doorbell to a peer, and receive the peer's."""
         mesh = self._mesh
         own = [mesh.memory[self._rank], mesh.doorbells[self._rank]]
         received: list[int] = []
-        with contextlib.suppress(ConnectionError):  # the same as if nothing comes
+        with contextlib.suppress(ConnectionError):  # treated as if nothing came
             socket.send_fds(connection, [b"M"], own)
             await handshake.readable(connection)
             received = receive_fds(connection, 2)

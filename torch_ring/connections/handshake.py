@@ -1,10 +1,10 @@
-"""How two ranks prove to each other who they are, before anything else is believed.
+"""Authentication of a connection: both ends prove that they know the key of this world.
 
-The connecting side says who it is, whom it wants and what for, with a nonce. The accepting side
-answers with a nonce of its own and a proof; the connecting side with its proof; the accepting side
-with a welcome. A proof is an HMAC-SHA256 of both nonces and all that was said, by the key of this
-world, with a tag for the side: a proof is of no use to anybody else, or later, or the other way
-round. What is said afterwards is not encrypted.
+The connecting side sends a hello: who it is, whom it wants, for which channel, and a nonce. The
+accepting side answers with a nonce of its own and a proof, the connecting side with its proof, the
+accepting side with a welcome. A proof is an HMAC-SHA256, under the key of this world, of the hello,
+the nonce, and a tag for the side, so that it serves nobody else, at no other time, and not in the
+other direction. Data sent afterwards is not encrypted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_ring.errors import RingError
 
 __all__ = ["CONTROL", "accept", "connect", "readable"]
 
-CONTROL = 0  # the channel of the control connection; from 1 on, those of the data connections
+CONTROL = 0  # the channel of the control connection; data connections count from 1
 
 _MAGIC = b"t-ring/2"
 _NONCE_BYTES = 32
@@ -35,8 +35,8 @@ async def connect(
     """Prove to be `rank` to `peer`, at the other end of a non-blocking socket.
 
     Raises:
-        OSError: the peer, or what took its place, has closed the connection.
-        RingError: it does not know the key.
+        OSError: the other end has closed the connection.
+        RingError: the other end does not know the key.
     """
     hello = _HELLO.pack(_MAGIC, channel, rank, peer, secrets.token_bytes(_NONCE_BYTES))
     loop = asyncio.get_running_loop()
@@ -55,10 +55,10 @@ async def connect(
 
 
 async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int, int]:
-    """Let in a peer of `rank`; return who it is, and the channel that this is.
+    """Authenticate a peer of `rank`; return its rank and the channel of the connection.
 
     Raises:
-        OSError, ValueError: it is none; nothing that it sent is to be believed.
+        OSError, ValueError: the other end is no peer; do not use what it sent.
     """
     loop = asyncio.get_running_loop()
     hello = await _receive(connection, _HELLO.size)
@@ -75,7 +75,7 @@ async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int,
 
 
 async def readable(connection: socket.socket) -> None:
-    """Return when there is something to receive."""
+    """Wait until there is something to receive."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(connection, ready.set)
@@ -86,7 +86,7 @@ async def readable(connection: socket.socket) -> None:
 
 
 async def _receive(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly `count` bytes: a byte more could be one that carries descriptors."""
+    """Receive exactly `count` bytes: the byte after them could carry descriptors."""
     data = b""
     while len(data) < count:
         part = await asyncio.get_running_loop().sock_recv(connection, count - len(data))

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from torch_ring import ops
+from torch_ring.collectives.allreduce import allreduce
+from torch_ring.collectives.barrier import barrier
+from torch_ring.collectives.reduce_op import Max, Min
 from torch_ring.data.prefetcher import DevicePrefetcher
 from torch_ring.data.report import InputReport, Rates
 from torch_ring.data.sampler import ShardedSampler
 from torch_ring.data.waits import WaitLog
 from torch_ring.data.workers import default_num_workers
-from torch_ring.process_set import ProcessSet, global_process_set
-from torch_ring.reduce_op import Max, Min
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["MODES", "InputPipeline"]
 
@@ -158,14 +159,14 @@ class InputPipeline:
         waits = self._log.gather(self.process_set)
         workers = getattr(self.loader, "num_workers", 0)
         counts = torch.tensor([workers, max(0, default_num_workers() - workers)])
-        num_workers, spare = ops.allreduce(counts, op=Min, process_set=self.process_set).tolist()
+        num_workers, spare = allreduce(counts, op=Min, process_set=self.process_set).tolist()
         rates = None if step is None else self._compare(step, steps, rounds)
         return InputReport(self.mode, self.process_set.size(), num_workers, spare, waits, rates)
 
     def _compare(self, step: Callable[[Any], object], steps: int, rounds: int) -> Rates:
         # Equally many on all ranks, as each step has collectives, though loaders may differ.
         queued = torch.tensor(_queue_of(self.loader))
-        queue = int(ops.allreduce(queued, op=Max, process_set=self.process_set))
+        queue = int(allreduce(queued, op=Max, process_set=self.process_set))
         settling = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
             _ = self._synthetic  # it is loaded now, and not while something is timed
@@ -175,7 +176,7 @@ class InputPipeline:
                 for _ in range(rounds)
             ]
         seconds = torch.tensor(rows, dtype=torch.float64)
-        return Rates.of(ops.allreduce(seconds, op=Max, process_set=self.process_set), steps)
+        return Rates.of(allreduce(seconds, op=Max, process_set=self.process_set), steps)
 
     def _time(self, mode: str, step: Callable[[Any], object], settling: int, steps: int) -> float:
         """Return what `steps` steps take, in seconds, after some that do not count."""
@@ -184,7 +185,7 @@ class InputPipeline:
             for batch in islice(batches, settling):
                 step(batch)
             self._synchronize()
-            ops.barrier(self.process_set)
+            barrier(self.process_set)
             begun = time.perf_counter()
             for batch in islice(batches, steps):
                 step(batch)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from torch_ring.process_set import ProcessSet, global_process_set
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["ShardedSampler"]
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_ring import ops
-from torch_ring.process_set import ProcessSet
-from torch_ring.reduce_op import Min
+from torch_ring.collectives.allgather import allgather
+from torch_ring.collectives.allreduce import allreduce
+from torch_ring.collectives.reduce_op import Min
+from torch_ring.world.process_set import ProcessSet
 
 __all__ = ["WaitLog", "Waits"]
 
@@ -75,11 +76,11 @@ class WaitLog:
     def gather(self, process_set: ProcessSet) -> Waits:
         """Return the waits of all ranks of the set, which all call it."""
         counts = torch.tensor([self._steps, len(self._last_s)])
-        steps, kept = ops.allreduce(counts, op=Min, process_set=process_set).tolist()
+        steps, kept = allreduce(counts, op=Min, process_set=process_set).tolist()
         rate = steps / self._elapsed_s if steps else torch.nan
         mine = self._last_s[len(self._last_s) - kept :]  # on all ranks of the same steps
         row = _tensor([rate, _tensor(self._first_s).mean().item(), *mine])
-        table = ops.allgather(row[None], process_set=process_set)  # [ranks, 2 + kept]
+        table = allgather(row[None], process_set=process_set)  # [ranks, 2 + kept]
         return summary(steps, table[:, 0], table[:, 1], table[:, 2:], process_set.ranks or [])
 
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from torch_ring import world
-from torch_ring.launchers import discover
+from torch_ring.rendezvous.launchers import discover
+from torch_ring.world import current
 
 __all__ = ["default_num_workers"]
 
@@ -27,7 +28,7 @@ def default_num_workers(limit: int = 16) -> int:
         0 or more; with 0 the rank loads its data itself, between the steps.
     """
     if world.is_initialized():
-        local_size, sharers = world.local_size(), world.cpu_sharers()
+        local_size, sharers = world.local_size(), current.cpu_sharers()
     else:
         local_size = sharers = discover().local_size or 1
     cpus = min(len(os.sched_getaffinity(0)) / sharers, _quota() / local_size)

@@ -1,4 +1,4 @@
-"""The optimizer behind ``op=Adasum``: ranks step for themselves and combine what has changed."""
+"""AdasumOptimizer: ranks step for themselves, and the changes of the parameters are combined."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ring.collectives.allreduce import grouped_allreduce
+from torch_ring.collectives.objects import require_same
+from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
-from torch_ring.grouped import grouped_allreduce
-from torch_ring.process_set import ProcessSet
-from torch_ring.reduce_op import Adasum
-from torch_ring.state import require_same
-from torch_ring.stateful import StatefulCompressor
-from torch_ring.wrapping import Wrapped, wrap
+from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.optimizer.wrapping import Wrapped, wrap
+from torch_ring.world.process_set import ProcessSet
 
 __all__ = ["AdasumOptimizer", "wrap_adasum"]
 

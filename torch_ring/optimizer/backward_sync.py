@@ -1,4 +1,6 @@
-"""What ends a backward pass: the ranks agree on which gradients there are, and reduce those."""
+"""Backward synchronisation: after each backward pass the ranks agree which gradients exist, and
+reduce them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from torch_ring import _C, world
+from torch_ring._C import DenseFinalizer, Engine
 from torch_ring.errors import MismatchError, RingError
-from torch_ring.process_set import ProcessSet, engine_of
-from torch_ring.reports import Entry, Report
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, membership
 
-__all__ = ["BackwardPasses", "Participant", "end", "passes_of", "rejoin"]
+__all__ = ["BackwardSync", "Participant", "backward_sync_of", "finalize_backward"]
 
 
 class Participant(Protocol):
@@ -23,10 +26,10 @@ class Participant(Protocol):
     settled: bool
     """Whether the last agreement left nothing to reduce before the step, on any rank."""
 
-    whole: tuple[_C.WholePass, Report] | None
+    fast_path: tuple[DenseFinalizer, GradientReport] | None
     """What ends a pass in which all gradients are due, and what is then said of it; or None."""
 
-    def report(self, everything: bool) -> Report | None:
+    def report(self, everything: bool) -> GradientReport | None:
         """Return what is due here, with `everything` whatever there is; None: nothing to say."""
 
     def start(self, touched: int, sparse: int, number: int) -> None:
@@ -46,7 +49,7 @@ class Participant(Protocol):
 
 
 @dataclass
-class BackwardPasses:
+class BackwardSync:
     """All wrapped optimizers of this process on one process set.
 
     A backward pass may touch the parameters of several optimizers (GAN), or on this rank of other
@@ -72,11 +75,10 @@ class BackwardPasses:
     """
 
     process_set: ProcessSet
-    engine: _C.Engine = field(init=False)
+    engine: Engine = field(init=False)
     size: int = field(init=False)
     number: int = 0
     steps: int = 0
-    _world: _C.Engine = field(default_factory=world.engine)
     _registered: int = 0
     _participants: WeakValueDictionary[int, Participant] = field(
         default_factory=WeakValueDictionary
@@ -85,11 +87,8 @@ class BackwardPasses:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
-
-    @property
-    def current(self) -> bool:
-        """Whether the world is the one in which this was made."""
-        return world.is_initialized() and world.engine() is self._world
+        if self.process_set is global_process_set:  # no other can be joined
+            current.world().on_rejoin.append(self.resynchronize)
 
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
@@ -102,27 +101,29 @@ class BackwardPasses:
         """Start to reduce a bucket. Called by autograd when all of it is due here."""
         self._participants[participant].start_bucket(bucket)
 
-    def end(self) -> None:
+    def finalize(self) -> None:
         """End a pass."""
-        if len(self._participants) == 1 and self._end_whole(*self._participants.values()):
+        if len(self._participants) == 1 and self._finalize_dense(*self._participants.values()):
             return
         reports = self._reports()
         for report in reports:
-            if report.held_back:  # under no_sync(), say: only this rank knows
+            if report.accumulating:  # under no_sync(), say: only this rank knows
                 self._participants[report.participant].settled = False
         if any(report.due for report in reports):
             self._agree(reports)
 
-    def _end_whole(self, participant: Participant) -> bool:
+    def _finalize_dense(self, participant: Participant) -> bool:
         """Take the short way, if this is the usual pass; return whether it was."""
-        if not participant.whole:
+        if not participant.fast_path:
             return False
-        whole, report = participant.whole
-        said = self.engine.end_pass(whole, Entry(self.steps, (report,)).encode(), self.number)
+        finalizer, report = participant.fast_path
+        said = self.engine.finalize_dense(
+            finalizer, BackwardReport(self.steps, (report,)).encode(), self.number
+        )
         if said is None:
             return False
         if said:
-            self._carry_out(list(Entry.decode_all(memoryview(said))))
+            self._carry_out(list(BackwardReport.decode_all(memoryview(said))))
         else:
             self.number += 1
             participant.settled = True
@@ -133,55 +134,57 @@ class BackwardPasses:
         while not participant.settled:
             self._agree(self._reports(stepping=participant))
 
-    def rejoin(self) -> None:
-        """Forget what ranks may have counted differently."""
+    def resynchronize(self) -> None:
+        """Reset what the ranks may have counted differently: join() returns on all of them."""
         self.number = self.steps = 0
         for participant in self._participants.values():
             participant.settled = False
 
-    def _reports(self, stepping: Participant | None = None) -> tuple[Report, ...]:
+    def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())
         reports = [participant.report(participant is stepping) for participant in participants]
         return tuple(report for report in reports if report)
 
-    def _agree(self, reports: tuple[Report, ...]) -> None:
+    def _agree(self, reports: tuple[GradientReport, ...]) -> None:
         """Tell the other ranks, and reduce what is due on any of them."""
-        self._carry_out(self._exchange(Entry(self.steps, reports)))
+        self._carry_out(self._exchange(BackwardReport(self.steps, reports)))
 
-    def _carry_out(self, entries: Sequence[Entry]) -> None:
+    def _carry_out(self, entries: Sequence[BackwardReport]) -> None:
         """Reduce what is due on any rank, by what all of them have said."""
         number, self.number = self.number, self.number + 1
         self._check_steps([entry.steps for entry in entries])
         touched: dict[int, int] = {}
         dense: dict[int, int] = {}
-        for report in (report for entry in entries for report in entry.reports):
+        for report in (report for entry in entries for report in entry.gradients):
             index = report.participant
             touched[index] = touched.get(index, 0) | report.due
             dense[index] = dense.get(index, 0) | report.due & ~report.sparse
-        held_back = {r.participant for entry in entries for r in entry.reports if r.held_back}
+        accumulating = {
+            r.participant for entry in entries for r in entry.gradients if r.accumulating
+        }
         # A rank that has joined does not hear of an order, and must keep the same plan.
         everybody = len(entries) == self.size
-        orders = {r.participant: r.order for r in entries[0].reports} if everybody else {}
+        orders = {r.participant: r.order for r in entries[0].gradients} if everybody else {}
         participants = [(index, self._participant(index)) for index in sorted(touched)]
         for index, participant in participants:
             participant.start(touched[index], touched[index] & ~dense[index], number)
         for index, participant in participants:
             participant.finish(orders.get(index, ()))
-            participant.settled = index not in held_back
+            participant.settled = index not in accumulating
 
-    def _exchange(self, entry: Entry) -> list[Entry]:
+    def _exchange(self, entry: BackwardReport) -> list[BackwardReport]:
         mine = entry.encode()
         work = self.engine.allgather(
             torch.frombuffer(bytearray(mine), dtype=torch.uint8),
             f"backward.{self.number}",
-            awaited=True,
+            blocking=True,
             joinable=True,
         )
         gathered = bytes(work.wait().numpy())
         ranks = len(gathered) // len(mine)
         if gathered == mine * ranks:  # the usual case: nothing to decode
             return [entry] * ranks
-        return list(Entry.decode_all(memoryview(gathered)))
+        return list(BackwardReport.decode_all(memoryview(gathered)))
 
     def _check_steps(self, steps: Sequence[int]) -> None:
         who = "rank" if len(steps) == self.size else "of the ranks that have not joined, number"
@@ -204,36 +207,27 @@ class BackwardPasses:
         return participant
 
 
-_passes: dict[int, BackwardPasses] = {}  # of this world, by process_set_id
+def backward_sync_of(process_set: ProcessSet) -> BackwardSync:
+    """Return the synchronisation of all optimizers on a process set. This rank is a member."""
+    owned = membership(process_set).owned
+    if BackwardSync not in owned:
+        owned[BackwardSync] = BackwardSync(process_set)
+    sync: BackwardSync = owned[BackwardSync]
+    return sync
 
 
-def passes_of(process_set: ProcessSet) -> BackwardPasses:
-    """Return what all optimizers on a process set share. This rank is a member."""
-    engine, number = engine_of(process_set), process_set.process_set_id
-    assert number is not None, "there is an engine"
-    for key in [key for key, passes in _passes.items() if not passes.current]:
-        del _passes[key]
-    if number not in _passes or _passes[number].engine is not engine:  # ids are used again
-        _passes[number] = BackwardPasses(process_set)
-    return _passes[number]
+def finalize_backward() -> None:
+    """End a backward pass on all process sets. Called by autograd after it has run our hooks.
 
-
-def end() -> None:
-    """End a pass on all process sets. Called by autograd when it has touched a participant.
-
-    It is called once for each optimizer, in an order that may differ between ranks; the first call
-    does it all, in the order of ids: two ranks with two sets in common never wait for each other.
+    Autograd calls it once for each optimizer, in an order that may differ between ranks; the first
+    call does it all, in the order of ids: two ranks with two sets in common never wait for each
+    other.
 
     After shutdown() this is left to the next step(), which will fail: the parameters may belong to
     an optimizer of a newer world by now.
     """
-    for _, passes in sorted(_passes.items()):
-        if passes.current:
-            passes.end()
-
-
-def rejoin() -> None:
-    """Bring the ranks in step again: join() is returning on all of them."""
-    passes = _passes.get(0)  # the global set's: no other can be joined
-    if passes and passes.current:
-        passes.rejoin()
+    if current.is_initialized():
+        for record in current.world().process_sets.records():
+            sync = record.owned.get(BackwardSync)
+            if sync is not None:
+                sync.finalize()

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together: parameters -> plan. Pure: no tensors, no communication."""
+"""Buckets: gradients that are reduced together, planned without tensors or communication."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ALIGNMENT_BYTES = 64
 """Every gradient begins on a cache line: ranks that write neighbours do not share one."""
 
 LAST_BUCKET_BYTES = 1 << 20
-"""What may be left to reduce when backward ends, if the rest was reduced while it ran."""
+"""The most that is left to reduce when backward ends, where buckets are reduced while it runs."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the planner knows of a gradient."""
+    """The size, dtype and device of a gradient."""
 
     numel: int
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter's gradient in its bucket; offset and length in elements."""
+    """One parameter's gradient in its bucket; offset and length in elements."""
 
     parameter: int
     offset: int
@@ -163,7 +163,7 @@ def _fitting(specs: Sequence[TensorSpec], limit_bytes: int) -> int:
 
 
 def _lay_out(specs: Sequence[TensorSpec], parameters: Sequence[int]) -> Bucket:
-    """Place gradients of one kind one after the other."""
+    """Topology gradients of one kind one after the other."""
     slots: list[Slot] = []
     offset = 0
     for parameter in parameters:

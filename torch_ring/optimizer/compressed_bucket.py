@@ -1,4 +1,4 @@
-"""Runs a stateful compressor on the gradients of a bucket: round by round, alike on all ranks."""
+"""CompressedBucket: a stateful compressor on the gradients of a bucket, round by round."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring.buckets import Bucket
+from torch_ring.compression.stateful import Gather, Reduce, Request, State, StatefulCompressor
 from torch_ring.errors import RingError
-from torch_ring.rounds import Collectives, Round
-from torch_ring.stateful import Gather, Reduce, Request, State, StatefulCompressor
+from torch_ring.optimizer.buckets import Bucket
+from torch_ring.optimizer.compressor_round import Collectives, CompressorRound
 
-__all__ = ["Exchange", "Exchanges"]
+__all__ = ["CompressedBucket", "BucketCompression"]
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """How a stateful compressor reduces the gradients of one optimizer.
+class BucketCompression:
+    """The stateful compressor of one optimizer, and what it needs to reduce a bucket.
 
     Attributes:
-        compressor: this optimizer's own.
+        compressor: serves this optimizer alone.
         parameters: with their names, in the order of their indices.
-        collectives: what the requests become.
+        collectives: answer its requests.
         scale: multiplies the means: the number of ranks for op=Sum, else 1.
     """
 
@@ -36,18 +36,18 @@ class Exchanges:
     def __post_init__(self) -> None:
         self.compressor.serve(dict(self.parameters))
 
-    def start(self, name: str, bucket: Bucket, memory: Tensor, touched: int) -> Exchange:
+    def start(self, name: str, bucket: Bucket, memory: Tensor, touched: int) -> CompressedBucket:
         """Start to reduce the gradients of the bitmap that lie in a bucket's `memory`."""
         gradients: dict[str, Tensor] = {}
         for slot in bucket.slots:
             if touched >> slot.parameter & 1 and slot.numel:
                 parameter_name, parameter = self.parameters[slot.parameter]
-                gradients[parameter_name] = _place(memory, slot.offset, parameter.detach())
-        return Exchange(self, name, gradients)
+                gradients[parameter_name] = _gradient_view(memory, slot.offset, parameter.detach())
+        return CompressedBucket(self, name, gradients)
 
 
-def _place(memory: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return the gradient at `offset`, laid out as the native hooks do it (bindings/gradients)."""
+def _gradient_view(memory: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """Return the gradient at `offset`, laid out as the native hooks do (bindings/gradient_view.cc)."""
     if parameter.is_complex():
         parameter = torch.view_as_real(parameter)
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
@@ -55,27 +55,29 @@ def _place(memory: Tensor, offset: int, parameter: Tensor) -> Tensor:
     return memory[offset : offset + parameter.numel()].view(parameter.shape)
 
 
-class Exchange:
-    """Reduces some gradients in place.
+class CompressedBucket:
+    """Gradients of one bucket that a stateful compressor reduces in place.
 
     All generators run to their next request, the requests of all are answered, and so on until
-    none is left. The last round is empty: a rank that asks once more than the others learns it
-    there, and does not wait for them.
+    none is left. The last round is empty, so that a rank that asks once more than the others gets
+    an error and does not wait for them.
 
-    Thread: the one that runs the pass; the first round may begin in another one, of autograd.
+    Thread: the one that runs backward(); the first round may begin in a thread of autograd.
     Blocking: `advance`.
     """
 
-    def __init__(self, owner: Exchanges, name: str, gradients: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, owner: BucketCompression, name: str, gradients: Mapping[str, Tensor]
+    ) -> None:
         self._collectives = owner.collectives
         self._name = name
         self._rounds = 0
         self._failures: list[Exception] = []  # not more than one, until it is raised
-        started = [_Reduction(owner, *item) for item in gradients.items()]
-        self._begin((reduction, None) for reduction in started)
+        started = [_CompressedGradient(owner, *item) for item in gradients.items()]
+        self._begin((gradient, None) for gradient in started)
 
     def advance(self) -> bool:
-        """Wait for the answers of a round and begin the next; return whether there is one.
+        """Wait for the answers of a round and begin the next; return whether there is a next.
 
         Raises:
             Exception: what the compressor raised on this rank.
@@ -93,28 +95,30 @@ class Exchange:
             return True
         return False
 
-    def _begin(self, answers: Iterable[tuple[_Reduction, Any]]) -> None:
-        """Let the generators work on their answers, and send what they ask for next."""
-        requests: dict[_Reduction, Request] = {}
+    def _begin(self, answers: Iterable[tuple[_CompressedGradient, Any]]) -> None:
+        """Resume the generators with their answers, and send their next requests."""
+        requests: dict[_CompressedGradient, Request] = {}
         failure = None
         try:
-            for reduction, answer in answers:
-                request = reduction.resume(answer)
+            for gradient, answer in answers:
+                request = gradient.resume(answer)
                 if request is not None:
-                    requests[reduction] = request
+                    requests[gradient] = request
         except Exception as error:  # raised with the answers: then the other ranks know it too
             self._failures.append(error)
             requests, failure = {}, f"{type(error).__name__}: {error}"
         self._asking = list(requests)
-        by_name = {reduction.name: request for reduction, request in requests.items()}
-        self._round = Round(self._collectives, f"{self._name}.{self._rounds}", by_name, failure)
+        by_name = {gradient.name: request for gradient, request in requests.items()}
+        self._round = CompressorRound(
+            self._collectives, f"{self._name}.{self._rounds}", by_name, failure
+        )
         self._rounds += 1
 
 
-class _Reduction:
+class _CompressedGradient:
     """One gradient and its generator."""
 
-    def __init__(self, owner: Exchanges, name: str, gradient: Tensor) -> None:
+    def __init__(self, owner: BucketCompression, name: str, gradient: Tensor) -> None:
         self.name = name
         self._states = owner.compressor.states
         self._scale = owner.scale

@@ -1,4 +1,4 @@
-"""Makes any torch optimizer step with the gradients of all ranks."""
+"""DistributedOptimizer: makes any torch optimizer step with the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_ring import world
-from torch_ring.adasum import wrap_adasum
+from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum
 from torch_ring.compression import Compression, Compressor
-from torch_ring.gradients import Reducer
-from torch_ring.groups import Groups, check_groups, resolve_groups
-from torch_ring.passes import passes_of
-from torch_ring.process_set import ProcessSet, global_process_set
-from torch_ring.reduce_op import Adasum, Average, ReduceOp, Sum
-from torch_ring.reduction import Reduction
-from torch_ring.stateful import StatefulCompressor
-from torch_ring.wrapping import Wrapped, wrap
+from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.optimizer.adasum_optimizer import wrap_adasum
+from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
+from torch_ring.optimizer.reducer import Reducer
+from torch_ring.optimizer.settings import ReductionSettings
+from torch_ring.optimizer.wrapping import Wrapped, wrap
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
 
@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             ``GradScaler``, call ``synchronize()`` before a step after fewer passes than this.
         op: Average or Sum, of gradients; or Adasum, which makes another kind of optimizer: each
             rank steps with its own gradients, and what has changed is combined
-            (:class:`torch_ring.adasum.AdasumOptimizer`).
+            (:class:`torch_ring.optimizer.adasum_optimizer.AdasumOptimizer`).
         gradient_predivide_factor: Average divides by this before it sums, and by the size over
             this afterwards.
         num_groups: deprecated, use `groups`.
@@ -114,12 +114,12 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             raise ValueError("gradient_predivide_factor needs op=Average")
         wrap_adasum(optimizer, names, compression, process_set, backward_passes_per_step)
         return optimizer
-    reduction = Reduction(
+    reduction = ReductionSettings(
         _checked_op(op, gradient_predivide_factor),
         gradient_predivide_factor,
         compression,
-        world.config().bucket_bytes,
-        world.config().direct_gradient_bytes,
+        current.config().bucket_bytes,
+        current.config().direct_gradient_bytes,
         sparse_as_dense,
     )
     groups = check_groups(groups, num_groups, list(names))
@@ -135,18 +135,18 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 class _Settings:
     """What a reducer is made with, now and when parameters are added."""
 
-    reduction: Reduction
+    reduction: ReductionSettings
     groups: Groups
     process_set: ProcessSet
 
     def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
         """Return what reduces the parameters; None where there is nobody else. Collective."""
-        is_set = self.process_set.process_set_id is not None  # else passes_of() tells
+        is_set = self.process_set.process_set_id is not None  # else backward_sync_of() tells
         if is_set and (not self.process_set.included() or self.process_set.size() == 1):
             return None
         parameters = list(names)
         reducer = Reducer(
-            passes_of(self.process_set),
+            backward_sync_of(self.process_set),
             parameters,
             list(names.values()),
             self.reduction,
@@ -225,7 +225,7 @@ class _DistributedOptimizer(Wrapped):
         self._passes_per_step = passes
         if self._reducer:
             self._reducer.hooks.set_passes_per_step(passes)
-            self._reducer.hooks.restart(gradients=False)
+            self._reducer.hooks.reset(gradients=False)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
@@ -235,7 +235,7 @@ class _DistributedOptimizer(Wrapped):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self._reducer:
-            self._reducer.hooks.restart(gradients=False)
+            self._reducer.hooks.reset(gradients=False)
 
     def _require_known_parameters(self) -> None:
         """Refuse a parameter that is not reduced: one put into a group's list by hand.

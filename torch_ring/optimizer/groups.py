@@ -1,4 +1,4 @@
-"""Which gradients stay together: the arguments `groups` and `num_groups` of the optimizer."""
+"""Groups of gradients that are reduced together: the arguments `groups` and `num_groups`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torch_ring.buckets import split_evenly
+from torch_ring.optimizer.buckets import split_evenly
 
 __all__ = ["Groups", "check_groups", "resolve_groups"]
 

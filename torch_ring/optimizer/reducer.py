@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from torch_ring import _C
-from torch_ring import passes as backward_passes
-from torch_ring.buckets import Bucket, TensorSpec, plan_buckets
+from torch_ring._C import DenseFinalizer, GradientHooks, Work
+from torch_ring.collectives.objects import require_same
+from torch_ring.collectives.reduce_op import Sum
+from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.exchange import Exchanges
-from torch_ring.passes import BackwardPasses
-from torch_ring.process_set import ProcessSet
-from torch_ring.reduce_op import Average, Sum
-from torch_ring.reduction import Reduction
-from torch_ring.reports import Report
-from torch_ring.rounds import Collectives
-from torch_ring.sparse_gradients import SparseSum
-from torch_ring.state import require_same
-from torch_ring.stateful import StatefulCompressor
+from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.optimizer.backward_sync import BackwardSync, finalize_backward
+from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
+from torch_ring.optimizer.compressed_bucket import BucketCompression
+from torch_ring.optimizer.compressor_round import Collectives
+from torch_ring.optimizer.gradient_report import GradientReport
+from torch_ring.optimizer.settings import ReductionSettings
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet
 
 __all__ = ["Reducer"]
 
@@ -39,7 +37,7 @@ class Reducer:
     first parameter that is not the same on two ranks; ValueError for one that cannot be reduced.
 
     Args:
-        passes: all reducers of this process set.
+        sync: synchronises all reducers of this process set.
         parameters: leaves, whether they require grad now or not.
         names: what errors call them.
         reduction: how to combine the gradients.
@@ -48,91 +46,92 @@ class Reducer:
 
     def __init__(
         self,
-        passes: BackwardPasses,
+        sync: BackwardSync,
         parameters: Sequence[Tensor],
         names: Sequence[str],
-        reduction: Reduction,
+        reduction: ReductionSettings,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        size = passes.size
-        _require_same_parameters(passes.process_set, parameters, names, reduction, groups)
+        size = sync.size
+        _require_same_parameters(sync.process_set, parameters, names, reduction, groups)
         self._parameters = parameters
         self._names = names
         self._groups = groups
         self._specs = [
             _spec(name, parameter) for name, parameter in zip(names, parameters, strict=True)
         ]
-        self._passes = passes
-        self._engine = passes.engine
+        self._sync = sync
+        self._engine = sync.engine
         self._op = reduction.op
         self._sparse_as_dense = reduction.sparse_as_dense
-        self._sparse_divisor = size if reduction.op == Average else 1
         self._arguments = reduction.arguments(size)
         self._compression = reduction.compression
-        self._exchanges: Exchanges | None = None
+        self._bucket_compression: BucketCompression | None = None
         if isinstance(reduction.compression, StatefulCompressor):
-            self._exchanges = Exchanges(
+            self._bucket_compression = BucketCompression(
                 reduction.compression,
                 tuple(zip(names, parameters, strict=True)),
-                Collectives(passes.engine, reduction.mean_arguments(size)),
+                Collectives(sync.engine, reduction.mean_arguments(size)),
                 scale=size if reduction.op == Sum else 1,
             )
         self._bucket_bytes = reduction.bucket_bytes
         direct = reduction.direct_bytes > 0 and reduction.compression is Compression.none
-        blocks = passes.engine.gradient_blocks() if direct else None
+        blocks = sync.engine.gradient_blocks() if direct else None
         self._direct = self._large_ones(reduction.direct_bytes) if blocks else frozenset[int]()
         self.settled = False
-        self.whole: tuple[_C.WholePass, Report] | None = None
-        self.index = passes.register(self)
-        self.hooks = _C.GradientHooks(
+        self.fast_path: tuple[DenseFinalizer, GradientReport] | None = None
+        self.index = sync.register(self)
+        self.hooks = GradientHooks(
             parameters,
             names,
             reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
-            on_backward_end=backward_passes.end,
-            on_bucket_full=functools.partial(passes.start_bucket, self.index),
+            on_backward_end=finalize_backward,
+            on_bucket_full=functools.partial(sync.start_bucket, self.index),
             blocks=blocks,
         )
         self._plan: tuple[Bucket, ...] = ()
-        self._wires: list[Tensor | None] = []
+        self._cast_buffers: list[Tensor | None] = []
         self._started: dict[int, Callable[[], object]] = {}  # whole buckets, sent during the pass
         self._unfinished: list[Callable[[], object]] = []  # each returns whether to call it again
         self._touched = 0  # what is reduced in buckets
         self._sparse = 0  # what becomes sparse again after that
-        self._sparse_sums: dict[int, SparseSum] = {}
+        self._sparse_sums: dict[int, SparseHandle] = {}
         self._order_is_real = False
-        self._place(range(len(parameters) - 1, -1, -1))
-        _reducers.add(self)
+        self._rebuild_buckets(range(len(parameters) - 1, -1, -1))
+        current.disable_in_child(self.hooks)
 
     def settle(self) -> None:
-        """Reduce whatever any rank has accumulated; see `BackwardPasses.settle`."""
-        self._passes.settle(self)
+        """Reduce whatever any rank has accumulated; see `BackwardSync.settle`."""
+        self._sync.settle(self)
 
     def finish_step(self) -> None:
         """Begin the next step: nothing of it is reduced yet."""
-        self._passes.steps += 1
+        self._sync.steps += 1
         self.settled = False
-        self.hooks.restart(gradients=False)
+        self.hooks.reset(gradients=False)
 
     def forget(self) -> None:
         """Drop what has been accumulated: the gradients are zero or gone."""
         self.settled = False
-        self.hooks.restart(gradients=True)
+        self.hooks.reset(gradients=True)
 
     def average(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together: combined as the gradients are."""
         reduced = loss.detach().clone()
-        name = f"loss.{self.index}.{self._passes.number}"
-        work = self._engine.allreduce(reduced, reduced, name, self._op, 1.0, 1.0, awaited=True)
+        name = f"loss.{self.index}.{self._sync.number}"
+        work = self._engine.allreduce(reduced, reduced, name, self._op, 1.0, 1.0, blocking=True)
         return work.wait()
 
-    def report(self, everything: bool) -> Report | None:
+    def report(self, everything: bool) -> GradientReport | None:
         """See `Participant`."""
-        due, sparse, held_back = self.hooks.pending(everything)
+        due, sparse, accumulating = self.hooks.pending(everything)
         bitmap = int.from_bytes(due, "little")
-        if not (bitmap or held_back or everything):
+        if not (bitmap or accumulating or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
-        return Report(self.index, bitmap, int.from_bytes(sparse, "little"), held_back, order)
+        return GradientReport(
+            self.index, bitmap, int.from_bytes(sparse, "little"), accumulating, order
+        )
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
@@ -141,48 +140,52 @@ class Reducer:
                 "a backward pass failed after part of its gradients had been sent: "
                 "call shutdown() and init(), and wrap the optimizer again"
             )
-        name, memory = self._name(self._passes.number, index), self.hooks.memory(index)
-        if self._exchanges:
+        name, memory = self._name(self._sync.number, index), self.hooks.memory(index)
+        if self._bucket_compression:
             bucket = self._plan[index]
-            exchange = self._exchanges.start(name, bucket, memory, bucket.parameters)
+            exchange = self._bucket_compression.start(name, bucket, memory, bucket.parameters)
             self._started[index] = exchange.advance
         else:
-            self._started[index] = self._send(name, memory, self._wires[index], awaited=False)
+            self._started[index] = self._send(
+                name, memory, self._cast_buffers[index], blocking=False
+            )
 
     def start(self, touched: int, sparse: int, number: int) -> None:
         """See `Participant`."""
         self._sparse = sparse if self._sparse_as_dense else 0
         sparse ^= self._sparse
         for parameter in _members(sparse):
-            self._sparse_sums[parameter] = SparseSum(
+            self._sparse_sums[parameter] = start_sparse_sum(
                 self._engine,
+                self._sync.process_set.ranks or [],
                 f"gradients.{self.index}.{number}.sparse.{self._names[parameter]}",
+                self._op,
                 self._parameters[parameter],
-                self.hooks.contribution(parameter),
-                self._sparse_divisor,
+                _coalesced(self.hooks.local_gradient(parameter)),
+                joinable=True,
             )
         touched ^= sparse
         self._touched = touched
-        self.hooks.adopt(self._bitmap(touched))
+        self.hooks.move_into_buckets(self._bitmap(touched))
         for index, bucket in enumerate(self._plan):
             if index in self._started:
                 self._unfinished.append(self._started.pop(index))
                 continue
-            if self._exchanges:
+            if self._bucket_compression:
                 if touched & bucket.parameters:
                     name, memory = self._name(number, index), self.hooks.memory(index)
-                    exchange = self._exchanges.start(name, bucket, memory, touched)
+                    exchange = self._bucket_compression.start(name, bucket, memory, touched)
                     self._unfinished.append(exchange.advance)
                 continue
             for begin, end in bucket.runs(touched):
                 name = self._name(number, index, begin)
-                wire = self._wires[index]
+                wire = self._cast_buffers[index]
                 self._unfinished.append(
                     self._send(
                         name,
                         self.hooks.memory(index)[begin:end],
                         None if wire is None else wire[begin:end],
-                        awaited=True,
+                        blocking=True,
                     )
                 )
 
@@ -191,19 +194,19 @@ class Reducer:
         unfinished, self._unfinished = self._unfinished, []
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
-        self.hooks.reduced(self._bitmap(self._touched))
+        self.hooks.mark_reduced(self._bitmap(self._touched))
         self._finish_sparse()
         if order and not self._order_is_real:
             self._order_is_real = True
             rest = set(range(len(self._specs))).difference(order)
-            self._place([*order, *sorted(rest, reverse=True)])
-            self.whole = self._whole()
+            self._rebuild_buckets([*order, *sorted(rest, reverse=True)])
+            self.fast_path = self._make_fast_path()
 
     def _overlaps(self, device: torch.device) -> bool:
         """Return whether reducing during backward leaves it the processor."""
         return device.type != "cpu" or self._engine.overlaps()
 
-    def _whole(self) -> tuple[_C.WholePass, Report] | None:
+    def _make_fast_path(self) -> tuple[DenseFinalizer, GradientReport] | None:
         """Return the short way to end a pass, where nothing happens to gradients but a sum."""
         if self._compression is not Compression.none or any(
             self._overlaps(bucket.device) for bucket in self._plan
@@ -215,35 +218,35 @@ class Reducer:
             if bucket.numel
         ]
         everything = (1 << len(self._specs)) - 1
-        whole = _C.WholePass(self.hooks, self._bitmap(everything), buckets, *self._arguments)
-        return whole, Report(self.index, everything)
+        whole = DenseFinalizer(self.hooks, self._bitmap(everything), buckets, *self._arguments)
+        return whole, GradientReport(self.index, everything)
 
     def _finish_sparse(self) -> None:
         sums, self._sparse_sums = self._sparse_sums, {}
         for parameter, pending in sums.items():
-            self.hooks.replace(parameter, pending.wait())
+            self.hooks.set_sparse_result(parameter, pending.wait())
         for parameter in _members(self._sparse):
             gradient = self._parameters[parameter].grad
             assert gradient is not None, "it has just been reduced"
-            self.hooks.replace(parameter, gradient.to_sparse(1))
+            self.hooks.set_sparse_result(parameter, gradient.to_sparse(1))
 
     def _send(
-        self, name: str, region: Tensor, wire: Tensor | None, awaited: bool
+        self, name: str, region: Tensor, wire: Tensor | None, blocking: bool
     ) -> Callable[[], None]:
-        """Start to reduce `region` in place; return what waits for it, soon if `awaited`."""
+        """Start to reduce `region` in place; return what waits for it, soon if `blocking`."""
         if self._compression is Compression.none:
-            work = self._allreduce(name, region, awaited)
+            work = self._allreduce(name, region, blocking)
             return lambda: _wait(work)
         if wire is not None:
             wire.copy_(region)
-            work = self._allreduce(name, wire, awaited)
+            work = self._allreduce(name, wire, blocking)
             return lambda: _copy(region, work.wait())
         compressed, ctx = self._compression.compress(region)
-        work = self._allreduce(name, compressed.contiguous(), awaited)
+        work = self._allreduce(name, compressed.contiguous(), blocking)
         return lambda: _copy(region, self._compression.decompress(work.wait(), ctx))
 
-    def _allreduce(self, name: str, tensor: Tensor, awaited: bool) -> _C.Work:
-        return self._engine.allreduce(tensor, tensor, name, *self._arguments, awaited)
+    def _allreduce(self, name: str, tensor: Tensor, blocking: bool) -> Work:
+        return self._engine.allreduce(tensor, tensor, name, *self._arguments, blocking)
 
     def _name(self, number: int, bucket: int, begin: int = 0) -> str:
         return f"gradients.{self.index}.{number}.{bucket}.{begin}"
@@ -251,7 +254,7 @@ class Reducer:
     def _bitmap(self, touched: int) -> bytes:
         return touched.to_bytes((len(self._specs) + 7) // 8, "little")
 
-    def _place(self, order: Sequence[int]) -> None:
+    def _rebuild_buckets(self, order: Sequence[int]) -> None:
         """Plan the buckets, and give every gradient its place in one."""
         plan = plan_buckets(
             self._specs, order, self._bucket_bytes, groups=self._groups, alone=self._direct
@@ -259,13 +262,13 @@ class Reducer:
         if plan == self._plan:
             return
         self._plan = plan
-        self._wires = [self._wire(bucket) for bucket in plan]
+        self._cast_buffers = [self._wire(bucket) for bucket in plan]
         places: dict[int, tuple[int, int]] = {
             slot.parameter: (index, slot.offset)
             for index, bucket in enumerate(plan)
             for slot in bucket.slots
         }
-        self.hooks.place(
+        self.hooks.set_buckets(
             [
                 torch.empty(0, dtype=bucket.dtype)
                 if bucket.slots[0].parameter in self._direct
@@ -305,7 +308,15 @@ def _members(bitmap: int) -> list[int]:
     return [index for index in range(bitmap.bit_length()) if bitmap >> index & 1]
 
 
-def _wait(work: _C.Work) -> None:
+def _coalesced(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with each row once: summed again and again, its rows would multiply."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+
+
+def _wait(work: Work) -> None:
     work.wait()
 
 
@@ -328,7 +339,7 @@ def _require_same_parameters(
     process_set: ProcessSet,
     parameters: Sequence[Tensor],
     names: Sequence[str],
-    reduction: Reduction,
+    reduction: ReductionSettings,
     groups: Sequence[Sequence[int]],
 ) -> None:
     lines = [reduction.describe()]
@@ -342,15 +353,3 @@ def _require_same_parameters(
         line += f" in group {group_of[index]}" if index in group_of else ""
         lines.append(line)
     require_same(lines, "the ranks wrap different optimizers", process_set)
-
-
-_reducers: WeakSet[Reducer] = WeakSet()
-
-
-def _disable_in_child() -> None:
-    """Keep a forked child (a DataLoader worker) from writing into its parent's buckets."""
-    for reducer in _reducers:
-        reducer.hooks.disable()
-
-
-os.register_at_fork(after_in_child=_disable_in_child)

@@ -1,28 +1,28 @@
-"""How an optimizer's gradients are combined: what all ranks must have in common."""
+"""ReductionSettings: how an optimizer's gradients are reduced, the same on all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum
 from torch_ring.compression import Compressor
-from torch_ring.reduce_op import Average, ReduceOp, Sum
-from torch_ring.stateful import StatefulCompressor
+from torch_ring.compression.stateful import StatefulCompressor
 
-__all__ = ["Reduction"]
+__all__ = ["ReductionSettings"]
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How gradients are combined.
+class ReductionSettings:
+    """How the gradients of one optimizer are reduced.
 
     Attributes:
         op: Average or Sum.
         predivide_factor: Average divides by this before the sum, by size / this after it.
-        compression: what travels in place of a bucket, or of each gradient.
-        bucket_bytes: the most that is reduced together.
-        direct_bytes: from here on a gradient is computed where it is reduced, inside a host, if it
-            is in no group and not compressed; 0: no gradient is.
-        sparse_as_dense: whether sparse gradients are dense on their way.
+        compression: compresses a bucket, or each gradient, before it is sent.
+        bucket_bytes: the most bytes that are reduced together.
+        direct_bytes: a gradient of so many bytes or more is computed where it is reduced, inside a
+            host, if it is in no group and not compressed; 0: no gradient is.
+        sparse_as_dense: whether sparse gradients are reduced as dense ones.
     """
 
     op: ReduceOp
@@ -48,11 +48,11 @@ class Reduction:
         return replace(self, op=Average).arguments(size)
 
     def describe(self) -> str:
-        """Return what all ranks must have in common."""
+        """Return the settings as a line that must be the same on all ranks."""
         kind = self.compression
         if isinstance(kind, StatefulCompressor):
             name = str(kind)  # with its settings
-        else:  # an instance's repr may have an address in it
+        else:  # an instance's repr may contain an address
             name = (kind if isinstance(kind, type) else type(kind)).__qualname__
         return (
             f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "

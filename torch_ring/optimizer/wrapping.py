@@ -1,4 +1,4 @@
-"""Gives an optimizer more methods while it stays what it is."""
+"""Adds methods to an optimizer in place, by subclassing its class."""
 
 from __future__ import annotations
 

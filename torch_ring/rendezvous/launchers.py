@@ -1,4 +1,4 @@
-"""Who am I: read from what the launcher left in the environment."""
+"""Identity of this process, read from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["LAUNCHERS", "Identity", "Launcher", "discover", "first_host"]
 
 @dataclass(frozen=True)
 class Identity:
-    """This process among all of them.
+    """Rank, size and node of this process, and the launcher that set them.
 
     Attributes:
         rank, size: 0-based index of this process; number of processes.
-        local_rank, local_size: the same within its node; None where the launcher does not tell.
+        local_rank, local_size: the same within its node; None if the launcher does not set them.
         node: the launcher's name of this node; None: the host.
         nodes: the number of nodes, where the launcher tells.
-        launcher: who started it, a key of `LAUNCHERS`; "python" when nobody did, "init" when the
-            program says who it is.
+        launcher: a key of `LAUNCHERS`; "python" for a process that no launcher started, "init" for
+            one whose rank and size are arguments of init().
         job: the launcher's name of this start of the job.
-        part: the launcher's ranks that are counted here, ascending, if these are not all.
+        part: the launcher's ranks that this world consists of, ascending; empty if it has all.
     """
 
     rank: int = 0
@@ -39,9 +39,12 @@ class Identity:
     part: tuple[int, ...] = ()
 
     def among(self, ranks: tuple[int, ...]) -> Identity:
-        """Return who this process is among some of these ranks, given in ascending order.
+        """Return the identity of this process in a world of some of the ranks.
 
-        Its local rank is not the launcher's any more, but counted anew.
+        The launcher's local rank does not hold there: it is counted anew.
+
+        Args:
+            ranks: of this identity's world, ascending; this process is one of them.
         """
         return replace(
             self,
@@ -64,12 +67,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher numbers its processes; of several, the first that is set.
+    """Names of the variables in which a launcher numbers its processes.
+
+    Of a tuple of names, the first variable that is set counts.
 
     Attributes:
         node, nodes: the name of a node; how many there are.
         job: together they name one start of a job.
-        requires: a variable without which the others are only inherited.
+        requires: a variable that must be set too: without it the others were only inherited.
     """
 
     rank: str
@@ -139,9 +144,9 @@ def discover(
     local_rank: int | None = None,
     local_size: int | None = None,
 ) -> Identity:
-    """Return who this process is; one that nobody launched is rank 0 of 1.
+    """Return the identity of this process; without a launcher it is rank 0 of 1.
 
-    What is given goes before the environment; of launchers, `LAUNCHERS` is in order of precedence.
+    Arguments go before the environment. `LAUNCHERS` is in order of precedence.
 
     Raises:
         InvalidArgumentError: a launcher's variables, or the arguments, are incomplete or

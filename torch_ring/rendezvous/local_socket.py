@@ -1,7 +1,7 @@
-"""How the ranks of one host find one another without an address: through a Unix socket's name.
+"""A Unix socket by whose name the ranks of one host find rank 0 without an address.
 
-The name is derived from what this start of the job has and no other: the launcher's name for it,
-or the process that started all the ranks. It is an abstract name, so nothing is left behind.
+The name is derived from the launcher's name for this start of the job, or from the process that
+started all the ranks, so that no other job has it. It is an abstract name: no file is left behind.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torch_ring.errors import RingError, TimeoutError
-from torch_ring.launchers import LAUNCHERS, Identity
-from torch_ring.meeting import Deadline
-from torch_ring.network import require_same_user
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.launchers import LAUNCHERS, Identity
+from torch_ring.rendezvous.network import require_same_user
 
-__all__ = ["ask", "meeting_point", "serve"]
+__all__ = ["ask", "serve", "socket_name"]
 
 _ANSWER_BYTES = 4096
 
 
-def meeting_point(identity: Identity) -> str:
-    """Return the name of the socket at which the ranks of this start of the job meet."""
+def socket_name(identity: Identity) -> str:
+    """Return the name of rank 0's socket, the same for all ranks of this start of the job."""
     job = identity.job or _starter(identity)
     name = f"{os.getuid()}/{identity.launcher}/{job}/{identity.part}"
     digest = hashlib.sha256(name.encode()).hexdigest()
@@ -35,10 +35,10 @@ def meeting_point(identity: Identity) -> str:
 
 @contextlib.contextmanager
 def serve(name: str, answer: bytes) -> Iterator[None]:
-    """Answer every process of this user that asks at `name`, as long as the context lasts.
+    """Send `answer` to every process of this user that connects to `name`, while the context lasts.
 
     Raises:
-        RingError: another process answers there.
+        RingError: another process has bound the name.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -49,7 +49,7 @@ def serve(name: str, answer: bytes) -> Iterator[None]:
             ) from None
         listener.listen(1024)
         thread = threading.Thread(
-            target=_answer_all, args=(listener, answer), name="torch_ring meeting", daemon=True
+            target=_answer_all, args=(listener, answer), name="torch_ring rendezvous", daemon=True
         )
         thread.start()
         try:
@@ -60,10 +60,10 @@ def serve(name: str, answer: bytes) -> Iterator[None]:
 
 
 def ask(name: str, deadline: Deadline) -> bytes:
-    """Return the answer of the process that serves `name`, as soon as there is one.
+    """Connect to the process that serves `name` and return its answer.
 
     Raises:
-        TimeoutError: nobody did before the deadline.
+        TimeoutError: no process answered before the deadline.
     """
     while not deadline.passed():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
@@ -90,9 +90,9 @@ def _answer_all(listener: socket.socket, answer: bytes) -> None:
 
 
 def _starter(identity: Identity) -> str:
-    """Return the process that started all ranks of this host: "<pid>.<start time>".
+    """Return the process that started all ranks of this host, as "<pid>.<start time>".
 
-    It is the nearest ancestor that has no rank itself: mpirun, Hydra's proxy, Slurm's step daemon.
+    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step daemon.
     """
     launcher = LAUNCHERS.get(identity.launcher)
     for pid in _ancestors():

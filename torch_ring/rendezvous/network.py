@@ -1,4 +1,4 @@
-"""Addresses of this host, and what a Unix socket knows of its peer."""
+"""Addresses of this host; credentials and descriptors that come over a Unix socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_address(interface: str, towards: str | None, *, one_host: bool = False) 
 
     Args:
         interface: TORCH_RING_INTERFACE, which decides if it is not empty.
-        towards: the store's host, if that is known: what leads there leads to the other ranks.
+        towards: the store's host, if known: the route to it leads to the other ranks, too.
         one_host: whether all ranks are on this host.
     """
     if interface:

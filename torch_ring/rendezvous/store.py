@@ -1,4 +1,4 @@
-"""Where the ranks meet: the store through which they find one another."""
+"""Finding and serving the store of a job, through which its ranks find one another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from torch_ring import local_meeting
 from torch_ring.config import Config
-from torch_ring.errors import InvalidArgumentError, PeerLostError, RingError, TimeoutError
-from torch_ring.launchers import Identity, first_host
-from torch_ring.meeting import Deadline
-from torch_ring.network import is_loopback, is_loopback_name, own_address
+from torch_ring.errors import (
+    InvalidArgumentError,
+    PeerLostError,
+    RingError,
+    TimeoutError,
+    first_line,
+)
+from torch_ring.rendezvous import local_socket
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.launchers import Identity, first_host
+from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
 
-__all__ = ["Rendezvous", "forget", "meet", "of_part"]
+__all__ = ["Rendezvous", "drop_connections", "drop_in_child", "find_store", "store_of_part"]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
@@ -36,13 +42,13 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A store, and what is known about it.
+    """The store of a job, as one rank has found it.
 
     Attributes:
         store: seen by the ranks of this start of the job only.
-        host: whose it is, if that is known.
-        serves: whether it lives in this process.
-        secret: what nobody but the ranks of this job knows; empty if only the store can tell them.
+        host: the host that serves it, if known.
+        serves: whether this process serves it.
+        secret: known to the ranks of this job alone; empty where only the store could carry it.
     """
 
     store: Store
@@ -51,16 +57,16 @@ class Rendezvous:
     secret: str = ""
 
 
-# A process keeps its connection to a store (and rank 0 its store), so that an init() after a
-# shutdown() meets nobody who is about to leave.
+# Connections to stores outlive a world, and so does rank 0's own store: an init() after a
+# shutdown() then finds no store of a process that is about to exit.
 _stores: dict[Address, TCPStore] = {}
-_served: set[Address] = set()  # those that live in this process
-_points: dict[str, tuple[int, str]] = {}  # meeting point on this host -> port and secret
-_by_mpi: dict[tuple[int, ...], Address] = {}  # what rank 0 of a part told, once
+_served: set[Address] = set()  # served by this process
+_local_stores: dict[str, tuple[int, str]] = {}  # socket name -> port and secret
+_mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
 
 
 @contextlib.contextmanager
-def meet(
+def find_store(
     identity: Identity,
     config: Config,
     deadline: Deadline,
@@ -68,11 +74,11 @@ def meet(
     comm: Any = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Iterator[Rendezvous]:
-    """Show this rank the store of its job; while the context lasts, others are shown it too.
+    """Find the store of this job; rank 0 helps the others to find it while the context lasts.
 
-    Rank 0 serves the store, unless torchrun's agent does. Parts of the ranks that meet by an
-    address share the store of the launcher's rank 0, which must then be in one of them; others
-    have one each. The ranks find it
+    Rank 0 serves the store, unless torchrun's agent does. Parts of the ranks that find it by an
+    address share the store of the launcher's rank 0, which must then be in one of them; other
+    parts have one each. The ranks find it
 
     1. at MASTER_ADDR and MASTER_PORT (default 29400);
     2. by `comm`, an mpi4py communicator;
@@ -83,7 +89,7 @@ def meet(
     Raises:
         TimeoutError: the store did not answer before the deadline.
         RingError: rank 0 cannot serve it.
-        InvalidArgumentError: there is no way to find it; says what to set.
+        InvalidArgumentError: no way to find it is left; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
     rank = identity.launched_rank()
@@ -92,13 +98,13 @@ def meet(
     elif comm is not None:
         address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
     elif identity.on_one_node() or identity.launcher == "init":
-        with _meet_on_host(identity, deadline) as rendezvous:
+        with _find_on_host(identity, deadline) as rendezvous:
             yield rendezvous
         return
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
-        known = _by_mpi.get(identity.part)
+        known = _mpi_addresses.get(identity.part)
         address = known or _ask_mpi(_mpi_world(identity), identity, config, deadline)
         rank = identity.rank
     serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -106,29 +112,29 @@ def meet(
         store = _serve(address, deadline, one_host=identity.on_one_node())
     else:
         store = _connect(address, deadline)
-    view = of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+    view = store_of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
     yield Rendezvous(view, address[0], serves)
 
 
-def of_part(store: Store, identity: Identity) -> Store:
-    """Return a view of a store that all ranks share, for the part of them that is meant."""
+def store_of_part(store: Store, identity: Identity) -> Store:
+    """Return the view that one part of the ranks has of a store that all of them share."""
     return PrefixStore("-".join(map(str, identity.part)), store) if identity.part else store
 
 
-def forget() -> None:
-    """Drop the connections to other processes' stores: after a failure, they may be gone."""
+def drop_connections() -> None:
+    """Drop the connections to other processes' stores, which may be gone after a failure."""
     for address in [a for a in _stores if a not in _served]:
         del _stores[address]
-    for point in [p for p, (port, _) in _points.items() if (_LOOPBACK, port) not in _served]:
-        del _points[point]
+    for name in [n for n, (port, _) in _local_stores.items() if (_LOOPBACK, port) not in _served]:
+        del _local_stores[name]
 
 
-def forget_in_child() -> None:
-    """In a forked child, drop what is the parent's."""
+def drop_in_child() -> None:
+    """Drop the parent's connections and stores in a forked child, without touching them."""
     for address in _served:
-        # Never destroyed: that would join a thread which the child does not have.
+        # The store is never destroyed: its destructor joins a thread that the child does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_stores[address]))
-    for known in (_stores, _served, _points, _by_mpi):
+    for known in (_stores, _served, _local_stores, _mpi_addresses):
         known.clear()
 
 
@@ -136,22 +142,22 @@ def forget_in_child() -> None:
 
 
 @contextlib.contextmanager
-def _meet_on_host(identity: Identity, deadline: Deadline) -> Iterator[Rendezvous]:
-    point = local_meeting.meeting_point(identity)
+def _find_on_host(identity: Identity, deadline: Deadline) -> Iterator[Rendezvous]:
+    name = local_socket.socket_name(identity)
     if identity.rank != 0:
-        if point not in _points:
-            port, secret = json.loads(local_meeting.ask(point, deadline))
-            _points[point] = int(port), str(secret)
-        port, secret = _points[point]
+        if name not in _local_stores:
+            port, secret = json.loads(local_socket.ask(name, deadline))
+            _local_stores[name] = int(port), str(secret)
+        port, secret = _local_stores[name]
         yield _on_host(_connect((_LOOPBACK, port), deadline), False, secret)
         return
-    if point not in _points:
+    if name not in _local_stores:
         listener = socket.create_server((_LOOPBACK, 0))
         port = listener.getsockname()[1]
         _serve((_LOOPBACK, port), deadline, listener=listener)
-        _points[point] = port, secrets.token_hex(32)
-    port, secret = _points[point]
-    with local_meeting.serve(point, json.dumps(_points[point]).encode()):
+        _local_stores[name] = port, secrets.token_hex(32)
+    port, secret = _local_stores[name]
+    with local_socket.serve(name, json.dumps(_local_stores[name]).encode()):
         yield _on_host(_stores[_LOOPBACK, port], True, secret)
 
 
@@ -182,7 +188,7 @@ def _slurm_port(identity: Identity) -> int:
 
 
 def _mpi_world(identity: Identity) -> Any:
-    """Return MPI's communicator of all ranks, or of the part that is asked for."""
+    """Return MPI's communicator of the ranks of this world."""
     advice = (
         f"the {identity.size} ranks of {identity.launcher} may be on several hosts: set "
         "MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there, or "
@@ -193,7 +199,7 @@ def _mpi_world(identity: Identity) -> Any:
     try:
         mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # not installed; finds no MPI library
-        raise InvalidArgumentError(f"{advice}, or install mpi4py ({_first_line(error)})") from None
+        raise InvalidArgumentError(f"{advice}, or install mpi4py ({first_line(error)})") from None
     if not mpi.Is_initialized() or mpi.Is_finalized():
         raise InvalidArgumentError(f"{advice}, or initialize mpi4py's MPI before torch_ring")
     comm = mpi.COMM_WORLD
@@ -208,8 +214,8 @@ def _mpi_world(identity: Identity) -> Any:
 
 def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) -> Address:
     """Return the address of rank 0's store; rank 0 makes it. A collective of `comm`."""
-    if identity.part in _by_mpi:
-        return _by_mpi[identity.part]
+    if identity.part in _mpi_addresses:
+        return _mpi_addresses[identity.part]
     answer: Address | str = ""
     if identity.rank == 0:
         try:
@@ -222,7 +228,7 @@ def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) 
     answer = comm.bcast(answer, root=0)
     if isinstance(answer, str):
         raise RingError(f"rank 0 cannot serve the job's store: {answer}")
-    _by_mpi[identity.part] = answer
+    _mpi_addresses[identity.part] = answer
     return answer
 
 
@@ -250,17 +256,17 @@ def _serve(
             )
         except DistError as error:
             raise RingError(
-                f"rank 0 cannot serve the job's store at {_text(address)}: {_first_line(error)}"
+                f"rank 0 cannot serve the job's store at {_text(address)}: {first_line(error)}"
             ) from None
         _served.add(address)
     return _stores[address]
 
 
 def _listen(address: Address, one_host: bool) -> socket.socket | None:
-    """Listen where the others look for rank 0, and nowhere else if that can be told.
+    """Listen at the address at which the others look for rank 0, on no other if possible.
 
     Returns:
-        None when the port is in use: a store of this process may have it.
+        None if the port is in use: a store of this process may have it.
     """
     host, port = address
     try:
@@ -293,7 +299,7 @@ def _connect(address: Address, deadline: Deadline) -> TCPStore:
         except DistError as error:
             raise PeerLostError(
                 f"no store answers at {_text(address)} any more: has rank 0 exited? "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from None
         store.set_timeout(timedelta(seconds=deadline.timeout_s))
         _stores[address] = store
@@ -321,7 +327,3 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _text(address: Address) -> str:
     return "{}:{}".format(*address)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

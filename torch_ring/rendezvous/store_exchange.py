@@ -1,4 +1,4 @@
-"""What the ranks of a world tell one another in the store while it is made."""
+"""StoreExchange: values and failures that the ranks of a world exchange over a store during init()."""
 
 from __future__ import annotations
 
@@ -10,40 +10,28 @@ from collections.abc import Iterator, Sequence
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from torch_ring import errors
-from torch_ring.errors import InvalidArgumentError, PeerLostError, RingError, TimeoutError
+from torch_ring.errors import (
+    InvalidArgumentError,
+    PeerLostError,
+    RingError,
+    TimeoutError,
+    first_line,
+)
+from torch_ring.rendezvous.deadline import Deadline
 
-__all__ = ["Deadline", "Meeting", "name_ranks"]
+__all__ = ["StoreExchange", "name_ranks"]
 
-# Keys: "inits/<rank>" counts the worlds that a rank has begun to make; under the number of a world:
-_SIZE = "size"  # what the first rank to arrive takes for the number of ranks
-_FAILURE = "failure"  # why there will be no such world
-_SEEN = "failure_seen"  # how many ranks know of it
+# Keys. "inits/<rank>" counts the worlds that a rank has begun to join. Under a world's number:
+_SIZE = "size"  # the number of ranks, as the first one to arrive counts
+_FAILURE = "failure"  # why this world will not come about
+_SEEN = "failure_seen"  # the number of ranks that know of the failure
 _FINISHED = "finished"  # this world needs the store no more
 
-_LINGER_S = 2.0  # how long a store stays for the others to learn of a failure
+_LINGER_S = 2.0  # a store stays so long for the others to learn of a failure
 
 
-class Deadline:
-    """The point in time at which init() gives up."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._at = time.monotonic() + timeout_s
-
-    def left_s(self) -> float:
-        """Return the seconds that are left, 0 or more."""
-        return max(0.0, self._at - time.monotonic())
-
-    def passed(self) -> bool:
-        """Return whether it is too late."""
-        return self.left_s() == 0.0
-
-    def __str__(self) -> str:
-        return f"within {self.timeout_s:g} s (TORCH_RING_INIT_TIMEOUT)"
-
-
-class Meeting:
-    """One rank's part in the making of one world.
+class StoreExchange:
+    """One rank's side of the exchange by which one world comes about; a `SetupExchange`.
 
     Its methods raise PeerLostError if the store is gone.
 
@@ -51,10 +39,10 @@ class Meeting:
         store: seen by the ranks of this start of the job only.
         rank, size: this process.
         deadline: of the whole init().
-        serves: whether the store lives in this process.
+        serves: whether this process serves the store.
 
     Raises:
-        RingError: another process is this rank, too.
+        RingError: another process has this rank, too.
         InvalidArgumentError: another rank counts another number of ranks.
     """
 
@@ -79,7 +67,7 @@ class Meeting:
     def gather(self, name: str, value: str) -> list[str]:
         """Return the values that all ranks give under `name`, by rank.
 
-        Cost: a few messages a rank; the last one to arrive makes the list for all.
+        Cost: a few messages a rank. The last rank to arrive writes the list for all.
 
         Raises:
             TimeoutError: ranks did not arrive before the deadline; names them.
@@ -109,7 +97,7 @@ class Meeting:
     def explain(self, error: RingError) -> RingError:
         """Return the failure of another rank behind `error`, or `error` itself.
 
-        A rank that fails says why in the store a moment after its connections have closed.
+        A rank that fails writes its reason to the store a moment after its connections close.
         """
         with contextlib.suppress(DistError):
             for _ in range(50):
@@ -120,16 +108,16 @@ class Meeting:
         return error
 
     def finish(self) -> None:
-        """Record that this rank needs the store no more; the world can begin when all have."""
+        """Record that this rank needs the store no more."""
         if self._rank == 0:
             with _store_errors():
                 self._store.set(_FINISHED, "")
 
     def clean_up(self) -> None:
-        """Remove what nobody reads any more. Call when the world has begun."""
+        """Remove the keys that nobody reads any more. Call when all ranks have joined."""
         if self._rank != 0:
             return
-        # What is left of the world before told this one's ranks that they are not there twice.
+        # The keys left of the world before showed that no rank is there twice.
         old = [(self._before, key) for key in (_SIZE, _FAILURE, _SEEN, _FINISHED)]
         new = [
             (self._store, key)
@@ -142,7 +130,7 @@ class Meeting:
                     store.delete_key(key)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one cannot go on, and let them see it."""
+        """Tell the other ranks why this one cannot go on; a server waits until they know."""
         with contextlib.suppress(DistError):
             kind = type(error).__name__ if isinstance(error, RingError) else "RingError"
             reason = str(error) or type(error).__name__
@@ -159,7 +147,7 @@ class Meeting:
         with _store_errors():
             before = self._before
             if before and not before.check([_FINISHED]) and not before.check([_FAILURE]):
-                self._store = before  # that is the world to tell
+                self._store = before  # the world whose ranks must learn of it
                 raise RingError(
                     f"two processes are rank {self._rank} of {self._size}, or one was killed in "
                     "the middle of init() and another one started in its place"
@@ -182,7 +170,7 @@ class Meeting:
         return [f"{name}/{rank}" for rank in range(self._size)]
 
     def _until_deadline(self) -> Iterator[None]:
-        """Pace a loop of questions: quick at first, then such that many ranks are no burden."""
+        """Pace a polling loop: fast at first, then slower the more ranks there are."""
         pause_s, longest_s = 0.001, 0.02 + 1e-4 * self._size
         while not self.deadline.passed():
             yield
@@ -199,9 +187,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _store_errors() -> Iterator[None]:
-    """Say in one line what a store says in thirty."""
+    """Turn a store's error of thirty lines into a PeerLostError of one."""
     try:
         yield
     except DistError as error:
-        reason = str(error).partition("\n")[0]
-        raise PeerLostError(f"the store of this job is gone: has rank 0 exited? {reason}") from None
+        raise PeerLostError(
+            f"the store of this job is gone: has rank 0 exited? {first_line(error)}"
+        ) from None

@@ -1,24 +1,24 @@
-"""Makes the engine of a mesh, and sees that those of all its ranks run."""
+"""Starting the engines of a world or of a process set."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-from torch_ring import _C
+from torch_ring._C import Engine
 from torch_ring.config import Config
+from torch_ring.connections.full_mesh import FullMesh
 from torch_ring.errors import TimeoutError
-from torch_ring.meeting import Deadline
-from torch_ring.mesh import Mesh
+from torch_ring.rendezvous.deadline import Deadline
 
 __all__ = ["make_engine", "wait_for_all"]
 
 _log = logging.getLogger("torch_ring")
 
 
-def make_engine(rank: int, mesh: Mesh, config: Config) -> _C.Engine:
-    """Return a running engine, which owns the descriptors of `mesh` from now on."""
-    return _C.Engine(
+def make_engine(rank: int, mesh: FullMesh, config: Config) -> Engine:
+    """Return a running engine; it owns the descriptors of `mesh` from now on."""
+    return Engine(
         rank,
         len(mesh.host_of),
         mesh.host_of,
@@ -35,12 +35,12 @@ def make_engine(rank: int, mesh: Mesh, config: Config) -> _C.Engine:
     )
 
 
-def wait_for_all(engine: _C.Engine, deadline: Deadline) -> None:
-    """Return when the engines of all ranks run.
+def wait_for_all(engine: Engine, deadline: Deadline) -> None:
+    """Wait until the engines of all ranks run.
 
     Raises:
-        TimeoutError: they do not before the deadline.
-        PeerLostError: they will not.
+        TimeoutError: an engine has not answered before the deadline.
+        PeerLostError: a rank has died.
     """
     work = engine.barrier("torch_ring.init")
     while not work.done():

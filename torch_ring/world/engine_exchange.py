@@ -1,9 +1,9 @@
-"""What all ranks tell one another while a process set is made: by allgathers of the world's engine.
+"""EngineExchange: values and failures that all ranks exchange while a process set is made.
 
-There is a store when a world is made, and there may be none any more when a set is. So the ranks
-proceed in rounds, each an allgather of one line a rank: a value; "waiting", which keeps the round
-going while a rank is busy; or a failure. Every rank sees the same rounds: what one of them ends
-on, an agreement or a failure, all end on.
+A store may be gone when a set is made, so the world's engine carries the exchange. The ranks
+proceed in rounds; each is an allgather of one line a rank: a value, a failure, or "waiting", which
+keeps the round going while a rank is busy. All ranks see the same rounds, and so end in the same
+one, with values or with a failure.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from torch_ring import _C
+from torch_ring._C import Engine, Work
 from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
-from torch_ring.meeting import Deadline
+from torch_ring.rendezvous.deadline import Deadline
 
-__all__ = ["SetMeeting"]
+__all__ = ["EngineExchange"]
 
-_VALUE, _WAITING = "", "waiting"  # a line's kind; any other is the type of a failure
+_VALUE, _WAITING = "", "waiting"  # kinds of a line; any other is the type of a failure
 _KINDS: dict[str, type[RingError]] = {
     error.__name__: error for error in (RingError, MismatchError, PeerLostError, TimeoutError)
 }
 
 
-class SetMeeting:
-    """One rank's part in the making of one process set; :class:`torch_ring.meeting.Meeting`'s like.
+class EngineExchange:
+    """One rank's side of the exchange by which one process set comes about; a `SetupExchange`.
 
     All ranks of the world take part, and gather equally often. Its methods raise PeerLostError and
     TimeoutError as the world's engine does.
@@ -40,19 +40,19 @@ class SetMeeting:
     """
 
     def __init__(
-        self, engine: _C.Engine, rank: int, members: Sequence[int], deadline: Deadline
+        self, engine: Engine, rank: int, members: Sequence[int], deadline: Deadline
     ) -> None:
         self.deadline = deadline
         self._engine = engine
         self._rank = rank
         self._members = members
-        self._pending: _C.Work | None = None  # a round that this rank waits in
+        self._pending: Work | None = None  # the round that this rank has entered
         self._over = False  # there will be no more rounds
 
     def gather(self, name: str, value: str) -> list[str]:  # noqa: ARG002  the order says which
         """Return the values that the members give, by rank in the set.
 
-        Cost: an allgather of the world; more while a rank is late.
+        Cost: one allgather of the world; more while a rank is late.
 
         Raises:
             RingError: a rank has failed; says why.
@@ -85,9 +85,6 @@ class SetMeeting:
             return failure
         return error
 
-    def finish(self) -> None:
-        """Do nothing: no store is needed."""
-
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one cannot go on, unless they have failed already."""
         kind = type(error).__name__ if type(error).__name__ in _KINDS else RingError.__name__
@@ -107,7 +104,7 @@ class SetMeeting:
             self._pending = self._engine.allgather(payload, "torch_ring.process_sets")
 
     def _finish_round(self) -> list[list[str]]:
-        """Return what the ranks have said in the pending round, by rank in the world."""
+        """Return the lines of the pending round, [kind, text] by rank in the world."""
         if self._pending is None:
             return []
         with self._over_if_it_fails():

@@ -1,19 +1,21 @@
-"""Process sets: some of the ranks, with collectives of their own."""
+"""ProcessSet: some of the ranks, with collectives of their own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch_ring import _C, world
+from torch_ring._C import Engine
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.ranks import ranks_of
-from torch_ring.registry import Entry
+from torch_ring.world import current
+from torch_ring.world.process_set_table import ProcessSetRecord
+from torch_ring.world.ranks import ranks_of
 
 __all__ = [
     "ProcessSet",
     "add_process_set",
     "engine_of",
     "global_process_set",
+    "membership",
     "remove_process_set",
     "root_in",
 ]
@@ -41,8 +43,8 @@ class ProcessSet:
     @property
     def process_set_id(self) -> int | None:
         """The set's number, the same on all ranks; None unless it has been added."""
-        entry = self._entry()
-        return None if entry is None else entry.id
+        record = self._record()
+        return None if record is None else record.id
 
     @property
     def ranks(self) -> list[int] | None:
@@ -60,12 +62,12 @@ class ProcessSet:
             InvalidArgumentError: it is none of them, or the set has not been added.
             NotInitializedError: there is no world.
         """
-        return _membership(self).ranks.index(world.rank())
+        return membership(self).ranks.index(current.rank())
 
     def included(self) -> bool:
         """Return whether this process is a member; not if the set has not been added."""
-        entry = self._entry()
-        return entry is not None and entry.engine is not None
+        record = self._record()
+        return record is not None and record.engine is not None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessSet) or _GlobalProcessSet in (type(self), type(other)):
@@ -83,8 +85,8 @@ class ProcessSet:
     def __reduce__(self) -> Any:
         return ProcessSet, (self._ranks,)
 
-    def _entry(self) -> Entry | None:
-        return world.registry().find(self._ranks) if world.is_initialized() else None
+    def _record(self) -> ProcessSetRecord | None:
+        return current.world().process_sets.find(self._ranks) if current.is_initialized() else None
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -99,16 +101,16 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        return list(range(world.size())) if world.is_initialized() else None
+        return list(range(current.size())) if current.is_initialized() else None
 
     def size(self) -> int:
-        return world.size()
+        return current.size()
 
     def __reduce__(self) -> Any:
         return "global_process_set"
 
-    def _entry(self) -> Entry | None:
-        return world.registry().everyone if world.is_initialized() else None
+    def _record(self) -> ProcessSetRecord | None:
+        return current.world().process_sets.everyone if current.is_initialized() else None
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
@@ -129,10 +131,10 @@ def add_process_set(process_set: Any) -> ProcessSet:
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         RingError: on all ranks: a member could not connect to the others; says why.
     """
-    world.require_own()
-    registry = world.registry()
+    current.require_own()
+    table = current.world().process_sets
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    registry.add(tuple(added.ranks or ()))
+    table.add(tuple(added.ranks or ()))
     return added
 
 
@@ -147,12 +149,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
     """
-    world.require_own()
+    current.require_own()
     _require_process_set(process_set)
-    return world.registry().remove(tuple(process_set.ranks or ()))
+    return current.world().process_sets.remove(tuple(process_set.ranks or ()))
 
 
-def engine_of(process_set: ProcessSet) -> _C.Engine:
+def engine_of(process_set: ProcessSet) -> Engine:
     """Return the engine that runs the collectives of a set.
 
     Raises:
@@ -160,9 +162,9 @@ def engine_of(process_set: ProcessSet) -> _C.Engine:
         NotInitializedError: there is no world, or it is the one of this process's parent.
     """
     if process_set is global_process_set:
-        return world.engine()
-    world.require_own()
-    engine = _membership(process_set).engine
+        return current.engine()
+    current.require_own()
+    engine = membership(process_set).engine
     assert engine is not None  # a member has one
     return engine
 
@@ -174,7 +176,7 @@ def root_in(process_set: ProcessSet, root_rank: int) -> int:
         InvalidArgumentError: it is no member, or neither is this process.
         NotInitializedError: there is no world.
     """
-    ranks = _membership(process_set).ranks
+    ranks = membership(process_set).ranks
     if root_rank not in ranks:
         raise InvalidArgumentError(
             f"root_rank={root_rank!r} is not in the process set {list(ranks)}"
@@ -182,16 +184,16 @@ def root_in(process_set: ProcessSet, root_rank: int) -> int:
     return ranks.index(root_rank)
 
 
-def _membership(process_set: ProcessSet) -> Entry:
-    """Return the entry of a set of which this process is a member."""
+def membership(process_set: ProcessSet) -> ProcessSetRecord:
+    """Return the record of a set of which this process is a member."""
     _require_process_set(process_set)
-    entry = process_set._entry()
-    if entry is None:
-        world.registry()  # raises NotInitializedError
+    record = process_set._record()
+    if record is None:
+        current.world()  # raises NotInitializedError
         raise InvalidArgumentError(f"{process_set} has not been added, or has been removed")
-    if entry.engine is None:
-        raise InvalidArgumentError(f"rank {world.rank()} is not in {process_set}")
-    return entry
+    if record.engine is None:
+        raise InvalidArgumentError(f"rank {current.rank()} is not in {process_set}")
+    return record
 
 
 def _require_process_set(process_set: object) -> None:
@@ -204,7 +206,7 @@ class _Basics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of all sets, by id."""
-        return {entry.id: list(entry.ranks) for entry in world.registry().entries()}
+        return {record.id: list(record.ranks) for record in current.world().process_sets.records()}
 
 
 _basics = _Basics()

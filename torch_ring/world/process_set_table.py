@@ -1,4 +1,4 @@
-"""The process sets of a world: their ids, and their engines.
+"""ProcessSetTable: the process sets of a world, their ids and their engines.
 
 Every set has an engine of its own, with its own connections, threads and watchdog, so that
 operations of one set never wait for those of another.
@@ -9,48 +9,54 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch_ring import _C
+from torch_ring._C import Engine
 from torch_ring.config import Config
-from torch_ring.engines import make_engine, wait_for_all
-from torch_ring.errors import (
-    InvalidArgumentError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-)
-from torch_ring.launchers import Identity
-from torch_ring.meeting import Deadline
-from torch_ring.mesh import Mesh, connect
-from torch_ring.ranks import Ranks, require_below
-from torch_ring.rendezvous import Rendezvous
-from torch_ring.set_meeting import SetMeeting
+from torch_ring.connections.connect import connect_full_mesh, sit_out
+from torch_ring.connections.full_mesh import FullMesh
+from torch_ring.errors import InvalidArgumentError, MismatchError, NotInitializedError
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.exchange import failing_together
+from torch_ring.rendezvous.launchers import Identity
+from torch_ring.rendezvous.store import Rendezvous
+from torch_ring.world.engine import make_engine, wait_for_all
+from torch_ring.world.engine_exchange import EngineExchange
+from torch_ring.world.ranks import Ranks, require_below
 
-__all__ = ["Entry", "Registry"]
+__all__ = ["ProcessSetRecord", "ProcessSetTable"]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A process set; `engine` is None in a process that is no member."""
+class ProcessSetRecord:
+    """One process set.
+
+    Attributes:
+        id: the same on all ranks.
+        ranks: its members, ascending ranks of the world.
+        engine: runs its collectives; None in a process that is no member.
+        owned: state of higher layers for this set, by type; it ends with the set.
+    """
 
     id: int
     ranks: Ranks
-    engine: _C.Engine | None
+    engine: Engine | None
+    owned: dict[type, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-class Registry:
-    """The process sets of a world. Set 0 has all ranks, and is always there.
+class ProcessSetTable:
+    """The process sets of a world. Set 0 has all ranks, and always exists.
 
-    `add` and `remove` are collectives of all ranks; a thread at a time is in one of them. The
-    other methods do not block.
+    Thread: any. `add` and `remove` are collectives of all ranks, and run one at a time; the other
+    methods do not block.
 
     Args:
         identity: this process in the world.
         config: the world's settings.
         rendezvous: how the world was joined; None in a world of one.
         engine: the world's.
-        labels: what to call the ranks.
+        labels: the ranks' names in messages.
 
     Attributes:
         everyone: set 0.
@@ -61,7 +67,7 @@ class Registry:
         identity: Identity,
         config: Config,
         rendezvous: Rendezvous | None,
-        engine: _C.Engine,
+        engine: Engine,
         labels: Sequence[str],
     ) -> None:
         self._identity = identity
@@ -69,22 +75,22 @@ class Registry:
         self._rendezvous = rendezvous
         self._engine = engine
         self._labels = labels
-        self.everyone = Entry(0, tuple(range(identity.size)), engine)
-        self._entries = {self.everyone.ranks: self.everyone}
+        self.everyone = ProcessSetRecord(0, tuple(range(identity.size)), engine)
+        self._records = {self.everyone.ranks: self.everyone}
         self._closed = False
-        self._changing = threading.RLock()  # the entries, and whether it is closed
+        self._changing = threading.RLock()  # guards the records, and whether the table is closed
         self._in_collective = threading.Lock()
 
-    def find(self, ranks: Ranks) -> Entry | None:
+    def find(self, ranks: Ranks) -> ProcessSetRecord | None:
         """Return the set of these ranks, if there is one."""
-        return self._entries.get(ranks)
+        return self._records.get(ranks)
 
-    def entries(self) -> list[Entry]:
+    def records(self) -> list[ProcessSetRecord]:
         """Return all sets, by id."""
         with self._changing:
-            return sorted(self._entries.values(), key=lambda entry: entry.id)
+            return sorted(self._records.values(), key=lambda record: record.id)
 
-    def add(self, ranks: Ranks) -> Entry:
+    def add(self, ranks: Ranks) -> ProcessSetRecord:
         """Make a set.
 
         Raises:
@@ -93,23 +99,23 @@ class Registry:
             RingError: on all ranks: a member could not connect; says why.
         """
         with self._in_collective:
-            meeting = self._agree("add_process_set", ranks)
+            exchange = self._agree("add_process_set", ranks)
             require_below(ranks, self._identity.size)
-            if ranks in self._entries:
+            if ranks in self._records:
                 raise InvalidArgumentError(f"there is a process set of the ranks {list(ranks)}")
-            engine = self._join(ranks, meeting)
+            engine = self._join(ranks, exchange)
             with self._changing:
                 if not self._closed:
-                    ids = {entry.id for entry in self._entries.values()}
+                    ids = {record.id for record in self._records.values()}
                     free = next(number for number in range(1, len(ids) + 1) if number not in ids)
-                    self._entries[ranks] = Entry(free, ranks, engine)
-                    return self._entries[ranks]
+                    self._records[ranks] = ProcessSetRecord(free, ranks, engine)
+                    return self._records[ranks]
             if engine is not None:
                 engine.shutdown()
             raise NotInitializedError
 
     def remove(self, ranks: Ranks) -> bool:
-        """End a set, and what is in flight in it. Return whether there was one; set 0 stays.
+        """End a set and fail its operations in flight. Return whether there was one; set 0 stays.
 
         Raises:
             MismatchError: on all ranks: they do not all remove this set.
@@ -117,39 +123,40 @@ class Registry:
         with self._in_collective:
             self._agree("remove_process_set", ranks)
             with self._changing:
-                entry = self._entries.get(ranks)
-                if entry is None or entry.id == 0:
+                record = self._records.get(ranks)
+                if record is None or record.id == 0:
                     return False
-                del self._entries[ranks]
-            if entry.engine is not None:
-                entry.engine.shutdown()
+                del self._records[ranks]
+            if record.engine is not None:
+                record.engine.shutdown()
             return True
 
     def close(self) -> None:
         """Shut down the engines of all sets, the world's last."""
         with self._changing:
             self._closed = True
-            entries = sorted(self._entries.values(), key=lambda entry: -entry.id)
-            self._entries.clear()
-        for entry in entries:
-            if entry.engine is not None:
-                entry.engine.shutdown()
+            records = sorted(self._records.values(), key=lambda record: -record.id)
+            self._records.clear()
+        for record in records:
+            if record.engine is not None:
+                record.engine.shutdown()
 
     def abandon(self) -> None:
-        """In a forked child, let go of what is the parent's; the entries can still be read."""
-        self._changing = threading.RLock()  # who held the other is not in this process
+        """Let go of the parent's engines in a forked child; the records can still be read."""
+        self._changing = threading.RLock()  # the parent's thread that held it is not here
         self._rendezvous = None
-        for entry in self._entries.values():
-            if entry.engine is not None:
-                entry.engine.abandon()
+        for record in self._records.values():
+            if record.engine is not None:
+                record.engine.abandon()
 
-    def _agree(self, what: str, ranks: Ranks) -> SetMeeting:
-        """Return a meeting of ranks that all call the same function for the same set."""
+    def _agree(self, function: str, ranks: Ranks) -> EngineExchange:
+        """Check that all ranks call `function` for the same set; return an exchange to make it."""
         identity = self._identity
         everyone = range(identity.size)
         deadline = Deadline(self._config.init_timeout_s)
-        request = f"{what}({list(ranks)})"
-        requests = SetMeeting(self._engine, identity.rank, everyone, deadline).gather("", request)
+        request = f"{function}({list(ranks)})"
+        exchange = EngineExchange(self._engine, identity.rank, everyone, deadline)
+        requests = exchange.gather("", request)
         for rank, other in enumerate(requests):
             if other != requests[0]:
                 raise MismatchError(
@@ -157,52 +164,35 @@ class Registry:
                     f"0: {requests[0]}; rank {rank}: {other}"
                 )
         deadline = Deadline(self._config.init_timeout_s)  # waiting for the others does not count
-        return SetMeeting(self._engine, identity.rank, ranks, deadline)
+        return EngineExchange(self._engine, identity.rank, ranks, deadline)
 
-    def _join(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine | None:
-        """Return a running engine, or None in a process that only helps the members to meet."""
+    def _join(self, ranks: Ranks, exchange: EngineExchange) -> Engine | None:
+        """Return a running engine, or None in a process that is no member."""
         engine = None
         with contextlib.ExitStack() as cleanup:
-            try:
+            with failing_together(exchange):
                 if self._identity.rank in ranks:
-                    engine = self._start_engine(ranks, meeting)
+                    engine = self._start_engine(ranks, exchange)
                     cleanup.callback(engine.shutdown)
                 else:
-                    _sit_through_connect(meeting)
-                meeting.gather("started", "")
-            except PeerLostError as error:
-                raise _tell(meeting, meeting.explain(error)) from None
-            except BaseException as error:
-                _tell(meeting, error)
-                raise
+                    sit_out(exchange)
+                exchange.gather("started", "")
             cleanup.pop_all()
         return engine
 
-    def _start_engine(self, ranks: Ranks, meeting: SetMeeting) -> _C.Engine:
+    def _start_engine(self, ranks: Ranks, exchange: EngineExchange) -> Engine:
         labels = [self._labels[rank] for rank in ranks]
         if len(ranks) == 1 or self._rendezvous is None:
-            _sit_through_connect(meeting)
-            return make_engine(0, Mesh(labels=labels), self._config)
+            sit_out(exchange)
+            return make_engine(0, FullMesh(labels=labels), self._config)
         identity = self._identity.among(ranks)
         with contextlib.closing(
-            connect(identity, self._config, self._rendezvous, meeting, labels=labels)
+            connect_full_mesh(identity, self._config, self._rendezvous, exchange, labels=labels)
         ) as mesh:
             engine = make_engine(identity.rank, mesh, self._config)
         try:
-            wait_for_all(engine, meeting.deadline)
+            wait_for_all(engine, exchange.deadline)
         except BaseException:
             engine.shutdown()
             raise
         return engine
-
-
-def _sit_through_connect(meeting: SetMeeting) -> None:
-    """Gather as often as connect() does."""
-    meeting.gather("cards", "")
-    meeting.gather("connected", "")
-
-
-def _tell(meeting: SetMeeting, cause: BaseException) -> BaseException:
-    """Return `cause` when all ranks know; not kept in a frame that it would keep alive."""
-    meeting.fail(cause)
-    return cause

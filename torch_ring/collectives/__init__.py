@@ -1,0 +1,15 @@
+"""Collective operations on tensors, one module for each.
+
+Every rank of the process set calls the same operations. Operations with a name may be submitted in
+any order; those without are numbered, so their order must be the same on all ranks. Tensors are
+dense, on the CPU or on a GPU; their dtype is uint8, int8, int32, int64, float16, bfloat16, float32, float64
+or bool.
+
+Raised by all of them, on every rank:
+
+* :class:`NotInitializedError` before :func:`torch_ring.init`;
+* ``ValueError`` for what is wrong on this rank alone, before anything is sent;
+* :class:`MismatchError` when the ranks ask for different things, or some have called
+  :func:`join` and the operation needs them; the job may go on;
+* :class:`PeerLostError`, :class:`TimeoutError` when a rank is gone or silent.
+"""

@@ -1,0 +1,106 @@
+"""allgather: every rank gets the rows of all ranks' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ring.collectives.allreduce import allreduce, grouped_allreduce
+from torch_ring.collectives.handle import GroupHandle, Handle
+from torch_ring.collectives.reduce_op import Average
+from torch_ring.collectives.tensors import (
+    checked_group,
+    needs_function,
+    require_tensor,
+)
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
+
+__all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start to concatenate the ranks' tensors along their first dimension.
+
+    Args:
+        tensor: at least one dimension; all but the first are equal on all ranks.
+        name: what identifies the operation on all ranks.
+        process_set: the ranks that take part; this one must be among them.
+
+    Returns:
+        A handle whose result has as many rows as all tensors together, in the order of ranks.
+    """
+    require_tensor(tensor, "allgather_async")
+    return Handle(engine_of(process_set).allgather(tensor, name or ""))
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Return the ranks' tensors, concatenated along the first dimension.
+
+    Differentiable: a rank's gradient is its rows of the gradient's average over ranks, as in
+    Horovod. See :func:`allgather_async`.
+    """
+    require_tensor(tensor, "allgather")
+    if not needs_function(tensor):
+        return engine_of(process_set).allgather(tensor, name or "", True).wait()
+    result: Tensor = _Allgather.apply(tensor, name, process_set)
+    return result
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        work = engine_of(process_set).allgather(tensor, name or "", blocking=True)
+        gathered = work.wait()
+        ctx.rows = work.received_splits()
+        ctx.process_set = process_set
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        averaged = allreduce(gradient, op=Average, process_set=ctx.process_set)
+        return torch.split(averaged, ctx.rows)[ctx.process_set.rank()], None, None
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> GroupHandle:
+    """Start to gather each of `tensors` from the ranks; see :func:`allgather_async`."""
+    tensors = checked_group(tensors)
+    return GroupHandle(engine_of(process_set).grouped_allgather(tensors, name or ""))
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Gather each of `tensors` from the ranks; differentiable, see :func:`allgather`."""
+    return list(_GroupedAllgather.apply(name, process_set, *checked_group(tensors)))
+
+
+class _GroupedAllgather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        works = engine_of(process_set).grouped_allgather(tensors, name or "", blocking=True)
+        gathered = GroupHandle(works).wait()
+        ctx.rows = [work.received_splits() for work in works]
+        ctx.process_set = process_set
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        averaged = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
+        rank = ctx.process_set.rank()
+        own = [torch.split(all_, rows)[rank] for all_, rows in zip(averaged, ctx.rows, strict=True)]
+        return None, None, *own

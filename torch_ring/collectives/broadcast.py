@@ -1,0 +1,123 @@
+"""broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ring import world
+from torch_ring.collectives.allreduce import allreduce
+from torch_ring.collectives.handle import Handle
+from torch_ring.collectives.reduce_op import Average
+from torch_ring.collectives.tensors import (
+    empty_result_like,
+    needs_function,
+    require_tensor,
+    written_in_place,
+)
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, root_in
+
+__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start to copy the root's `tensor` into a new tensor on every rank.
+
+    Args:
+        tensor: the same shape and dtype on every rank; its values matter on the root only.
+        root_rank: the rank whose values all get: its global rank, also in a process set.
+        name: what identifies the operation on all ranks.
+        process_set: the ranks that take part; this one and the root must be among them.
+    """
+    require_tensor(tensor, "broadcast_async")
+    output = empty_result_like(tensor)
+    return _broadcast(tensor, output, root_rank, name, process_set, blocking=False)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start to overwrite `tensor` with the root's; see :func:`broadcast_async`."""
+    require_tensor(tensor, "broadcast_async_")
+    return written_in_place(
+        _broadcast(tensor, tensor, root_rank, name, process_set, blocking=False), tensor
+    )
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the root's `tensor` on every rank; see :func:`broadcast_async`.
+
+    Differentiable: the root's gradient is the average over ranks, as in Horovod (not the sum);
+    the others' is zero.
+    """
+    require_tensor(tensor, "broadcast")
+    broadcast_now = _Broadcast.apply if needs_function(tensor) else _broadcast_now
+    result: Tensor = broadcast_now(tensor, root_rank, name, process_set)
+    return result
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Overwrite `tensor` with the root's and return it; see :func:`broadcast_async`."""
+    require_tensor(tensor, "broadcast_")
+    handle = _broadcast(tensor, tensor, root_rank, name, process_set, blocking=True)
+    result: Tensor = written_in_place(handle, tensor).wait()
+    return result
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.root_rank = root_rank
+        ctx.process_set = process_set
+        return _broadcast_now(tensor, root_rank, name, process_set)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        averaged = allreduce(gradient, op=Average, process_set=ctx.process_set)
+        if world.rank() != ctx.root_rank:
+            averaged = torch.zeros_like(averaged)
+        return averaged, None, None, None
+
+
+def _broadcast_now(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Tensor:
+    output = empty_result_like(tensor)
+    _broadcast(tensor, output, root_rank, name, process_set, blocking=True).wait()
+    return output
+
+
+def _broadcast(
+    tensor: Tensor,
+    output: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    blocking: bool,
+) -> Handle:
+    engine = engine_of(process_set)
+    root = root_in(process_set, root_rank)
+    return Handle(engine.broadcast(tensor, output, root, name or "", blocking))

@@ -1,0 +1,22 @@
+"""Compression of gradients: the compressors to choose from, and the interface for your own."""
+
+from torch_ring.compression.casts import (
+    BF16Compressor,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+)
+from torch_ring.compression.int8 import Int8Compressor
+from torch_ring.compression.powersgd import PowerSGDCompressor
+
+__all__ = ["Compression", "Compressor"]
+
+
+class Compression:
+    """The compressors to choose from. ``int8`` and ``powersgd`` keep a state: call them to make one."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    int8 = Int8Compressor
+    powersgd = PowerSGDCompressor

@@ -1,0 +1,59 @@
+"""FullMesh: one rank's connections to all others, and the memory of its host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_ring.connections.peer_info import PeerInfo
+
+__all__ = ["FullMesh"]
+
+
+@dataclass
+class FullMesh:
+    """One rank's connections, and the descriptors of its host; owns them until release().
+
+    Attributes:
+        peers: all ranks, in order; empty in a world of one.
+        host_of: the host index of each rank.
+        labels: the name of each rank in messages.
+        may_spin: whether every rank on this kernel has a CPU of its own.
+        control: control connections by rank.
+        data: data connections by rank and channel.
+        memory, doorbells: memfds and eventfds of this host's ranks, this one included, by rank.
+    """
+
+    peers: list[PeerInfo] = field(default_factory=list)
+    host_of: list[int] = field(default_factory=lambda: [0])
+    labels: list[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
+    may_spin: bool = True
+    data: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
+    control: dict[int, socket.socket] = field(default_factory=dict)
+    memory: dict[int, int] = field(default_factory=dict)
+    doorbells: dict[int, int] = field(default_factory=dict)
+
+    def release(self) -> dict[str, list[Any]]:
+        """Return the descriptors by rank; the caller owns them now.
+
+        A missing descriptor is -1. Of `data`, each rank has a list.
+        """
+        ranks = range(len(self.host_of))
+        by_channel = [sorted(self.data.pop(r, {}).items()) for r in ranks]
+        data = [[connection.detach() for _, connection in channels] for channels in by_channel]
+        control = [self.control.pop(r).detach() if r in self.control else -1 for r in ranks]
+        memory, doorbells = (
+            [fds.pop(r, -1) for r in ranks] for fds in (self.memory, self.doorbells)
+        )
+        return {"data": data, "memory": memory, "doorbells": doorbells, "control": control}
+
+    def close(self) -> None:
+        """Close the descriptors that have not been released."""
+        for sockets in (self.control, *self.data.values()):
+            while sockets:
+                sockets.popitem()[1].close()
+        for fds in (self.memory, self.doorbells):
+            while fds:
+                os.close(fds.popitem()[1])

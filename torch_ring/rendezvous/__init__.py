@@ -1,0 +1,6 @@
+"""Rendezvous: who this process is, where the ranks meet, and how they talk until they are connected.
+
+`launchers` reads rank and size from the launcher's environment. `store` finds or serves the store
+of the job; `local_socket` finds it inside one host without an address. `store_exchange` gathers
+values over the store, which is how the ranks talk before they are connected.
+"""

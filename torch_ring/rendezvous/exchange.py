@@ -1,0 +1,60 @@
+"""SetupExchange: how ranks that are not connected yet tell one another values and failures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch_ring.errors import PeerLostError, RingError
+from torch_ring.rendezvous.deadline import Deadline
+
+__all__ = ["SetupExchange", "failing_together"]
+
+
+class SetupExchange(Protocol):
+    """One rank's side of an out-of-band exchange, while ranks connect to one another.
+
+    All ranks call `gather` in the same order. Every method raises RingError when another rank has
+    failed, TimeoutError at the deadline.
+    """
+
+    deadline: Deadline
+
+    def gather(self, name: str, value: str) -> list[str]:
+        """Return the values that the ranks give under `name`, by rank. Blocks until all have."""
+
+    def check(self) -> None:
+        """Raise the failure of another rank, if there is one. Does not block."""
+
+    def explain(self, error: RingError) -> RingError:
+        """Return another rank's failure that caused `error`, or `error` itself."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed with `error`."""
+
+
+@contextlib.contextmanager
+def failing_together(exchange: SetupExchange) -> Iterator[None]:
+    """Make a failure inside the context a failure of all ranks.
+
+    Raises:
+        RingError: another rank's failure, where a lost connection is only its consequence.
+        BaseException: whatever was raised inside; the other ranks have been told.
+    """
+    try:
+        yield
+    except PeerLostError as error:
+        raise _told(exchange, exchange.explain(error)) from None
+    except BaseException as error:
+        exchange.fail(error)
+        raise
+
+
+def _told(exchange: SetupExchange, cause: RingError) -> RingError:
+    """Return `cause` after the other ranks know it.
+
+    No local variable above holds it: its traceback would keep that frame, and its engine, alive.
+    """
+    exchange.fail(cause)
+    return cause

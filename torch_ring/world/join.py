@@ -1,0 +1,196 @@
+"""Joining a world: identity, rendezvous, connections, engine, process sets."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from torch_ring._C import Engine
+from torch_ring.config import Config
+from torch_ring.connections.connect import connect_full_mesh
+from torch_ring.connections.full_mesh import FullMesh
+from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.exchange import failing_together
+from torch_ring.rendezvous.launchers import Identity, discover
+from torch_ring.rendezvous.store import Rendezvous, drop_connections, find_store, store_of_part
+from torch_ring.rendezvous.store_exchange import StoreExchange
+from torch_ring.world.engine import make_engine, wait_for_all
+from torch_ring.world.process_set_table import ProcessSetTable
+from torch_ring.world.ranks import Ranks, ranks_of
+
+__all__ = ["World", "join_world"]
+
+_log = logging.getLogger("torch_ring")
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, as one of them has joined them, and everything that ends with them.
+
+    Attributes:
+        rank, size: this process.
+        topology: its position among nodes.
+        cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
+        config: the settings.
+        engine: runs the collectives of all ranks.
+        process_sets: the sets of this world; each may own state of higher layers.
+        on_rejoin: called when join() returns, on all ranks alike.
+    """
+
+    rank: int
+    size: int
+    topology: Topology
+    cpu_sharers: int
+    config: Config
+    engine: Engine
+    process_sets: ProcessSetTable
+    on_rejoin: list[Callable[[], None]] = field(default_factory=list)
+
+
+def join_world(
+    comm: Any,
+    process_sets: Sequence[Any] | str | None,
+    given: dict[str, Any],
+    store: Store | None,
+    config: Config,
+) -> World:
+    """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
+
+    Args:
+        given: rank, size, local_rank and local_size, each None if the launcher's counts.
+    """
+    if comm is None or isinstance(comm, Sequence):
+        identity, comm = _identity_in_list(comm or (), given), None
+    else:
+        identity = _identity_in_communicator(comm, given)
+    sets = _static_sets(process_sets, identity.size)
+    if identity.size > 1:
+        world = _connect(identity, config, comm, store, {"process_sets": sets})
+    else:
+        world = _alone(identity, config)
+    try:
+        for ranks in sets:
+            world.process_sets.add(ranks)
+    except BaseException:
+        world.process_sets.close()
+        raise
+    return world
+
+
+# --- who this process is
+
+
+def _identity_in_list(ranks: Sequence[int], given: dict[str, Any]) -> Identity:
+    return _among(discover(**given), ranks) if ranks else discover(**given)
+
+
+def _identity_in_communicator(comm: Any, given: dict[str, Any]) -> Identity:
+    if not hasattr(comm, "Get_rank"):
+        raise InvalidArgumentError(f"comm={comm!r} is neither a list nor an mpi4py communicator")
+    everyone = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    given |= {"rank": everyone.Get_rank(), "size": everyone.Get_size()}
+    identity = _among(discover(**given), comm)
+    if identity.rank != comm.Get_rank():
+        raise InvalidArgumentError("comm must number its processes in the order of MPI.COMM_WORLD")
+    return identity
+
+
+def _among(identity: Identity, comm: Any) -> Identity:
+    """Return the identity of this process in a world of the ranks of `comm`."""
+    ranks = ranks_of(comm, identity.size)
+    if identity.rank not in ranks:
+        raise InvalidArgumentError(f"comm: rank {identity.rank} is not in {list(ranks)}")
+    return identity if len(ranks) == identity.size else identity.among(ranks)
+
+
+def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise InvalidArgumentError(f'process_sets={process_sets!r}: the only word is "dynamic"')
+        return []
+    sets = [ranks_of(each, size) for each in process_sets or ()]
+    for ranks in sets:
+        if sets.count(ranks) > 1 or len(ranks) == size:
+            raise InvalidArgumentError(f"process_sets: there are two sets of {list(ranks)}")
+    return sets
+
+
+# --- connecting
+
+
+def _alone(identity: Identity, config: Config) -> World:
+    mesh = FullMesh()
+    labels = mesh.labels
+    engine = make_engine(0, mesh, config)
+    table = ProcessSetTable(identity, config, None, engine, labels)
+    return World(0, 1, Topology(), 1, config, engine, table)
+
+
+def _connect(
+    identity: Identity, config: Config, comm: Any, store: Store | None, common: dict[str, Any]
+) -> World:
+    """Connect this rank to the others; `common` must be the same on all of them."""
+    rank, size = identity.rank, identity.size
+    deadline = Deadline(config.init_timeout_s)
+    try:
+        with _rendezvous(identity, config, deadline, comm, store) as rendezvous:
+            serves = rendezvous.serves
+            exchange = StoreExchange(rendezvous.store, rank, size, deadline, serves=serves)
+            with failing_together(exchange):
+                mesh = connect_full_mesh(identity, config, rendezvous, exchange, common=common)
+                engine = _start_engine(rank, mesh, config, exchange)
+            exchange.clean_up()
+    except BaseException:
+        drop_connections()
+        raise
+    if rank == 0:
+        _log.info("%s", _describe(mesh))
+    table = ProcessSetTable(identity, config, rendezvous, engine, mesh.labels)
+    topology, sharers = topology_of(rank, mesh.peers), cpu_sharers(rank, mesh.peers)
+    return World(rank, size, topology, sharers, config, engine, table)
+
+
+def _rendezvous(
+    identity: Identity, config: Config, deadline: Deadline, comm: Any, store: Store | None
+) -> contextlib.AbstractContextManager[Rendezvous]:
+    if store is None:
+        return find_store(identity, config, deadline, comm=comm)
+    host = getattr(store, "host", None)  # a TCPStore's
+    view = store_of_part(PrefixStore("torch_ring", store), identity)
+    return contextlib.nullcontext(Rendezvous(view, host))
+
+
+def _start_engine(rank: int, mesh: FullMesh, config: Config, exchange: StoreExchange) -> Engine:
+    """Start the engine, and wait until those of all ranks run."""
+    engine = make_engine(rank, mesh, config)
+    try:
+        exchange.finish()
+        wait_for_all(engine, exchange.deadline)
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine
+
+
+def _describe(mesh: FullMesh) -> str:
+    """Return the line that rank 0 logs: ranks, hosts, transports."""
+    sizes = list(Counter(mesh.host_of).values())
+    ranks = f"{len(mesh.host_of)} ranks"
+    if len(sizes) == 1:
+        return f"{ranks} on one host, by shared memory"
+    addresses = ", ".join(dict.fromkeys(peer.address for peer in mesh.peers))
+    if len(sizes) == len(mesh.host_of):
+        return f"{ranks}, a TCP ring over {addresses}"
+    return (
+        f"{ranks} on {len(sizes)} hosts ({'+'.join(map(str, sizes))}): shared memory inside hosts, "
+        f"a TCP ring between them over {addresses}"
+    )
