@@ -10,14 +10,16 @@ CSRC = Path(__file__).parent.parent / "csrc"
 # folder -> the folders, or single headers, that it may include besides itself
 MAY_INCLUDE: dict[str, set[str]] = {
     "core": set(),
-    "transport": {"core"},
-    "collective": {"core", "transport"},
+    "memory": {"core"},
+    "transport": {"core", "memory"},
+    "collective": {"core", "memory", "transport"},
     "engine": {"core", "collective/communicator.h", "collective/board.h"},
     "nccl": {"core", "collective/communicator.h"},
-    "bindings": {"core", "transport", "collective", "engine", "nccl"},
+    "bindings": {"core", "memory", "transport", "collective", "engine", "nccl"},
 }
 FORBIDDEN = {
     "core": r"<(thread|condition_variable|sys/socket\.h|cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "memory": r"<(thread|sys/socket\.h|cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "transport": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "collective": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "nccl": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",

@@ -196,10 +196,10 @@ class Work:
         """Return how many rows of the result came from each rank, of an allgather or alltoall."""
 
 class BlockCache:
-    """Shared memory for tensors that come and go (csrc/transport/block_cache.h)."""
+    """Shared memory for tensors that come and go (csrc/memory/block_pool.h)."""
 
 class GradientHooks:
-    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h).
+    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradient_hooks.h).
 
     In a bitmap, parameter i is bit i % 8 of byte i / 8.
 

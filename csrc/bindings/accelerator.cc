@@ -17,8 +17,8 @@
 #include "bindings/streams.h"
 #include "core/clock.h"
 #include "nccl/loader.h"
-#include "nccl/meeting.h"
 #include "nccl/nccl_communicator.h"
+#include "nccl/rendezvous.h"
 
 namespace py = pybind11;
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 namespace torch_ring {
 

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "bindings/gradient_allocator.h"
-#include "bindings/place.h"
+#include "bindings/gradient_view.h"
 
 namespace torch_ring {
 

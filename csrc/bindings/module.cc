@@ -3,9 +3,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include "bindings/engine.h"
-#include "bindings/gradients.h"
-#include "bindings/results.h"
+#include "bindings/gradient_hooks.h"
+#include "bindings/py_engine.h"
+#include "bindings/result_allocator.h"
 #include "collective/world.h"
 #include "nccl/loader.h"
 #include "transport/doorbell.h"

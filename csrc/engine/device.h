@@ -10,8 +10,8 @@
 
 #include "collective/communicator.h"
 #include "core/abort.h"
+#include "engine/buffers.h"
 #include "engine/executor.h"
-#include "engine/memory.h"
 
 namespace torch_ring {
 

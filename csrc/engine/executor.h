@@ -7,8 +7,8 @@
 
 #include "collective/communicator.h"
 #include "engine/agreement.h"
+#include "engine/buffers.h"
 #include "engine/fusion.h"
-#include "engine/memory.h"
 
 namespace torch_ring {
 

@@ -3,8 +3,8 @@
 
 #include "doubles/nccl_streams.h"
 #include "engine_ranks.h"
-#include "nccl/meeting.h"
 #include "nccl/nccl_communicator.h"
+#include "nccl/rendezvous.h"
 
 namespace torch_ring::test {
 namespace {

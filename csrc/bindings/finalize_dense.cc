@@ -1,9 +1,9 @@
-#include "bindings/whole_pass.h"
+#include "bindings/finalize_dense.h"
 
 #include <numeric>
 #include <utility>
 
-#include "bindings/tensors.h"
+#include "bindings/requests.h"
 
 namespace torch_ring {
 

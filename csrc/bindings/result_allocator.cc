@@ -1,4 +1,4 @@
-#include "bindings/results.h"
+#include "bindings/result_allocator.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
@@ -6,7 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/strides.h>
 
-#include "transport/kept_pages.h"
+#include "memory/page_pool.h"
 
 namespace torch_ring {
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/tensors.h"
+#include "bindings/requests.h"
 #include "engine/engine.h"
 
 namespace torch_ring {

@@ -1,4 +1,4 @@
-#include "bindings/place.h"
+#include "bindings/gradient_view.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "bindings/tensors.h"
+#include "bindings/requests.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
@@ -10,7 +10,7 @@
 #include <bit>
 #include <numeric>
 
-#include "bindings/results.h"
+#include "bindings/result_allocator.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
 

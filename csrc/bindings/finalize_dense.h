@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/gradients.h"
+#include "bindings/gradient_hooks.h"
 #include "engine/engine.h"
 
 namespace torch_ring {

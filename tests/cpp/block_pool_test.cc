@@ -1,4 +1,4 @@
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

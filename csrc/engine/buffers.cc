@@ -1,4 +1,4 @@
-#include "engine/memory.h"
+#include "engine/buffers.h"
 
 #include <cstring>
 

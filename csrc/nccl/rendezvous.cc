@@ -1,4 +1,4 @@
-#include "nccl/meeting.h"
+#include "nccl/rendezvous.h"
 
 #include <algorithm>
 #include <cstring>

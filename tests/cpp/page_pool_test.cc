@@ -1,4 +1,4 @@
-#include "transport/kept_pages.h"
+#include "memory/page_pool.h"
 
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "harness.h"
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 using namespace torch_ring;
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/gradients.h"
-#include "bindings/whole_pass.h"
+#include "bindings/finalize_dense.h"
+#include "bindings/gradient_hooks.h"
 
 namespace torch_ring {
 namespace {

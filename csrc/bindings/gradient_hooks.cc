@@ -1,4 +1,4 @@
-#include "bindings/gradients.h"
+#include "bindings/gradient_hooks.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/Exceptions.h>

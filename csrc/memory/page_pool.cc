@@ -1,11 +1,11 @@
-#include "transport/kept_pages.h"
+#include "memory/page_pool.h"
 
 #include <sys/mman.h>
 
 #include <cstdint>
 #include <new>
 
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 namespace torch_ring {
 

@@ -15,7 +15,7 @@
 
 #include "bindings/hooked_parameter.h"
 #include "bindings/streams.h"
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 namespace torch_ring {
 

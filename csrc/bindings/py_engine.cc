@@ -1,4 +1,4 @@
-#include "bindings/engine.h"
+#include "bindings/py_engine.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -12,13 +12,13 @@
 #include <memory>
 
 #include "bindings/accelerator.h"
-#include "bindings/results.h"
-#include "bindings/tensors.h"
-#include "bindings/whole_pass.h"
-#include "bindings/work.h"
+#include "bindings/finalize_dense.h"
+#include "bindings/py_work.h"
+#include "bindings/requests.h"
+#include "bindings/result_allocator.h"
 #include "collective/world.h"
 #include "engine/engine.h"
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 namespace py = pybind11;
 
