@@ -16,7 +16,7 @@
 #include "bindings/py_work.h"
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
-#include "collective/world.h"
+#include "collective/make_communicator.h"
 #include "engine/engine.h"
 #include "memory/block_pool.h"
 
@@ -39,7 +39,10 @@ std::vector<Fd> own(const std::vector<int>& fds) {
 class PyEngine {
  public:
   PyEngine(World world, const EngineConfig& config, std::string nccl_library, py::function log)
-      : pid_(::getpid()), rank_(world.rank), size_(world.size), hosts_(world.host_count()) {
+      : pid_(::getpid()),
+        rank_(world.topology.rank),
+        size_(world.topology.size()),
+        hosts_(world.topology.host_count()) {
     for (const Fd& fd : world.control) remember(fd);
     for (const auto& fds : world.data) {
       for (const Fd& fd : fds) remember(fd);
@@ -322,9 +325,8 @@ std::unique_ptr<PyEngine> make_engine(
   world.memory = own(memory);
   world.doorbells = own(doorbells);
   world.control = own(control);
-  world.rank = rank;
-  world.size = size;
-  world.host_of = std::move(host_of);
+  world.topology = {rank, std::move(host_of)};
+  if (world.topology.size() != size) throw py::value_error("host_of does not name every rank");
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   EngineConfig config;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collective/world.h"
+#include "core/config.h"
 #include "transport/shared_memory.h"
 #include "transport/waiter.h"
 
