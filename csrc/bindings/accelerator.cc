@@ -89,14 +89,14 @@ struct Using {
 class Accelerator final : public Device, public Memory {
  public:
   Accelerator(c10::Stream stream, Communicator& host, const Abort& abort,
-              std::chrono::milliseconds timeout, const nccl::Meeting& meeting)
-      : stream_(stream), timeout_(timeout), api_(meeting.api) {
+              std::chrono::milliseconds timeout, const nccl::Rendezvous& rendezvous)
+      : stream_(stream), timeout_(timeout), api_(rendezvous.api) {
     const Using now(stream_);
     const auto scale = [device = stream.device()](void* data, std::size_t count, DType dtype,
                                                   const Scaling& scaling) {
       scale_result(view_of(data, count, dtype, device), scaling);
     };
-    communicator_.emplace(api_, meeting.id, host.rank(), host.size(), host.board(), abort, timeout,
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort, timeout,
                           nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
   }
 
@@ -275,8 +275,8 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     }
     return nccl::load(library);
   };
-  const nccl::Meeting meeting = nccl::meet(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, timeout, meeting);
+  const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
+  return std::make_unique<Accelerator>(*stream, host, abort, timeout, rendezvous);
 }
 
 }  // namespace torch_ring

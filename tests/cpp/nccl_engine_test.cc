@@ -13,10 +13,10 @@ constexpr std::uint8_t kDevice = 1;
 
 class StreamDevice final : public Device, public Memory {
  public:
-  StreamDevice(Communicator& host, const Abort& abort, const nccl::Meeting& meeting,
+  StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
                std::chrono::milliseconds timeout)
-      : api_(meeting.api),
-        communicator_(api_, meeting.id, host.rank(), host.size(), host.board(), abort, timeout,
+      : api_(rendezvous.api),
+        communicator_(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort, timeout,
                       {stream_.handle, {}}) {}
 
   Communicator& communicator() override { return communicator_; }
@@ -66,8 +66,8 @@ void run_with_device(
     World& world = worlds[static_cast<std::size_t>(rank)];
     const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
                                                  const Abort& abort) -> std::unique_ptr<Device> {
-      const auto meeting = nccl::meet(host, labels, [&] { return load(host.rank()); });
-      return std::make_unique<StreamDevice>(host, abort, meeting, config.timeout);
+      const auto rendezvous = nccl::rendezvous(host, labels, [&] { return load(host.rank()); });
+      return std::make_unique<StreamDevice>(host, abort, rendezvous, config.timeout);
     };
     Rank self(world, config, make);
     fn(self);
