@@ -14,7 +14,7 @@ constexpr milliseconds kLookAround{50};
 // Instead of kSpin, with which the engine's thread may take the core from one that computes: a
 // thread that waits has nothing else to do there, and ranks that compute the same differ by some
 // hundred microseconds.
-constexpr microseconds kAwaitedSpin{500};
+constexpr microseconds kBlockingSpin{500};
 constexpr milliseconds kFarewell{1000};  // of a device whose own deadline has passed
 
 // A rank that has waited this long with nothing new tells the others, so that all find out when
@@ -157,7 +157,7 @@ void Engine::wait(Work& work, const Interrupt& interrupt) {
 void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
   const auto work = make_work(std::move(request));
   Lock lock(mutex_);
-  enqueue({&work, 1}, Mode::kAwaited);
+  enqueue({&work, 1}, Mode::kBlocking);
   wait(lock, *work, interrupt);
 }
 
@@ -273,8 +273,8 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     if (target == nullptr && hand_over()) return;
     auto now = Clock::now();
     if (!since) since = now;
-    const bool is_patient = target != nullptr && now - *since < kAwaitedSpin;
-    board_.wait_until(now + kLookAround, is_patient ? kAwaitedSpin : kSpin);
+    const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
+    board_.wait_until(now + kLookAround, is_patient ? kBlockingSpin : kSpin);
     // While rounds go on, there is little to look at.
     now = Clock::now();
     if (round_open_ && now - looked_around_ < kLookAround && board_.complete()) continue;

@@ -55,7 +55,7 @@ class Engine {
 
   enum class Mode {
     kAsynchronous,  // started by the engine after the fusion window
-    kAwaited,       // the caller is about to wait(): nobody else is woken
+    kBlocking,      // the caller is about to wait(): nobody else is woken
   };
   /// Errors: Error(kInvalidArgument) when the name is in flight or reserved; the fatal cause.
   std::shared_ptr<Work> submit(Request request, Mode mode);

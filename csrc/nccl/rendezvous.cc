@@ -22,7 +22,7 @@ struct PeerInfo {
 }  // namespace
 
 Rendezvous rendezvous(Communicator& host, std::span<const std::string> labels,
-             const std::function<Api()>& load) {
+                      const std::function<Api()>& load) {
   PeerInfo mine;
   std::optional<Api> api;
   try {

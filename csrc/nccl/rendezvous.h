@@ -21,6 +21,6 @@ struct Rendezvous {
 /// version: NCCL itself would hang, or worse.
 /// `labels`: by rank. `load`: as loader.h's. Other errors: `host`'s.
 Rendezvous rendezvous(Communicator& host, std::span<const std::string> labels,
-             const std::function<Api()>& load);
+                      const std::function<Api()>& load);
 
 }  // namespace torch_ring::nccl

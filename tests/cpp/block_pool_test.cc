@@ -18,8 +18,8 @@ constexpr std::size_t kBytes = 4096;
 /// Allocates, and knows what has not been freed.
 class Memory {
  public:
-  std::shared_ptr<BlockCache> cache() {
-    return BlockCache::make([this](std::size_t bytes) {
+  std::shared_ptr<BlockPool> pool() {
+    return BlockPool::make([this](std::size_t bytes) {
       if (exhausted) throw std::bad_alloc();
       void* const data = std::malloc(bytes);
       ++allocations;
@@ -38,81 +38,81 @@ class Memory {
 
 }  // namespace
 
-TEST(block_cache_gives_the_same_block_again) {
+TEST(block_pool_gives_the_same_block_again) {
   Memory memory;
-  const auto cache = memory.cache();
-  cache->expect(kBytes);
-  auto block = cache->take(kBytes);
+  const auto pool = memory.pool();
+  pool->expect(kBytes);
+  auto block = pool->take(kBytes);
   void* const data = block.get();
   block.reset();
-  CHECK_EQ(cache->take(kBytes).get(), data);
+  CHECK_EQ(pool->take(kBytes).get(), data);
   CHECK_EQ(memory.allocations, 1);
 }
 
-TEST(block_cache_has_blocks_for_twice_what_is_expected) {
+TEST(block_pool_has_blocks_for_twice_what_is_expected) {
   Memory memory;
-  const auto cache = memory.cache();
-  CHECK(cache->take(kBytes) == nullptr);
-  cache->expect(kBytes);
-  cache->expect(kBytes);
-  CHECK(cache->take(kBytes - 1) == nullptr);
+  const auto pool = memory.pool();
+  CHECK(pool->take(kBytes) == nullptr);
+  pool->expect(kBytes);
+  pool->expect(kBytes);
+  CHECK(pool->take(kBytes - 1) == nullptr);
   std::set<std::shared_ptr<void>> taken;
-  for (int i = 0; i < 4; ++i) taken.insert(cache->take(kBytes));
+  for (int i = 0; i < 4; ++i) taken.insert(pool->take(kBytes));
   CHECK(!taken.contains(nullptr));
   CHECK_EQ(taken.size(), 4u);
-  CHECK(cache->take(kBytes) == nullptr);
+  CHECK(pool->take(kBytes) == nullptr);
   taken.clear();
   CHECK_EQ(memory.live.size(), 4u);
 }
 
-TEST(block_cache_frees_what_is_expected_no_more) {
+TEST(block_pool_frees_what_is_expected_no_more) {
   Memory memory;
-  const auto cache = memory.cache();
-  cache->expect(kBytes);
-  cache->expect(2 * kBytes);
-  auto held = cache->take(kBytes);
-  cache->take(kBytes).reset();
-  cache->take(2 * kBytes).reset();
+  const auto pool = memory.pool();
+  pool->expect(kBytes);
+  pool->expect(2 * kBytes);
+  auto held = pool->take(kBytes);
+  pool->take(kBytes).reset();
+  pool->take(2 * kBytes).reset();
   CHECK_EQ(memory.live.size(), 3u);
-  cache->expect_no_more(kBytes);
+  pool->expect_no_more(kBytes);
   CHECK_EQ(memory.live.size(), 2u);
-  CHECK(cache->take(kBytes) == nullptr);
+  CHECK(pool->take(kBytes) == nullptr);
   held.reset();
   CHECK_EQ(memory.live.size(), 1u);
-  CHECK(cache->take(2 * kBytes) != nullptr);
+  CHECK(pool->take(2 * kBytes) != nullptr);
 }
 
-TEST(block_cache_block_outlives_the_cache) {
+TEST(block_pool_block_outlives_the_pool) {
   Memory memory;
-  auto cache = memory.cache();
-  cache->expect(kBytes);
-  auto vacant = cache->take(kBytes);
-  auto held = cache->take(kBytes);
+  auto pool = memory.pool();
+  pool->expect(kBytes);
+  auto vacant = pool->take(kBytes);
+  auto held = pool->take(kBytes);
   vacant.reset();
-  cache.reset();
+  pool.reset();
   CHECK_EQ(memory.live.size(), 1u);
   CHECK_EQ(*memory.live.begin(), held.get());
   held.reset();
   CHECK(memory.live.empty());
 }
 
-TEST(block_cache_gives_nothing_when_memory_is_used_up) {
+TEST(block_pool_gives_nothing_when_memory_is_used_up) {
   Memory memory;
-  const auto cache = memory.cache();
-  cache->expect(kBytes);
+  const auto pool = memory.pool();
+  pool->expect(kBytes);
   memory.exhausted = true;
-  CHECK(cache->take(kBytes) == nullptr);
+  CHECK(pool->take(kBytes) == nullptr);
   memory.exhausted = false;
-  CHECK(cache->take(kBytes) != nullptr);
+  CHECK(pool->take(kBytes) != nullptr);
 }
 
-TEST(block_cache_is_empty_in_a_child) {
+TEST(block_pool_is_empty_in_a_child) {
   Memory memory;
-  const auto cache = memory.cache();
-  cache->expect(kBytes);
-  cache->take(kBytes).reset();
+  const auto pool = memory.pool();
+  pool->expect(kBytes);
+  pool->take(kBytes).reset();
   const pid_t child = ::fork();
-  if (child == 0) ::_exit(cache->take(kBytes) == nullptr ? 0 : 1);
+  if (child == 0) ::_exit(pool->take(kBytes) == nullptr ? 0 : 1);
   int status = 0;
   CHECK_EQ(::waitpid(child, &status, 0), child);
   CHECK_EQ(status, 0);

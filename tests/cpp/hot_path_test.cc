@@ -54,7 +54,7 @@ void check_costs(std::size_t count, bool shared, std::uint64_t staged, std::uint
       Request request;
       request.fingerprint.shape = {static_cast<std::int64_t>(count)};
       request.input = request.output = data;
-      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
     };
     allreduce();
     const Costs before(communicator.host().own());

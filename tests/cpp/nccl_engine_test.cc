@@ -169,7 +169,7 @@ TEST(who_has_joined_stands_in_on_the_device) {
     request.fingerprint.collective = Collective::kJoin;
     request.fingerprint.name = kJoinKey;
     request.output = &last;
-    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
     rank.engine().close();
     CHECK(ones == std::vector<float>(500, rank.rank() > 0 ? 2.0f : 1.0f));
   });
