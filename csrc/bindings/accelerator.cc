@@ -69,8 +69,8 @@ class RelaxedCaptureScope {
   void exchange() {
     using Exchange = int(int* mode);  // cuThreadExchangeStreamCaptureMode
     static auto* const function = [] {
-      void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-      void* symbol = driver ? dlsym(driver, "cuThreadExchangeStreamCaptureMode") : nullptr;
+      void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+      void* symbol = cuda ? dlsym(cuda, "cuThreadExchangeStreamCaptureMode") : nullptr;
       return reinterpret_cast<Exchange*>(symbol);
     }();
     if (function) function(&mode_);
@@ -86,7 +86,7 @@ struct StreamScope {
   c10::StreamGuard guard;
 };
 
-class Accelerator final : public Device, public Memory {
+class Accelerator final : public Device, public Buffers {
  public:
   Accelerator(c10::Stream stream, Communicator& host, const Abort& abort,
               std::chrono::milliseconds timeout, const nccl::Rendezvous& rendezvous)
@@ -108,7 +108,7 @@ class Accelerator final : public Device, public Memory {
   }
 
   Communicator& communicator() override { return *communicator_; }
-  Memory& memory() override { return *this; }
+  Buffers& buffers() override { return *this; }
 
   void use(const std::function<void()>& enqueue) override {
     const StreamScope now(stream_);
@@ -148,7 +148,7 @@ class Accelerator final : public Device, public Memory {
     return {data, [tensor = std::move(tensor)](void*) {}};
   }
 
-  void* buffer(std::size_t bytes) override {
+  void* fusion_buffer(std::size_t bytes) override {
     const StreamScope now(stream_);
     if (!buffer_.defined() || buffer_.nbytes() < bytes) buffer_ = empty(bytes);
     return buffer_.mutable_data_ptr();

@@ -87,14 +87,14 @@ void check_riding_along(const std::vector<int>& host_of, std::size_t alone) {
   run_engines(host_of, [&](Rank& rank) {
     HostMemory memory;
     const Executor executor(rank.communicator(), memory, 0);
-    const auto rides = [&](std::size_t bytes, bool is_alone) {
+    const auto fits = [&](std::size_t bytes, bool is_alone) {
       Request request;
       request.fingerprint.dtype = DType::kUInt8;
       request.fingerprint.shape = {static_cast<std::int64_t>(bytes)};
-      return executor.rides_along(request, is_alone);
+      return executor.fits_inline(request, is_alone);
     };
-    CHECK(rides(alone, true) && !rides(alone + 1, true));
-    CHECK(rides(4096, false) && !rides(4097, false));
+    CHECK(fits(alone, true) && !fits(alone + 1, true));
+    CHECK(fits(4096, false) && !fits(4097, false));
   });
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint8_t kDevice = 1;
 
-class StreamDevice final : public Device, public Memory {
+class StreamDevice final : public Device, public Buffers {
  public:
   StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
                std::chrono::milliseconds timeout)
@@ -20,7 +20,7 @@ class StreamDevice final : public Device, public Memory {
                       {stream_.handle, {}}) {}
 
   Communicator& communicator() override { return communicator_; }
-  Memory& memory() override { return *this; }
+  Buffers& buffers() override { return *this; }
   void use(const std::function<void()>& enqueue) override {
     enqueue();
     ++enqueued_;
@@ -36,7 +36,7 @@ class StreamDevice final : public Device, public Memory {
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     return memory_.emplace_back(std::make_shared<std::byte[]>(bytes));
   }
-  void* buffer(std::size_t bytes) override { return allocate(bytes).get(); }
+  void* fusion_buffer(std::size_t bytes) override { return allocate(bytes).get(); }
   void copy(std::span<const Copy> copies, DType dtype) override {
     for (const Copy& copy : copies) {
       stream_.enqueue([copy, dtype] {

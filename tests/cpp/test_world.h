@@ -142,14 +142,14 @@ inline std::vector<int> two_hosts_in_turns(int size) {
   return host_of;
 }
 
-/// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some drive no network.
+/// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some serve no network.
 inline std::vector<int> three_hosts(int size) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * 3 / size);
   return host_of;
 }
 
-/// Long enough that only a hang meets it, and shorter than the harness's patience.
+/// Long enough that only a hang reaches it, and shorter than the harness's patience.
 inline EngineConfig patient() {
   EngineConfig config;
   config.timeout = std::chrono::seconds(30);
