@@ -80,11 +80,11 @@ class Engine:
         op: int,
         prescale: float,
         postscale: float,
-        awaited: bool = False,
+        blocking: bool = False,
     ) -> Work:
         """Submit. `output` may be `tensor`. An empty name is numbered.
 
-        `awaited` (here and below): the caller is about to wait, so that no thread is woken.
+        `blocking` (here and below): the caller is about to wait, so that no thread is woken.
         """
 
     def allreduce_and_wait(
@@ -103,15 +103,15 @@ class Engine:
         """
 
     def broadcast(
-        self, tensor: Tensor, output: Tensor, root: int, name: str, awaited: bool = False
+        self, tensor: Tensor, output: Tensor, root: int, name: str, blocking: bool = False
     ) -> Work: ...
     def allgather(
-        self, tensor: Tensor, name: str, awaited: bool = False, joinable: bool = False
+        self, tensor: Tensor, name: str, blocking: bool = False, joinable: bool = False
     ) -> Work:
         """Submit. With `joinable`, ranks that have joined give no rows; otherwise it fails then."""
 
     def alltoall(
-        self, tensor: Tensor, splits: Sequence[int], name: str, awaited: bool = False
+        self, tensor: Tensor, splits: Sequence[int], name: str, blocking: bool = False
     ) -> Work:
         """Submit. `splits`: rows for each rank, together at most those of the tensor."""
 
@@ -123,11 +123,11 @@ class Engine:
         op: int,
         prescale: float,
         postscale: float,
-        awaited: bool = False,
+        blocking: bool = False,
     ) -> Work:
         """Submit. `output` is contiguous and has this rank's rows: the first ranks get one more."""
 
-    def barrier(self, name: str, awaited: bool = False) -> Work:
+    def barrier(self, name: str, blocking: bool = False) -> Work:
         """Submit. Without a name: the caller waits, and requests are numbered anew after it."""
 
     def join(self) -> Work:
@@ -141,12 +141,12 @@ class Engine:
         op: int,
         prescale: float,
         postscale: float,
-        awaited: bool = False,
+        blocking: bool = False,
     ) -> list[Work]:
         """Submit all or none (here and below). Member i of group "g" has the name "g.i"."""
 
     def grouped_allgather(
-        self, tensors: Sequence[Tensor], name: str, awaited: bool = False
+        self, tensors: Sequence[Tensor], name: str, blocking: bool = False
     ) -> list[Work]: ...
     def grouped_reducescatter(
         self,
@@ -156,14 +156,16 @@ class Engine:
         op: int,
         prescale: float,
         postscale: float,
-        awaited: bool = False,
+        blocking: bool = False,
     ) -> list[Work]: ...
-    def end_pass(self, whole: WholePass, entry: bytes, number: int, /) -> bytes | None:
+    def finalize_dense(
+        self, finalizer: DenseFinalizer, entry: bytes, number: int, /
+    ) -> bytes | None:
         """End a backward pass if all gradients are due here, and the ranks all say `entry`.
 
         Returns:
-            None if not all are due, and nothing was sent; what the ranks have said, one after the
-            other, if that differs, and nothing was reduced; nothing, b"", if all is done.
+            None if not all are due, and nothing was sent; the ranks' entries, one after the other,
+            if they differ, and nothing was reduced; nothing, b"", if all is done.
         """
 
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
@@ -172,7 +174,7 @@ class Engine:
         An ordinary tensor where there is no shared memory (one rank, TCP only).
         """
 
-    def gradient_blocks(self) -> BlockCache | None:
+    def gradient_blocks(self) -> BlockPool | None:
         """Return the memory of large gradients; None if they lie in buckets as all others."""
 
     def has_shared_memory(self) -> bool: ...
@@ -195,18 +197,18 @@ class Work:
     def received_splits(self) -> list[int]:
         """Return how many rows of the result came from each rank, of an allgather or alltoall."""
 
-class BlockCache:
-    """Shared memory for tensors that come and go (csrc/transport/block_cache.h)."""
+class BlockPool:
+    """Shared memory for tensors that come and go (csrc/memory/block_pool.h)."""
 
 class GradientHooks:
-    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradients.h).
+    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradient_hooks.h).
 
     In a bitmap, parameter i is bit i % 8 of byte i / 8.
 
     Args:
         parameters: leaves; hooked whether they require grad now or not.
         names: what errors call them.
-        reduced_scale: multiplies a gradient that is reduced already before more is added to it.
+        reduced_scale: multiplies an already reduced gradient before autograd accumulates into it.
         on_backward_end: called at the end of each backward pass that touched a parameter; its
             exception comes out of backward().
         on_bucket_full: called during the pass with a bucket all of which is due.
@@ -221,39 +223,39 @@ class GradientHooks:
         reduced_scale: float,
         on_backward_end: Callable[[], None],
         on_bucket_full: Callable[[int], None],
-        blocks: BlockCache | None,
+        blocks: BlockPool | None,
     ) -> None: ...
-    def place(
+    def set_buckets(
         self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
     ) -> None:
-        """Give every parameter its (bucket, offset in elements); gradients move there.
+        """Give every parameter its view: (bucket, offset in elements); gradients move there.
 
         A bucket that is an empty tensor of its dtype has one gradient, which lies in a block.
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
     def pending(self, everything: bool) -> tuple[bytes, bytes, bool]:
-        """Return the bitmap of what is due, of what is sparse of it, and whether there is more."""
+        """Return the bitmap of what is due, of what is sparse of it, and whether more accumulates."""
 
-    def adopt(self, touched: bytes) -> None:
+    def move_into_buckets(self, touched: bytes) -> None:
         """Prepare the parameters of the bitmap to be reduced: gradients move, or become zero."""
 
     def memory(self, bucket: int) -> Tensor:
-        """Return what to reduce, when all of a bucket has arrived or been adopted."""
+        """Return the memory to reduce, when all of a bucket has arrived or been moved into it."""
 
-    def contribution(self, index: int) -> Tensor | None:
+    def local_gradient(self, index: int) -> Tensor | None:
         """Return the gradient of a parameter that is to be reduced outside the buckets."""
 
-    def replace(self, index: int, gradient: Tensor) -> None:
+    def set_sparse_result(self, index: int, gradient: Tensor) -> None:
         """Make a sparse tensor the reduced gradient of a parameter."""
 
-    def reduced(self, touched: bytes) -> None:
+    def mark_reduced(self, touched: bytes) -> None:
         """Record that the parameters of the bitmap have been reduced."""
 
     def ready_order(self) -> list[int]:
         """Return the parameters in the order of their arrival in the current pass."""
 
-    def restart(self, *, gradients: bool) -> None:
+    def reset(self, *, gradients: bool) -> None:
         """Count passes from zero; with `gradients`, forget what was accumulated."""
 
     def set_passes_per_step(self, passes: int) -> None: ...
@@ -263,10 +265,10 @@ class GradientHooks:
     def disable(self) -> None:
         """Make the hooks do nothing any more."""
 
-class WholePass:
-    """All gradients of an optimizer, as `Engine.end_pass` reduces them.
+class DenseFinalizer:
+    """All gradients of an optimizer, as `Engine.finalize_dense` reduces them.
 
-    `everything` is the bitmap of all parameters. A bucket is its index, and what stands before and
+    `everything` is the bitmap of all parameters. A bucket is its index, and the text before and
     after a pass's number in its name.
     """
 

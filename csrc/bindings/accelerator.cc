@@ -17,8 +17,8 @@
 #include "bindings/streams.h"
 #include "core/clock.h"
 #include "nccl/loader.h"
-#include "nccl/meeting.h"
 #include "nccl/nccl_communicator.h"
+#include "nccl/rendezvous.h"
 
 namespace py = pybind11;
 
@@ -56,21 +56,21 @@ at::Tensor view_of(void* data, std::size_t count, DType dtype, c10::Device devic
   return at::from_blob(data, {static_cast<std::int64_t>(count)}, [](void*) {}, options, device);
 }
 
-/// Lets this thread do to the device what a capture into a CUDA graph forbids other threads: the
-/// engine's thread looks after collectives while the user's captures.
-class Uncaptured {
+/// While this lives, this thread may do to the device what a capture into a CUDA graph forbids
+/// other threads: the engine's thread polls collectives while the user's captures.
+class RelaxedCaptureScope {
  public:
-  Uncaptured() { exchange(); }
-  ~Uncaptured() { exchange(); }
-  Uncaptured(const Uncaptured&) = delete;
-  Uncaptured& operator=(const Uncaptured&) = delete;
+  RelaxedCaptureScope() { exchange(); }
+  ~RelaxedCaptureScope() { exchange(); }
+  RelaxedCaptureScope(const RelaxedCaptureScope&) = delete;
+  RelaxedCaptureScope& operator=(const RelaxedCaptureScope&) = delete;
 
  private:
   void exchange() {
     using Exchange = int(int* mode);  // cuThreadExchangeStreamCaptureMode
     static auto* const function = [] {
-      void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-      void* symbol = driver ? dlsym(driver, "cuThreadExchangeStreamCaptureMode") : nullptr;
+      void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+      void* symbol = cuda ? dlsym(cuda, "cuThreadExchangeStreamCaptureMode") : nullptr;
       return reinterpret_cast<Exchange*>(symbol);
     }();
     if (function) function(&mode_);
@@ -79,48 +79,49 @@ class Uncaptured {
   int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then what it was
 };
 
-/// This thread uses a device and its stream.
-struct Using {
-  explicit Using(c10::Stream stream) : guard(stream) {}
-  Uncaptured uncaptured;
+/// While this lives, a device and its stream are this thread's current ones.
+struct StreamScope {
+  explicit StreamScope(c10::Stream stream) : guard(stream) {}
+  RelaxedCaptureScope relaxed;
   c10::StreamGuard guard;
 };
 
-class Accelerator final : public Device, public Memory {
+class Accelerator final : public Device, public Buffers {
  public:
   Accelerator(c10::Stream stream, Communicator& host, const Abort& abort,
-              std::chrono::milliseconds timeout, const nccl::Meeting& meeting)
-      : stream_(stream), timeout_(timeout), api_(meeting.api) {
-    const Using now(stream_);
+              std::chrono::milliseconds timeout, const nccl::Rendezvous& rendezvous)
+      : stream_(stream), timeout_(timeout), api_(rendezvous.api) {
+    const StreamScope now(stream_);
     const auto scale = [device = stream.device()](void* data, std::size_t count, DType dtype,
                                                   const Scaling& scaling) {
       scale_result(view_of(data, count, dtype, device), scaling);
     };
-    communicator_.emplace(api_, meeting.id, host.rank(), host.size(), host.board(), abort, timeout,
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort,
+                          timeout,
                           nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
   }
 
   ~Accelerator() override {
-    const Using now(stream_);
+    const StreamScope now(stream_);
     communicator_.reset();
     batches_.clear();
   }
 
   Communicator& communicator() override { return *communicator_; }
-  Memory& memory() override { return *this; }
+  Buffers& buffers() override { return *this; }
 
   void use(const std::function<void()>& enqueue) override {
-    const Using now(stream_);
+    const StreamScope now(stream_);
     if (batches_.empty()) progress_ = Clock::now();
     Batch& batch = batches_.emplace_back(stream_.device_type());
-    const Keeping keeping(batch.kept);
+    const KeepAliveScope keeping(batch.kept);
     enqueue();  // if it throws, the stream is given up, and the batch stays
     batch.done.record(stream_);
   }
 
   bool busy() override {
     if (batches_.empty()) return false;
-    const Using now(stream_);
+    const StreamScope now(stream_);
     communicator_->check();
     while (!batches_.empty() && batches_.front().done.query()) {
       batches_.pop_front();
@@ -136,25 +137,25 @@ class Accelerator final : public Device, public Memory {
   }
 
   void abort() noexcept override {
-    const Using now(stream_);
+    const StreamScope now(stream_);
     communicator_->abort();
   }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
-    const Using now(stream_);
+    const StreamScope now(stream_);
     at::Tensor tensor = empty(bytes);
     void* data = tensor.mutable_data_ptr();
     return {data, [tensor = std::move(tensor)](void*) {}};
   }
 
-  void* buffer(std::size_t bytes) override {
-    const Using now(stream_);
+  void* fusion_buffer(std::size_t bytes) override {
+    const StreamScope now(stream_);
     if (!buffer_.defined() || buffer_.nbytes() < bytes) buffer_ = empty(bytes);
     return buffer_.mutable_data_ptr();
   }
 
   void copy(std::span<const Copy> copies, DType dtype) override {
-    const Using now(stream_);
+    const StreamScope now(stream_);
     std::vector<at::Tensor> to;
     std::vector<at::Tensor> from;
     for (const Copy& copy : copies) {
@@ -166,7 +167,7 @@ class Accelerator final : public Device, public Memory {
   }
 
   void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
-    const Using now(stream_);
+    const StreamScope now(stream_);
     std::array<std::byte, 8> one{};
     torch_ring::fill_identity(one.data(), 1, dtype, op);
     const at::Tensor value = view_of(one.data(), 1, dtype, at::kCPU);
@@ -275,8 +276,8 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     }
     return nccl::load(library);
   };
-  const nccl::Meeting meeting = nccl::meet(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, timeout, meeting);
+  const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
+  return std::make_unique<Accelerator>(*stream, host, abort, timeout, rendezvous);
 }
 
 }  // namespace torch_ring

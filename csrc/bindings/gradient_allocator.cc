@@ -51,7 +51,7 @@ class GradientAllocator final : public c10::Allocator {
     const auto found = gradients_.find(gradient.accumulator());
     if (found == gradients_.end() || found->second.back() != &gradient) return false;
     const auto taken = taken_.find(data);
-    return taken != taken_.end() && taken->second.cache == &gradient.blocks();
+    return taken != taken_.end() && taken->second.pool == &gradient.blocks();
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -76,7 +76,7 @@ class GradientAllocator final : public c10::Allocator {
 
  private:
   struct Taken {
-    const BlockCache* cache;
+    const BlockPool* pool;
     std::shared_ptr<void> block;
   };
 
@@ -86,7 +86,7 @@ class GradientAllocator final : public c10::Allocator {
     const auto node = torch::autograd::get_current_node();
     if (!node) return nullptr;  // this thread is in no backward pass
     const std::scoped_lock lock(mutex_);
-    BlockCache* const blocks = blocks_after(*node, bytes);
+    BlockPool* const blocks = blocks_after(*node, bytes);
     std::shared_ptr<void> block = blocks != nullptr ? blocks->take(bytes) : nullptr;
     if (!block) return nullptr;
     void* const data = block.get();
@@ -95,21 +95,21 @@ class GradientAllocator final : public c10::Allocator {
   }
 
   /// Where a gradient of this size lies that `node` computes; null if it computes none.
-  BlockCache* blocks_after(const Node& node, std::size_t bytes) const {
-    if (BlockCache* const blocks = blocks_of(&node, bytes)) return blocks;  // it makes a copy
+  BlockPool* blocks_after(const Node& node, std::size_t bytes) const {
+    if (BlockPool* const blocks = blocks_of(&node, bytes)) return blocks;  // it makes a copy
     for (const auto& edge : node.next_edges()) {
       const Node* const next = edge.function.get();
       if (next == nullptr) continue;
-      if (BlockCache* const blocks = blocks_of(next, bytes)) return blocks;
+      if (BlockPool* const blocks = blocks_of(next, bytes)) return blocks;
       if (next->num_outputs() != 1) continue;
-      if (BlockCache* const blocks = blocks_of(next->next_edge(0).function.get(), bytes)) {
+      if (BlockPool* const blocks = blocks_of(next->next_edge(0).function.get(), bytes)) {
         return blocks;
       }
     }
     return nullptr;
   }
 
-  BlockCache* blocks_of(const Node* accumulator, std::size_t bytes) const {
+  BlockPool* blocks_of(const Node* accumulator, std::size_t bytes) const {
     const auto found = gradients_.find(accumulator);
     if (found == gradients_.end() || found->second.back()->bytes() != bytes) return nullptr;
     return &found->second.back()->blocks();
@@ -143,7 +143,7 @@ class GradientAllocator final : public c10::Allocator {
 
 }  // namespace
 
-DirectGradient::DirectGradient(std::shared_ptr<BlockCache> blocks, const Node* accumulator,
+DirectGradient::DirectGradient(std::shared_ptr<BlockPool> blocks, const Node* accumulator,
                                std::size_t bytes)
     : blocks_(std::move(blocks)), accumulator_(accumulator), bytes_(bytes) {
   blocks_->expect(bytes_);

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 namespace torch_ring {
 
@@ -25,7 +25,7 @@ namespace torch_ring {
 class DirectGradient {
  public:
   /// `accumulator` lives longer.
-  DirectGradient(std::shared_ptr<BlockCache> blocks, const torch::autograd::Node* accumulator,
+  DirectGradient(std::shared_ptr<BlockPool> blocks, const torch::autograd::Node* accumulator,
                  std::size_t bytes);
   ~DirectGradient();
   DirectGradient(const DirectGradient&) = delete;
@@ -34,12 +34,12 @@ class DirectGradient {
   /// Whether a block that torch has got for this gradient begins here, and this is what counts.
   bool got(const void* data) const;
 
-  BlockCache& blocks() const { return *blocks_; }
+  BlockPool& blocks() const { return *blocks_; }
   const torch::autograd::Node* accumulator() const { return accumulator_; }
   std::size_t bytes() const { return bytes_; }
 
  private:
-  const std::shared_ptr<BlockCache> blocks_;
+  const std::shared_ptr<BlockPool> blocks_;
   const torch::autograd::Node* const accumulator_;
   const std::size_t bytes_;
 };

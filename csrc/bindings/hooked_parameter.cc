@@ -46,33 +46,34 @@ HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
   if (frozen) variable.set_requires_grad(false);
 }
 
-void HookedParameter::keep_place() {
-  if (in_block() && !view.defined()) {
+void HookedParameter::refresh() {
+  if (in_block() && !bucket_view.defined()) {
     const at::Tensor& grad = variable.mutable_grad();
     const bool is_known =
         known && grad.defined() && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-    if (is_known && grad.const_data_ptr() == place.data) view = grad;
-  } else if (view.defined() && view.numel() > 0 && view.const_data_ptr() != place.data) {
-    view.reset();
+    if (is_known && grad.const_data_ptr() == view.data) bucket_view = grad;
+  } else if (bucket_view.defined() && bucket_view.numel() > 0 &&
+             bucket_view.const_data_ptr() != view.data) {
+    bucket_view.reset();
     if (in_block()) {
-      place.bucket.reset();
+      view.bucket.reset();
     } else {
-      view = place.view();
+      bucket_view = view.tensor();
     }
   }
 }
 
-bool HookedParameter::take(const at::Tensor& gradient) {
+bool HookedParameter::on_gradient(const at::Tensor& gradient) {
   const at::Tensor& grad = variable.mutable_grad();
-  if (in_block() && !grad.is_same(view) && computed_in_block(gradient)) {
+  if (in_block() && !grad.is_same(bucket_view) && computed_in_block(gradient)) {
     require_unchanged();
-    place.bucket.reset();
-    place.data = static_cast<std::byte*>(grad.mutable_data_ptr());
-    view = grad;
+    view.bucket.reset();
+    view.data = static_cast<std::byte*>(grad.mutable_data_ptr());
+    bucket_view = grad;
     sparse.reset();
     return true;
   }
-  if (!grad.is_sparse()) return move_in();
+  if (!grad.is_sparse()) return copy_in();
   require_unchanged();
   const bool fresh = !grad.is_same(sparse);
   sparse = grad;
@@ -83,53 +84,54 @@ bool HookedParameter::take(const at::Tensor& gradient) {
 /// block that nobody else can reach.
 bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
   const at::Tensor& grad = variable.grad();
-  return grad.layout() == at::kStrided && grad.is_cpu() && grad.scalar_type() == place.dtype &&
-         grad.sizes() == place.sizes && grad.strides() == place.strides && !grad.requires_grad() &&
+  return grad.layout() == at::kStrided && grad.is_cpu() && grad.scalar_type() == view.dtype &&
+         grad.sizes() == view.sizes && grad.strides() == view.strides && !grad.requires_grad() &&
          !grad.is_neg() && !grad.is_conj() && !grad._is_zerotensor() &&
          !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
-         grad.storage().nbytes() == place.bytes() && has_one_owner(grad) &&
+         grad.storage().nbytes() == view.bytes() && has_one_owner(grad) &&
          grad.storage().use_count() == known_owners(grad, gradient) &&
          direct->got(grad.const_data_ptr());
 }
 
-bool HookedParameter::move_in() {
+bool HookedParameter::copy_in() {
   at::Tensor& grad = variable.mutable_grad();
   sparse.reset();
-  if (grad.is_same(view)) return false;
+  if (grad.is_same(bucket_view)) return false;
   TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '", name,
                     "' has layout ", grad.layout(), ", which cannot be reduced");
   require_unchanged();
-  make_room();
-  copy_into(view, grad);
-  grad = view;
+  ensure_memory();
+  copy_into(bucket_view, grad);
+  grad = bucket_view;
   return true;
 }
 
 void HookedParameter::make_zero() {
-  make_room();
-  view.zero_();
+  ensure_memory();
+  bucket_view.zero_();
   sparse.reset();
-  variable.mutable_grad() = view;
+  variable.mutable_grad() = bucket_view;
 }
 
-void HookedParameter::make_room() {
-  if (view.defined()) return;
-  place.move_to(direct->blocks().take(place.bytes()));
-  view = place.view();
+void HookedParameter::ensure_memory() {
+  if (bucket_view.defined()) return;
+  view.move_to(direct->blocks().take(view.bytes()));
+  bucket_view = view.tensor();
 }
 
-void HookedParameter::let_go() {
-  if (!in_block() || !view.defined()) return;
-  known.emplace(view.getIntrusivePtr());
-  view.reset();
-  place.bucket.reset();
+void HookedParameter::release_to_grad() {
+  if (!in_block() || !bucket_view.defined()) return;
+  known.emplace(bucket_view.getIntrusivePtr());
+  bucket_view.reset();
+  view.bucket.reset();
 }
 
-/// A place has room for the shape that the parameter had, in the dtype that it had.
+/// Throws if the gradient does not fit its view: that has the shape and the dtype which the
+/// parameter had.
 void HookedParameter::require_unchanged() const {
   const at::Tensor& grad = variable.grad();
-  TORCH_CHECK_VALUE(grad.sizes() == place.sizes, "parameter '", name,
-                    "' has changed its shape from ", at::IntArrayRef(place.sizes), " to ",
+  TORCH_CHECK_VALUE(grad.sizes() == view.sizes, "parameter '", name,
+                    "' has changed its shape from ", at::IntArrayRef(view.sizes), " to ",
                     grad.sizes(),
                     " since the optimizer was wrapped: make a new optimizer and wrap that");
   TORCH_CHECK_VALUE(variable.scalar_type() == dtype, "parameter '", name,
@@ -138,19 +140,20 @@ void HookedParameter::require_unchanged() const {
 }
 
 bool HookedParameter::written_by_hand() const {
-  return !held && version && variable.grad().is_same(view) && *version != current_version();
+  return !unreduced && version && variable.grad().is_same(bucket_view) &&
+         *version != current_version();
 }
 
 std::uint32_t HookedParameter::current_version() const {
-  if (view.is_inference()) return 0;
-  return static_cast<std::uint32_t>(view._version());
+  if (bucket_view.is_inference()) return 0;
+  return static_cast<std::uint32_t>(bucket_view._version());
 }
 
-void HookedParameter::discount(double scale) {
-  if (scale == 1.0 || held || !base_reduced) return;
+void HookedParameter::rescale_reduced(double scale) {
+  if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
   if (!grad.defined()) return;  // which is_same() takes for an undefined `sparse`
-  if (!grad.is_same(view) && !grad.is_same(sparse)) return;
+  if (!grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(scale);
   base_reduced = false;

@@ -3,10 +3,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include "bindings/engine.h"
-#include "bindings/gradients.h"
-#include "bindings/results.h"
-#include "collective/world.h"
+#include "bindings/gradient_hooks.h"
+#include "bindings/py_engine.h"
+#include "bindings/result_allocator.h"
+#include "collective/topology.h"
 #include "nccl/loader.h"
 #include "transport/doorbell.h"
 #include "transport/shared_memory.h"
@@ -43,15 +43,7 @@ void translate(std::exception_ptr pointer) {
 }
 
 std::vector<int> lane_peers(int rank, std::vector<int> host_of) {
-  World world;
-  world.rank = rank;
-  world.size = static_cast<int>(host_of.size());
-  world.host_of = std::move(host_of);
-  std::vector<int> peers;
-  for (int peer = 0; peer < world.size; ++peer) {
-    if (world.needs_data(peer)) peers.push_back(peer);
-  }
-  return peers;
+  return Topology{rank, std::move(host_of)}.lane_peers();
 }
 
 }  // namespace

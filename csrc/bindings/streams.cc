@@ -14,17 +14,17 @@ namespace {
 thread_local std::vector<at::Tensor>* kept_now = nullptr;
 }  // namespace
 
-Keeping::Keeping(std::vector<at::Tensor>& kept) { kept_now = &kept; }
-Keeping::~Keeping() { kept_now = nullptr; }
+KeepAliveScope::KeepAliveScope(std::vector<at::Tensor>& kept) { kept_now = &kept; }
+KeepAliveScope::~KeepAliveScope() { kept_now = nullptr; }
 
 void keep_for_stream(const at::Tensor& tensor) {
   if (kept_now) kept_now->push_back(tensor);
 }
 
-Written::Written(c10::Device device)
+OutputEvent::OutputEvent(c10::Device device)
     : device_(device), event_(std::make_shared<c10::Event>(device.type())) {}
 
-void Written::follow(Request& request) {
+void OutputEvent::follow(Request& request) {
   const auto ready = std::make_shared<c10::Event>(device_.type());
   ready->record(current_stream(device_));
   if (!request.allocate) home_ = current_stream(device_);
@@ -38,7 +38,7 @@ void Written::follow(Request& request) {
   };
 }
 
-void Written::wait(const at::Tensor& output) const {
+void OutputEvent::wait(const at::Tensor& output) const {
   const c10::Stream stream = current_stream(device_);
   event_->block(stream);
   if (home_ == stream) return;

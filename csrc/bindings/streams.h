@@ -1,4 +1,4 @@
-// Between the caller's streams and the one on which collectives run.
+// KeepAliveScope and OutputEvent: what joins the caller's streams to that of the collectives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,29 +15,30 @@ namespace torch_ring {
 /// The device's stream that this thread uses now.
 c10::Stream current_stream(c10::Device device);
 
-/// Where tensors are kept that the work uses which this thread enqueues on a device meanwhile.
-class Keeping {
+/// While this lives, tensors used by device work that this thread enqueues are kept alive in
+/// `kept`.
+class KeepAliveScope {
  public:
-  explicit Keeping(std::vector<at::Tensor>& kept);
-  ~Keeping();
-  Keeping(const Keeping&) = delete;
-  Keeping& operator=(const Keeping&) = delete;
+  explicit KeepAliveScope(std::vector<at::Tensor>& kept);
+  ~KeepAliveScope();
+  KeepAliveScope(const KeepAliveScope&) = delete;
+  KeepAliveScope& operator=(const KeepAliveScope&) = delete;
 };
 
-/// Keeps a tensor there; none if there is no Keeping, which is so on the host.
+/// Keeps a tensor in this thread's KeepAliveScope; does nothing without one, as on the host.
 void keep_for_stream(const at::Tensor& tensor);
 
-/// When the output of a request on a device is there.
-class Written {
+/// An event on the collectives' stream: the output of a request on a device has been written.
+class OutputEvent {
  public:
-  explicit Written(c10::Device device);
+  explicit OutputEvent(c10::Device device);
 
-  /// Makes the request wait, when it begins, for what the current stream has been told so far, and
-  /// this for the request. The host waits for neither.
+  /// Makes the request wait, when it begins, for the work that the current stream has so far, and
+  /// this event for the request. The host waits for neither.
   void follow(Request& request);
 
-  /// Only when the request's work is done, which means enqueued:
-  /// Whether the output has been written.
+  /// Whether the output has been written. This and wait() only when the request's work is done,
+  /// which means enqueued.
   bool query() const { return event_->query(); }
   /// Makes the current stream wait for it, and one that may use `output`.
   void wait(const at::Tensor& output) const;

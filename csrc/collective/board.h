@@ -1,4 +1,4 @@
-// Where the ranks tell one another what they are about to do.
+// Board: the bulletin board on which the ranks tell one another what they are about to do.
 #pragma once
 
 #include <cstddef>
@@ -26,9 +26,9 @@ class Board {
   /// The largest entry, in bytes: the same on every rank.
   virtual std::size_t capacity() const = 0;
 
-  /// Up to how many bytes of data a rank's entry had better bring along: sending them separately
-  /// costs a second synchronisation. The same on every rank.
-  virtual std::size_t worth_carrying() const = 0;
+  /// The largest inline payload: bytes of data that a rank had better put into its entry, as
+  /// sending them separately costs a second synchronisation. The same on every rank.
+  virtual std::size_t inline_limit() const = 0;
 
   /// Opens this rank's next round with its entry. The round before must be complete.
   virtual void post(std::span<const std::byte> entry) = 0;

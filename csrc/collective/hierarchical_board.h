@@ -27,7 +27,7 @@ class HierarchicalBoard : public Board {
   static std::size_t host_capacity(int size, int local_size);
 
   std::size_t capacity() const override { return local_.capacity(); }
-  std::size_t worth_carrying() const override { return TcpBoard::kWorthCarrying; }
+  std::size_t inline_limit() const override { return TcpBoard::kInlineLimit; }
   void post(std::span<const std::byte> entry) override;
   bool peer_posted() override;
   bool complete() override;

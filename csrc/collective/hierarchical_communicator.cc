@@ -11,21 +11,15 @@ namespace {
 // step's latency does not show, small enough to stay in a last-level cache.
 constexpr std::size_t kBlockBytes = 8u << 20;
 
-std::vector<std::vector<int>> all_hosts(const World& world) {
-  std::vector<std::vector<int>> hosts;
-  for (int host = 0; host < world.host_count(); ++host) hosts.push_back(world.ranks_of_host(host));
-  return hosts;
-}
-
 }  // namespace
 
 HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineConfig& config,
                                                    const Abort& abort)
-    : rank_(world.rank),
-      size_(world.size),
-      host_of_(world.host_of),
-      ranks_of_host_(all_hosts(world)),
-      lanes_(world.lanes()),
+    : rank_(world.topology.rank),
+      size_(world.topology.size()),
+      host_of_(world.topology.host_of),
+      ranks_of_host_(world.topology.hosts()),
+      lanes_(world.topology.lanes()),
       routes_(ranks_of_host_, lanes_),
       shm_(world, config, abort),
       block_(shm_.allocate_shared(kBlockBytes)),

@@ -64,7 +64,7 @@ class HierarchicalCommunicator : public Communicator {
   const int lanes_;
   const Routes routes_;
   ShmCommunicator shm_;
-  std::unique_ptr<RingCommunicator> lane_;  // null on ranks that drive no network
+  std::unique_ptr<RingCommunicator> lane_;  // null on ranks that serve no network
   std::unique_ptr<HierarchicalBoard> board_;
   std::shared_ptr<void> block_;     // shared memory through which private tensors go
   std::int64_t block_offset_;       // the same on every rank: it is the first allocation

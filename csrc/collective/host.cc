@@ -32,12 +32,12 @@ int index_in(const std::vector<int>& ranks, int rank) {
 }  // namespace
 
 Host::Host(World& world, const EngineConfig& config, const Abort& abort)
-    : ranks_(world.ranks_of_host(world.host_of[static_cast<std::size_t>(world.rank)])),
+    : ranks_(world.topology.ranks_of_host(world.topology.host())),
       memories_(map_memories(world, ranks_)),
       doorbells_(make_doorbells(world, ranks_, memories_)),
-      waiter_(abort, doorbells_[static_cast<std::size_t>(index_in(ranks_, world.rank))],
+      waiter_(abort, doorbells_[static_cast<std::size_t>(index_in(ranks_, world.topology.rank))],
               world.may_spin, config.timeout) {
-  index_ = index_in(ranks_, world.rank);
+  index_ = index_in(ranks_, world.topology.rank);
   for (const int rank : ranks_) labels_.push_back(world.labels[static_cast<std::size_t>(rank)]);
 }
 

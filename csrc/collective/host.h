@@ -1,4 +1,4 @@
-// The ranks of one host: their memories, their doorbells, and how to wait for them.
+// Host: the ranks of one host, their memories, their doorbells, and how to wait for them.
 #pragma once
 
 #include <algorithm>
@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "collective/world.h"
+#include "core/config.h"
 #include "transport/shared_memory.h"
 #include "transport/waiter.h"
 
 namespace torch_ring {
 
-/// Thread: the driving thread, but for wake(). Blocking: wait_all() and barrier().
+/// Thread: the progress thread, but for wake(). Blocking: wait_all() and barrier().
 class Host {
  public:
   /// Takes the memories and doorbells of this host's ranks from `world`.

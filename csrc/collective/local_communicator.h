@@ -26,7 +26,7 @@ class LocalCommunicator : public Communicator, private Board {
 
  private:
   std::size_t capacity() const override { return 64u << 10; }
-  std::size_t worth_carrying() const override { return 4u << 10; }
+  std::size_t inline_limit() const override { return 4u << 10; }
   void post(std::span<const std::byte> entry) override { entry_ = {entry.begin(), entry.end()}; }
   bool peer_posted() override { return false; }
   bool complete() override { return true; }

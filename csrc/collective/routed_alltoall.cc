@@ -128,7 +128,7 @@ void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communi
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
   for (int hop = 1; hop <= Routes::kHops; ++hop) {
     Communicator* const communicator = hops[static_cast<std::size_t>(hop - 1)];
-    if (!communicator) continue;  // a rank that drives no network holds nothing now
+    if (!communicator) continue;  // a rank that serves no network has nothing now
     held = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(held));
   }
 

@@ -15,7 +15,7 @@ class Routes {
  public:
   static constexpr int kHops = 3;
 
-  /// `lanes`: the first ranks of each host drive its network; the others use theirs in turn.
+  /// `lanes`: the first ranks of each host serve its network; the others use theirs in turn.
   Routes(std::vector<std::vector<int>> ranks_of_host, int lanes);
 
   int size() const { return static_cast<int>(places_.size()); }
@@ -24,7 +24,7 @@ class Routes {
   int holder(int from, int to, int hops) const;
 
   /// The ranks among which `rank` takes a hop, in the order of their communicator: its host, or its
-  /// lane; none if it drives no network.
+  /// lane; none if it serves no network.
   std::vector<int> members(int rank, int hop) const;
 
  private:
@@ -59,7 +59,7 @@ struct Hop {
 Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_t> bytes);
 
 /// See Communicator::alltoall(). `host` joins the ranks of this host; `lane`, one rank a host in
-/// the order of hosts, is null on a rank that drives no network.
+/// the order of hosts, is null on a rank that serves no network.
 ///
 /// Cost: between hosts each byte travels once, on the receiver's lane; inside hosts twice. Every
 /// hop packs what it sends into memory of its own, and the receiver unpacks at the end.

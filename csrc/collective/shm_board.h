@@ -17,7 +17,7 @@ class ShmBoard : public Board {
       : host_(host), capacity_(capacity) {}
 
   std::size_t capacity() const override { return capacity_; }
-  std::size_t worth_carrying() const override { return 4u << 10; }
+  std::size_t inline_limit() const override { return 4u << 10; }
   void post(std::span<const std::byte> entry) override;
   bool peer_posted() override;
   bool complete() override;

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "collective/plan.h"
-#include "transport/cache_lines.h"
+#include "memory/cache_lines.h"
 
 namespace torch_ring {
 

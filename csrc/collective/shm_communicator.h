@@ -25,7 +25,7 @@ namespace torch_ring {
 /// reduced into the output. In an alltoall each rank stages its parts for rank + 1,
 /// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
 ///
-/// What only one rank reads, it takes over (transport/cache_lines.h), as the pipeline's sums do.
+/// What only one rank reads, it takes over (memory/cache_lines.h), as the pipeline's sums do.
 /// Results of 16 MiB and more, but those of an allreduce in place, are written past the caches; a
 /// sum then goes by way of the segment of a peer that it was read from.
 ///

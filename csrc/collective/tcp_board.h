@@ -25,7 +25,7 @@ namespace torch_ring {
 class TcpBoard : public Board {
  public:
   static constexpr std::size_t kEntryBytes = 64u << 10;
-  static constexpr std::size_t kWorthCarrying = 16u << 10;
+  static constexpr std::size_t kInlineLimit = 16u << 10;
 
   /// `connections[r]` leads to rank r, null at `rank` itself; they and `waiter` outlive the board.
   /// `capacity` is the largest entry: more than kEntryBytes when one entry carries those of a host.
@@ -33,7 +33,7 @@ class TcpBoard : public Board {
            std::size_t capacity = kEntryBytes);
 
   std::size_t capacity() const override { return capacity_; }
-  std::size_t worth_carrying() const override { return kWorthCarrying; }
+  std::size_t inline_limit() const override { return kInlineLimit; }
   void post(std::span<const std::byte> entry) override;
   bool peer_posted() override;
   bool complete() override;

@@ -12,7 +12,7 @@ namespace {
 bool is_numbered(const std::string& name) { return name.starts_with('#'); }
 
 /// Whoever asks for a barrier without a name waits for it before anything else.
-bool renumbers(const Fingerprint& fingerprint) {
+bool resets_numbering(const Fingerprint& fingerprint) {
   return fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name);
 }
 
@@ -102,7 +102,7 @@ void Agreement::announce(int rank, const Announcement& a) {
   auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];
   if (announced) throw Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
   announced = Announced{copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows),
-                        a.shared_offset, a.carries};
+                        a.shared_offset, a.is_inline};
 }
 
 bool Agreement::complete(const Pending& pending) const {
@@ -117,7 +117,7 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own,
   if (own.collective == Collective::kJoin) return std::nullopt;
   Decision decision;
   bool all_shared = true;
-  bool all_carry = true;
+  bool all_inline = true;
   ByteSpan first;
   for (const ByteSpan entry : entries) {
     const auto a = parse_single(entry);
@@ -126,13 +126,13 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own,
     if (!equal(first, a->fingerprint)) return std::nullopt;
     append_rows(decision.rows, a->rows);
     all_shared = all_shared && a->shared_offset >= 0;
-    all_carry = all_carry && a->carries;
+    all_inline = all_inline && a->is_inline;
     if (all_shared) append(decision.shared_offsets, a->shared_offset, entries.size());
-    if (all_carry) append(decision.payloads, a->payload, entries.size());
+    if (all_inline) append(decision.payloads, a->payload, entries.size());
   }
   if (!all_shared) decision.shared_offsets.clear();
-  if (!all_carry) decision.payloads.clear();
-  decision.renumbers = renumbers(own);
+  if (!all_inline) decision.payloads.clear();
+  decision.resets_numbering = resets_numbering(own);
   return decision;
 }
 
@@ -140,7 +140,7 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   Decision decision;
   decision.key = key;
   bool all_shared = true;
-  bool all_carry = true;
+  bool all_inline = true;
   const auto is_here = [](const auto& announced) { return announced.has_value(); };
   const auto reference = std::find_if(pending.by_rank.begin(), pending.by_rank.end(), is_here);
   const Bytes& first = (*reference)->fingerprint;
@@ -150,7 +150,7 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
     if (!a) {
       decision.for_joined = decode(first);
       if (decision.for_joined->joinable) decision.rows.push_back(0);
-      all_shared = all_carry = false;
+      all_shared = all_inline = false;
       continue;
     }
     if (!decision.mismatch && !equal(first, a->fingerprint)) {
@@ -164,14 +164,14 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
     append_rows(decision.rows, a->rows);
     decision.shared_offsets.push_back(a->shared_offset);
     all_shared = all_shared && a->shared_offset >= 0;
-    all_carry = all_carry && a->carries;
+    all_inline = all_inline && a->is_inline;
   }
-  decision.renumbers = renumbers(decode(first));
+  decision.resets_numbering = resets_numbering(decode(first));
   if (decision.for_joined && !decision.mismatch) {
     decision.mismatch = without_joined(*decision.for_joined);
   }
   if (!all_shared) decision.shared_offsets.clear();
-  if (all_carry) {
+  if (all_inline) {
     for (auto& a : pending.by_rank) decision.storage.push_back(std::move(a->payload));
     decision.payloads.assign(decision.storage.begin(), decision.storage.end());
   }
@@ -198,7 +198,7 @@ Decision Agreement::join() {
   Decision decision;
   decision.key = kJoinKey;
   decision.last_joined = last_joined_;
-  decision.renumbers = true;
+  decision.resets_numbering = true;
   joined_.assign(joined_.size(), false);
   joined_count_ = 0;
   return decision;
@@ -215,7 +215,7 @@ std::vector<Decision> Agreement::deadlock() {
   for (auto& [key, pending] : pending_) {
     Decision decision;
     decision.key = key;
-    decision.renumbers = decisions.empty();
+    decision.resets_numbering = decisions.empty();
     decision.mismatch.emplace(ErrorKind::kMismatch, text);
     decisions.push_back(std::move(decision));
   }

@@ -1,4 +1,5 @@
-// Decides from what all ranks have announced what is done next. Pure: no I/O, no clock.
+// Agreement: decides what is done next, from the announcements of all ranks. Pure: no I/O, no
+// clock.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,11 @@ struct Decision {
   std::string key;
   std::vector<std::int64_t> rows;            // every rank's Request::rows, in the order of ranks
   std::vector<std::int64_t> shared_offsets;  // by rank; empty unless all buffers are shared
-  std::vector<ByteSpan> payloads;            // by rank; empty unless all data rode along
+  std::vector<ByteSpan> payloads;            // by rank; empty unless all data is inline
   std::optional<Error> mismatch;             // set: the ranks disagree; no data has moved
   std::optional<Fingerprint> for_joined;     // set: what a rank that has joined stands in for
   int last_joined = -1;                      // of a join: the rank that was the last
-  bool renumbers = false;                    // every rank waits for this, and for nothing else
+  bool resets_numbering = false;             // every rank waits for this, and for nothing else
 
   std::vector<Bytes> storage;  // owns payloads of earlier rounds; those of this one are borrowed
 };
@@ -68,7 +69,7 @@ class Agreement {
     Bytes payload;
     Bytes rows;
     std::int64_t shared_offset;
-    bool carries;
+    bool is_inline;
   };
   struct Pending {
     std::uint64_t since = 0;  // counts announcements

@@ -1,4 +1,4 @@
-// An accelerator, as an engine sees it.
+// Device: an accelerator, as an engine sees it.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@
 
 #include "collective/communicator.h"
 #include "core/abort.h"
+#include "engine/buffers.h"
 #include "engine/executor.h"
-#include "engine/memory.h"
 
 namespace torch_ring {
 
 /// A stream of an accelerator, the memory there, and a communicator whose work runs on the stream.
-/// Thread: the driving one. Blocking: no. Errors: of kind kPeerLost, kTimeout, kInternal.
+/// Thread: the progress thread. Blocking: no. Errors: of kind kPeerLost, kTimeout, kInternal.
 class Device {
  public:
   virtual ~Device() = default;
 
   virtual Communicator& communicator() = 0;
-  virtual Memory& memory() = 0;
+  virtual Buffers& buffers() = 0;
 
   /// Calls `enqueue` with this device and its stream as the thread's current ones.
   virtual void use(const std::function<void()>& enqueue) = 0;
@@ -52,7 +52,7 @@ class DeviceExecutor {
     try {
       if (!make_) throw Error(ErrorKind::kInvalidArgument, "this engine has no devices");
       device_ = make_(type, host, abort);
-      executor_.emplace(device_->communicator(), device_->memory(), fusion_threshold_bytes_);
+      executor_.emplace(device_->communicator(), device_->buffers(), fusion_threshold_bytes_);
     } catch (const Error& error) {
       if (error.fatal()) throw;
       unusable_ = error;
@@ -61,7 +61,7 @@ class DeviceExecutor {
   }
 
   /// Only when prepared.
-  Memory& memory() { return device_->memory(); }
+  Buffers& buffers() { return device_->buffers(); }
 
   template <class Done>
   void run(std::span<const Job> jobs, Done&& done) {

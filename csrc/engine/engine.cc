@@ -10,11 +10,11 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // How often a waiting thread looks at the clock and lets its caller handle signals.
-constexpr milliseconds kLookAround{50};
+constexpr milliseconds kPollInterval{50};
 // Instead of kSpin, with which the engine's thread may take the core from one that computes: a
 // thread that waits has nothing else to do there, and ranks that compute the same differ by some
 // hundred microseconds.
-constexpr microseconds kAwaitedSpin{500};
+constexpr microseconds kBlockingSpin{500};
 constexpr milliseconds kFarewell{1000};  // of a device whose own deadline has passed
 
 // A rank that has waited this long with nothing new tells the others, so that all find out when
@@ -53,7 +53,7 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort
       log_(std::move(options.log)),
       board_(communicator_->board()),
       agreement_(labels_),
-      executor_(*communicator_, host_memory_, config_.fusion_threshold_bytes),
+      executor_(*communicator_, host_buffers_, config_.fusion_threshold_bytes),
       device_(std::move(options.make_device), config_.fusion_threshold_bytes),
       watchdog_(std::make_unique<Watchdog>(communicator_->rank(), std::move(options.control),
                                            labels_, config_.heartbeat_timeout, *abort_,
@@ -75,7 +75,7 @@ void Engine::close() {
       if (closing_) return;
     }
     closing_ = true;
-    if (pausing) driving_ = false;  // or the engine's thread would wait for this one
+    if (pausing) progressing_ = false;  // or the engine's thread would wait for this one
     closed_ =
         abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down")) && !device_busy_;
     changed_.notify_all();
@@ -86,7 +86,7 @@ void Engine::close() {
   device_.reset();
   watchdog_.reset();
   const Lock lock(mutex_);
-  if (pausing) driving_ = true;
+  if (pausing) progressing_ = true;
 }
 
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
@@ -138,11 +138,11 @@ void Engine::enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode) {
     queue_.push_back(work);
     queued_bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
   }
-  queued_.store(true, std::memory_order_release);  // seen by the driver that is woken below
+  queued_.store(true, std::memory_order_release);  // seen by the progress thread, woken below
   const auto self = std::this_thread::get_id();
   if (submitter_ == std::thread::id()) submitter_ = self;
   several_submitters_ = several_submitters_ || submitter_ != self;
-  if (driving_) {
+  if (progressing_) {
     board_.wake();
   } else if (mode == Mode::kAsynchronous) {
     changed_.notify_all();
@@ -157,23 +157,23 @@ void Engine::wait(Work& work, const Interrupt& interrupt) {
 void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
   const auto work = make_work(std::move(request));
   Lock lock(mutex_);
-  enqueue({&work, 1}, Mode::kAwaited);
+  enqueue({&work, 1}, Mode::kBlocking);
   wait(lock, *work, interrupt);
 }
 
 void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
   while (!work.done()) {
-    if (!driving_ || pausing_here()) {
-      drive_in_turn(lock, &work, interrupt);
+    if (!progressing_ || pausing_here()) {
+      progress_exclusively(lock, &work, interrupt);
       continue;
     }
-    if (driver_ == std::this_thread::get_id()) {
+    if (progress_thread_ == std::this_thread::get_id()) {
       throw Error(ErrorKind::kInvalidArgument, name_ + ": a log handler cannot wait for " +
                                                    work.request().fingerprint.describe());
     }
     ++waiters_;
     board_.wake();
-    changed_.wait_for(lock, kLookAround, [&] { return work.done() || !driving_; });
+    changed_.wait_for(lock, kPollInterval, [&] { return work.done() || !progressing_; });
     --waiters_;
     lock.unlock();
     if (interrupt) interrupt();
@@ -186,40 +186,41 @@ void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
 void Engine::run() {
   Lock lock(mutex_);
   while (!closing_) {
-    const auto due = [&] { return closing_ || (!driving_ && waiters_ == 0 && !idle()); };
+    const auto due = [&] { return closing_ || (!progressing_ && waiters_ == 0 && !idle()); };
     changed_.wait(lock, [&] { return device_busy_ || due(); });
-    if (device_busy_ && !changed_.wait_for(lock, kLookAround, due)) {
-      if (!driving_ && !closing_) drive_in_turn(lock, nullptr, {});  // looks after the device
+    if (device_busy_ && !changed_.wait_for(lock, kPollInterval, due)) {
+      // The device alone: progress_exclusively() asks whether it is busy still.
+      if (!progressing_ && !closing_) progress_exclusively(lock, nullptr, {});
       continue;
     }
-    // The fusion window: more may come, unless there is enough already or somebody waits (then
-    // that thread drives).
+    // The fusion window: more may come, unless there is enough already or another thread waits and
+    // so makes progress.
     changed_.wait_for(lock, config_.fusion_window, [&] {
-      return closing_ || driving_ || queued_bytes_ >= config_.fusion_threshold_bytes;
+      return closing_ || progressing_ || queued_bytes_ >= config_.fusion_threshold_bytes;
     });
-    if (!driving_ && !closing_) drive_in_turn(lock, nullptr, {});
+    if (!progressing_ && !closing_) progress_exclusively(lock, nullptr, {});
   }
-  changed_.wait(lock, [&] { return !driving_; });
+  changed_.wait(lock, [&] { return !progressing_; });
   fail_all();
 }
 
-void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt) {
-  const bool pausing = driving_;
-  driving_ = true;
-  driver_ = std::this_thread::get_id();
+void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt) {
+  const bool pausing = progressing_;
+  progressing_ = true;
+  progress_thread_ = std::this_thread::get_id();
   paused_ = false;
   bool device_busy = false;
   std::exception_ptr interrupted;
   try {
     take_queue();
     lock.unlock();
-    drive(target, interrupt);
+    make_progress(target, interrupt);
     device_busy = device_.busy();
   } catch (const Interrupted& caught) {
     interrupted = caught.cause;
     device_busy = true;  // for all that is known here
   } catch (const Error& error) {
-    const Error cause = first_cause(error);
+    const Error cause = root_cause(error);
     if (abort_->raise(cause)) watchdog_->announce(cause);
   } catch (const std::exception& error) {  // out of memory, say: the ranks are out of step
     const Error cause(ErrorKind::kInternal, error.what());
@@ -232,8 +233,8 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
     device_busy = false;
     lock.lock();
   }
-  driving_ = paused_ = pausing;
-  if (!pausing) driver_ = {};
+  progressing_ = paused_ = pausing;
+  if (!pausing) progress_thread_ = {};
   if (abort_->raised()) fail_all();
   device_busy_ = device_busy;
   if (waiters_ > 0 || !idle() || closing_ || device_busy != device_was_busy_) {
@@ -246,7 +247,7 @@ void Engine::drive_in_turn(Lock& lock, const Work* target, const Interrupt& inte
   }
 }
 
-void Engine::drive(const Work* target, const Interrupt& interrupt) {
+void Engine::make_progress(const Work* target, const Interrupt& interrupt) {
   std::optional<Clock::time_point> since;  // when it began to wait
   bool long_since = false;
   bool told_blocked = false;
@@ -270,18 +271,18 @@ void Engine::drive(const Work* target, const Interrupt& interrupt) {
     } else if (target == nullptr && pending_.empty()) {
       return;
     }
-    if (target == nullptr && hand_over()) return;
+    if (target == nullptr && should_yield()) return;
     auto now = Clock::now();
     if (!since) since = now;
-    const bool is_patient = target != nullptr && now - *since < kAwaitedSpin;
-    board_.wait_until(now + kLookAround, is_patient ? kAwaitedSpin : kSpin);
+    const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
+    board_.wait_until(now + kPollInterval, is_patient ? kBlockingSpin : kSpin);
     // While rounds go on, there is little to look at.
     now = Clock::now();
-    if (round_open_ && now - looked_around_ < kLookAround && board_.complete()) continue;
-    looked_around_ = now;
-    look_around();
+    if (round_open_ && now - last_check_ < kPollInterval && board_.complete()) continue;
+    last_check_ = now;
+    check_stalls();
     long_since = target != nullptr && now - *since > kBlockedAfter;
-    if (device_.exists()) look_after_device();
+    if (device_.exists()) poll_device();
     paused_ = true;
     call(interrupt);
     paused_ = false;
@@ -296,8 +297,8 @@ void Engine::take_queue() {
   queued_.store(false, std::memory_order_relaxed);
 }
 
-/// Whether somebody else can drive, or nobody should: the engine's thread leaves then.
-bool Engine::hand_over() {
+/// Whether another thread can make progress, or none should: the engine's thread leaves then.
+bool Engine::should_yield() {
   const Lock lock(mutex_);
   return waiters_ > 0 || closing_;
 }
@@ -313,10 +314,10 @@ Error Engine::departed(int rank) const {
           labels_[static_cast<std::size_t>(rank)] + " has left: it called shutdown() or exited"};
 }
 
-/// Why a transfer failed. Whoever fails closes its connections, so that its peers lose it; what it
-/// failed of is on its way to the watchdog, or a goodbye is. Peers may still be finishing what the
-/// departed rank took part in, which raising the abort at once would spoil.
-Error Engine::first_cause(const Error& error) const {
+/// Why a transfer failed. A rank that fails closes its connections, so that its peers lose it; its
+/// cause is on its way to the watchdog, or its goodbye is. Peers may still be finishing a
+/// collective in which the departed rank took part, which raising the abort at once would spoil.
+Error Engine::root_cause(const Error& error) const {
   if (error.kind() != ErrorKind::kPeerLost) return error;
   auto departure = watchdog_->departure();
   const auto since = Clock::now();
@@ -328,7 +329,7 @@ Error Engine::first_cause(const Error& error) const {
   return departure ? departed(departure->rank) : error;
 }
 
-/// With the lock held, nobody driving, and the abort raised.
+/// With the lock held, no progress thread, and the abort raised.
 void Engine::fail_all() {
   std::optional<Error> cause;
   try {
@@ -349,7 +350,7 @@ void Engine::fail_all() {
   changed_.notify_all();
 }
 
-void Engine::look_around() {
+void Engine::check_stalls() {
   if (pending_.empty() || (round_open_ && board_.complete())) return;
   const auto now = Clock::now();
   if (const auto departure = watchdog_->departure();
@@ -372,8 +373,8 @@ void Engine::look_around() {
   }
 }
 
-/// So that close() does not wait for what has run while this thread drives, and drives.
-void Engine::look_after_device() {
+/// Keeps device_busy_ up to date while this thread makes progress for long: close() waits for it.
+void Engine::poll_device() {
   const bool busy = device_.busy();
   const Lock lock(mutex_);
   if (std::exchange(device_busy_, busy) != busy) changed_.notify_all();

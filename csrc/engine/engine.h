@@ -1,4 +1,4 @@
-// Queues requests, agrees on them with the other ranks, and runs them.
+// Engine: queues requests, agrees on them with the other ranks, and runs them.
 #pragma once
 
 #include <atomic>
@@ -23,11 +23,12 @@
 
 namespace torch_ring {
 
-/// One thread at a time *drives*: it posts entries, completes rounds and runs collectives. A thread
-/// that waits for a result drives itself, because waking another one costs more than a small
-/// allreduce; the engine's own thread drives when there are requests that nobody waits for.
+/// One thread at a time *makes progress* (MPI's word): it posts entries, completes rounds and runs
+/// collectives. A thread that waits for a result makes progress itself, because waking another one
+/// costs more than a small allreduce; the engine's own thread makes progress when there are
+/// requests that nobody waits for. The thread that does so now is called the progress thread.
 ///
-///   submit -> queue_ -> outbox_ (taken by the driver) -> pending_ (announced) -> settled
+///   submit -> queue_ -> outbox_ (of the progress thread) -> pending_ (announced) -> complete
 ///
 /// Thread: any. Blocking: wait() only.
 /// Errors: a failed collective is its work's error. After a fatal one (Error::fatal()) every
@@ -55,7 +56,7 @@ class Engine {
 
   enum class Mode {
     kAsynchronous,  // started by the engine after the fusion window
-    kAwaited,       // the caller is about to wait(): nobody else is woken
+    kBlocking,      // the caller is about to wait(): nobody else is woken
   };
   /// Errors: Error(kInvalidArgument) when the name is in flight or reserved; the fatal cause.
   std::shared_ptr<Work> submit(Request request, Mode mode);
@@ -63,7 +64,8 @@ class Engine {
   /// Submits all or, if one of them cannot be, none.
   std::vector<std::shared_ptr<Work>> submit(std::vector<Request> requests, Mode mode);
 
-  /// Blocks until the work is done, driving if nobody does. Throws the work's error.
+  /// Blocks until the work is done, and makes progress if no other thread does. Throws the work's
+  /// error.
   void wait(Work& work, const Interrupt& interrupt);
 
   /// submit() and wait() in one, for less than both: for operations that take microseconds.
@@ -78,34 +80,37 @@ class Engine {
   using Lock = std::unique_lock<std::mutex>;
 
   void run();  // the engine's thread
-  /// Drives until `target` is done (or, without a target, until there is nothing to do or somebody
-  /// waits who can drive instead). Takes and gives back the role; `lock` is released meanwhile.
-  void drive_in_turn(Lock& lock, const Work* target, const Interrupt& interrupt);
+  /// Makes this the progress thread until `target` is done (or, without a target, until there is
+  /// nothing to do or a waiting thread can make progress instead). `lock` is released meanwhile.
+  void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
   std::shared_ptr<Work> make_work(Request request) const;
   /// With the lock held.
   void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void take_queue();
-  /// Whether this thread drives, and is where nothing is half done: in its interrupt. That may be a
-  /// signal handler which waits for another work, and so drives too, or closes the engine.
-  bool pausing_here() const { return driving_ && driver_ == std::this_thread::get_id() && paused_; }
+  /// Whether this is the progress thread, at a point where nothing is half done: in its interrupt.
+  /// That may be a signal handler which waits for another work, and so makes progress too, or
+  /// closes the engine.
+  bool pausing_here() const {
+    return progressing_ && progress_thread_ == std::this_thread::get_id() && paused_;
+  }
   bool idle() const { return queue_.empty() && outbox_.empty() && pending_.empty(); }
   void fail_all();
 
-  // By the driver, without the lock:
-  void drive(const Work* target, const Interrupt& interrupt);
-  bool hand_over();
+  // By the progress thread, without the lock:
+  void make_progress(const Work* target, const Interrupt& interrupt);
+  bool should_yield();
   bool only_submitter();
   void announce_outbox(bool blocked);
   void finish_round();
   bool run_unanimous();
-  void renumber();
+  void reset_numbering();
   Error describe(const Work& work, const Error& error) const;
   Error departed(int rank) const;
-  Error first_cause(const Error& error) const;
-  void settle(Work& work, std::optional<Error> error);
-  void look_around();
-  void look_after_device();
+  Error root_cause(const Error& error) const;
+  void complete(Work& work, std::optional<Error> error);
+  void check_stalls();
+  void poll_device();
   std::string late_ranks(const Work& work) const;
 
   const std::shared_ptr<Communicator> communicator_;
@@ -116,9 +121,9 @@ class Engine {
   const Log log_;
   Board& board_;
 
-  // The driver's alone:
+  // The progress thread's alone:
   Agreement agreement_;
-  HostMemory host_memory_;
+  HostBuffers host_buffers_;
   Executor executor_;
   DeviceExecutor device_;
   EntryWriter entry_;
@@ -129,9 +134,9 @@ class Engine {
   bool round_open_ = false;
   bool paused_ = false;  // it calls its interrupt
   Clock::time_point last_decision_;
-  Clock::time_point looked_around_;
+  Clock::time_point last_check_;
 
-  std::mutex mutex_;  // guards what follows; never held while driving
+  std::mutex mutex_;  // guards what follows; never locked while progress is made
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Work>> queue_;
   std::atomic<bool> queued_{false};  // whether it has something, for a look without the lock
@@ -140,11 +145,11 @@ class Engine {
   Names names_;
   std::thread::id submitter_;        // the only thread that has submitted anything...
   bool several_submitters_ = false;  // ...unless there were several
-  bool driving_ = false;
-  std::thread::id driver_;        // none if nobody drives
-  int waiters_ = 0;               // threads that wait for the driver
-  bool device_was_busy_ = false;  // when somebody drove last
-  bool device_busy_ = false;      // what the driver has enqueued there has not run yet
+  bool progressing_ = false;
+  std::thread::id progress_thread_;  // none while no progress is made
+  int waiters_ = 0;                  // threads that wait for the progress thread
+  bool device_was_busy_ = false;     // when progress was made last
+  bool device_busy_ = false;         // work that was enqueued there has not run yet
   bool closing_ = false;
   std::atomic<bool> closed_{false};  // in peace: all that was enqueued on the device has run
 

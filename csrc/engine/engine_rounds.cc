@@ -1,4 +1,5 @@
-// The engine's rounds: announce what is new, run what is agreed. By the driver, without the lock.
+// The engine's rounds: announce what is new, run what is agreed. By the progress thread, without
+// the lock.
 #include <list>
 
 #include "engine/engine.h"
@@ -17,9 +18,9 @@ void Engine::announce_outbox(bool blocked) {
     Announcement announcement;
     announcement.fingerprint = fingerprint_;
     announcement.rows = std::as_bytes(std::span(request.rows));
-    announcement.carries = executor_.rides_along(request, alone);
-    if (announcement.carries) {
-      announcement.payload = Executor::payload_of(request, communicator_->rank());
+    announcement.is_inline = executor_.fits_inline(request, alone);
+    if (announcement.is_inline) {
+      announcement.payload = Executor::inline_payload(request, communicator_->rank());
     }
     announcement.shared_offset = executor_.shared_offset(request);
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
@@ -50,7 +51,7 @@ void Engine::finish_round() {
   if (!decisions.empty()) last_decision_ = Clock::now();
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
-    if (decision.renumbers) renumber();
+    if (decision.resets_numbering) reset_numbering();
     if (mine == pending_.end() && !decision.for_joined) continue;  // and a mismatch
     const Fingerprint& fingerprint =
         mine == pending_.end() ? *decision.for_joined : mine->second->request().fingerprint;
@@ -61,14 +62,14 @@ void Engine::finish_round() {
     auto& [jobs, works] = fingerprint.on_host() ? here : on_device;
     if (error) {
       if (mine == pending_.end()) continue;
-      settle(*mine->second, *error);
+      complete(*mine->second, *error);
       pending_.erase(mine);
     } else if (mine != pending_.end()) {
       jobs.push_back({&mine->second->request(), &decision});
       works.push_back(mine->second);
     } else {
-      Memory& memory = fingerprint.on_host() ? host_memory_ : device_.memory();
-      jobs.push_back({&stand_ins.emplace_back(fingerprint, memory).request, &decision});
+      Buffers& buffers = fingerprint.on_host() ? host_buffers_ : device_.buffers();
+      jobs.push_back({&stand_ins.emplace_back(fingerprint, buffers).request, &decision});
       works.push_back(nullptr);
     }
   }
@@ -76,7 +77,7 @@ void Engine::finish_round() {
     executor.run(batch.jobs, [&](std::size_t i) {
       if (!batch.works[i]) return;
       const std::string key = batch.works[i]->key_;
-      settle(*batch.works[i], std::nullopt);
+      complete(*batch.works[i], std::nullopt);
       pending_.erase(key);
     });
   };
@@ -98,15 +99,15 @@ bool Engine::run_unanimous() {
   if (!fingerprint.on_host()) return false;
   const auto decision = Agreement::unanimous(fingerprint, entries_);
   if (!decision) return false;
-  if (decision->renumbers) renumber();
+  if (decision->resets_numbering) reset_numbering();
   const Job job{&work.request(), &*decision};
-  executor_.run({&job, 1}, [&](std::size_t) { settle(work, std::nullopt); });
+  executor_.run({&job, 1}, [&](std::size_t) { complete(work, std::nullopt); });
   pending_.clear();
   return true;
 }
 
-/// This rank's thread waits for what all ranks wait for: they begin to count anew.
-void Engine::renumber() {
+/// All ranks wait for the same thing: they begin to count anew.
+void Engine::reset_numbering() {
   const Lock lock(mutex_);
   names_.renew();
 }
@@ -116,7 +117,7 @@ Error Engine::describe(const Work& work, const Error& error) const {
   return {error.kind(), name_ + ": " + work.request().fingerprint.describe() + ": " + error.what()};
 }
 
-void Engine::settle(Work& work, std::optional<Error> error) {
+void Engine::complete(Work& work, std::optional<Error> error) {
   if (!error && work.request_.finish) work.request_.finish();
   // What they hold belongs to a device's stream, if any: it is let go of here.
   work.request_.begin = work.request_.finish = nullptr;

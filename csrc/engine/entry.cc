@@ -17,7 +17,7 @@ struct EntryHeader {
 
 struct AnnouncementHeader {
   std::uint32_t fingerprint_bytes;
-  std::uint32_t payload_bytes;  // kNoPayload: the tensor does not ride along
+  std::uint32_t payload_bytes;  // kNoPayload: the tensor is not inline
   std::uint32_t row_count;
   std::uint32_t reserved;
   std::int64_t shared_offset;
@@ -74,8 +74,8 @@ class Reader {
     announcement.shared_offset = header.shared_offset;
     announcement.fingerprint =
         take(padded(header.fingerprint_bytes)).first(header.fingerprint_bytes);
-    announcement.carries = header.payload_bytes != kNoPayload;
-    if (announcement.carries) {
+    announcement.is_inline = header.payload_bytes != kNoPayload;
+    if (announcement.is_inline) {
       announcement.payload = take(padded(header.payload_bytes)).first(header.payload_bytes);
     }
     return announcement;
@@ -136,7 +136,7 @@ void EntryWriter::clear(bool blocked) {
 void EntryWriter::append(const Announcement& a) {
   const AnnouncementHeader header{
       static_cast<std::uint32_t>(a.fingerprint.size()),
-      a.carries ? static_cast<std::uint32_t>(a.payload.size()) : kNoPayload,
+      a.is_inline ? static_cast<std::uint32_t>(a.payload.size()) : kNoPayload,
       static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)), 0, a.shared_offset};
   const std::size_t begin = bytes_.size();
   bytes_.resize(begin + bytes_needed(a));  // with zeros where there is padding

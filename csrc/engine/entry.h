@@ -1,4 +1,4 @@
-// What a rank writes on the board: the requests that are new, in bytes.
+// Entry: the requests that are new on a rank, in the bytes that it posts to the board.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,10 @@ using ByteSpan = std::span<const std::byte>;
 ///   i64 shared offset | i64 rows... | fingerprint | payload; each padded to a multiple of 8 bytes
 struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
-  ByteSpan payload;                 // the tensor's bytes when they ride along, else empty
+  ByteSpan payload;                 // the tensor's bytes if they are inline, else empty
   ByteSpan rows;                    // std::int64_t each: Request::rows
   std::int64_t shared_offset = -1;  // where an in-place buffer lies in shared memory
-  bool carries = false;             // whether the payload rides along (it may be empty)
+  bool is_inline = false;           // whether there is a payload (it may be empty)
 };
 
 /// Makes `bytes` the encoding of a fingerprint.

@@ -9,10 +9,10 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::size_t kCarriedAmongOthers = 4u << 10;
+constexpr std::size_t kInlineAmongOthers = 4u << 10;
 
-// What rides along is read by everybody: with many ranks, less does.
-constexpr std::size_t kCarriedBytesOfAllRanks = 64u << 10;
+// Every rank reads the payloads of all: with many ranks they have to be smaller.
+constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
 
 /// Bytes of this rank's tensor.
 std::size_t bytes_of(const Request& request) {
@@ -71,33 +71,33 @@ void concatenate(void* to, std::span<const ByteSpan> parts) {
 
 }  // namespace
 
-StandIn::StandIn(const Fingerprint& fingerprint, Memory& memory) {
+StandIn::StandIn(const Fingerprint& fingerprint, Buffers& buffers) {
   request.fingerprint = fingerprint;
   if (fingerprint.collective == Collective::kAllreduce) {
-    data = memory.allocate(row_bytes_of(fingerprint));
-    memory.fill_identity(data.get(), fingerprint.count(), fingerprint.dtype, fingerprint.op);
+    data = buffers.allocate(row_bytes_of(fingerprint));
+    buffers.fill_identity(data.get(), fingerprint.count(), fingerprint.dtype, fingerprint.op);
     request.input = request.output = data.get();
     return;
   }
   request.rows = {0};
-  request.allocate = [this, &memory](std::span<const std::int64_t> rows) {
+  request.allocate = [this, &buffers](std::span<const std::int64_t> rows) {
     const auto all = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    data = memory.allocate(static_cast<std::size_t>(all) * row_bytes_of(request.fingerprint));
+    data = buffers.allocate(static_cast<std::size_t>(all) * row_bytes_of(request.fingerprint));
     return data.get();
   };
 }
 
-bool Executor::rides_along(const Request& request, bool alone) const {
+bool Executor::fits_inline(const Request& request, bool alone) const {
   const Fingerprint& f = request.fingerprint;
   if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
   if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
   const std::size_t bytes = bytes_of(request);
-  const std::size_t worth = communicator_.board().worth_carrying();
-  return bytes <= (alone ? worth : std::min(worth, kCarriedAmongOthers)) &&
-         bytes * static_cast<std::size_t>(communicator_.size()) <= kCarriedBytesOfAllRanks;
+  const std::size_t limit = communicator_.board().inline_limit();
+  return bytes <= (alone ? limit : std::min(limit, kInlineAmongOthers)) &&
+         bytes * static_cast<std::size_t>(communicator_.size()) <= kInlineBytesOfAllRanks;
 }
 
-ByteSpan Executor::payload_of(const Request& request, int rank) {
+ByteSpan Executor::inline_payload(const Request& request, int rank) {
   const Fingerprint& f = request.fingerprint;
   const bool silent = f.collective == Collective::kBarrier || f.collective == Collective::kJoin ||
                       (f.collective == Collective::kBroadcast && f.root != rank);
@@ -132,7 +132,7 @@ void Executor::run_one(const Job& job) {
   const Fingerprint& f = request.fingerprint;
   check_rows(f, *job.decision, communicator_.size());
   if (!job.decision->payloads.empty()) {
-    run_carried(request, *job.decision);
+    run_inline(request, *job.decision);
     return;
   }
   switch (f.collective) {
@@ -144,7 +144,7 @@ void Executor::run_one(const Job& job) {
       const std::size_t bytes = bytes_of(request);
       if (f.root == communicator_.rank() && request.output != request.input) {
         const Copy own{request.output, request.input, bytes};
-        memory_.copy({&own, 1}, DType::kUInt8);
+        buffers_.copy({&own, 1}, DType::kUInt8);
       }
       communicator_.broadcast(request.output, bytes, f.root);
       break;
@@ -167,7 +167,7 @@ void Executor::run_one(const Job& job) {
   }
 }
 
-void Executor::run_carried(const Request& request, const Decision& decision) {
+void Executor::run_inline(const Request& request, const Decision& decision) {
   const Fingerprint& f = request.fingerprint;
   if (f.collective == Collective::kBarrier) return;
 
@@ -262,19 +262,19 @@ void Executor::allreduce_fused(std::span<const Request* const> requests) {
     communicator_.allreduce(only.input, only.output, only.fingerprint.count(), reduction);
     return;
   }
-  auto* const buffer = static_cast<std::byte*>(memory_.buffer(bytes_of_all(requests)));
+  auto* const buffer = static_cast<std::byte*>(buffers_.fusion_buffer(bytes_of_all(requests)));
   std::vector<Copy> packing;
   std::vector<Copy> unpacking;
   std::size_t count = 0;
   for (const Request* request : requests) {
-    std::byte* const place = buffer + count * size_of(reduction.dtype);
-    packing.push_back({place, request->input, request->fingerprint.count()});
-    unpacking.push_back({request->output, place, request->fingerprint.count()});
+    std::byte* const packed = buffer + count * size_of(reduction.dtype);
+    packing.push_back({packed, request->input, request->fingerprint.count()});
+    unpacking.push_back({request->output, packed, request->fingerprint.count()});
     count += request->fingerprint.count();
   }
-  memory_.copy(packing, reduction.dtype);
+  buffers_.copy(packing, reduction.dtype);
   communicator_.allreduce(buffer, buffer, count, reduction);
-  memory_.copy(unpacking, reduction.dtype);
+  buffers_.copy(unpacking, reduction.dtype);
 }
 
 void Executor::adasum_fused(std::span<const Request* const> requests) {
@@ -283,7 +283,7 @@ void Executor::adasum_fused(std::span<const Request* const> requests) {
   const auto copy = [&](void* to, const void* from, std::size_t count, double factor) {
     reduce({&to, 1}, {&from, 1}, count, {first.dtype, ReduceOp::kSum, {factor, 1.0, 1}});
   };
-  auto* const buffer = static_cast<std::byte*>(memory_.buffer(bytes_of_all(requests)));
+  auto* const buffer = static_cast<std::byte*>(buffers_.fusion_buffer(bytes_of_all(requests)));
   std::byte* at = buffer;
   std::vector<std::size_t> counts;
   for (const Request* request : requests) {

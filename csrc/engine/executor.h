@@ -1,4 +1,4 @@
-// Runs what has been agreed.
+// Executor: runs what has been agreed.
 #pragma once
 
 #include <memory>
@@ -7,16 +7,16 @@
 
 #include "collective/communicator.h"
 #include "engine/agreement.h"
+#include "engine/buffers.h"
 #include "engine/fusion.h"
-#include "engine/memory.h"
 
 namespace torch_ring {
 
-/// What a rank that has joined does in the place of a request: the identity of a reduction, or
+/// The request of a rank that has joined, instead of its own: the identity of a reduction, or
 /// nothing. Its results are nobody's.
 struct StandIn {
-  /// `memory`, of the executor that will run it, outlives it.
-  StandIn(const Fingerprint& fingerprint, Memory& memory);
+  /// `buffers`, of the executor that will run it, outlive it.
+  StandIn(const Fingerprint& fingerprint, Buffers& buffers);
   StandIn(const StandIn&) = delete;
   StandIn& operator=(const StandIn&) = delete;
 
@@ -30,21 +30,22 @@ struct Job {
   const Decision* decision;
 };
 
-/// Thread: the driving thread. Blocking: as the communicator.
-/// Errors: the communicator's and the memory's; Error(kInternal) on data that rode along with a
-/// wrong size.
+/// Thread: the progress thread. Blocking: as the communicator.
+/// Errors: the communicator's and the buffers'; Error(kInternal) on an inline payload of a wrong
+/// size.
 class Executor {
  public:
-  Executor(Communicator& communicator, Memory& memory, std::size_t fusion_threshold_bytes)
+  Executor(Communicator& communicator, Buffers& buffers, std::size_t fusion_threshold_bytes)
       : communicator_(communicator),
-        memory_(memory),
+        buffers_(buffers),
         fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
-  /// Whether the tensor of a request is so small that it rides along with the agreement. Among
-  /// others, which it can be fused with, it has to be smaller than `alone`.
-  bool rides_along(const Request& request, bool alone) const;
-  /// What rides along: this rank's tensor, or nothing.
-  static ByteSpan payload_of(const Request& request, int rank);
+  /// Whether the tensor of a request is so small that it travels with the agreement, as the inline
+  /// payload of an entry. Among others, which it can be fused with, it has to be smaller than
+  /// `alone`.
+  bool fits_inline(const Request& request, bool alone) const;
+  /// The bytes that travel with the agreement: this rank's tensor, or nothing.
+  static ByteSpan inline_payload(const Request& request, int rank);
   /// Where the buffer of an in-place allreduce lies in shared memory, or -1.
   std::int64_t shared_offset(const Request& request) const;
 
@@ -81,7 +82,7 @@ class Executor {
   static bool fuses(const Job& job);
   Reduction reduction_of(const Fingerprint& fingerprint) const;
   void run_one(const Job& job);
-  void run_carried(const Request& request, const Decision& decision);
+  void run_inline(const Request& request, const Decision& decision);
   void allgather(const Request& request, const Decision& decision);
   void alltoall(const Request& request, const Decision& decision);
   void reducescatter(const Request& request);
@@ -90,7 +91,7 @@ class Executor {
   std::size_t scattered_count(const Fingerprint& fingerprint, int rank) const;
 
   Communicator& communicator_;
-  Memory& memory_;
+  Buffers& buffers_;
   const std::size_t fusion_threshold_bytes_;
 };
 

@@ -1,4 +1,4 @@
-// Names for requests that have none.
+// Names: the names of requests that were given none.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace torch_ring {
 
-/// Counts requests: the same on all ranks if these make them in the same order. Where every rank
-/// waits for the same thing it begins an era, so that ranks which had lost step agree again.
+/// Numbers requests: the same on all ranks if these make them in the same order. Where every rank
+/// waits for the same thing an era begins, so that ranks which had lost step agree again.
 class Names {
  public:
-  /// "#7", or "#2.7" in a later era. Barriers are counted for themselves: ranks that have submitted
-  /// different numbers of requests meet at the same one.
+  /// "#7", or "#2.7" in a later era. Barriers have numbers of their own: ranks that have submitted
+  /// different numbers of requests still wait at the same one.
   std::string next(Collective collective) {
     std::string name = "#";
     if (era_ > 0) name.append(std::to_string(era_)).append(".");

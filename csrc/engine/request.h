@@ -1,4 +1,4 @@
-// What is submitted, and its pending result.
+// Request and Work: what is submitted, and its pending result.
 #pragma once
 
 #include <atomic>
@@ -64,15 +64,15 @@ struct Request {
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`; of an allgather or alltoall: see `allocate`
 
-  /// On a device, called first: its stream waits for the input. Thread: the driving one.
+  /// On a device, called first: its stream waits for the input. Thread: the progress thread.
   std::function<void()> begin;
 
   /// Of an allgather or alltoall: called once with the rows that come from each rank, returns the
-  /// memory of the result. Thread: the driving one.
+  /// memory of the result. Thread: the progress thread.
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called when the output is written, or on a device: will be when the stream has come so far;
-  /// before the work is done. Thread: the driving one.
+  /// before the work is done. Thread: the progress thread.
   std::function<void()> finish;
 };
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/fd.h"
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 namespace torch_ring {
 

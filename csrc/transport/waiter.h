@@ -1,4 +1,5 @@
-// How this rank waits: spin, then yield, then sleep; always until a deadline, always abortable.
+// Waiter: how a rank waits. It spins, then yields, then sleeps; always until a deadline, always
+// abortable.
 #pragma once
 
 #include <poll.h>
@@ -20,7 +21,7 @@ inline void pause_cpu() {
 #endif
 }
 
-/// Thread: only the thread that drives the communicator. Blocking: as each function says.
+/// Thread: only the progress thread of the communicator. Blocking: as each function says.
 /// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`.
 class Waiter {
  public:
@@ -67,7 +68,7 @@ class Waiter {
     return ready();
   }
 
-  /// Ends the sleep of the driving thread, if it sleeps. Call after a seq_cst store of what its
+  /// Ends the sleep of the progress thread, if it sleeps. Call after a seq_cst store of what its
   /// ready() looks at. Thread: any. Blocking: no.
   void wake() const { doorbell_.ring(); }
 

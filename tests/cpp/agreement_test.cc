@@ -156,7 +156,7 @@ TEST(the_last_to_join_ends_the_join_for_all) {
   const auto decisions = round(agreement, {entry({join()}), entry({})});
   CHECK_EQ(keys(decisions), Keys{kJoinKey});
   CHECK_EQ(decisions[0].last_joined, 0);
-  CHECK(decisions[0].renumbers);
+  CHECK(decisions[0].resets_numbering);
   CHECK(agreement.empty());
   CHECK_EQ(round(agreement, {entry({join()}), entry({join()})})[0].last_joined, 1);
 }
@@ -180,9 +180,9 @@ TEST(a_barrier_without_a_name_begins_an_era) {
   for (const char* name : {"#barrier.1", "named"}) {
     barrier.name = name;
     const Bytes a = entry({barrier});
-    CHECK_EQ(round(agreement, {a, a}).at(0).renumbers, name[0] == '#');
+    CHECK_EQ(round(agreement, {a, a}).at(0).resets_numbering, name[0] == '#');
     CHECK(round(agreement, {a, entry({})}).empty());
-    CHECK_EQ(round(agreement, {entry({}), a}).at(0).renumbers, name[0] == '#');
+    CHECK_EQ(round(agreement, {entry({}), a}).at(0).resets_numbering, name[0] == '#');
   }
 }
 

@@ -1,4 +1,4 @@
-#include "transport/cache_lines.h"
+#include "memory/cache_lines.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -7,7 +7,7 @@
 
 #include "collective/shm_communicator.h"
 #include "communicator_suite.h"
-#include "transport/cache_lines.h"
+#include "memory/cache_lines.h"
 
 using namespace torch_ring;
 using namespace torch_ring::test;

@@ -37,9 +37,9 @@ const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](R
   std::vector<float> first = rank.input(5);
   std::vector<float> second = first;
   std::vector<float> gate(1, 1.0f);
-  const auto work = rank.allreduce(first, "twice", Engine::Mode::kAwaited);  // nobody starts it
-  CHECK_THROWS(rank.allreduce(second, "twice", Engine::Mode::kAwaited), ErrorKind::kInvalidArgument,
-               "'twice' float32 [5] Sum is in flight already");
+  const auto work = rank.allreduce(first, "twice", Engine::Mode::kBlocking);  // nobody starts it
+  CHECK_THROWS(rank.allreduce(second, "twice", Engine::Mode::kBlocking),
+               ErrorKind::kInvalidArgument, "'twice' float32 [5] Sum is in flight already");
   rank.wait(work);
   rank.wait(rank.allreduce(second, "twice"));
   CHECK(second == Rank::sums(5, rank.size()));

@@ -13,7 +13,7 @@ const bool kBlocking = on_all_layouts("awaited requests of many sizes", [](Rank&
   for (const std::size_t count :
        {1u, 100u, 1000u, 5000u, 100'000u, kSanitized ? 200'001u : 700'001u}) {
     std::vector<float> values = rank.input(count);
-    rank.wait(rank.allreduce(values, "", Engine::Mode::kAwaited));
+    rank.wait(rank.allreduce(values, "", Engine::Mode::kBlocking));
     CHECK(values == Rank::sums(count, rank.size()));
   }
 });
@@ -72,7 +72,7 @@ const bool kThreads = on_all_layouts("several threads of a rank wait at once", [
       for (int i = 0; i < 20; ++i) {
         std::vector<float> values = rank.input(64);
         rank.wait(rank.allreduce(values, std::to_string(t) + "." + std::to_string(i),
-                                 Engine::Mode::kAwaited));
+                                 Engine::Mode::kBlocking));
         right += values == Rank::sums(64, rank.size());
       }
     });
@@ -117,7 +117,7 @@ const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank
     }
     Ragged ragged;
     rank.wait(rank.engine().submit(ragged.request(Collective::kAlltoall, input, splits),
-                                   Engine::Mode::kAwaited));
+                                   Engine::Mode::kBlocking));
     CHECK_EQ(ragged.rows, splits);
     CHECK(ragged.output == expected);
   }
@@ -137,7 +137,7 @@ const bool kReducescatter = on_all_layouts("reducescatter, small and large", [](
     request.fingerprint.shape = {rows, row};
     request.input = input.data();
     request.output = output.data();
-    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
     const std::vector<float> sums = Rank::sums(input.size(), rank.size());
     CHECK(std::equal(output.begin(), output.end(), sums.begin() + begin));
   }
@@ -149,7 +149,7 @@ std::int64_t join(Rank& rank) {
   request.fingerprint.collective = Collective::kJoin;
   request.fingerprint.name = kJoinKey;
   request.output = &last;
-  rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+  rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
   return last;
 }
 
@@ -159,7 +159,7 @@ const bool kJoin = on_all_layouts("ranks join one after the other, twice", [](Ra
     for (int step = 0; step <= rank.rank(); ++step) {
       for (const std::size_t count : {7u, 50'000u}) {
         std::vector<float> ones(count, 1.0f);
-        rank.wait(rank.allreduce(ones, "", Engine::Mode::kAwaited));
+        rank.wait(rank.allreduce(ones, "", Engine::Mode::kBlocking));
         CHECK(ones == std::vector<float>(count, static_cast<float>(rank.size() - step)));
       }
     }
@@ -200,16 +200,16 @@ const bool kJoinable = on_all_layouts(
         Ragged ragged;
         Request request = ragged.request(Collective::kAllgather, input, {3});
         request.fingerprint.joinable = true;
-        rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+        rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
         CHECK_EQ(ragged.output.size(), static_cast<std::size_t>(3 * (rank.size() - 1)));
         CHECK_EQ(ragged.rows[0], 0);
         const auto work = rank.engine().submit(ragged.request(Collective::kAllgather, input, {3}),
-                                               Engine::Mode::kAwaited);
+                                               Engine::Mode::kBlocking);
         CHECK_THROWS(rank.wait(work), ErrorKind::kMismatch, "called join(): rank 0");
       }
       join(rank);
       std::vector<float> values = rank.input(5);
-      rank.wait(rank.allreduce(values, "", Engine::Mode::kAwaited));
+      rank.wait(rank.allreduce(values, "", Engine::Mode::kBlocking));
       CHECK(values == Rank::sums(5, rank.size()));
     },
     2);
@@ -221,9 +221,9 @@ const bool kEras = on_all_layouts(
       for (int extra = 0; extra < rank.rank(); ++extra) rank.allreduce(unmatched[extra], "");
       Request request;
       request.fingerprint.collective = Collective::kBarrier;
-      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
       std::vector<float> values = rank.input(5);
-      rank.wait(rank.allreduce(values, "", Engine::Mode::kAwaited));
+      rank.wait(rank.allreduce(values, "", Engine::Mode::kBlocking));
       CHECK(values == Rank::sums(5, rank.size()));
     },
     2);
@@ -237,7 +237,7 @@ const bool kGroups = on_all_layouts("a group is submitted whole or not at all", 
     request.input = request.output = values.data();
     return request;
   };
-  const auto mode = Engine::Mode::kAwaited;
+  const auto mode = Engine::Mode::kBlocking;
   CHECK_THROWS(rank.engine().submit({request("a"), request("b"), request("a")}, mode),
                ErrorKind::kInvalidArgument, "in flight already");
   for (const auto& work : rank.engine().submit({request("a"), request("b")}, mode)) {

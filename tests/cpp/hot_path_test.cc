@@ -54,7 +54,7 @@ void check_costs(std::size_t count, bool shared, std::uint64_t staged, std::uint
       Request request;
       request.fingerprint.shape = {static_cast<std::int64_t>(count)};
       request.input = request.output = data;
-      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+      rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
     };
     allreduce();
     const Costs before(communicator.host().own());
@@ -87,14 +87,14 @@ void check_riding_along(const std::vector<int>& host_of, std::size_t alone) {
   run_engines(host_of, [&](Rank& rank) {
     HostMemory memory;
     const Executor executor(rank.communicator(), memory, 0);
-    const auto rides = [&](std::size_t bytes, bool is_alone) {
+    const auto fits = [&](std::size_t bytes, bool is_alone) {
       Request request;
       request.fingerprint.dtype = DType::kUInt8;
       request.fingerprint.shape = {static_cast<std::int64_t>(bytes)};
-      return executor.rides_along(request, is_alone);
+      return executor.fits_inline(request, is_alone);
     };
-    CHECK(rides(alone, true) && !rides(alone + 1, true));
-    CHECK(rides(4096, false) && !rides(4097, false));
+    CHECK(fits(alone, true) && !fits(alone + 1, true));
+    CHECK(fits(4096, false) && !fits(4097, false));
   });
 }
 

@@ -3,24 +3,24 @@
 
 #include "doubles/nccl_streams.h"
 #include "engine_ranks.h"
-#include "nccl/meeting.h"
 #include "nccl/nccl_communicator.h"
+#include "nccl/rendezvous.h"
 
 namespace torch_ring::test {
 namespace {
 
 constexpr std::uint8_t kDevice = 1;
 
-class StreamDevice final : public Device, public Memory {
+class StreamDevice final : public Device, public Buffers {
  public:
-  StreamDevice(Communicator& host, const Abort& abort, const nccl::Meeting& meeting,
+  StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
                std::chrono::milliseconds timeout)
-      : api_(meeting.api),
-        communicator_(api_, meeting.id, host.rank(), host.size(), host.board(), abort, timeout,
+      : api_(rendezvous.api),
+        communicator_(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort, timeout,
                       {stream_.handle, {}}) {}
 
   Communicator& communicator() override { return communicator_; }
-  Memory& memory() override { return *this; }
+  Buffers& buffers() override { return *this; }
   void use(const std::function<void()>& enqueue) override {
     enqueue();
     ++enqueued_;
@@ -36,7 +36,7 @@ class StreamDevice final : public Device, public Memory {
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     return memory_.emplace_back(std::make_shared<std::byte[]>(bytes));
   }
-  void* buffer(std::size_t bytes) override { return allocate(bytes).get(); }
+  void* fusion_buffer(std::size_t bytes) override { return allocate(bytes).get(); }
   void copy(std::span<const Copy> copies, DType dtype) override {
     for (const Copy& copy : copies) {
       stream_.enqueue([copy, dtype] {
@@ -66,8 +66,8 @@ void run_with_device(
     World& world = worlds[static_cast<std::size_t>(rank)];
     const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
                                                  const Abort& abort) -> std::unique_ptr<Device> {
-      const auto meeting = nccl::meet(host, labels, [&] { return load(host.rank()); });
-      return std::make_unique<StreamDevice>(host, abort, meeting, config.timeout);
+      const auto rendezvous = nccl::rendezvous(host, labels, [&] { return load(host.rank()); });
+      return std::make_unique<StreamDevice>(host, abort, rendezvous, config.timeout);
     };
     Rank self(world, config, make);
     fn(self);
@@ -169,7 +169,7 @@ TEST(who_has_joined_stands_in_on_the_device) {
     request.fingerprint.collective = Collective::kJoin;
     request.fingerprint.name = kJoinKey;
     request.output = &last;
-    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kAwaited));
+    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
     rank.engine().close();
     CHECK(ones == std::vector<float>(500, rank.rank() > 0 ? 2.0f : 1.0f));
   });

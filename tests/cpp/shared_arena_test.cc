@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "harness.h"
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 using namespace torch_ring;
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "collective/world.h"
+#include "collective/make_communicator.h"
 #include "core/abort.h"
 #include "harness.h"
 #include "transport/doorbell.h"
@@ -69,7 +69,7 @@ inline Fd duplicate(const Fd& fd) {
   return Fd(copy);
 }
 
-/// The worlds of all ranks, as torch_ring/mesh.py would make them; rank r is on host_of[r].
+/// The worlds of all ranks, as torch_ring/connections would make them; rank r is on host_of[r].
 inline std::vector<World> make_worlds(const std::vector<int>& host_of,
                                       Sockets sockets = Sockets::kUnix, int connections = 1) {
   constexpr std::size_t kArenaBytes = 16u << 20;
@@ -77,9 +77,7 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
   std::vector<World> worlds(size);
   for (std::size_t rank = 0; rank < size; ++rank) {
     World& world = worlds[rank];
-    world.rank = static_cast<int>(rank);
-    world.size = static_cast<int>(size);
-    world.host_of = host_of;
+    world.topology = {static_cast<int>(rank), host_of};
     world.may_spin = false;  // more threads than cores
     for (std::size_t peer = 0; peer < size; ++peer) {
       world.labels.push_back("rank " + std::to_string(peer) + " (a thread)");
@@ -99,7 +97,7 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
     }
     for (std::size_t other = one + 1; other < size; ++other) {
       std::tie(worlds[one].control[other], worlds[other].control[one]) = unix_pair();
-      if (!worlds[one].needs_data(static_cast<int>(other))) continue;
+      if (!worlds[one].topology.needs_data(static_cast<int>(other))) continue;
       for (int i = 0; i < connections; ++i) {
         auto [ours, theirs] = socket_pair(sockets);
         worlds[one].data[other].push_back(std::move(ours));
@@ -144,14 +142,14 @@ inline std::vector<int> two_hosts_in_turns(int size) {
   return host_of;
 }
 
-/// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some drive no network.
+/// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some serve no network.
 inline std::vector<int> three_hosts(int size) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * 3 / size);
   return host_of;
 }
 
-/// Long enough that only a hang meets it, and shorter than the harness's patience.
+/// Long enough that only a hang reaches it, and shorter than the harness's patience.
 inline EngineConfig patient() {
   EngineConfig config;
   config.timeout = std::chrono::seconds(30);

@@ -1,4 +1,4 @@
-// Ends a backward pass in the usual case, without Python.
+// DenseFinalizer: ends a backward pass in the usual case, without Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,20 +8,20 @@
 #include <string>
 #include <vector>
 
-#include "bindings/gradients.h"
+#include "bindings/gradient_hooks.h"
 #include "engine/engine.h"
 
 namespace torch_ring {
 
-/// What `BackwardPasses` in Python does at the end of a pass, for an optimizer that is the only
-/// one, all of whose gradients are dense, in host memory and reduced as they are.
+/// The fast path of BackwardSync (torch_ring/optimizer): for an optimizer that is the only one, all
+/// of whose gradients are dense, in host memory and reduced as they are.
 ///
 /// Thread: the one that runs backward(), without the GIL. Blocking: until every rank has agreed.
 /// Errors: the engine's.
-class WholePass {
+class DenseFinalizer {
  public:
-  /// A bucket's index, and what the names of its allreduces begin and end with; a pass's number is
-  /// between.
+  /// A bucket's index, and the text before and after the pass's number in the names of its
+  /// allreduces.
   struct Bucket {
     std::size_t index;
     std::string name_before;
@@ -29,14 +29,14 @@ class WholePass {
   };
 
   /// `everything` has all parameters; `op`, `prescale` and `postscale` are the allreduces'.
-  WholePass(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
-            std::vector<Bucket> buckets, int op, double prescale, double postscale);
+  DenseFinalizer(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
+                 std::vector<Bucket> buckets, int op, double prescale, double postscale);
 
-  /// Tells the other ranks `entry`, and if all say the same, reduces the gradients.
+  /// Tells the other ranks `entry`, and reduces the gradients if all say the same.
   ///
-  /// Returns nothing if not all gradients are due here: then nothing was sent. Returns what the
-  /// ranks have said, one after the other, if that is not the same: then nothing was reduced, and
-  /// Python goes on. Returns an empty string if all is done.
+  /// Returns nothing if not all gradients are due here: then nothing was sent. Returns the ranks'
+  /// entries, one after the other, if they differ: then nothing was reduced, and Python goes on.
+  /// Returns an empty string if all is done.
   std::optional<std::string> run(Engine& engine, int size, const std::string& entry,
                                  std::uint64_t number, const Engine::Interrupt& interrupt) const;
 

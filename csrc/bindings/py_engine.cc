@@ -1,4 +1,4 @@
-#include "bindings/engine.h"
+#include "bindings/py_engine.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -12,13 +12,13 @@
 #include <memory>
 
 #include "bindings/accelerator.h"
-#include "bindings/results.h"
-#include "bindings/tensors.h"
-#include "bindings/whole_pass.h"
-#include "bindings/work.h"
-#include "collective/world.h"
+#include "bindings/finalize_dense.h"
+#include "bindings/py_work.h"
+#include "bindings/requests.h"
+#include "bindings/result_allocator.h"
+#include "collective/make_communicator.h"
 #include "engine/engine.h"
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 namespace py = pybind11;
 
@@ -39,7 +39,10 @@ std::vector<Fd> own(const std::vector<int>& fds) {
 class PyEngine {
  public:
   PyEngine(World world, const EngineConfig& config, std::string nccl_library, py::function log)
-      : pid_(::getpid()), rank_(world.rank), size_(world.size), hosts_(world.host_count()) {
+      : pid_(::getpid()),
+        rank_(world.topology.rank),
+        size_(world.topology.size()),
+        hosts_(world.topology.host_count()) {
     for (const Fd& fd : world.control) remember(fd);
     for (const auto& fds : world.data) {
       for (const Fd& fd : fds) remember(fd);
@@ -67,11 +70,11 @@ class PyEngine {
   ~PyEngine() { shutdown(); }
 
   PyWork allreduce(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
-                   double prescale, double postscale, bool awaited) const {
+                   double prescale, double postscale, bool blocking) const {
     device_->use(tensor.device());
     return submit(
         allreduce_request(tensor, output, std::move(name), op, prescale, postscale, size_),
-        result_in(output), tensor.device(), awaited);
+        result_in(output), tensor.device(), blocking);
   }
 
   /// A blocking allreduce, with no handle between: the shortest way of a small tensor. Returns the
@@ -96,37 +99,37 @@ class PyEngine {
   }
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
-                   bool awaited) const {
+                   bool blocking) const {
     device_->use(tensor.device());
     return submit(broadcast_request(tensor, output, root, size_, std::move(name)),
-                  result_in(output), tensor.device(), awaited);
+                  result_in(output), tensor.device(), blocking);
   }
 
-  PyWork allgather(const at::Tensor& tensor, std::string name, bool awaited, bool joinable) const {
+  PyWork allgather(const at::Tensor& tensor, std::string name, bool blocking, bool joinable) const {
     device_->use(tensor.device());
     auto result = std::make_shared<Result>();
     return submit(allgather_request(tensor, result, std::move(name), joinable), result,
-                  tensor.device(), awaited);
+                  tensor.device(), blocking);
   }
 
   PyWork alltoall(const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string name,
-                  bool awaited) const {
+                  bool blocking) const {
     device_->use(tensor.device());
     auto result = std::make_shared<Result>();
     return submit(alltoall_request(tensor, std::move(splits), result, std::move(name), size_),
-                  result, tensor.device(), awaited);
+                  result, tensor.device(), blocking);
   }
 
   PyWork reducescatter(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
-                       double prescale, double postscale, bool awaited) const {
+                       double prescale, double postscale, bool blocking) const {
     device_->use(tensor.device());
     return submit(reducescatter_request(tensor, output, std::move(name), op, prescale, postscale,
                                         rank_, size_),
-                  result_in(output), tensor.device(), awaited);
+                  result_in(output), tensor.device(), blocking);
   }
 
-  PyWork barrier(std::string name, bool awaited) const {
-    return submit(barrier_request(std::move(name)), std::make_shared<Result>(), at::kCPU, awaited);
+  PyWork barrier(std::string name, bool blocking) const {
+    return submit(barrier_request(std::move(name)), std::make_shared<Result>(), at::kCPU, blocking);
   }
 
   PyWork join() const {
@@ -138,7 +141,7 @@ class PyEngine {
   std::vector<PyWork> grouped_allreduce(const std::vector<at::Tensor>& tensors,
                                         const std::vector<at::Tensor>& outputs,
                                         const std::string& name, int op, double prescale,
-                                        double postscale, bool awaited) const {
+                                        double postscale, bool blocking) const {
     for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     check_outputs(tensors, outputs);
     std::vector<Member> members;
@@ -147,11 +150,11 @@ class PyEngine {
                                            prescale, postscale, size_),
                          result_in(outputs[i]), tensors[i].device()});
     }
-    return submit(std::move(members), awaited);
+    return submit(std::move(members), blocking);
   }
 
   std::vector<PyWork> grouped_allgather(const std::vector<at::Tensor>& tensors,
-                                        const std::string& name, bool awaited) const {
+                                        const std::string& name, bool blocking) const {
     for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     std::vector<Member> members;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -159,13 +162,13 @@ class PyEngine {
       members.push_back({allgather_request(tensors[i], result, member_name(name, i), false), result,
                          tensors[i].device()});
     }
-    return submit(std::move(members), awaited);
+    return submit(std::move(members), blocking);
   }
 
   std::vector<PyWork> grouped_reducescatter(const std::vector<at::Tensor>& tensors,
                                             const std::vector<at::Tensor>& outputs,
                                             const std::string& name, int op, double prescale,
-                                            double postscale, bool awaited) const {
+                                            double postscale, bool blocking) const {
     for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     check_outputs(tensors, outputs);
     std::vector<Member> members;
@@ -174,7 +177,7 @@ class PyEngine {
                                                prescale, postscale, rank_, size_),
                          result_in(outputs[i]), tensors[i].device()});
     }
-    return submit(std::move(members), awaited);
+    return submit(std::move(members), blocking);
   }
 
   at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) const {
@@ -191,9 +194,9 @@ class PyEngine {
 
   /// Blocks for large gradients, all optimizers' of this set. None where buckets are not in shared
   /// memory, and where they travel during backward: a large one keeps the network busier.
-  std::shared_ptr<BlockCache> gradient_blocks() {
+  std::shared_ptr<BlockPool> gradient_blocks() {
     if (!blocks_ && communicator_ && has_shared_memory() && !overlaps()) {
-      blocks_ = BlockCache::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
+      blocks_ = BlockPool::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
         const auto alive = communicator.lock();
         return alive ? alive->allocate_shared(bytes) : nullptr;
       });
@@ -204,13 +207,13 @@ class PyEngine {
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }
 
-  std::optional<py::bytes> end_pass(const WholePass& pass, const std::string& entry,
-                                    std::uint64_t number) const {
+  std::optional<py::bytes> finalize_dense(const DenseFinalizer& finalizer, const std::string& entry,
+                                          std::uint64_t number) const {
     const std::shared_ptr<Engine> engine = running();
     std::optional<std::string> gathered;
     {
       const py::gil_scoped_release no_gil;
-      gathered = pass.run(*engine, size_, entry, number, kCheckSignals);
+      gathered = finalizer.run(*engine, size_, entry, number, kCheckSignals);
     }
     if (!gathered) return std::nullopt;
     return py::bytes(*gathered);
@@ -242,8 +245,8 @@ class PyEngine {
   }
 
  private:
-  static Engine::Mode mode_of(bool awaited) {
-    return awaited ? Engine::Mode::kAwaited : Engine::Mode::kAsynchronous;
+  static Engine::Mode mode_of(bool blocking) {
+    return blocking ? Engine::Mode::kBlocking : Engine::Mode::kAsynchronous;
   }
 
   static void check_outputs(const std::vector<at::Tensor>& tensors,
@@ -261,22 +264,22 @@ class PyEngine {
 
   void prepare(Request& request, Result& result, c10::Device device) const {
     if (request.fingerprint.on_host()) return;
-    result.written.emplace(device).follow(request);
+    result.output_event.emplace(device).follow(request);
   }
 
   PyWork submit(Request request, std::shared_ptr<Result> result, c10::Device device,
-                bool awaited) const {
+                bool blocking) const {
     const std::shared_ptr<Engine> engine = running();
     prepare(request, *result, device);
     std::shared_ptr<Work> work;
     {
       const py::gil_scoped_release no_gil;
-      work = engine->submit(std::move(request), mode_of(awaited));
+      work = engine->submit(std::move(request), mode_of(blocking));
     }
     return {engine, std::move(work), std::move(result)};
   }
 
-  std::vector<PyWork> submit(std::vector<Member> members, bool awaited) const {
+  std::vector<PyWork> submit(std::vector<Member> members, bool blocking) const {
     const std::shared_ptr<Engine> engine = running();
     std::vector<Request> requests;
     for (Member& member : members) {
@@ -286,7 +289,7 @@ class PyEngine {
     std::vector<std::shared_ptr<Work>> works;
     {
       const py::gil_scoped_release no_gil;
-      works = engine->submit(std::move(requests), mode_of(awaited));
+      works = engine->submit(std::move(requests), mode_of(blocking));
     }
     std::vector<PyWork> handles;
     for (std::size_t i = 0; i < works.size(); ++i) {
@@ -308,7 +311,7 @@ class PyEngine {
   std::vector<std::pair<int, ino_t>> connections_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Engine> engine_;
-  std::shared_ptr<BlockCache> blocks_;
+  std::shared_ptr<BlockPool> blocks_;
 };
 
 std::unique_ptr<PyEngine> make_engine(
@@ -322,9 +325,8 @@ std::unique_ptr<PyEngine> make_engine(
   world.memory = own(memory);
   world.doorbells = own(doorbells);
   world.control = own(control);
-  world.rank = rank;
-  world.size = size;
-  world.host_of = std::move(host_of);
+  world.topology = {rank, std::move(host_of)};
+  if (world.topology.size() != size) throw py::value_error("host_of does not name every rank");
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   EngineConfig config;
@@ -345,7 +347,7 @@ void bind_engine(py::module_& module) {
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait)
       .def("received_splits", &PyWork::received_splits);
-  py::class_<BlockCache, std::shared_ptr<BlockCache>>(module, "BlockCache");
+  py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("size"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
@@ -353,29 +355,29 @@ void bind_engine(py::module_& module) {
            py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
            py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
-           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("awaited") = false)
+           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // By position alone: pybind11 looks up names for the price of a small allreduce.
       .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
       .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
-           py::arg("name"), py::arg("awaited") = false)
+           py::arg("name"), py::arg("blocking") = false)
       .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
-           py::arg("awaited") = false, py::arg("joinable") = false)
+           py::arg("blocking") = false, py::arg("joinable") = false)
       .def("alltoall", &PyEngine::alltoall, py::arg("tensor"), py::arg("splits"), py::arg("name"),
-           py::arg("awaited") = false)
+           py::arg("blocking") = false)
       .def("reducescatter", &PyEngine::reducescatter, py::arg("tensor"), py::arg("output"),
            py::arg("name"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
-           py::arg("awaited") = false)
-      .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("awaited") = false)
+           py::arg("blocking") = false)
+      .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("blocking") = false)
       .def("join", &PyEngine::join)
       .def("grouped_allreduce", &PyEngine::grouped_allreduce, py::arg("tensors"),
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
-           py::arg("postscale"), py::arg("awaited") = false)
+           py::arg("postscale"), py::arg("blocking") = false)
       .def("grouped_allgather", &PyEngine::grouped_allgather, py::arg("tensors"), py::arg("name"),
-           py::arg("awaited") = false)
+           py::arg("blocking") = false)
       .def("grouped_reducescatter", &PyEngine::grouped_reducescatter, py::arg("tensors"),
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
-           py::arg("postscale"), py::arg("awaited") = false)
-      .def("end_pass", &PyEngine::end_pass)
+           py::arg("postscale"), py::arg("blocking") = false)
+      .def("finalize_dense", &PyEngine::finalize_dense)
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
       .def("gradient_blocks", &PyEngine::gradient_blocks)
       .def("has_shared_memory", &PyEngine::has_shared_memory)

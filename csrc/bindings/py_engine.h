@@ -1,4 +1,4 @@
-// The engine as Python sees it.
+// PyEngine: the engine as Python sees it.
 #pragma once
 
 #include <pybind11/pybind11.h>

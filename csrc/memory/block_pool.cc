@@ -1,4 +1,4 @@
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 #include <unistd.h>
 
@@ -7,18 +7,18 @@
 
 namespace torch_ring {
 
-std::shared_ptr<BlockCache> BlockCache::make(Allocate allocate) {
-  return std::shared_ptr<BlockCache>(new BlockCache(std::move(allocate)));
+std::shared_ptr<BlockPool> BlockPool::make(Allocate allocate) {
+  return std::shared_ptr<BlockPool>(new BlockPool(std::move(allocate)));
 }
 
-BlockCache::BlockCache(Allocate allocate) : allocate_(std::move(allocate)), pid_(::getpid()) {}
+BlockPool::BlockPool(Allocate allocate) : allocate_(std::move(allocate)), pid_(::getpid()) {}
 
-void BlockCache::expect(std::size_t bytes) {
+void BlockPool::expect(std::size_t bytes) {
   const std::scoped_lock lock(mutex_);
   ++sizes_[bytes].expected;
 }
 
-void BlockCache::expect_no_more(std::size_t bytes) noexcept {
+void BlockPool::expect_no_more(std::size_t bytes) noexcept {
   if (::getpid() != pid_) return;
   std::vector<Block> unneeded;  // freed without the lock
   const std::scoped_lock lock(mutex_);
@@ -26,7 +26,7 @@ void BlockCache::expect_no_more(std::size_t bytes) noexcept {
   if (--size.expected == 0) unneeded = std::exchange(size.vacant, {});
 }
 
-std::shared_ptr<void> BlockCache::take(std::size_t bytes) noexcept {
+std::shared_ptr<void> BlockPool::take(std::size_t bytes) noexcept {
   if (::getpid() != pid_) return nullptr;
   try {
     Block block;
@@ -46,15 +46,15 @@ std::shared_ptr<void> BlockCache::take(std::size_t bytes) noexcept {
       ++size.taken;
     }
     void* const data = block.get();
-    return {data, [cache = weak_from_this(), block = std::move(block), bytes](void*) mutable {
-              if (const auto alive = cache.lock()) alive->give_back(std::move(block), bytes);
+    return {data, [pool = weak_from_this(), block = std::move(block), bytes](void*) mutable {
+              if (const auto alive = pool.lock()) alive->give_back(std::move(block), bytes);
             }};
   } catch (const std::exception&) {
     return nullptr;  // there is other memory, only not as good
   }
 }
 
-void BlockCache::give_back(Block block, std::size_t bytes) noexcept {
+void BlockPool::give_back(Block block, std::size_t bytes) noexcept {
   if (::getpid() != pid_) return;
   Block unneeded;
   const std::scoped_lock lock(mutex_);

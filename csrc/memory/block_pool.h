@@ -1,4 +1,4 @@
-// Shared memory for tensors that come and go in every step.
+// BlockPool: shared memory for tensors that come and go in every step.
 #pragma once
 
 #include <sys/types.h>
@@ -17,12 +17,12 @@ namespace torch_ring {
 ///
 /// In a forked child it has no blocks and takes none back: they are its parent's.
 /// Thread: any. Blocking: while the system looks for memory.
-class BlockCache : public std::enable_shared_from_this<BlockCache> {
+class BlockPool : public std::enable_shared_from_this<BlockPool> {
  public:
   /// Returns null, or throws, when there is no more.
   using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
 
-  static std::shared_ptr<BlockCache> make(Allocate allocate);
+  static std::shared_ptr<BlockPool> make(Allocate allocate);
 
   /// One more, or one less, tensor of this size is expected.
   void expect(std::size_t bytes);
@@ -41,7 +41,7 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
     std::vector<Block> vacant;
   };
 
-  explicit BlockCache(Allocate allocate);
+  explicit BlockPool(Allocate allocate);
   void give_back(Block block, std::size_t bytes) noexcept;
 
   const Allocate allocate_;

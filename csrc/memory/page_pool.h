@@ -1,4 +1,4 @@
-// Private memory for large tensors that come and go.
+// PagePool: private memory for large tensors that come and go.
 #pragma once
 
 #include <atomic>
@@ -8,20 +8,20 @@
 namespace torch_ring {
 
 /// Blocks of large private memory. One that is given back is kept for the next that wants about as
-/// much: to get new pages takes longer than to fill them. Whatever is kept, the system may take
+/// much: to get new pages takes longer than to fill them. The system may take the kept ones
 /// when it is short of memory (MADV_FREE).
 ///
 /// A forked child inherits the blocks in use as it does all private memory, and may give them back;
 /// what is kept is empty there (MADV_WIPEONFORK), so that neither copies what nobody reads.
 /// Thread: any. Blocking: no, and it waits for no other thread: who comes while another one is here
 /// gets new memory.
-class KeptPages {
+class PagePool {
  public:
   /// Keeps at most so many bytes.
-  explicit KeptPages(std::size_t most_bytes) : most_bytes_(most_bytes) {}
-  ~KeptPages();
-  KeptPages(const KeptPages&) = delete;
-  KeptPages& operator=(const KeptPages&) = delete;
+  explicit PagePool(std::size_t most_bytes) : most_bytes_(most_bytes) {}
+  ~PagePool();
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
 
   /// A block of `bytes` (more than 0) or up to a quarter more, rounded up to whole huge pages,
   /// aligned to them. Null where the system has no more.

@@ -1,4 +1,4 @@
-// Pending results as Python sees them.
+// PyWork: a pending result as Python sees it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/tensors.h"
+#include "bindings/requests.h"
 #include "engine/engine.h"
 
 namespace torch_ring {
@@ -21,14 +21,15 @@ inline void check_signals() {
 
 inline const Engine::Interrupt kCheckSignals = check_signals;
 
-/// A work, its engine, and what it will give.
+/// A work, its engine, and its result.
 class PyWork {
  public:
   PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
       : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
 
   bool done() const {
-    return work_->done() && (!result_->written || work_->failed() || result_->written->query());
+    return work_->done() &&
+           (!result_->output_event || work_->failed() || result_->output_event->query());
   }
 
   /// On a device the current stream waits for the output, and the host for its being enqueued.
@@ -37,9 +38,9 @@ class PyWork {
       const pybind11::gil_scoped_release no_gil;
       engine_->wait(*work_, kCheckSignals);
     }
-    if (result_->written) {
+    if (result_->output_event) {
       engine_->check();
-      result_->written->wait(result_->tensor);
+      result_->output_event->wait(result_->tensor);
     }
     return result_->tensor;
   }
@@ -52,7 +53,7 @@ class PyWork {
   std::shared_ptr<Result> result_;
 };
 
-/// A request and what it will give: one member of a group.
+/// A request and its result: one member of a group.
 struct Member {
   Request request;
   std::shared_ptr<Result> result;

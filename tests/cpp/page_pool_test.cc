@@ -1,4 +1,4 @@
-#include "transport/kept_pages.h"
+#include "memory/page_pool.h"
 
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "harness.h"
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 using namespace torch_ring;
 
@@ -19,18 +19,18 @@ namespace {
 constexpr std::size_t kBytes = 4 * kHugePage;
 constexpr std::size_t kMostBytes = 4 * kBytes;
 
-void fill(void* block, int value) { std::memset(block, value, KeptPages::bytes_of(block)); }
+void fill(void* block, int value) { std::memset(block, value, PagePool::bytes_of(block)); }
 
 bool is_filled(const void* block, int value) {
   const auto* const bytes = static_cast<const unsigned char*>(block);
-  return std::all_of(bytes, bytes + KeptPages::bytes_of(block),
+  return std::all_of(bytes, bytes + PagePool::bytes_of(block),
                      [&](unsigned char byte) { return byte == value; });
 }
 
 }  // namespace
 
-TEST(kept_pages_are_there_for_the_next) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_keeps_pages_for_the_next) {
+  PagePool pages(kMostBytes);
   void* const first = pages.take(kBytes);
   void* const second = pages.take(kBytes);
   CHECK(first != second);
@@ -50,27 +50,27 @@ TEST(kept_pages_are_there_for_the_next) {
   for (void* const block : {first, second}) pages.give_back(block);
 }
 
-TEST(kept_pages_are_whole_and_aligned) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_gives_whole_aligned_pages) {
+  PagePool pages(kMostBytes);
   for (const std::size_t bytes : {std::size_t{1}, kHugePage, kHugePage + 1, kBytes - 1}) {
     void* const block = pages.take(bytes);
     CHECK(block != nullptr);
     CHECK_EQ(reinterpret_cast<std::uintptr_t>(block) % kHugePage, std::size_t{0});
-    CHECK_EQ(KeptPages::bytes_of(block), huge_page_ceil(bytes));
+    CHECK_EQ(PagePool::bytes_of(block), huge_page_ceil(bytes));
     fill(block, 7);
     pages.give_back(block);
   }
 }
 
-TEST(kept_pages_serve_what_needs_almost_as_many) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_serves_what_needs_almost_as_many) {
+  PagePool pages(kMostBytes);
   void* const larger = pages.take(5 * kHugePage);
   void* const exact = pages.take(4 * kHugePage);
   pages.give_back(exact);
   pages.give_back(larger);
   CHECK_EQ(pages.take(4 * kHugePage), exact);  // the smallest that will do
   CHECK_EQ(pages.take(4 * kHugePage), larger);
-  CHECK_EQ(KeptPages::bytes_of(larger), 5 * kHugePage);
+  CHECK_EQ(PagePool::bytes_of(larger), 5 * kHugePage);
   pages.give_back(larger);
   for (const std::size_t huge_pages : {1, 3, 6}) {
     void* const other = pages.take(huge_pages * kHugePage);
@@ -80,8 +80,8 @@ TEST(kept_pages_serve_what_needs_almost_as_many) {
   pages.give_back(exact);
 }
 
-TEST(kept_pages_are_limited) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_is_limited) {
+  PagePool pages(kMostBytes);
   pages.give_back(pages.take(kMostBytes + 1));
   CHECK_EQ(pages.kept_bytes(), std::size_t{0});
 
@@ -103,15 +103,15 @@ TEST(kept_pages_are_limited) {
   CHECK_EQ(pages.kept_bytes(), std::size_t{0});
 }
 
-TEST(kept_pages_fail_where_there_is_no_memory) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_fails_where_there_is_no_memory) {
+  PagePool pages(kMostBytes);
   CHECK(pages.take(SIZE_MAX) == nullptr);
   CHECK(pages.take(SIZE_MAX - 2 * kHugePage) == nullptr);
   CHECK(pages.take(SIZE_MAX / 4) == nullptr);
 }
 
-TEST(kept_pages_of_several_threads_are_different) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_gives_several_threads_different_pages) {
+  PagePool pages(kMostBytes);
   test::run_ranks(4, [&](int thread) {
     for (int i = 0; i < 20; ++i) {
       void* const block = pages.take(1);
@@ -142,8 +142,8 @@ bool with_child(Child&& in_child, Parent&& in_parent) {
   return passed && status == 0;
 }
 
-TEST(kept_pages_in_a_forked_child_are_its_own) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_in_a_forked_child_is_its_own) {
+  PagePool pages(kMostBytes);
   void* const held = pages.take(kBytes);
   void* const kept = pages.take(kBytes);
   fill(held, 1);
@@ -172,8 +172,8 @@ static long faults() {
   return usage.ru_minflt;
 }
 
-TEST(kept_pages_are_not_copied_for_a_forked_child) {
-  KeptPages pages(kMostBytes);
+TEST(page_pool_is_not_copied_for_a_forked_child) {
+  PagePool pages(kMostBytes);
   void* const block = pages.take(kBytes);
   fill(block, 1);
   pages.give_back(block);

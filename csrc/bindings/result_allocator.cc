@@ -1,4 +1,4 @@
-#include "bindings/results.h"
+#include "bindings/result_allocator.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
@@ -6,7 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/strides.h>
 
-#include "transport/kept_pages.h"
+#include "memory/page_pool.h"
 
 namespace torch_ring {
 
@@ -28,7 +28,7 @@ class ResultAllocator final : public c10::Allocator {
     void* const data = bytes >= kLarge ? pages_.take(bytes) : nullptr;
     if (data == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
     c10::DataPtr owner{data, data, &give_back, c10::kCPU};
-    c10::profiledCPUMemoryReporter().New(data, KeptPages::bytes_of(data));
+    c10::profiledCPUMemoryReporter().New(data, PagePool::bytes_of(data));
     return owner;
   }
 
@@ -36,7 +36,7 @@ class ResultAllocator final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  KeptPages& pages() { return pages_; }
+  PagePool& pages() { return pages_; }
 
  private:
   static void give_back(void* data) {
@@ -44,7 +44,7 @@ class ResultAllocator final : public c10::Allocator {
     instance().pages_.give_back(data);
   }
 
-  KeptPages pages_{0};
+  PagePool pages_{0};
 };
 
 /// Whether the result of `numel` elements lies in kept pages. Everything but a plain tensor on the

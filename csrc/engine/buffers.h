@@ -1,4 +1,4 @@
-// What an executor does in the memory of its communicator.
+// Buffers: the memory of a communicator, as an executor uses it.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,17 @@ struct Copy {
   std::size_t count;  // elements
 };
 
-/// Thread: the driving one. On a device everything is enqueued in the order of the calls, as the
-/// communicator's work is.
-class Memory {
+/// Thread: the progress thread. On a device everything is enqueued in the order of the calls, as
+/// the communicator's work is.
+class Buffers {
  public:
-  virtual ~Memory() = default;
+  virtual ~Buffers() = default;
 
-  /// Freed when what uses it has run.
+  /// New memory, freed when the work that uses it has run.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
-  /// Room for a fused collective, until the next call.
-  virtual void* buffer(std::size_t bytes) = 0;
+  /// The memory of a fused collective, until the next call.
+  virtual void* fusion_buffer(std::size_t bytes) = 0;
 
   virtual void copy(std::span<const Copy> copies, DType dtype) = 0;
 
@@ -34,10 +34,10 @@ class Memory {
   virtual void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) = 0;
 };
 
-class HostMemory final : public Memory {
+class HostBuffers final : public Buffers {
  public:
   std::shared_ptr<void> allocate(std::size_t bytes) override;
-  void* buffer(std::size_t bytes) override;
+  void* fusion_buffer(std::size_t bytes) override;
   void copy(std::span<const Copy> copies, DType dtype) override;
   void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override;
 

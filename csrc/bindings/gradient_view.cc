@@ -1,4 +1,4 @@
-#include "bindings/place.h"
+#include "bindings/gradient_view.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -8,24 +8,25 @@
 
 namespace torch_ring {
 
-Place Place::in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable) {
-  Place place;
-  place.bucket = bucket;
-  place.data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
-  place.sizes = at::DimVector(variable.sizes());
-  place.strides = variable.is_non_overlapping_and_dense()
-                      ? at::DimVector(variable.strides())
-                      : c10::contiguous_strides(variable.sizes());
-  place.dtype =
+GradientView GradientView::in(const at::Tensor& bucket, std::int64_t offset,
+                              const at::Tensor& variable) {
+  GradientView view;
+  view.bucket = bucket;
+  view.data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
+  view.sizes = at::DimVector(variable.sizes());
+  view.strides = variable.is_non_overlapping_and_dense()
+                     ? at::DimVector(variable.strides())
+                     : c10::contiguous_strides(variable.sizes());
+  view.dtype =
       variable.is_complex() ? c10::toComplexType(bucket.scalar_type()) : bucket.scalar_type();
-  return place;
+  return view;
 }
 
-std::size_t Place::bytes() const {
+std::size_t GradientView::bytes() const {
   return static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
 }
 
-void Place::move_to(std::shared_ptr<void> memory) {
+void GradientView::move_to(std::shared_ptr<void> memory) {
   const auto options = at::TensorOptions().dtype(dtype);
   void* const block = memory.get();
   bucket =
@@ -36,7 +37,7 @@ void Place::move_to(std::shared_ptr<void> memory) {
   bucket = flat(bucket);
 }
 
-at::Tensor Place::view() const {
+at::Tensor GradientView::tensor() const {
   return at::from_blob(
       data, sizes, strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
       bucket.device());

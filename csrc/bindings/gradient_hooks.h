@@ -1,4 +1,4 @@
-// Moves gradients into buckets as autograd produces them.
+// GradientHooks: moves gradients into buckets as autograd produces them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 #include "bindings/hooked_parameter.h"
 #include "bindings/streams.h"
-#include "transport/block_cache.h"
+#include "memory/block_pool.h"
 
 namespace torch_ring {
 
@@ -25,7 +25,8 @@ namespace torch_ring {
 /// tens of nanoseconds a parameter besides the copy, and no Python.
 ///
 /// A sparse gradient stays where it is, and fills no bucket: only all ranks together know whether
-/// it is reduced as one (`contribution`, `replace`) or as a dense one (`adopt`).
+/// it is reduced as one (`local_gradient`, `set_sparse_result`) or as a dense one
+/// (`move_into_buckets`).
 ///
 /// The hooks outlive the object and do nothing once it is gone. A parameter is hooked whether it
 /// requires grad now or not, so that it can be frozen and unfrozen.
@@ -45,56 +46,56 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     std::int64_t offset;
   };
 
-  /// What has been accumulated here and not been reduced.
+  /// Gradients that have been accumulated here and not been reduced.
   struct Pending {
-    Bitmap due;      // to be reduced now
-    Bitmap sparse;   // those of them that are sparse
-    bool held_back;  // there is more, which is not due yet
+    Bitmap due;         // to be reduced now
+    Bitmap sparse;      // those of them that are sparse
+    bool accumulating;  // others are not due yet
   };
 
   struct Options {
-    /// op=Sum only, else 1: what multiplies a gradient that is a sum over the ranks already before
-    /// more is added to it, so that the next sum counts it once.
+    /// 1/size for op=Sum, else 1. It multiplies an already reduced gradient before autograd
+    /// accumulates into it, so that the next Sum counts it once.
     double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass that touched us
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
-    std::shared_ptr<BlockCache> blocks;                      // null: every bucket has memory
+    std::shared_ptr<BlockPool> blocks;                       // null: every bucket has memory
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);
 
-  /// Gives every parameter its place; gradients in older buckets move. A bucket that is an empty
-  /// tensor of its dtype has one gradient, which lies in a block. `early`: by bucket, whether
-  /// on_bucket_full is called for it.
-  void place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
-             std::vector<bool> early);
+  /// Gives every parameter its view of a bucket; gradients in older buckets move. A bucket that is
+  /// an empty tensor of its dtype has one gradient, which lies in a block. `early`: by bucket,
+  /// whether on_bucket_full is called for it.
+  void set_buckets(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
+                   std::vector<bool> early);
 
-  /// A gradient is due after `passes_per_step` passes. `everything`: all that is here is due, also
+  /// A gradient is due after `passes_per_step` passes. `everything`: all of them are due, also
   /// a `grad` that was assigned by hand, or written to since the step began and never reduced.
   Pending pending(bool everything);
 
   /// Prepares the parameters of `touched`, which have a gradient on some rank, to be reduced: a
   /// gradient that is elsewhere moves into its bucket, a missing one becomes zero.
-  void adopt(const Bitmap& touched);
+  void move_into_buckets(const Bitmap& touched);
 
-  /// What to reduce: a bucket all of whose gradients have arrived or been adopted.
+  /// The memory to reduce of a bucket: all its gradients have arrived or been moved into it.
   at::Tensor memory(std::size_t bucket);
 
   /// The gradient of a parameter that is reduced outside the buckets; undefined if there is none.
-  at::Tensor contribution(std::size_t index);
+  at::Tensor local_gradient(std::size_t index);
 
   /// Makes `gradient`, which is sparse, the reduced gradient of a parameter.
-  void replace(std::size_t index, const at::Tensor& gradient);
+  void set_sparse_result(std::size_t index, const at::Tensor& gradient);
 
   /// Records that the buckets hold the reduced gradients of `touched`.
-  void reduced(const Bitmap& touched);
+  void mark_reduced(const Bitmap& touched);
 
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
 
   /// Starts counting passes again; with `gradients`, also forgets what was accumulated.
-  void restart(bool gradients);
+  void reset(bool gradients);
 
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
@@ -105,7 +106,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
  private:
   class Before;   // the hook that runs before autograd accumulates
   class After;    // ... and the one after it
-  class PassEnd;  // the callback at the end of a pass
+  class PassEnd;  // the callback at the end of a backward pass
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
@@ -115,11 +116,13 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   void before_accumulation(std::size_t index);
   void after_accumulation(std::size_t index, const at::Tensor& gradient);
   bool count_arrival(std::size_t index, bool fresh);
-  void end_pass();
+  void close_pass();
 
   // Under mutex_:
   void follow_streams(const HookedParameter& parameter);
-  void discount(HookedParameter& parameter) { parameter.discount(options_.reduced_scale); }
+  void rescale_reduced(HookedParameter& parameter) {
+    parameter.rescale_reduced(options_.reduced_scale);
+  }
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;

@@ -1,4 +1,4 @@
-// Between torch's tensors and the engine's requests.
+// Requests of the public operations, made of torch's tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +17,11 @@ namespace torch_ring {
 /// Errors: Error(kInvalidArgument) for a dtype that no transport carries.
 DType dtype_of(const at::Tensor& tensor);
 
-/// What a request gives, when its work is done.
+/// The result of a request, when its work is done.
 struct Result {
   at::Tensor tensor;
   std::vector<std::int64_t> rows;  // of an allgather or alltoall: how many came from each rank
-  std::optional<Written> written;  // on a device
+  std::optional<OutputEvent> output_event;  // on a device
 };
 
 /// The requests of the public operations. Each checks its tensors, keeps them alive until the work

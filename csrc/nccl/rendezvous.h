@@ -1,4 +1,4 @@
-// The ranks agree to use NCCL together.
+// Rendezvous: how the ranks agree to use NCCL together.
 #pragma once
 
 #include <functional>
@@ -10,8 +10,8 @@
 
 namespace torch_ring::nccl {
 
-/// What a communicator is made with.
-struct Meeting {
+/// What NcclCommunicator is made with.
+struct Rendezvous {
   Api api;
   UniqueId id;  // rank 0's
 };
@@ -20,7 +20,7 @@ struct Meeting {
 /// the same Error(kInvalidArgument), which says on which rank NCCL cannot be had, or who has which
 /// version: NCCL itself would hang, or worse.
 /// `labels`: by rank. `load`: as loader.h's. Other errors: `host`'s.
-Meeting meet(Communicator& host, std::span<const std::string> labels,
-             const std::function<Api()>& load);
+Rendezvous rendezvous(Communicator& host, std::span<const std::string> labels,
+                      const std::function<Api()>& load);
 
 }  // namespace torch_ring::nccl

@@ -1,4 +1,4 @@
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include "nccl/meeting.h"
+#include "nccl/rendezvous.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,8 +12,8 @@ namespace torch_ring::nccl {
 
 namespace {
 
-/// What a rank tells the others.
-struct Card {
+/// What a rank tells the others of its NCCL.
+struct PeerInfo {
   int version = 0;
   UniqueId id{};
   char problem[1024]{};  // why there is no NCCL here, if so
@@ -21,9 +21,9 @@ struct Card {
 
 }  // namespace
 
-Meeting meet(Communicator& host, std::span<const std::string> labels,
-             const std::function<Api()>& load) {
-  Card mine;
+Rendezvous rendezvous(Communicator& host, std::span<const std::string> labels,
+                      const std::function<Api()>& load) {
+  PeerInfo mine;
   std::optional<Api> api;
   try {
     api = load();
@@ -37,27 +37,27 @@ Meeting meet(Communicator& host, std::span<const std::string> labels,
   }
 
   const auto size = static_cast<std::size_t>(host.size());
-  std::vector<Card> cards(size);
-  host.allgather(&mine, cards.data(), std::vector<std::size_t>(size, sizeof mine));
+  std::vector<PeerInfo> peers(size);
+  host.allgather(&mine, peers.data(), std::vector<std::size_t>(size, sizeof mine));
 
   std::string problems;
   std::string versions;
   bool differ = false;
   for (std::size_t rank = 0; rank < size; ++rank) {
-    const Card& card = cards[rank];
-    const auto problem = std::string(card.problem, ::strnlen(card.problem, sizeof card.problem));
+    const PeerInfo& peer = peers[rank];
+    const auto problem = std::string(peer.problem, ::strnlen(peer.problem, sizeof peer.problem));
     if (!problem.empty()) {
       problems += (problems.empty() ? "" : "; ") + labels[rank] + ": " + problem;
     }
-    versions += (rank == 0 ? "" : ", ") + labels[rank] + " has " + version_text(card.version);
-    differ = differ || card.version != cards[0].version;
+    versions += (rank == 0 ? "" : ", ") + labels[rank] + " has " + version_text(peer.version);
+    differ = differ || peer.version != peers[0].version;
   }
   if (!problems.empty()) throw Error(ErrorKind::kInvalidArgument, problems);
   if (differ) {
     throw Error(ErrorKind::kInvalidArgument, "the ranks have different NCCLs: " + versions +
                                                  "; install the same one everywhere");
   }
-  return {*api, cards[0].id};
+  return {*api, peers[0].id};
 }
 
 }  // namespace torch_ring::nccl

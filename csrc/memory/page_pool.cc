@@ -1,16 +1,16 @@
-#include "transport/kept_pages.h"
+#include "memory/page_pool.h"
 
 #include <sys/mman.h>
 
 #include <cstdint>
 #include <new>
 
-#include "transport/huge_pages.h"
+#include "memory/huge_pages.h"
 
 namespace torch_ring {
 
 /// What is known of a block, in a page of its own before its data.
-struct KeptPages::Block {
+struct PagePool::Block {
   std::size_t bytes;
   Block* older = nullptr;
 
@@ -32,13 +32,13 @@ struct KeptPages::Block {
   void unmap() { ::munmap(this, kPage + bytes); }
 };
 
-KeptPages::~KeptPages() { drop_oldest_until(0); }
+PagePool::~PagePool() { drop_oldest_until(0); }
 
-std::size_t KeptPages::bytes_of(const void* data) {
+std::size_t PagePool::bytes_of(const void* data) {
   return Block::of(const_cast<void*>(data))->bytes;
 }
 
-void* KeptPages::take(std::size_t bytes) noexcept {
+void* PagePool::take(std::size_t bytes) noexcept {
   const std::size_t needed = huge_page_ceil(bytes);
   if (needed < bytes) return nullptr;
   Block* block = take_kept(needed);
@@ -51,7 +51,7 @@ void* KeptPages::take(std::size_t bytes) noexcept {
 }
 
 /// The smallest that will do, of several the most recent.
-KeptPages::Block* KeptPages::take_kept(std::size_t bytes) noexcept {
+PagePool::Block* PagePool::take_kept(std::size_t bytes) noexcept {
   // A child that was forked while another thread held the lock never gets it.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return nullptr;
@@ -68,7 +68,7 @@ KeptPages::Block* KeptPages::take_kept(std::size_t bytes) noexcept {
   return block;
 }
 
-void KeptPages::give_back(void* data) noexcept {
+void PagePool::give_back(void* data) noexcept {
   Block* const block = Block::of(data);
   ::madvise(data, block->bytes, MADV_FREE);
   ::madvise(data, block->bytes, MADV_WIPEONFORK);
@@ -84,13 +84,13 @@ void KeptPages::give_back(void* data) noexcept {
   if (!is_kept) block->unmap();
 }
 
-void KeptPages::limit(std::size_t most_bytes) noexcept {
+void PagePool::limit(std::size_t most_bytes) noexcept {
   most_bytes_ = most_bytes;
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (lock) drop_oldest_until(most_bytes);
 }
 
-void KeptPages::drop_oldest_until(std::size_t most_bytes) noexcept {
+void PagePool::drop_oldest_until(std::size_t most_bytes) noexcept {
   while (kept_bytes_ > most_bytes) {
     Block** at = &newest_;
     while ((*at)->older != nullptr) at = &(*at)->older;

@@ -1,9 +1,9 @@
-#include "bindings/whole_pass.h"
+#include "bindings/finalize_dense.h"
 
 #include <numeric>
 #include <utility>
 
-#include "bindings/tensors.h"
+#include "bindings/requests.h"
 
 namespace torch_ring {
 
@@ -44,8 +44,9 @@ bool all_are(const std::string& gathered, const std::string& entry) {
 
 }  // namespace
 
-WholePass::WholePass(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
-                     std::vector<Bucket> buckets, int op, double prescale, double postscale)
+DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks,
+                               GradientHooks::Bitmap everything, std::vector<Bucket> buckets,
+                               int op, double prescale, double postscale)
     : hooks_(std::move(hooks)),
       everything_(std::move(everything)),
       buckets_(std::move(buckets)),
@@ -53,17 +54,17 @@ WholePass::WholePass(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap
       prescale_(prescale),
       postscale_(postscale) {}
 
-std::optional<std::string> WholePass::run(Engine& engine, int size, const std::string& entry,
-                                          std::uint64_t number,
-                                          const Engine::Interrupt& interrupt) const {
+std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, const std::string& entry,
+                                               std::uint64_t number,
+                                               const Engine::Interrupt& interrupt) const {
   const GradientHooks::Pending pending = hooks_->pending(false);
   const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
-  if (pending.due != everything_ || any_sparse || pending.held_back) return std::nullopt;
+  if (pending.due != everything_ || any_sparse || pending.accumulating) return std::nullopt;
   const std::string count = std::to_string(number);
   std::string gathered = gather(engine, "backward." + count, entry, interrupt);
   if (!all_are(gathered, entry)) return gathered;
 
-  hooks_->adopt(everything_);
+  hooks_->move_into_buckets(everything_);
   std::vector<Request> requests;
   for (const Bucket& bucket : buckets_) {
     const at::Tensor memory = hooks_->memory(bucket.index);
@@ -71,10 +72,10 @@ std::optional<std::string> WholePass::run(Engine& engine, int size, const std::s
                                          bucket.name_before + count + bucket.name_after, op_,
                                          prescale_, postscale_, size));
   }
-  for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kAwaited)) {
+  for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kBlocking)) {
     engine.wait(*work, interrupt);
   }
-  hooks_->reduced(everything_);
+  hooks_->mark_reduced(everything_);
   return std::string();
 }
 

@@ -1,4 +1,4 @@
-#include "bindings/gradients.h"
+#include "bindings/gradient_hooks.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/Exceptions.h>
@@ -61,8 +61,8 @@ class GradientHooks::After final : public torch::autograd::FunctionPostHook {
   const std::size_t index_;
 };
 
-/// Ends the pass in which it was made: when autograd calls it, or, without a word to Python, when
-/// autograd drops it because the pass has failed.
+/// Ends the backward pass in which it was made: when autograd calls it, or, without a word to
+/// Python, when autograd drops it because the pass has failed.
 class GradientHooks::PassEnd {
  public:
   explicit PassEnd(std::weak_ptr<GradientHooks> hooks) : hooks_(std::move(hooks)) {}
@@ -80,7 +80,7 @@ class GradientHooks::PassEnd {
 
  private:
   void close() {
-    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->end_pass();
+    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->close_pass();
   }
 
   std::weak_ptr<GradientHooks> hooks_;
@@ -113,8 +113,8 @@ void GradientHooks::add_hooks() {
   }
 }
 
-void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
-                          std::vector<bool> early) {
+void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
+                                const std::vector<Slot>& slots, std::vector<bool> early) {
   const std::scoped_lock lock(mutex_);
   buckets_ = buckets;
   early_ = std::move(early);
@@ -126,19 +126,19 @@ void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vec
     const auto [bucket, offset] = slots.at(i);
     parameter.bucket = bucket;
     if (missing_.at(bucket)++ == 0) first_[bucket] = i;
-    parameter.keep_place();
+    parameter.refresh();
     if (parameter.in_block()) continue;
-    parameter.place = Place::in(buckets[bucket], offset, parameter.variable);
+    parameter.view = GradientView::in(buckets[bucket], offset, parameter.variable);
     if (buckets[bucket].numel() < parameter.variable.numel()) {
       parameter.direct = std::make_unique<DirectGradient>(
-          options_.blocks, parameter.accumulator.get(), parameter.place.bytes());
+          options_.blocks, parameter.accumulator.get(), parameter.view.bytes());
       continue;
     }
-    const at::Tensor before = std::exchange(parameter.view, parameter.place.view());
+    const at::Tensor before = std::exchange(parameter.bucket_view, parameter.view.tensor());
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (before.defined() && grad.is_same(before)) {
-      copy_into(parameter.view, before);
-      grad = parameter.view;
+      copy_into(parameter.bucket_view, before);
+      grad = parameter.bucket_view;
     }
     if (parameter.version) parameter.version = parameter.current_version();
   }
@@ -147,8 +147,8 @@ void GradientHooks::place(const std::vector<at::Tensor>& buckets, const std::vec
 void GradientHooks::before_accumulation(std::size_t index) {
   if (disabled_) return;
   const std::scoped_lock lock(mutex_);
-  parameters_[index].keep_place();
-  discount(parameters_[index]);
+  parameters_[index].refresh();
+  rescale_reduced(parameters_[index]);
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
@@ -159,9 +159,9 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     const std::scoped_lock lock(mutex_);
     HookedParameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
-    parameter.keep_place();
+    parameter.refresh();
     follow_streams(parameter);
-    bucket_full = count_arrival(index, parameter.take(gradient));
+    bucket_full = count_arrival(index, parameter.on_gradient(gradient));
     bucket = parameter.bucket;
   }
   if (!pass_open_.exchange(true)) {
@@ -176,14 +176,14 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   HookedParameter& parameter = parameters_[index];
   if (fresh) parameter.passes = 0;  // whatever had been accumulated was dropped
   if (fresh) parameter.base_reduced = false;
-  if (passes_per_step_ > 1 && due(parameter) && !parameter.held) {
+  if (passes_per_step_ > 1 && due(parameter) && !parameter.unreduced) {
     throw AssertionError(c10::str(
         "the gradient of '", parameter.name, "' was computed more than backward_passes_per_step=",
         passes_per_step_, " times before step(): raise backward_passes_per_step, or call step() ",
         "or zero_grad() in between"));
   }
   ++parameter.passes;
-  parameter.held = true;
+  parameter.unreduced = true;
   if (std::exchange(parameter.arrived, true)) {
     TORCH_CHECK(!early_.at(parameter.bucket) || missing_[parameter.bucket] > 0, "'", parameter.name,
                 "' got another gradient in a backward pass that had already sent ",
@@ -195,7 +195,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
-void GradientHooks::end_pass() {
+void GradientHooks::close_pass() {
   const std::scoped_lock lock(mutex_);
   arrived_.clear();
   streams_.assign(streams_.size(), std::nullopt);
@@ -214,41 +214,42 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
-    parameter.keep_place();
+    parameter.refresh();
     if (!grad.defined()) {  // zero_grad() of the model, not ours
-      parameter.held = false;
+      parameter.unreduced = false;
       continue;
     }
-    const bool ours = grad.is_same(parameter.view) || grad.is_same(parameter.sparse);
+    const bool ours = grad.is_same(parameter.bucket_view) || grad.is_same(parameter.sparse);
     if (everything && parameter.written_by_hand()) {
-      parameter.held = true;
+      parameter.unreduced = true;
       parameter.base_reduced = false;
     }
-    if (!parameter.held && (!everything || ours)) continue;
+    if (!parameter.unreduced && (!everything || ours)) continue;
     if (everything || (synchronizing_ && due(parameter))) {
       set(pending.due, i);
       if (grad.is_sparse()) set(pending.sparse, i);
     } else {
-      pending.held_back = true;
+      pending.accumulating = true;
     }
   }
   return pending;
 }
 
-void GradientHooks::adopt(const Bitmap& touched) {
+void GradientHooks::move_into_buckets(const Bitmap& touched) {
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
     HookedParameter& parameter = parameters_[i];
-    parameter.keep_place();
+    parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();
-    if (parameter.arrived && parameter.view.defined() && !parameter.sparse.defined()) {
-      grad = parameter.view;  // it may be on its way already, whatever `grad` was set to since
+    if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
+      // It may be on its way already, whatever `grad` was set to since.
+      grad = parameter.bucket_view;
     } else if (!grad.defined()) {
       parameter.make_zero();
     } else {
-      if (!parameter.held) discount(parameter);
-      parameter.move_in();
+      if (!parameter.unreduced) rescale_reduced(parameter);
+      parameter.copy_in();
     }
   }
 }
@@ -257,35 +258,35 @@ at::Tensor GradientHooks::memory(std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& first = parameters_.at(first_.at(bucket));
   if (!first.in_block()) return buckets_[bucket];
-  if (!first.place.bucket.defined()) first.place.bucket = flat(first.view);
-  return first.place.bucket;
+  if (!first.view.bucket.defined()) first.view.bucket = flat(first.bucket_view);
+  return first.view.bucket;
 }
 
-at::Tensor GradientHooks::contribution(std::size_t index) {
+at::Tensor GradientHooks::local_gradient(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
-  parameter.keep_place();
-  if (!parameter.held) discount(parameter);
+  parameter.refresh();
+  if (!parameter.unreduced) rescale_reduced(parameter);
   return parameter.variable.mutable_grad();
 }
 
-void GradientHooks::replace(std::size_t index, const at::Tensor& gradient) {
+void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
   parameter.variable.mutable_grad() = parameter.sparse = gradient;
-  parameter.held = false;
+  parameter.unreduced = false;
   parameter.base_reduced = true;
   parameter.version.reset();
 }
 
-void GradientHooks::reduced(const Bitmap& touched) {
+void GradientHooks::mark_reduced(const Bitmap& touched) {
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
-    parameters_[i].held = false;
+    parameters_[i].unreduced = false;
     parameters_[i].base_reduced = true;
     parameters_[i].version.reset();
-    parameters_[i].let_go();
+    parameters_[i].release_to_grad();
   }
 }
 
@@ -294,16 +295,16 @@ std::vector<std::size_t> GradientHooks::ready_order() {
   return arrived_;
 }
 
-void GradientHooks::restart(bool gradients) {
+void GradientHooks::reset(bool gradients) {
   const std::scoped_lock lock(mutex_);
   for (HookedParameter& parameter : parameters_) {
     parameter.passes = 0;
-    parameter.keep_place();
+    parameter.refresh();
     parameter.version.reset();
-    if (parameter.view.defined()) parameter.version = parameter.current_version();
-    parameter.let_go();
+    if (parameter.bucket_view.defined()) parameter.version = parameter.current_version();
+    parameter.release_to_grad();
     if (!gradients) continue;
-    parameter.held = parameter.base_reduced = false;
+    parameter.unreduced = parameter.base_reduced = false;
     parameter.sparse.reset();
   }
 }
@@ -320,11 +321,11 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 
 void GradientHooks::disable() { disabled_ = true; }
 
-/// A backward pass may run on several streams. Who fills a bucket sends it, and so must come after
-/// the others: every arrival waits for the one before it.
+/// A backward pass may run on several streams. The last arrival of a bucket sends it, and so must
+/// come after the others: every arrival waits for the one before it.
 void GradientHooks::follow_streams(const HookedParameter& parameter) {
-  if (parameter.in_block() || parameter.view.is_cpu()) return;
-  const c10::Stream stream = current_stream(parameter.view.device());
+  if (parameter.in_block() || parameter.bucket_view.is_cpu()) return;
+  const c10::Stream stream = current_stream(parameter.bucket_view.device());
   std::optional<c10::Stream>& last = streams_[parameter.bucket];
   if (last && *last != stream) {
     c10::Event arrived(stream.device_type());

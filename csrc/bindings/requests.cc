@@ -1,4 +1,4 @@
-#include "bindings/tensors.h"
+#include "bindings/requests.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
@@ -10,7 +10,7 @@
 #include <bit>
 #include <numeric>
 
-#include "bindings/results.h"
+#include "bindings/result_allocator.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
 
@@ -61,7 +61,7 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 /// The values of `tensor` in memory, one after the other. Where torch has only noted that they are
-/// negative, or all zero, that is carried out.
+/// negative, or all zero, they become so in memory.
 at::Tensor values_of(const at::Tensor& tensor) {
   if (is_plain(tensor)) return tensor;  // the usual case: only its memory is looked at
   const at::Tensor detached = tensor.detach();
@@ -139,7 +139,7 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
     const at::NoGradGuard no_grad;
     torch_call([&] {
       target.copy_(result);
-      // Brought back from the host by whoever drives: on no stream that the caller knows.
+      // Brought back from the host by the progress thread: on no stream that the caller knows.
       if (!result.device().is_cpu() || target.is_cpu()) return;
       current_stream(target.device()).synchronize();
     });

@@ -1,0 +1,33 @@
+// Topology: which ranks share a host, and which pairs exchange data over the network. Pure.
+#pragma once
+
+#include <vector>
+
+namespace torch_ring {
+
+/// The layout of the ranks, as one of them sees it.
+struct Topology {
+  int rank = 0;              // this process
+  std::vector<int> host_of;  // rank -> host, hosts numbered in order of their first rank
+
+  int size() const { return static_cast<int>(host_of.size()); }
+  int host() const { return host_of[static_cast<std::size_t>(rank)]; }
+  int host_count() const;
+  std::vector<int> ranks_of_host(int host) const;
+
+  /// The ranks of every host.
+  std::vector<std::vector<int>> hosts() const;
+
+  /// The number of lanes: the first ranks of each host serve its network, one connection ring each.
+  /// There are as many as the smallest host has ranks.
+  int lanes() const;
+
+  /// Whether this rank and `peer` exchange data over a connection: both are on the same lane of
+  /// different hosts.
+  bool needs_data(int peer) const;
+
+  /// The ranks for which needs_data() holds.
+  std::vector<int> lane_peers() const;
+};
+
+}  // namespace torch_ring
