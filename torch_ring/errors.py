@@ -79,12 +79,12 @@ def check_build() -> None:
     import torch
 
     try:
-        from torch_ring import _build
+        from torch_ring._build import TORCH_VERSION
     except ImportError:
         raise ImportError(
             "torch_ring is not built: run `pip install --no-build-isolation .` in its source "
             "directory"
         ) from None
-    problem = build_problem(_build.TORCH_VERSION, torch.__version__)
+    problem = build_problem(TORCH_VERSION, torch.__version__)
     if problem is not None:
         raise ImportError(problem)

@@ -2,8 +2,8 @@
 
 Every rank of the process set calls the same operations. Operations with a name may be submitted in
 any order; those without are numbered, so their order must be the same on all ranks. Tensors are
-dense, on the CPU or on a GPU; their dtype is uint8, int8, int32, int64, float16, bfloat16, float32, float64
-or bool.
+dense, on the CPU or on a GPU; their dtype is uint8, int8, int32, int64, float16, bfloat16, float32,
+float64 or bool.
 
 Raised by all of them, on every rank:
 

@@ -63,6 +63,6 @@ def checked_group(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def written_in_place(handle: Handle, tensor: Tensor) -> Handle:
-    """Return `handle` after autograd knows that `tensor` changes: using a stale copy is an error."""
+    """Tell autograd that `tensor` changes, so that the use of a stale copy is an error."""
     torch.autograd.graph.increment_version(tensor)
     return handle

@@ -13,7 +13,7 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compression:
-    """The compressors to choose from. ``int8`` and ``powersgd`` keep a state: call them to make one."""
+    """The compressors to choose from. ``int8`` and ``powersgd`` keep a state: call them."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

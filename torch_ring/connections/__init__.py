@@ -1,5 +1,5 @@
 """Connections: authenticated connections between ranks, and what ranks learn of one another.
 
-`connect` makes a `full_mesh` of connections: each rank publishes its `peer_info`, `topology` derives
-from those who shares a host, `connector` opens the sockets, `handshake` authenticates both ends.
+`connect` makes a `full_mesh` of connections: each rank publishes its `peer_info`, `topology`
+derives who shares a host, `connector` opens the sockets, and `handshake` authenticates both ends.
 """

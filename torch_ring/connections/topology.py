@@ -38,6 +38,7 @@ def topology_of(rank: int, peers: Sequence[PeerInfo]) -> Topology:
     ranks.
 
     Args:
+        rank: this process.
         peers: all ranks, in order.
     """
     nodes: dict[str, list[PeerInfo]] = {}
@@ -83,7 +84,7 @@ def host_of(peers: Sequence[PeerInfo], transport: str) -> list[int]:
 
 
 def labels(peers: Sequence[PeerInfo]) -> list[str]:
-    """Return each rank's name in messages: "rank 2 (pid 4711)", with an address on several hosts."""
+    """Return each rank's name in messages, "rank 2 (pid 4711)"; on several hosts with address."""
     if len({peer.machine for peer in peers}) == 1:
         return [f"rank {peer.rank} (pid {peer.pid})" for peer in peers]
     return [f"rank {peer.rank} ({peer.address}, pid {peer.pid})" for peer in peers]

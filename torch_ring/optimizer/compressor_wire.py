@@ -27,6 +27,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
+        """Return the layout of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
     @property
@@ -37,6 +38,7 @@ class Layout(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -53,6 +55,7 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, parameter: str, request: Request) -> Line:
+        """Return the line of a request for a parameter."""
         kind = _GATHER if isinstance(request, Gather) else _REDUCE
         return cls(parameter, kind, [Layout.of(tensor) for tensor in request.tensors])
 

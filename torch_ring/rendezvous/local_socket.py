@@ -92,7 +92,8 @@ def _answer_all(listener: socket.socket, answer: bytes) -> None:
 def _starter(identity: Identity) -> str:
     """Return the process that started all ranks of this host, as "<pid>.<start time>".
 
-    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step daemon.
+    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
+    daemon.
     """
     launcher = LAUNCHERS.get(identity.launcher)
     for pid in _ancestors():

@@ -1,4 +1,4 @@
-"""StoreExchange: values and failures that the ranks of a world exchange over a store during init()."""
+"""StoreExchange: values and failures that ranks exchange over the store during init()."""
 
 from __future__ import annotations
 

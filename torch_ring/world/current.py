@@ -206,7 +206,7 @@ def disable_in_child(inherited: _Inherited) -> None:
 
 
 def _leave_parents_world() -> None:
-    """In a forked child (a DataLoader worker), keep of the parent's world only what can be asked."""
+    """Keep of the parent's world what can be asked, in a forked child (a DataLoader worker)."""
     global _is_parents, _changing
     if _world is not None:
         _world.process_sets.abandon()

@@ -66,7 +66,11 @@ def join_world(
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
 
     Args:
-        given: rank, size, local_rank and local_size, each None if the launcher's counts.
+        comm: as for init().
+        process_sets: as for init().
+        given: rank, size, local_rank and local_size as for init().
+        store: as for init().
+        config: the settings.
     """
     if comm is None or isinstance(comm, Sequence):
         identity, comm = _identity_in_list(comm or (), given), None
