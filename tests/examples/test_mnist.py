@@ -1,8 +1,7 @@
-"""What a newcomer runs first: the example, the script of README.md, the benchmark."""
+"""What a newcomer runs first: the MNIST example and the script of README.md."""
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import sys
@@ -12,8 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from scripts import ROOT, run
-
-from torch_ring.config import SETTINGS, Setting
 
 TRAIN = ROOT / "examples" / "mnist" / "train.py"
 # Nobody listens there: no download succeeds, whatever network there is.
@@ -112,36 +109,3 @@ def test_readme_diff_makes_a_script_parallel(tmp_path: Path) -> None:
     ]
     assert [len(of_run) for of_run in losses] == [3, 3]
     assert all(of_run[-1] < of_run[0] / 10 for of_run in losses)
-
-
-def test_benchmark_checks_what_it_times(tmp_path: Path) -> None:
-    collectives = ("allreduce", "broadcast", "allgather")
-    first, second = run(
-        ROOT / "benchmarks" / "collectives.py",
-        *("--collective", *collectives, "--max-bytes", "4096", "--shared"),
-        *("--rounds", "1", "--iterations", "5", "--json", "out.json"),
-        folder=tmp_path,
-    )
-    assert (first.code, second.code) == (0, 0), first.output
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["collective"], row["bytes"], row["memory"]) for row in rows] == [
-        (collective, size, memory)
-        for collective in collectives
-        for size in (1024, 4096)
-        for memory in ("private", "shared")
-    ]
-    for row in rows:
-        wrong = {library: result["wrong"] for library, result in row["results"].items()}
-        assert wrong == {"torch_ring": 0, "gloo": 0}
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.variable)
-def test_readme_has_every_setting(setting: Setting) -> None:
-    rows = [
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith(f"| `{setting.variable}`")
-    ]
-    assert len(rows) == 1
-    assert setting.meaning in rows[0]
-    assert all(f"`{alias}`" in rows[0] for alias, _ in setting.aliases)
