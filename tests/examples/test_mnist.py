@@ -1,4 +1,4 @@
-"""What a newcomer runs first: the MNIST example and the script of README.md."""
+"""What a newcomer runs first: the MNIST example."""
 
 from __future__ import annotations
 
@@ -91,21 +91,3 @@ def test_mnist_without_a_network_trains_on_digits(tmp_path: Path) -> None:
     (alone,) = run(TRAIN, *options, folder=tmp_path, size=1, env=NO_NETWORK)
     assert "MNIST cannot be had" in alone.output
     assert accuracy(alone.output) > 0.3
-
-
-def test_readme_diff_makes_a_script_parallel(tmp_path: Path) -> None:
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
-    before, after = tmp_path / "before.py", tmp_path / "after.py"
-    before.write_text("\n".join(line[1:] for line in lines if line[:1] != "+"))
-    after.write_text("\n".join(line[1:] for line in lines if line[:1] != "-"))
-
-    (alone,) = run(before, folder=tmp_path, size=1)
-    together, silent = run(after, folder=tmp_path)
-    assert silent.output == ""
-    losses = [
-        [float(loss) for loss in re.findall(r"loss (\S+)", output)]
-        for output in (alone.output, together.output)
-    ]
-    assert [len(of_run) for of_run in losses] == [3, 3]
-    assert all(of_run[-1] < of_run[0] / 10 for of_run in losses)
