@@ -61,9 +61,9 @@ def make_team(members: int) -> tuple[int, hvd.ProcessSet]:
         return 0, hvd.global_process_set
     if members < 1 or hvd.size() % members:
         message = f"{hvd.size()} ranks cannot train {members} members"
-        sys.exit(message if hvd.rank() == 0 else 1)  # all leave, one says why
-    # Every rank adds every set, also those that it is not in: adding one is a collective of all
-    # ranks, and those that added only their own would disagree about which.
+        sys.exit(message if hvd.rank() == 0 else 1)  # all ranks leave, one says why
+    # Every rank adds every set, also those that it is not in: adding a set is a collective of all
+    # ranks. If each rank added only its own set, the ranks would disagree.
     each = hvd.size() // members
     teams = [hvd.add_process_set(range(m * each, (m + 1) * each)) for m in range(members)]
     member = hvd.rank() // each
@@ -71,7 +71,7 @@ def make_team(members: int) -> tuple[int, hvd.ProcessSet]:
 
 
 def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
-    """Return what the team has saved. If any team has nothing, all ranks end: one says why."""
+    """Return the team's checkpoint. If one team has none, all ranks end and rank 0 says why."""
     state, problem = None, None
     try:
         state = hvd.checkpoint.load(checkpoint, process_set=team)
@@ -97,7 +97,7 @@ def main() -> None:
     member, team = make_team(members)
     torch.manual_seed(args.seed + member)  # members that start alike would end alike
     model = make_model(args.width, args.depth).to(device)
-    # A step averages the gradients of team.size() ranks, hence the longer steps.
+    # A step averages the gradients of team.size() ranks, so it may be longer.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr * team.size())
 
     # A member has a checkpoint of its own, which the first rank of its team writes and reads.
@@ -109,22 +109,22 @@ def main() -> None:
         state = load(checkpoint, team)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        optimizer.param_groups[0]["lr"] = args.lr * team.size()  # that was another number of ranks
+        optimizer.param_groups[0]["lr"] = args.lr * team.size()  # the checkpoint has another team's
         trained, curve = state["steps"], state["curve"]
 
     if team.size() > 1:
-        # All ranks of a team start from the weights of its first. Averaged gradients keep equal
-        # weights equal; they do not make different ones so.
+        # All ranks of a team start from the weights of its first rank: averaged gradients only
+        # keep equal weights equal.
         root = team.ranks[0]
         hvd.broadcast_parameters(model.state_dict(), root, process_set=team)
         hvd.broadcast_optimizer_state(optimizer, root, process_set=team)
-        # Without process_set the average would be over all ranks, and all members the same.
+        # Without process_set, all ranks would average together and train one network.
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), process_set=team
         )
 
-    # A rank takes its own stretch of the interval: alone it would learn nothing of the others. All
-    # have as many points, or the average of the ranks' gradients would not be that of the points.
+    # Each rank has its own stretch of the interval, and equally many points: only then is the
+    # average over the ranks the average over all points.
     points = torch.linspace(-1, 1, args.points * team.size(), device=device)
     x = points.view(team.size(), args.points, 1)[team.rank()]
     y = target(x)
@@ -143,7 +143,7 @@ def main() -> None:
         optimizer.step()
         mean_loss.update(loss)
         if step % args.every == 0 or step == args.steps:
-            # Collectives of the team, so all of its ranks come here, and one of them prints.
+            # compute() and save() are collectives: all ranks of the team call them, one prints.
             curve.append((step, mean_loss.compute()))
             mean_loss.reset()
             log(f"step {step}: loss {curve[-1][1]:.3e}", flush=True)
@@ -159,8 +159,8 @@ def main() -> None:
     grid = torch.linspace(-1, 1, 401, device=device)[:, None]
     with torch.no_grad():
         prediction = model(grid).T.cpu()
-    # On all ranks: under `if rank == 0`, rank 0 would wait in it for the others. The ranks of a
-    # team have the same network: the first of each speaks for it.
+    # All ranks gather: under `if rank == 0`, rank 0 would wait for the others. The ranks of a team
+    # have the same network, so one prediction of each team is enough.
     predictions = hvd.allgather(prediction)[:: team.size()]
     curves = hvd.allgather_object(curve)[:: team.size()]
     if hvd.rank() == 0:

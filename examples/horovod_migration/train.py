@@ -53,7 +53,7 @@ def datasets():
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    # Seeded alike on all ranks, or one would test on what another was trained on.
+    # The same seed on all ranks: otherwise one rank would test on what another has trained on.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:1437], order[1437:]
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
@@ -65,7 +65,7 @@ def metric_average(value, name):
 
 def train(model, optimizer, loader, sampler, epoch, args):
     model.train()
-    sampler.set_epoch(epoch)  # another order than in the last epoch, the same on all ranks
+    sampler.set_epoch(epoch)  # another order in every epoch, the same on all ranks
     total = 0.0
     for data, target in loader:
         data, target = data.to(args.device), target.to(args.device)
@@ -73,8 +73,8 @@ def train(model, optimizer, loader, sampler, epoch, args):
         loss = F.nll_loss(model(data), target)
         loss.backward()
         if args.clip:
-            # Horovod averages in step(), so that whoever looks at gradients before has to call
-            # synchronize() for the averages and skip_synchronize() not to average them twice.
+            # Horovod averages in step(). To clip averages, a program calls synchronize() before,
+            # and skip_synchronize() so that step() does not average again.
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             with optimizer.skip_synchronize():
@@ -115,7 +115,7 @@ def main():
     test_loader = DataLoader(test_set, batch_size=100, sampler=test_sampler)
 
     model = Net().to(args.device)
-    # A step learns from `size` batches, and may be as many times as long; not with Adasum.
+    # A step averages `size` batches, so it may be `size` times as long; not with Adasum.
     lr = args.lr * (1 if args.use_adasum else hvd.size())
     optimizer = optim.SGD(model.parameters(), lr=lr, momentum=args.momentum)
     optimizer = hvd.DistributedOptimizer(
@@ -126,13 +126,13 @@ def main():
         gradient_predivide_factor=args.gradient_predivide_factor,
     )
 
-    # Rank 0 alone reads the checkpoint, which it alone has written; the others get it from rank 0.
+    # Rank 0 has written the checkpoint and reads it; the other ranks get the state by broadcast.
     history = []
     if args.resume and hvd.rank() == 0:
         checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        for group in optimizer.param_groups:  # that of the checkpoint was for its number of ranks
+        for group in optimizer.param_groups:  # the checkpoint's was for its number of ranks
             group["lr"] = lr
         history = checkpoint["history"]
     first_epoch = hvd.broadcast(torch.tensor(len(history)), root_rank=0, name="epochs").item()
@@ -162,7 +162,7 @@ def main():
             writer.add_scalar("accuracy/test", accuracy, epoch + 1)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "history": history}, args.checkpoint + ".new")
-        os.replace(args.checkpoint + ".new", args.checkpoint)  # killed here, the old one stays
+        os.replace(args.checkpoint + ".new", args.checkpoint)  # a job killed here keeps the old one
     if writer:
         writer.close()
     if args.plot and hvd.rank() == 0:

@@ -1,4 +1,4 @@
-"""Makes a small folder of JPEGs that is laid out as ImageNet is, to try train.py without it.
+"""Makes a small folder of JPEGs that is laid out as ImageNet is, to try train.py without ImageNet.
 
     python make_images.py images --classes 10 --train 100 --val 20
 
@@ -17,11 +17,11 @@ def stripes(label: int, classes: int, rng: np.random.Generator) -> Image.Image:
     """Return a picture of a class: 80 to 160 pixels wide and high, as photos differ in size."""
     width, height = rng.integers(80, 161, 2)
     y, x = np.mgrid[:height, :width]
-    # From lying to standing; not further, where a class would be another's mirror image.
+    # From horizontal to vertical: beyond, a class would be the mirror image of another.
     angle = np.pi / 2 * label / classes + rng.normal(0, 0.05)
     across = x * np.cos(angle) + y * np.sin(angle)
     wave = np.sin(2 * np.pi * (across / rng.uniform(12, 24) + rng.random()))
-    # Every third class has the same colour: neither that nor the direction is enough alone.
+    # Every third class has the same colour: neither colour nor direction is enough alone.
     colour = np.array(colorsys.hsv_to_rgb(label % 3 / 3, 0.6, 1.0))
     picture = (0.5 + 0.3 * wave)[..., None] * colour + rng.normal(0, 0.1, (height, width, 3))
     return Image.fromarray((255 * picture.clip(0, 1)).astype(np.uint8))

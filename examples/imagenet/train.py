@@ -74,23 +74,23 @@ def parse_args() -> argparse.Namespace:
         if not (args.data_dir / part).is_dir():
             parser.error(f"no {args.data_dir / part} here; make_images.py makes a small folder")
     for option, package in {"tensorboard": "tensorboard", "plot": "matplotlib"}.items():
-        if getattr(args, option) and not find_spec(package):  # known now, on all ranks
+        if getattr(args, option) and not find_spec(package):  # now, on all ranks: not after an hour
             parser.error(f"--{option} needs {package}: pip install {package}")
     return args
 
 
 def load_images(args: argparse.Namespace, part: str, *transforms: nn.Module) -> ImageFolder:
-    """Return images as uint8: to the device goes a quarter of the bytes that floats have."""
+    """Return images as uint8: the copy to the device has a quarter of the bytes of floats."""
     images = ImageFolder(args.data_dir / part, v2.Compose([*transforms, v2.PILToTensor()]))
-    if args.images:  # of all classes: the files are in their order
+    if args.images:  # some of each class: the files lie class by class
         images.samples = images.samples[:: max(1, len(images) // args.images)]
     return images
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Make BatchNorm's running statistics, which each rank has of its own images, those of all.
+    """Average BatchNorm's running statistics: each rank has those of its own images.
 
-    Without it every rank would test another model, and the checkpoint would have rank 0's.
+    Otherwise every rank would test another model, and the checkpoint would have rank 0's.
     """
     running = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if running:
@@ -111,8 +111,7 @@ def evaluate(model: nn.Module, loader: DataLoader, prepare: nn.Module, device: s
             top1=right[:, 0].double().mean(),
             top5=right.any(1).double().mean(),
         )
-    # Not inside the loop: shares differ in size, and a rank that had a batch more than the others
-    # would wait for them.
+    # Not in the loop: shares differ in size, and a rank with one batch more would wait in it.
     return means.compute()
 
 
@@ -148,20 +147,20 @@ def main() -> None:
     val_set = load_images(args, "val", v2.Resize(size * 256 // 224), v2.CenterCrop(size))
     workers = default_num_workers() if args.workers is None else args.workers
     loading = {"num_workers": workers, "pin_memory": args.device == "cuda"}
-    # drop_last, twice: all ranks have equally many batches, all of them full. A rank with one more
-    # would wait there for gradients that nobody sends.
+    # drop_last, twice: all ranks have equally many batches, and all batches are full. A rank with
+    # one batch more would wait in it for gradients that no other rank sends.
     sampler = ShardedSampler(train_set, seed=args.seed, drop_last=True)
-    # A batch of the loader is a whole step, of `accumulate` passes: none is left over at the end.
+    # A batch of the loader is a whole step of `accumulate` passes: an epoch leaves no pass over.
     batch_size = args.batch_size * args.accumulate
     loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
-    # Here every image is taken exactly once: the ranks' shares need not be equal.
+    # Testing takes every image exactly once; the shares of the ranks may differ in size.
     val_sampler = ShardedSampler(val_set, shuffle=False)
     val_loader = DataLoader(val_set, args.batch_size, sampler=val_sampler, **loading)
     pipeline = InputPipeline(loader, args.device, args.data)
     steps = len(loader)
     if steps == 0:
         problem = f"{len(train_set)} images are less than a step of {hvd.size()} x {batch_size}"
-        sys.exit(problem if is_first else 1)  # all leave, one says why
+        sys.exit(problem if is_first else 1)  # all ranks leave, one says why
 
     model = models.get_model(args.model, num_classes=len(train_set.classes))
     model.to(args.device, memory_format=torch.channels_last)
@@ -171,7 +170,7 @@ def main() -> None:
         model.parameters(), args.base_lr, args.momentum, weight_decay=args.weight_decay
     )
     scaler = torch.amp.GradScaler(args.device, enabled=args.amp and args.device == "cuda")
-    # A step that averages over more batches may be longer, but not while the weights are random.
+    # A step that averages more batches may be longer, but not while the weights are random.
     schedule = WarmupLR(
         optimizer,
         args.warmup_epochs,
@@ -184,17 +183,16 @@ def main() -> None:
     history = []
     if args.resume:
         try:
-            state = checkpoint.load(args.checkpoint)  # rank 0 reads it, and all get it
+            state = checkpoint.load(args.checkpoint)  # rank 0 reads it and sends it to all
             for name, part in parts.items():
                 part.load_state_dict(state[name])
             history = state["history"]
-        except (RuntimeError, ValueError, KeyError) as error:  # the same on all ranks
+        except (RuntimeError, ValueError, KeyError) as error:  # all ranks have the same error
             sys.exit(f"cannot resume from {args.checkpoint}: {error}" if is_first else 1)
-    # All start from rank 0's weights. Averaged gradients keep equal weights equal; they do not make
-    # different ones so.
+    # All ranks start from rank 0's weights: averaged gradients only keep equal weights equal.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # With backward_passes_per_step it knows the last pass of a step, and averages in that one only.
-    # (no_sync() would do the same, and is for steps whose number of passes is not known before.)
+    # backward_passes_per_step: the last backward pass of a step averages the gradients, no other.
+    # (`no_sync()` does the same for steps whose number of passes is not known before.)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
@@ -209,10 +207,10 @@ def main() -> None:
         for images, labels in zip(*(part.chunk(args.accumulate) for part in batch), strict=True):
             with torch.autocast(args.device, dtype, enabled=args.amp):
                 output = model(prepare(images).to(memory_format=torch.channels_last))
-                output = getattr(output, "logits", output)  # some have a head more in training
+                output = getattr(output, "logits", output)  # some models add a head in training
                 loss = cross_entropy(output, labels)
-            # Passes add up, and the gradient shall be a mean. When the last returns, it is one over
-            # the ranks too: an infinity on one rank is there on all, so all skip this step.
+            # Gradients of the passes add up; the division makes them a mean. The last pass averages
+            # them over the ranks: an infinity on one rank reaches all, and all skip this step.
             scaler.scale(loss / args.accumulate).backward()
             right = (output.detach().argmax(1) == labels).double().mean()
             means.update(len(labels), loss=loss.detach(), accuracy=right)
@@ -240,8 +238,8 @@ def main() -> None:
             schedule.step()
             if args.checkpoint_every and step % args.checkpoint_every == 0 and step < steps:
                 average_buffers(model)
-                save()  # collectives, on all ranks: under `if is_first`, rank 0 would wait for them
-        sampler.set_epoch(epoch + 1)  # in another order; the same on all ranks
+                save()  # all ranks call both: under `if is_first`, rank 0 would wait for the others
+        sampler.set_epoch(epoch + 1)  # another order, the same on all ranks
         row = {"epoch": epoch + 1, "lr": schedule.get_last_lr()[0], **means.compute()}
         row["images/s"] = (steps - begun_at) * images_a_step / (time.monotonic() - begun)
         average_buffers(model)
@@ -255,7 +253,7 @@ def main() -> None:
         writer.close()
     if args.plot and is_first:
         draw(history, args.plot)
-    # It trains on, to compare kinds of data; what was to be kept is on the disk.
+    # The report trains on, with each kind of data; the last checkpoint is on the disk already.
     model.train()
     compared, rounds = train_step if args.report_steps else None, min(5, args.report_steps or 1)
     log(pipeline.report(compared, steps=max(1, args.report_steps // rounds), rounds=rounds))

@@ -19,7 +19,7 @@ class Curves:
         self.points: dict[str, list[list[float]]] = {}  # [step, value], by name
         self.writer = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # here: not everybody has it
+            from torch.utils.tensorboard import SummaryWriter  # only --tensorboard needs it
 
             self.writer = SummaryWriter(tensorboard)
 
@@ -47,8 +47,8 @@ class Curves:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw the losses of all runs above, and how far they are from those of the first below."""
-    from matplotlib.figure import Figure  # here: training without a plot does not need it
+    """Draw the losses of all runs and, below them, their distance from those of the first run."""
+    from matplotlib.figure import Figure  # only a plot needs it
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     above, *below = figure.subplots(len(runs[:2]), sharex=True, squeeze=False)[:, 0]

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a position sees itself and what is before it."""
+    """Causal self-attention: a position sees itself and those before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention mixes positions, then an MLP works on each alone; both add to what they read."""
+    """Attention mixes positions, then an MLP works on each alone; both add to their input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next character of a text from at most `context` characters before it.
 
-    There is no dropout: the passes over the text are few, and without it a step is the same on any
-    number of ranks.
+    It has no dropout: the passes over the text are few, and without dropout a step is the same on
+    any number of ranks.
     """
 
     def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int) -> None:
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_initialize)
-        # Each block adds twice to the residual stream, whose variance shall not grow with depth.
+        # Each block adds twice to the residual stream, whose variance must not grow with depth.
         for block in self.blocks:
             for last in (block.attention.output, block.mlp[-1]):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
 
 def _initialize(module: nn.Module) -> None:
-    """Weights as in GPT-2; tied weights of this size make the first guess an even one."""
+    """Draw weights as GPT-2 does; tied weights of this size make the first guess a uniform one."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

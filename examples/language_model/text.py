@@ -13,7 +13,7 @@ import torch_ring as hvd
 
 @dataclass(frozen=True)
 class Text:
-    """Each character is its index in `vocabulary`, the characters that occur, in order."""
+    """A text as indices into `vocabulary`, its different characters in order."""
 
     characters: Tensor
     vocabulary: str
@@ -35,18 +35,18 @@ class Text:
 def load_text(path: Path | None) -> Text:
     """Return the text of a file, or the reference manual of the running Python.
 
-    Rank 0 reads, the others get a copy: the file need not be on every host, and another version of
-    Python there, with another manual, does not matter.
+    Rank 0 reads it and broadcasts it: other hosts need no such file, and may have another version
+    of Python, with another manual.
     """
     text, problem = None, None
     if hvd.rank() == 0:
         try:
             text = Text.of(path.read_text(encoding="utf-8") if path else python_manual())
-        except Exception as error:  # whatever it is, the others wait for rank 0's word below
+        except Exception as error:  # any: the other ranks wait in the broadcast below
             problem = f"cannot read the text {path or 'of pydoc'}: {error}"
     text, problem = hvd.broadcast_object((text, problem), root_rank=0)
     if problem:
-        raise SystemExit(problem if hvd.rank() == 0 else 1)  # all leave, one says why
+        raise SystemExit(problem if hvd.rank() == 0 else 1)  # all ranks leave, one says why
     return text
 
 
@@ -55,14 +55,14 @@ def python_manual() -> str:
     from pydoc_data.topics import topics  # a part of Python, with Python's licence
 
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
-    # Topics quote one another. What is held out for validation must not be in the rest, too.
+    # Topics quote one another: a paragraph that is held out for validation must not come again.
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 
 class Windows(Dataset[Tensor]):
-    """Stretches of `context` + 1 characters: all but the last to read, all but the first to guess.
+    """Windows of `context` + 1 characters: all but the last to read, all but the first to guess.
 
-    They begin `context` characters apart, so that every character is guessed once.
+    They begin `context` characters apart, so the model guesses every character once.
     """
 
     def __init__(self, characters: Tensor, context: int) -> None:

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 train.py     # on two processes
     mpirun -np 2 python train.py             # the same
 
-Every rank runs this whole file. The batch is that of all ranks together, so that any number of
-them learns the same.
+Every rank runs this whole file. `--batch-size` is that of all ranks together, so any number of
+ranks learns the same.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def leave(problem: object) -> NoReturn:
-    """End the program on all ranks, which all have found the problem; one says what it is."""
+    """End the program: all ranks have found the problem and call this; rank 0 says what it is."""
     sys.exit(str(problem) if hvd.rank() == 0 else 1)
 
 
@@ -84,8 +84,8 @@ def load_data(args: argparse.Namespace) -> tuple[Text, DataLoader[Tensor], DataL
     train_set = Subset(windows, range(split))
     share = Subset(windows, range(split + hvd.rank(), len(windows), hvd.size()))
     batch_size = args.batch_size // hvd.size()
-    # An epoch's windows are dealt like cards: in each step, n ranks with batches of B / n have
-    # together what one rank with batches of B has.
+    # The sampler deals an epoch's windows like cards: in each step, n ranks with batches of B / n
+    # together have the windows that one rank with a batch of B has.
     sampler = ShardedSampler(train_set, drop_last=True)
     loader = DataLoader(
         train_set, batch_size, sampler=sampler, drop_last=True, num_workers=args.workers
@@ -99,8 +99,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.95), weight_decay=0.1)
-    # The gradients of a step's passes are added up, and averaged over the ranks in the last pass.
-    # (`no_sync()` is for steps that do not all have equally many.)
+    # The gradients of a step's backward passes add up; the last pass averages them over the ranks.
+    # (`no_sync()` is for steps with different numbers of passes.)
     return hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
@@ -109,7 +109,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> LambdaLR:
-    """Rise linearly, fall to a tenth. Not higher with more ranks: the batch is not larger then."""
+    """Rise linearly, fall to a tenth; no higher on more ranks, as their batch is no larger."""
     decay = cosine_decay(args.warmup, max(args.steps, args.warmup + 1), floor=0.1)
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (args.warmup + 1)) * decay(step))
 
@@ -128,15 +128,14 @@ def validate(model: nn.Module, loader: DataLoader[Tensor], args: argparse.Namesp
     mean = Mean()
     for windows in loader:
         mean.update(loss_of(model, windows.to(args.device), args), len(windows))
-    # Not inside the loop: shares differ in size, and a rank that had a batch more than the others
-    # would wait for them in its last allreduce.
+    # Not in the loop: shares differ in size, and a rank with one batch more would wait in it.
     return mean.compute()
 
 
 def restore(path: Path, parts: dict[str, Any], identity: dict[str, Any]) -> int:
     """Load a checkpoint into the parts, on all ranks; return how many steps have been done."""
     try:
-        state = checkpoint.load(path)  # rank 0 reads, all get it
+        state = checkpoint.load(path)  # rank 0 reads it and sends it to all
     except checkpoint.CheckpointError as error:
         leave(error)
     if {name: state.get(name) for name in identity} != identity:
@@ -164,8 +163,7 @@ def main() -> None:
     torch.manual_seed(0)
     shape = [len(text.vocabulary), args.context, args.layers, args.heads, args.width]
     model = GPT(*shape).to(args.device)
-    # All start from rank 0's weights. Averaged gradients keep equal weights equal; they do not make
-    # different ones so.
+    # All ranks start from rank 0's weights: averaged gradients only keep equal weights equal.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = make_optimizer(model, args)
     schedule = make_schedule(optimizer, args)
@@ -183,7 +181,7 @@ def main() -> None:
             loss = loss_of(model, part, args)
             train_loss.update(loss, len(part))
             scaler.scale(loss / args.accumulate).backward()
-        # The gradients are averages over the ranks now: all clip, and skip a step, alike.
+        # The gradients are averages over the ranks now, so all ranks clip and skip steps alike.
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         scaler.step(optimizer)
@@ -204,8 +202,8 @@ def main() -> None:
             tokens += args.batch_size * args.context
             is_last = step == args.steps
             if is_last or step % args.log_every == 0:
-                # All ranks compute the mean, and one prints it: under `if rank == 0`, rank 0 would
-                # wait in it for the others.
+                # All ranks compute the mean, rank 0 prints it: under `if rank == 0`, rank 0 would
+                # wait for the others.
                 curves.add("training loss", step, train_loss.compute())
                 train_loss.reset()
                 curves.add("gradient norm", step, norm.item())
@@ -222,11 +220,11 @@ def main() -> None:
             if is_last:
                 break
 
-    if hvd.rank() == 0:  # nothing in here waits for other ranks
+    if hvd.rank() == 0:  # no collective in here: rank 0 waits for no other rank
         prompt = text.characters[-2 * args.context : -args.context].to(args.device).long()
         print(f"--- the model writes:\n{text.decode(model.generate(prompt, args.sample))}\n---")
         curves.write(args.json, args.plot)
-    # Last, as it goes on training to compare kinds of data.
+    # The report comes last: it trains on, with each kind of data.
     probe = {"step": train, "steps": -(-args.report_steps // 5), "rounds": 5}
     log(pipeline.report(**probe if args.report_steps else {}))
 

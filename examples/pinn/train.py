@@ -50,8 +50,8 @@ def parse_args() -> argparse.Namespace:
 def make_model(width: int, depth: int, k: int) -> nn.Module:
     sizes = [1] + depth * [width]
     hidden = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
-    # Networks learn slow functions first. k times steeper at the start, the hidden units vary over
-    # a half-wave of f for every k.
+    # Networks learn slow functions first. Hidden units that start k times steeper vary over a
+    # half-wave of f, for every k.
     with torch.no_grad():
         hidden[0].weight.mul_(k)
         hidden[0].bias.mul_(k)
@@ -66,16 +66,16 @@ def residual_loss(model: nn.Module, x: Tensor, k: int) -> Tensor:
     """Return the mean square of u'' + f at `x`, in units of the largest f."""
     x = x.requires_grad_()
     u = model(x)
-    # create_graph: what comes out is differentiated again, by x and then by the weights. These two
-    # calls leave p.grad alone, so there is nothing in them for torch_ring to average.
+    # create_graph: the results are differentiated again, by x and then by the weights. These two
+    # calls leave the gradients of the weights alone, so torch_ring averages nothing in them.
     (u_x,) = torch.autograd.grad(u.sum(), x, create_graph=True)
     (u_xx,) = torch.autograd.grad(u_x.sum(), x, create_graph=True)
-    largest = (k * torch.pi) ** 2  # without it, f of an ensemble's last would drown the boundary
+    largest = (k * torch.pi) ** 2  # otherwise, f of a large k would outweigh the boundary
     return (u_xx / largest + exact(x, k)).square().mean()
 
 
 def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
-    """Return what the team has saved. If any team has nothing, all ranks end: one says why."""
+    """Return the team's checkpoint. If one team has none, all ranks end and rank 0 says why."""
     state, problem = None, None
     try:
         state = hvd.checkpoint.load(checkpoint, process_set=team)
@@ -97,8 +97,8 @@ def main() -> None:
     if args.device == "cuda":  # one process drives one GPU; members of an ensemble may share one
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 
-    # `team`: the ranks that train one network. In an ensemble that is each rank alone, with its own
-    # checkpoint; but every rank adds every set, since adding one is a collective.
+    # `team`: the ranks that train one network; in an ensemble each rank alone, with its own
+    # checkpoint. Every rank adds every set: adding a set is a collective of all ranks.
     team, k, checkpoint = hvd.global_process_set, 2, args.checkpoint
     if args.ensemble:
         if hvd.size() > 1:
@@ -108,8 +108,8 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = make_model(args.width, args.depth, k).to(device)
-    # L-BFGS follows the curvature of the loss: Adam needs thousands of steps, and still leaves slow
-    # errors, which u'' hardly shows. The zeros: it stops after max_iter iterations, not before.
+    # L-BFGS follows the curvature of the loss. Adam needs thousands of steps and still leaves slow
+    # errors, which u'' hardly shows. Tolerances of zero: every call takes max_iter iterations.
     optimizer = torch.optim.LBFGS(
         model.parameters(),
         history_size=50,
@@ -124,14 +124,14 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         done, curves = state["iterations"], state["curves"]
     if not args.ensemble:
-        # All start from rank 0's weights, and average their gradients from then on. In an ensemble
-        # neither is wanted: each rank has a network of its own.
+        # All ranks start from rank 0's weights and average their gradients. In an ensemble they do
+        # neither: each rank has a network of its own.
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-    # Each rank of a team has its own stretch of the interval, and all have both ends: an average
-    # over ranks of the same loss is that loss.
+    # Each rank of a team has its own stretch of the interval. All ranks have both ends, and the
+    # average of their equal boundary losses is that loss.
     points = torch.linspace(*BOUNDARY, args.points * team.size(), device=device)
     x = points.view(team.size(), args.points, 1)[team.rank()]
     ends = torch.tensor(BOUNDARY, device=device)[:, None]
@@ -144,8 +144,8 @@ def main() -> None:
         residual, boundary = losses()
         loss = residual + args.boundary_weight * boundary
         loss.backward()
-        # L-BFGS sees the loss and the gradients of all ranks together, so that the line searches of
-        # all ranks try the same steps: one that tried one more would wait for the others in it.
+        # L-BFGS gets loss and gradients averaged over the ranks, so the line searches of all ranks
+        # try the same steps. A rank that tried one step more would wait in it for the others.
         return loss
 
     log(f"size {hvd.size()}, {args.points} points a rank, {len(points)} for one network")
@@ -158,12 +158,12 @@ def main() -> None:
     (group,) = optimizer.param_groups
     while done < args.iterations:
         count = min(args.every, args.iterations - done)
-        group.update(max_iter=count, max_eval=10 * count)  # a checkpoint brings its own run's
+        group.update(max_iter=count, max_eval=10 * count)  # the checkpoint has those of its run
         optimizer.step(closure)  # `count` iterations
         done += count
         residual, boundary = losses()
         means.update(len(x), residual=residual, boundary=boundary)
-        # Collectives of the team, so all of its ranks come here, and one of them prints.
+        # compute() and save() are collectives: all ranks of the team call them, one prints.
         values = means.compute()
         means.reset()
         for name, value in values.items():
@@ -181,8 +181,8 @@ def main() -> None:
     grid = torch.linspace(*BOUNDARY, 401, device=device)[:, None]
     with torch.no_grad():
         solution = model(grid).T.cpu()
-    # On all ranks: under `if rank == 0`, rank 0 would wait in it for the others. The ranks of a
-    # team have the same network: the first of each speaks for it.
+    # All ranks gather: under `if rank == 0`, rank 0 would wait for the others. The ranks of a team
+    # have the same network, so one solution of each team is enough.
     solutions = hvd.allgather(solution)[:: team.size()]
     all_curves = hvd.allgather_object(curves)[:: team.size()]
     if hvd.rank() == 0:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 benchmark.py --model resnet18     # on two processes
     mpirun -np 2 python benchmark.py --compare ddp                # beside PyTorch's own DDP
 
-No data is loaded: what is left is the model, and what it costs to average its gradients.
+It loads no data: it times the model and the averaging of its gradients.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def start_torch_distributed(args: argparse.Namespace) -> None:
-    """Connect DDP's ranks through torch_ring's, so that any launcher will do."""
+    """Start torch.distributed for DDP; its ranks find each other through torch_ring."""
     host = "127.0.0.1" if hvd.cross_size() == 1 else socket.gethostname()
     if hvd.cross_size() == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -80,9 +80,9 @@ def start_torch_distributed(args: argparse.Namespace) -> None:
 
 
 def make_steps(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """Return, by library, what takes a training step with it."""
+    """Return, by library, the function that takes a training step with it."""
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    # Moved before the optimizer is made: it would step with the weights that are left behind.
+    # The model moves before the optimizer is made, which would otherwise step the old weights.
     model = models.get_model(args.model).to(args.device, memory_format=layout)
     pixels = (args.batch_size, 3, args.image_size, args.image_size)
     images = torch.randn(pixels, device=args.device).to(memory_format=layout)
@@ -95,7 +95,7 @@ def make_steps(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
             optimizer.zero_grad()
             with torch.autocast(args.device, torch.bfloat16, enabled=args.amp):
                 output = model(images)
-                # Some models have a head more while they train.
+                # Some models add a head in training; `logits` is the output of the main one.
                 loss = cross_entropy(getattr(output, "logits", output), labels)
             loss.backward()
             optimizer.step()
@@ -109,7 +109,7 @@ def make_steps(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
             compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
             op=hvd.Adasum if args.use_adasum else hvd.Average,
         )
-        # Averaged gradients keep equal weights equal; they do not make different ones so.
+        # All ranks start from rank 0's weights: averaged gradients only keep equal weights equal.
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         return make_step(model, optimizer)
@@ -128,11 +128,11 @@ def make_steps(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
 
 def images_per_second(args: argparse.Namespace, step: Callable[[], None]) -> float:
     """Take the steps of one iteration; return the images per second of a rank, on average."""
-    hvd.barrier()  # or a rank that is late from before would make this iteration slower
+    hvd.barrier()  # a rank that is late from before must not slow this iteration
     begun = time.perf_counter()
     for _ in range(args.num_batches_per_iter):
         step()
-    # A GPU is told what to do, and does it later: without this, nothing but the telling is timed.
+    # A GPU works asynchronously: without this, the time would be that of launching its work.
     torch.get_device_module(args.device).synchronize()
     rate = args.batch_size * args.num_batches_per_iter / (time.perf_counter() - begun)
     return hvd.allreduce(torch.tensor(rate, dtype=torch.float64)).item()
@@ -160,8 +160,8 @@ def main() -> None:
     log("Running benchmark...", flush=True)
     rates = {library: [] for library in steps}
     for iteration in range(args.num_iters):
-        # In turns, and every other time the other way round: whatever else the machine does meets
-        # both, and neither always comes second.
+        # The libraries take turns, in alternating order: other work on the machine slows both, and
+        # neither always comes second.
         for library in list(steps)[:: -1 if iteration % 2 else 1]:
             rates[library].append(images_per_second(args, steps[library]))
             name = "" if library == "torch_ring" else f" ({library})"

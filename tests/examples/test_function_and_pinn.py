@@ -1,25 +1,18 @@
-"""The examples in which ranks share a domain or are an ensemble, and the one from Horovod."""
+"""Function approximation and PINN: ranks share a domain, or are an ensemble."""
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
-import pool
 import pytest
 import torch
-from scripts import DEADLINE_S, ROOT, Run, run, run_script
+from scripts import ROOT, Run, run
 
 EXAMPLES = ROOT / "examples"
 FUNCTION = EXAMPLES / "function_approximation" / "train.py"
 PINN = EXAMPLES / "pinn" / "train.py"
-MIGRATED = EXAMPLES / "horovod_migration" / "train.py"
-HOROVOD = EXAMPLES / "horovod_migration" / "train_horovod.py"
 
 NUMBER = r"(\d\.?\d*(?:e[+-]\d+)?)"
 
@@ -37,7 +30,7 @@ def weights(checkpoint: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in model.values()])
 
 
-@pytest.mark.parametrize("script", [FUNCTION, PINN, MIGRATED], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("script", [FUNCTION, PINN], ids=lambda path: path.parent.name)
 def test_smoke(script: Path, tmp_path: Path) -> None:
     (alone,) = run(script, "--smoke", folder=tmp_path, size=1)
     assert alone.output.count("loss") + alone.output.count("residual") > 0
@@ -77,26 +70,19 @@ def test_many_ranks_do_what_one_does_on_all_points(script: Path, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize(
-    ("script", "length"), [(FUNCTION, "--steps"), (PINN, "--iterations"), (MIGRATED, "--epochs")]
-)
+@pytest.mark.parametrize(("script", "length"), [(FUNCTION, "--steps"), (PINN, "--iterations")])
 def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
-    every = () if script == MIGRATED else ("--every", "5")
-
     def train(count: int, *more: str, size: int = 2) -> list[str]:
-        outcome = run(script, *every, length, str(count), *more, folder=tmp_path, size=size)[0]
+        options = ("--every", "5", length, str(count), *more)
+        outcome = run(script, *options, folder=tmp_path, size=size)[0]
         assert outcome.code is None, outcome
-        return re.findall(r"^(?:step|iteration|epoch) .*", outcome.output, re.MULTILINE)
+        return re.findall(r"^(?:step|iteration) .*", outcome.output, re.MULTILINE)
 
-    if script == MIGRATED:  # its generator of dropout starts anew: not the same numbers
-        train(2)
-    else:
-        straight = train(10)
-        assert len(straight) == 2
-        assert train(5) + train(10, "--resume") == straight
-    third = 3 if script == MIGRATED else 15
-    (line,) = train(third, "--resume", size=3)  # and on another number of ranks
-    assert re.match(rf"\w+ {third}:", line)
+    straight = train(10)
+    assert len(straight) == 2
+    assert train(5) + train(10, "--resume") == straight
+    (line,) = train(15, "--resume", size=3)  # and on another number of ranks
+    assert re.match(r"\w+ 15:", line)
 
 
 def test_resumes_to_as_many_iterations_as_asked_for(tmp_path: Path) -> None:
@@ -166,42 +152,3 @@ def test_network_solves_the_equation(tmp_path: Path) -> None:
     outcome = run(PINN, "--points", "102", "--iterations", "240", folder=tmp_path, size=1)[0]
     (error,) = numbers("relative L2 error", outcome)
     assert error < 3e-2, outcome.output
-
-
-def test_migration_changes_one_line() -> None:
-    lines = [path.read_text().splitlines() for path in (HOROVOD, MIGRATED)]
-    changes = [line for line in difflib.ndiff(*lines) if line[0] in "+-"]
-    assert changes == ["- import horovod.torch as hvd", "+ import torch_ring as hvd"]
-
-
-def run_as_horovod(arguments: list[str], folder: str) -> Run:
-    """Run the program for Horovod where torch_ring has taken its name."""
-    import torch_ring
-
-    horovod: Any = types.ModuleType("horovod")
-    horovod.torch = torch_ring
-    sys.modules.update({"horovod": horovod, "horovod.torch": torch_ring})
-    return run_script(str(HOROVOD), arguments, folder)
-
-
-def test_program_for_horovod_prints_the_same(tmp_path: Path) -> None:
-    arguments = ["--epochs", "2", "--fp16-allreduce", "--clip", "2"]
-    migrated = run(MIGRATED, *arguments, folder=tmp_path)
-    original = pool.run(
-        run_as_horovod,
-        2,
-        args=(arguments, str(tmp_path)),
-        transport="",
-        deadline_s=DEADLINE_S,
-        initialized=False,
-    )
-    assert original == migrated
-    losses = numbers("loss", migrated[0])[::2]  # the second of each line is that of the test
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
-
-
-def test_program_for_horovod_takes_adasum(tmp_path: Path) -> None:
-    first, second = run(MIGRATED, "--smoke", "--use-adasum", folder=tmp_path)
-    assert numbers("test accuracy", first)[0] > 0.2  # ten classes
-    assert second == Run(None, "")

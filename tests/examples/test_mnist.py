@@ -1,0 +1,79 @@
+"""The MNIST example, which a newcomer runs first: `make mnist`."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from scripts import ROOT, run
+
+EXAMPLE = ROOT / "examples" / "mnist"
+TRAIN = EXAMPLE / "train.py"
+# Nobody listens there: no download succeeds, whatever network there is.
+NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+
+
+def accuracy(output: str) -> float:
+    """Return what the last line says."""
+    match = re.fullmatch(r"test accuracy ([01]\.\d{4})", output.splitlines()[-1])
+    assert match, output
+    return float(match[1])
+
+
+def test_trains_and_resumes(tmp_path: Path) -> None:
+    first, silent = run(TRAIN, "--smoke", folder=tmp_path)
+    assert first.output.startswith("digits: size 2, 44 steps an epoch, 16 images a step\n")
+    assert re.findall(r"epoch (\d):", first.output) == ["1"]
+    assert silent.output == ""
+    assert accuracy(first.output) > 0.3  # ten classes: an untrained model has about 0.1
+
+    # The checkpoint of two ranks, on three.
+    options = ("--smoke", "--epochs", "2", "--resume")
+    second, *others = run(TRAIN, *options, folder=tmp_path, size=3)
+    assert re.findall(r"epoch (\d):", second.output) == ["2"]
+    assert accuracy(second.output) > accuracy(first.output)
+    assert [other.output for other in others] == ["", ""]
+    state = torch.load(tmp_path / "checkpoint.pt")
+    assert state["schedule"]["last_epoch"] == 29 + 29  # in steps of three ranks; 44 were of two
+    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(3 * 0.001)
+    assert [row["accuracy"] for row in state["history"]] == [
+        pytest.approx(accuracy(run.output), abs=1e-4) for run in (first, second)
+    ]
+
+    # All epochs are done.
+    (alone,) = run(TRAIN, *options, folder=tmp_path, size=1)
+    assert re.findall(r"epoch (\d):", alone.output) == []
+    assert accuracy(alone.output) == accuracy(second.output)
+
+
+def test_accuracy_is_that_of_the_whole_test_set(tmp_path: Path) -> None:
+    first = run(TRAIN, "--smoke", folder=tmp_path, size=3)[0]
+    model = runpy.run_path(str(EXAMPLE / "model.py"))["make_model"](pixels=8).eval()
+    model.load_state_dict(torch.load(tmp_path / "checkpoint.pt")["model"])
+    images, labels = runpy.run_path(str(EXAMPLE / "digits.py"))["load_scikit_learn"]().test.tensors
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).double().mean().item()
+    assert accuracy(first.output) == pytest.approx(right, abs=1e-4)
+
+
+@pytest.mark.parametrize("contents", [None, b"no checkpoint"])
+def test_cannot_resume(tmp_path: Path, contents: bytes | None) -> None:
+    if contents is not None:
+        (tmp_path / "checkpoint.pt").write_bytes(contents)
+    first, second = run(TRAIN, "--dataset", "digits", "--resume", folder=tmp_path)
+    assert str(first.code).startswith("cannot resume from checkpoint.pt: ")
+    assert second.code == 1
+    assert first.output == second.output == ""
+
+
+def test_without_a_network_trains_on_digits(tmp_path: Path) -> None:
+    (alone,) = run(TRAIN, "--epochs", "1", folder=tmp_path, size=1, env=NO_NETWORK)
+    assert "MNIST cannot be had" in alone.output
+    assert accuracy(alone.output) > 0.3
+
+
+def test_program_stays_short() -> None:
+    assert len(TRAIN.read_text().splitlines()) <= 120
