@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent.parent / "build" / "cpp" / "plain" / "core_tests"
+PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "core_tests"
 CALLS = 1000
 # Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, settle.
 MOST_INSTRUCTIONS = 6000

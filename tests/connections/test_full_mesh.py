@@ -8,7 +8,7 @@ import socket
 from dataclasses import replace
 
 import pytest
-from threads import on_ranks
+from threads import run_on_ranks
 from torch.distributed import HashStore
 
 from torch_ring import connector, handshake, mesh
@@ -44,7 +44,7 @@ def join(store, rank, size, config=CONFIG, secret=""):
 
 def join_all(size, **more):
     store = HashStore()
-    return on_ranks(size, lambda rank: join(store, rank, size, **more))
+    return run_on_ranks(size, lambda rank: join(store, rank, size, **more))
 
 
 def open_fds() -> int:
@@ -158,7 +158,7 @@ def test_silent_and_noisy_strangers_are_ignored(monkeypatch):
 
 def test_another_secret_is_refused():
     store = HashStore()
-    errors = on_ranks(
+    errors = run_on_ranks(
         2, lambda rank: join(store, rank, 2, replace(CONFIG, secret=f"of rank {rank}"))
     )
     assert all(isinstance(error, RingError) for error in errors)
@@ -167,13 +167,13 @@ def test_another_secret_is_refused():
 
 def test_the_rendezvous_secret_counts():
     store = HashStore()
-    errors = on_ranks(2, lambda rank: join(store, rank, 2, secret=f"of rank {rank}"))
+    errors = run_on_ranks(2, lambda rank: join(store, rank, 2, secret=f"of rank {rank}"))
     assert all("secret" in str(error) for error in errors)
 
 
 def test_settings_that_differ_are_named_on_all_ranks():
     store = HashStore()
-    errors = on_ranks(
+    errors = run_on_ranks(
         3, lambda rank: join(store, rank, 3, replace(CONFIG, bucket_bytes=100 + rank // 2))
     )
     assert all(isinstance(error, MismatchError) for error in errors)
@@ -249,7 +249,7 @@ def test_inside_a_running_event_loop():
         return join(store, rank, 2)
 
     store = HashStore()
-    for m in on_ranks(2, lambda rank: asyncio.run(inside(store, rank))):
+    for m in run_on_ranks(2, lambda rank: asyncio.run(inside(store, rank))):
         assert len(m.control) == 1
         m.close()
 

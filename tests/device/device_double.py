@@ -20,7 +20,7 @@ import pytest
 import torch
 
 DEVICE = "ringdouble"  # the name of its type in torch.device; its key is PrivateUse1
-_LIBRARIES = Path(__file__).parent.parent / "build/cpp/plain"
+_LIBRARIES = Path(__file__).parents[2] / "build/cpp/plain"
 NCCL_LIBRARY = _LIBRARIES / "libnccl_double.so"
 _DEVICE_LIBRARY = _LIBRARIES / "libdevice_double.so"
 

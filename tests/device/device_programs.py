@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_ops import NUMBERS, all_ranks, element, expected
+from closed_form import NUMBERS, reduced, stacked_tensors, tensor_of
 from torch import Tensor, nn
 from training import (
     assert_same_on_all_ranks,
@@ -39,8 +39,8 @@ def reduces_everything(device: str) -> None:
     for dtype in NUMBERS:
         for shape in SHAPES:
             for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
-                mine = element(hvd.rank(), shape, dtype, hvd.size()).to(device)
-                want = expected(all_ranks(shape, dtype), op)
+                mine = tensor_of(hvd.rank(), shape, dtype, hvd.size()).to(device)
+                want = reduced(stacked_tensors(shape, dtype), op)
                 got = hvd.allreduce(mine, op=op)
                 assert got.device.type == device
                 torch.testing.assert_close(
@@ -117,8 +117,8 @@ def moves(device: str) -> None:
     for dtype in [*NUMBERS, torch.bool]:
         for shape in [(), (0,), (7, 11)]:
             for root in range(size):
-                mine = element(rank, shape, dtype, size).to(device)
-                want = element(root, shape, dtype, size)
+                mine = tensor_of(rank, shape, dtype, size).to(device)
+                want = tensor_of(root, shape, dtype, size)
                 assert torch.equal(hvd.broadcast(mine, root).cpu(), want)
                 hvd.broadcast_(mine, root)
                 assert torch.equal(mine.cpu(), want)

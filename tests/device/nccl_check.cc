@@ -1,5 +1,5 @@
 // Holds csrc/nccl against the real nccl.h and the real library. Usage: nccl_check libnccl.so.2
-// tests/test_nccl.py compiles and runs it where torch has brought NCCL along.
+// test_nccl_header.py compiles and runs it where torch has brought NCCL along.
 #include <nccl.h>
 
 #include <algorithm>

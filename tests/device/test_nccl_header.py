@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def nccl_wheel() -> Path:
@@ -22,7 +22,7 @@ def nccl_wheel() -> Path:
 
 def test_header_and_library(tmp_path: Path) -> None:
     nccl, program = nccl_wheel(), str(tmp_path / "nccl_check")
-    sources = ["tests/nccl_check.cc", "csrc/nccl/loader.cc", "csrc/core/error.cc"]
+    sources = ["tests/device/nccl_check.cc", "csrc/nccl/loader.cc", "csrc/core/error.cc"]
     includes = ["-Icsrc", "-isystem", "tests/cpp/doubles/cuda", "-isystem", str(nccl / "include")]
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from horovod_behaviours import BEHAVIOURS
+from launcher_commands import TORCHRUN, mpirun_command, output_of, start_program
 from pool import run
-from test_launchers import TORCHRUN, finish, mpirun, start
 
 import torch_ring as hvd
 
-PROGRAM = str(Path(__file__).parent / "horovod_programs" / "run_all.py")
+PROGRAM = str(Path(__file__).parent / "programs" / "run_all.py")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -30,9 +30,9 @@ def test_programs_of_users_and_all_behaviours_in_one_job(launcher, size):
         command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(size)]
         transport = "tcp"
     else:
-        command = [*mpirun("Open MPI")[:-1], str(size), sys.executable]
+        command = [*mpirun_command("Open MPI")[:-1], str(size), sys.executable]
         transport = "auto"
-    output = finish(start([*command, PROGRAM], TORCH_RING_TRANSPORT=transport))
+    output = output_of(start_program([*command, PROGRAM], TORCH_RING_TRANSPORT=transport))
     for rank in range(size):
         assert f"rank {rank} of {size}: all programs" in output, output
         assert f"rank {rank} of {size}: {len(BEHAVIOURS)} behaviours" in output, output

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from threads import on_ranks
+from threads import run_on_ranks
 from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.errors import (
@@ -41,7 +41,7 @@ def pass_all(store, times=1):
             values = pass_through(store, rank, barrier)
         return values
 
-    return on_ranks(SIZE, on_rank)
+    return run_on_ranks(SIZE, on_rank)
 
 
 def test_all_get_the_values_of_all():
@@ -58,7 +58,7 @@ def test_hundreds_of_worlds_leave_nothing_behind():
 
 def test_missing_ranks_are_named_everywhere():
     store = HashStore()
-    errors = on_ranks(2, lambda rank: meeting(store, rank, 4, 0.5).gather("cards", ""))
+    errors = run_on_ranks(2, lambda rank: meeting(store, rank, 4, 0.5).gather("cards", ""))
     for error in errors:
         assert isinstance(error, TimeoutError)
         assert "ranks 2, 3 of 4 did not arrive within 0.5 s" in str(error)
@@ -74,7 +74,7 @@ def test_a_failure_is_seen_by_those_who_wait_and_the_next_world_is_not_touched()
             return None
         return mine.gather("cards", "")
 
-    errors = on_ranks(SIZE, fail_or_wait)
+    errors = run_on_ranks(SIZE, fail_or_wait)
     for error in (errors[0], errors[2]):
         assert isinstance(error, MismatchError)
         assert str(error) == "init failed on rank 1: no two ranks are alike"

@@ -9,7 +9,7 @@ from typing import Any
 DEADLINE_S = 60.0  # for a hang, not for a slow machine
 
 
-def on_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
+def run_on_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
     """Return what ``fn(rank)`` returned on each rank, or the exception that it raised."""
 
     def guarded(rank: int) -> Any:
