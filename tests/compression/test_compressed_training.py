@@ -1,12 +1,11 @@
-"""Compressors with a state, in an optimizer on several ranks."""
+"""Training with stateful compressors on several ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from pool import run
-from test_compression import documented_compressor
 from torch import Tensor, nn
 from torch.optim import SGD
 from training import (
@@ -20,56 +19,13 @@ from training import (
     train,
     weights,
 )
+from training_compressors import COMPRESSORS, Exact, Ragged
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
 
-class Exact(hvd.StatefulCompressor):
-    """Loses nothing, and counts."""
-
-    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
-        state["dtype"] = gradient.dtype
-        state["calls"] = state.get("calls", 0) + 1
-        return (yield hvd.Reduce(gradient))
-
-
-class Ragged(hvd.StatefulCompressor):
-    """Loses nothing either: gathers what is not zero, in two rounds; a scalar goes in one."""
-
-    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
-        positions = gradient.flatten().nonzero()[:, 0].to(torch.int32)
-        everyones = [positions for (positions,) in (yield hvd.Gather(positions))]
-        values = yield hvd.Gather(gradient.flatten()[positions], torch.tensor(hvd.rank()))
-        if gradient.dim() > 0:
-            ones = yield hvd.Reduce(torch.ones(2))
-            assert ones.tolist() == [1, 1]
-        total = torch.zeros(gradient.numel(), dtype=gradient.dtype)
-        for rank, (theirs, (value, sender)) in enumerate(zip(everyones, values, strict=True)):
-            assert sender == rank
-            total[theirs] += value
-        return (total / len(values)).view_as(gradient)
-
-
-class Forgetful(hvd.StatefulCompressor):
-    """Top-k without error feedback."""
-
-    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
-        mean, _ = yield from documented_compressor()(0.1).send(gradient, state)
-        return mean
-
-
-COMPRESSORS: dict[str, Callable[[], Any]] = {
-    "none": lambda: hvd.Compression.none,
-    "fp16": lambda: hvd.Compression.fp16,
-    "bf16": lambda: hvd.Compression.bf16,
-    "int8": hvd.Compression.int8,
-    "powersgd": lambda: hvd.Compression.powersgd(rank=1),
-    "topk": lambda: documented_compressor()(0.1),
-    "forgetful": Forgetful,
-}
-
-
-def classifies() -> None:
+def check_convergence() -> None:
     """Train a classifier: the loss falls as without compression, and the ranks stay equal."""
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(64 * hvd.size(), 8, generator=generator)
@@ -97,12 +53,12 @@ def classifies() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_models_converge(transport, size):
-    run(classifies, size, transport=transport)
+    run(check_convergence, size, transport=transport)
 
 
-class Odd(nn.Module):
+class UnusualModel(nn.Module):
     """Convolutions in channels_last, a complex weight, a transposed one, a scalar, an empty one."""
 
     def __init__(self) -> None:
@@ -120,10 +76,10 @@ class Odd(nn.Module):
         return (torch.fft.fft(hidden) * self.spectrum).real * self.scale + self.nothing.sum()
 
 
-def equals_no_compression(**options: Any) -> None:
+def compare_with_no_compression(**options: Any) -> None:
     """With nothing lost, every gradient arrives where it belongs, in its own shape."""
     for make in (Exact, Ragged):
-        for model in (make_model, Odd):
+        for model in (make_model, UnusualModel):
             compressed, plain = model(), model()
             for copy, compression in ((plain, hvd.Compression.none), (compressed, make())):
                 optimizer = hvd.DistributedOptimizer(
@@ -134,22 +90,22 @@ def equals_no_compression(**options: Any) -> None:
             assert_same_on_all_ranks(*compressed.parameters())
 
 
-def equals_no_compression_however_combined() -> None:
-    equals_no_compression()
-    equals_no_compression(op=hvd.Sum)
-    equals_no_compression(gradient_predivide_factor=4.0)
+def compare_all_options_with_no_compression() -> None:
+    compare_with_no_compression()
+    compare_with_no_compression(op=hvd.Sum)
+    compare_with_no_compression(gradient_predivide_factor=4.0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_equals_no_compression(transport, size):
-    run(equals_no_compression_however_combined, size, transport=transport)
+@on_both_transports
+def test_exact_compressors_equal_no_compression(transport, size):
+    run(compare_all_options_with_no_compression, size, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_many_small_buckets(transport):
     env = {"TORCH_RING_BUCKET_BYTES": "64"}
-    run(equals_no_compression, 2, transport=transport, env=env)
+    run(compare_with_no_compression, 2, transport=transport, env=env)
 
 
 class Recorder(hvd.StatefulCompressor):
@@ -161,9 +117,9 @@ class Recorder(hvd.StatefulCompressor):
         return (yield hvd.Reduce(gradient))
 
 
-def gets_gradients_in_their_shapes() -> None:
+def check_gradients_of_the_compressor() -> None:
     """Also where the elements lie in another order, and in an autocast region."""
-    alone, model, compressor = Odd(), Odd(), Recorder()
+    alone, model, compressor = UnusualModel(), UnusualModel(), Recorder()
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
@@ -184,11 +140,11 @@ def gets_gradients_in_their_shapes() -> None:
     del optimizer  # until now it had to live
 
 
-def test_a_compressor_gets_gradients_in_their_shapes():
-    run(gets_gradients_in_their_shapes, 2)
+def test_compressors_get_gradients_in_the_shapes_of_parameters():
+    run(check_gradients_of_the_compressor, 2)
 
 
-def accumulates(op: int) -> None:
+def check_accumulation(op: int) -> None:
     """Passes add up as without compression, where 8 bits hold every value."""
     share = 1 if op == hvd.Sum else 1 / 2
     (x,) = parameters = weights(1)
@@ -220,10 +176,10 @@ def accumulates(op: int) -> None:
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_accumulation(op):
-    run(accumulates, 2, args=(op,))
+    run(check_accumulation, 2, args=(op,))
 
 
-def branches() -> None:
+def use_different_parameters() -> None:
     """Rank 0 uses a and b, rank 1 uses b and c, nobody d."""
     a, b, c, d = parameters = weights(1, 1, 1, 1)
     compressor = Exact()
@@ -251,78 +207,12 @@ def branches() -> None:
     assert compressor.states["allreduce.noname.1.0"]["calls"] == 1
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_only_what_has_a_gradient_takes_part(transport):
-    run(branches, 2, transport=transport)
+@on_both_transports
+def test_only_parameters_with_a_gradient_take_part(transport):
+    run(use_different_parameters, 2, transport=transport)
 
 
-def resumes(name: str) -> None:
-    batches = [part(batch) for batch in joined_batches(steps=6)]
-
-    def start(model: nn.Module, compressor: Any) -> torch.optim.Optimizer:
-        return hvd.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1),
-            named_parameters=model.named_parameters(),
-            compression=compressor,
-        )
-
-    whole, begun, forgetful = make_model(), make_model(), make_model()
-    train(whole, start(whole, COMPRESSORS[name]()), batches)
-    compressor = COMPRESSORS[name]()
-    train(begun, start(begun, compressor), batches[:3])
-    saved = compressor.state_dict()
-    assert saved["0.weight"]["error"].any()
-    ended, resumed = make_model(), COMPRESSORS[name]()
-    for model, state in ((ended, saved), (forgetful, {})):
-        model.load_state_dict(begun.state_dict())
-        resumed = COMPRESSORS[name]()
-        resumed.load_state_dict(state)
-        train(model, start(model, resumed), batches[3:])
-    for left, right in zip(whole.parameters(), ended.parameters(), strict=True):
-        assert torch.equal(left, right)
-    assert not torch.equal(whole[0].weight, forgetful[0].weight)
-
-
-def resumes_all() -> None:
-    for name in ("int8", "powersgd", "topk"):
-        resumes(name)
-
-
-def test_a_resumed_run_continues():
-    run(resumes_all, 2)
-
-
-def keeps_state_finite() -> None:
-    """A step that GradScaler skips on all ranks leaves nothing behind."""
-    for name in ("int8", "powersgd", "topk"):
-        model = make_model()
-        compressor = COMPRESSORS[name]()
-        optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1), compression=compressor
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step, batch in enumerate(joined_batches(steps=4)):
-            optimizer.zero_grad()
-            before = compressor.state_dict()
-            overflow = torch.inf if step == 2 and hvd.rank() == 1 else 1.0
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                scaler.scale(loss_of(model, part(batch)) * overflow).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if step == 2:
-                for parameter, state in before.items():
-                    for key, value in state.items():
-                        assert torch.equal(compressor.states[parameter][key], value)
-        assert scaler.get_scale() == 512.0
-        assert all(p.isfinite().all() for p in model.parameters())
-        assert_same_on_all_ranks(*model.parameters())
-
-
-def test_overflow_leaves_the_state_as_it_was():
-    run(keeps_state_finite, 2)
-
-
-def reduces_half_precision() -> None:
+def check_half_precision() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         weight = nn.Parameter(torch.zeros(3, dtype=dtype))
         compressor = Exact()
@@ -337,114 +227,10 @@ def reduces_half_precision() -> None:
 
 
 def test_half_precision():
-    run(reduces_half_precision, 2)
+    run(check_half_precision, 2)
 
 
-class Faulty(hvd.StatefulCompressor):
-    """Does something wrong on rank 1, in the second round of a matrix."""
-
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
-
-    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
-        mean = yield hvd.Reduce(gradient)
-        if gradient.dim() < 2:
-            return mean
-        here = hvd.rank() == 1
-        if self.fault == "asks for less" and here:
-            return mean
-        if self.fault == "asks for more" and not here:
-            return mean
-        if self.fault == "raises" and here:
-            raise KeyError("a secret")
-        if self.fault == "returns nothing" and here:
-            return None
-        if self.fault == "asks nonsense" and here:
-            yield gradient
-        if self.fault == "another shape" and here:
-            yield hvd.Reduce(gradient[0])
-        if self.fault == "another kind" and here:
-            yield hvd.Gather(gradient)
-        yield hvd.Reduce(gradient)
-        return mean
-
-
-FAULTS = {  # what the other ranks say, and what rank 1
-    "asks for less": [r"rank 0: reduce for '0.weight'.*; rank 1: nothing more"] * 2,
-    "asks for more": [r"rank 0: nothing more; rank 1: reduce for '0.weight'"] * 2,
-    "another shape": [r"float32 \[16, 8\]; rank 1: reduce for '0.weight' float32 \[8\]"] * 2,
-    "another kind": [r"rank 0: reduce for '0.weight'.*; rank 1: gather for '0.weight'"] * 2,
-    "raises": [r"failed on rank 1: KeyError: 'a secret'", r"^'a secret'$"],
-    "returns nothing": [
-        r"failed on rank 1: ValueError: '0.weight'.* None",
-        r"^'0.weight': reduce\(\) returned None, not a tensor of shape \[16, 8\]",
-    ],
-    "asks nonsense": [
-        r"failed on rank 1: TypeError: '0.weight'",
-        r"^'0.weight': yield Gather or Reduce, not tensor",
-    ],
-}
-
-
-def fails_everywhere() -> None:
-    kinds = {"raises": KeyError, "returns nothing": ValueError, "asks nonsense": TypeError}
-    for fault, messages in FAULTS.items():
-        model = nn.Sequential(nn.Linear(8, 16))
-        optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1),
-            named_parameters=model.named_parameters(),
-            compression=Faulty(fault),
-        )
-        kind: type[Exception] = hvd.MismatchError
-        if fault in kinds:
-            kind = kinds[fault] if hvd.rank() == 1 else hvd.RingError
-        with pytest.raises(kind, match=messages[hvd.rank() == 1]):
-            model(torch.ones(2, 8)).sum().backward()
-        del optimizer
-    assert hvd.allreduce(torch.tensor([2.0 * hvd.rank()])).item() == hvd.size() - 1
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_faulty_compressor_is_an_error_on_all_ranks(transport, size):
-    run(fails_everywhere, size, transport=transport)
-
-
-class NoGenerator(hvd.StatefulCompressor):
-    """Forgets to yield."""
-
-    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Any:
-        return gradient
-
-
-def is_used_wrongly() -> None:
-    model, other = make_model(), make_model()
-
-    def wrap(model: nn.Module, compression: Any) -> torch.optim.Optimizer:
-        return hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compression)
-
-    with pytest.raises(ValueError, match=r"an instance, Int8Compressor\(\), not the class"):
-        wrap(model, hvd.Compression.int8)
-    for compression in (hvd.Compression.int8(), hvd.Compression.int8):
-        with pytest.raises(ValueError, match=r"Int8Compressor .* in DistributedOptimizer only"):
-            hvd.allreduce(torch.ones(2), compression=compression)
-    with pytest.raises(hvd.MismatchError, match=r"rank=1, seed=0.*rank=2, seed=0"):
-        wrap(model, hvd.Compression.powersgd(rank=hvd.rank() + 1))
-    shared = hvd.Compression.powersgd()
-    optimizer = wrap(model, shared)
-    with pytest.raises(ValueError, match="already serves another parameter"):
-        wrap(other, shared)
-    train(model, optimizer, map(part, joined_batches(steps=1)))
-    optimizer = wrap(other, NoGenerator())
-    with pytest.raises(TypeError, match=r"reduce\(\) of NoGenerator\(\) is no generator"):
-        loss_of(other, torch.ones(2, 8)).backward()
-
-
-def test_wrong_use():
-    run(is_used_wrongly, 2)
-
-
-def is_not_used() -> None:
+def check_that_one_rank_loses_nothing() -> None:
     """On one rank nothing is lost."""
     alone, wrapped = make_model(), make_model()
     compressor = hvd.Compression.powersgd(rank=1)
@@ -456,5 +242,5 @@ def is_not_used() -> None:
     assert compressor.state_dict() == {}
 
 
-def test_one_rank():
-    run(is_not_used, 1)
+def test_one_rank_does_not_compress():
+    run(check_that_one_rank_loses_nothing, 1)

@@ -1,37 +1,20 @@
-"""Compressors without a network: generators that are given the answers here."""
+"""Compressors without a network: the tests answer the requests of their generators."""
 
 import copy
-import functools
 import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented_topk import documented_compressor
 from torch import Tensor
 
 import torch_ring as hvd
 from torch_ring.compressors import dequantize, quantize
-from torch_ring.rounds import Layout, pack, places
-
-DOCUMENT = Path(__file__).parent.parent / "docs" / "compression.md"
 
 
-@functools.cache
-def documented_compressor() -> Any:
-    """Return the class that docs/compression.md shows."""
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if "class TopK" in block]
-    body = code[code.index("class TopK") :].splitlines()
-    assert len([line for line in body if line.strip()]) <= 20, "the document promises 20 lines"
-    names: dict[str, Any] = {}
-    exec(code, names)
-    return names["TopK"]
-
-
-def exchange(
+def run_exchange(
     compressor: hvd.StatefulCompressor, gradients: list[Tensor], states: list[dict[str, Any]]
 ) -> list[Tensor]:
     """Run the generators of some ranks, one gradient on each, and return their results."""
@@ -66,7 +49,7 @@ COMPRESSORS: dict[str, Callable[[], hvd.StatefulCompressor]] = {
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_sent_and_owed_are_all_gradients(name, ranks):
+def test_sent_and_error_add_up_to_the_gradients(name, ranks):
     """What does not arrive is owed, on every rank; and all ranks get the same bits."""
     compressor = COMPRESSORS[name]()
     generator = torch.Generator().manual_seed(3)
@@ -75,7 +58,7 @@ def test_sent_and_owed_are_all_gradients(name, ranks):
     worst = 0.0
     for _ in range(8):
         gradients = [torch.randn(12, 5, 2, generator=generator) for _ in range(ranks)]
-        first, *others = exchange(compressor, gradients, states)
+        first, *others = run_exchange(compressor, gradients, states)
         assert all(torch.equal(first, other) for other in others)
         mean = torch.stack(gradients).mean(0)
         worst = max(worst, (first - mean).abs().max().item())
@@ -87,12 +70,12 @@ def test_sent_and_owed_are_all_gradients(name, ranks):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_constant_gradient_arrives(name):
+def test_error_feedback_delivers_a_constant_gradient(name):
     """With error feedback the mean over steps comes as near as one wants."""
     compressor = COMPRESSORS[name]()
     gradient = torch.randn(12, 10, generator=torch.Generator().manual_seed(5))
     states: list[dict[str, Any]] = [{}]
-    total = sum(exchange(compressor, [gradient], states)[0] for _ in range(200))
+    total = sum(run_exchange(compressor, [gradient], states)[0] for _ in range(200))
     assert (total / 200 - gradient).abs().max() < 0.1
 
 
@@ -128,27 +111,27 @@ def test_quantize_does_not_hide_overflow(value):
     assert torch.equal(back[8:], tensor[8:])
 
 
-def low_rank(rank: int) -> Tensor:
+def low_rank_matrix(rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(12, rank, generator=generator) @ torch.randn(rank, 20, generator=generator)
 
 
-def test_powersgd_sends_what_has_its_rank():
-    gradient = low_rank(2)
+def test_powersgd_is_exact_for_a_matrix_of_its_rank():
+    gradient = low_rank_matrix(2)
     state: dict[str, Any] = {}
-    (result,) = exchange(hvd.Compression.powersgd(rank=2), [gradient], [state])
+    (result,) = run_exchange(hvd.Compression.powersgd(rank=2), [gradient], [state])
     torch.testing.assert_close(result, gradient, rtol=1e-4, atol=1e-4)
     assert state["error"].abs().max() < 1e-4
 
 
-def test_powersgd_improves_from_step_to_step():
+def test_powersgd_warm_start_improves_from_step_to_step():
     """Warm start: the power iteration goes on, to the best approximation there is."""
     compressor, state = hvd.Compression.powersgd(rank=2), {}
-    gradient = low_rank(12)
+    gradient = low_rank_matrix(12)
     losses = []
     for _ in range(30):
         state.pop("error", None)
-        exchange(compressor, [gradient], [state])
+        run_exchange(compressor, [gradient], [state])
         losses.append(state["error"].norm())
     best = torch.linalg.svdvals(gradient)[2:].norm()
     assert losses[0] > best * 1.02
@@ -159,42 +142,21 @@ def test_powersgd_improves_from_step_to_step():
 def test_powersgd_sends_small_tensors_whole(shape):
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
     states: list[dict[str, Any]] = [{}, {}]
-    results = exchange(hvd.Compression.powersgd(rank=4), gradients, states)
+    results = run_exchange(hvd.Compression.powersgd(rank=4), gradients, states)
     torch.testing.assert_close(results[0], (gradients[0] + gradients[1]) / 2)
     assert states == [{}, {}]
 
 
 def test_powersgd_survives_zero_gradients():
     compressor, state = hvd.Compression.powersgd(rank=2), {}
-    gradient = low_rank(2)
-    (result,) = exchange(compressor, [torch.zeros(12, 20)], [state])
+    gradient = low_rank_matrix(2)
+    (result,) = run_exchange(compressor, [torch.zeros(12, 20)], [state])
     assert not result.any()
-    total = sum(exchange(compressor, [gradient], [state])[0] for _ in range(3))
+    total = sum(run_exchange(compressor, [gradient], [state])[0] for _ in range(3))
     torch.testing.assert_close(total, 3 * gradient, rtol=1e-3, atol=1e-3)
 
 
-def test_messages():
-    """Any tensors, one after the other, as they were."""
-    tensors = [
-        torch.arange(5, dtype=torch.int8),
-        torch.tensor(2.5, dtype=torch.float64),
-        torch.tensor([True, False, True]),
-        torch.empty(0, 3),
-        torch.randn(3, 4).t(),
-        torch.randn(3, dtype=torch.complex128),
-        torch.randn(7).to(torch.bfloat16),
-    ]
-    layouts = [Layout.of(tensor) for tensor in tensors]
-    # Two ranks' messages, one after the other, as an allgather gives them.
-    received = torch.cat([pack(tensors), pack(tensors[:1])])
-    back = list(places(received, [*layouts, layouts[0]]))
-    for tensor, place in zip([*tensors, tensors[0]], back, strict=True):
-        assert place.dtype == tensor.dtype
-        assert torch.equal(place, tensor)
-    assert pack([]).numel() == 0
-
-
-def test_settings_are_checked():
+def test_invalid_settings_are_refused():
     for make in (
         lambda: hvd.Compression.int8(elements_per_scale=0),
         lambda: hvd.Compression.powersgd(rank=0),
@@ -203,10 +165,10 @@ def test_settings_are_checked():
         with pytest.raises(ValueError, match=r"must be at least 1, not 0|int64 cannot hold"):
             make()
     with pytest.raises(ValueError, match="another model's"):
-        exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(4)}])
+        run_exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(4)}])
 
 
-def test_copies():
+def test_copies_serve_other_parameters():
     """A compressor and its states can be pickled and copied; a copy may serve other parameters."""
     compressor = hvd.Compression.powersgd(rank=3)
     parameter, other = torch.ones(2), torch.zeros(2)

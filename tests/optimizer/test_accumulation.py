@@ -4,15 +4,7 @@ import pytest
 from pool import run
 from torch import nn
 from torch.optim import SGD, Optimizer
-from training import (
-    assert_same_weights,
-    grads,
-    joined_batches,
-    loss_of,
-    make_model,
-    part,
-    weights,
-)
+from training import assert_same_weights, grads, joined_batches, loss_of, make_model, part, weights
 
 import torch_ring as hvd
 
