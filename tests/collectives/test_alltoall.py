@@ -1,21 +1,18 @@
-"""Alltoall and reducescatter: over shared memory and over TCP."""
+"""alltoall(): every rank sends rows to every rank."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from pool import run
+from worlds import on_most_worlds
 
 import torch_ring as hvd
 
-on_all_worlds = pytest.mark.parametrize(
-    ("transport", "size"),
-    [("shm", 1), ("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)],
-)
 DTYPES = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.bool]
 
 
-def exchanges() -> None:
+def check_alltoall() -> None:
     rank, size = hvd.rank(), hvd.size()
     for dtype in DTYPES:
         for width in (1, 5_000):
@@ -39,12 +36,12 @@ def exchanges() -> None:
     assert hvd.alltoall(torch.empty(0, 3)).shape == (0, 3)
 
 
-@on_all_worlds
+@on_most_worlds
 def test_alltoall(transport, size):
-    run(exchanges, size, transport=transport)
+    run(check_alltoall, size, transport=transport)
 
 
-def refuses_splits() -> None:
+def check_refusals() -> None:
     tensor = torch.ones(5, 2)
     for wrong, why in (
         ([1], "1 splits for 2 ranks"),
@@ -61,56 +58,18 @@ def refuses_splits() -> None:
             hvd.alltoall(tensor, wrong)
         with pytest.raises(ValueError, match=why):
             hvd.alltoall_async(tensor, wrong)
-    for op in (hvd.alltoall, hvd.reducescatter, hvd.allgather):
-        with pytest.raises(ValueError, match="scalar"):
-            op(torch.tensor(1.0))
-    for op in (hvd.Min, hvd.Product):
-        with pytest.raises(ValueError, match="Sum or Average"):
-            hvd.reducescatter(tensor, op=op)
-    with pytest.raises(ValueError, match="bool"):
-        hvd.reducescatter(tensor > 0, op=hvd.Sum)
+    with pytest.raises(ValueError, match="scalar"):
+        hvd.alltoall(torch.tensor(1.0))
     with pytest.raises(hvd.MismatchError):
         hvd.alltoall(torch.ones(2, 1 + hvd.rank()))
     assert hvd.allreduce(tensor).sum() == 10
 
 
-def test_what_cannot_be_scattered_is_refused_before_anything_is_sent():
-    run(refuses_splits, 2)
+def test_wrong_splits_are_refused_before_anything_is_sent():
+    run(check_refusals, 2)
 
 
-def scatters() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    for dtype in (torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32):
-        for rows in (0, 1, size, 2 * size + 1):
-            for width in (3, 7_001):
-                tensor = (torch.arange(rows * width) % 7 + rank).view(rows, width).to(dtype)
-                total = sum((torch.arange(rows * width) % 7 + r) for r in range(size))
-                share = torch.tensor_split(total.view(rows, width), size)[rank]
-                got = hvd.reducescatter(tensor, op=hvd.Sum)
-                assert got.dtype == dtype
-                assert torch.equal(got, share.to(dtype))
-    average = hvd.synchronize(hvd.reducescatter_async(torch.full((size,), float(rank))))
-    assert average.tolist() == [(size - 1) / 2]
-    scaled = hvd.reducescatter(
-        torch.ones(size),
-        "n",
-        hvd.Compression.fp16,
-        hvd.Sum,
-        prescale_factor=0.5,
-        postscale_factor=3,
-    )
-    assert scaled.tolist() == [1.5 * size]
-    many = hvd.grouped_reducescatter([torch.ones(size), torch.ones(2 * size, 2)], op=hvd.Sum)
-    assert [tuple(t.shape) for t in many] == [(1,), (2, 2)]
-    assert all((t == size).all() for t in many)
-
-
-@on_all_worlds
-def test_reducescatter(transport, size):
-    run(scatters, size, transport=transport)
-
-
-def has_gradients() -> None:
+def check_gradients() -> None:
     rank, size = hvd.rank(), hvd.size()
     x = torch.ones(2 * size + 1, requires_grad=True)
     received = hvd.alltoall(x, [2] * size)[0]
@@ -119,18 +78,7 @@ def has_gradients() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [2.0 * rank, 2.0 * rank + 1] * size + [0.0]
 
-    for op, factor in ((hvd.Average, 1), (hvd.Sum, size)):
-        y = torch.ones(size, 2, requires_grad=True)
-        z = torch.ones(size, 3, requires_grad=True)
-        one = hvd.reducescatter(y, op=op)
-        two = hvd.grouped_reducescatter([y, z], op=op)
-        ((rank + 1) * (one.sum() + sum(t.sum() for t in two))).backward()
-        assert y.grad is not None
-        assert z.grad is not None
-        assert y.grad[:, 0].tolist() == [2.0 * factor * (r + 1) for r in range(size)]
-        assert z.grad[:, 0].tolist() == [1.0 * factor * (r + 1) for r in range(size)]
 
-
-@on_all_worlds
-def test_gradients_go_back_the_way_that_the_rows_came(transport, size):
-    run(has_gradients, size, transport=transport)
+@on_most_worlds
+def test_gradients_return_to_the_rank_of_their_rows(transport, size):
+    run(check_gradients, size, transport=transport)

@@ -1,4 +1,4 @@
-"""Every operation in a process set: its members only, by their order, and their gradients."""
+"""Every collective in a process set: only members take part, in the order of their ranks."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,18 @@ from torch import Tensor
 
 import torch_ring as hvd
 
-in_worlds = pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), ("tcp", 4)])
+on_larger_worlds = pytest.mark.parametrize(
+    ("transport", "size"), [("shm", 3), ("tcp", 3), ("tcp", 4)]
+)
 
 
-def add_ends() -> hvd.ProcessSet:
+def added_ends() -> hvd.ProcessSet:
     """Return the set of the first and the last rank, which are not neighbours in the world."""
     return hvd.add_process_set([hvd.size() - 1, 0])
 
 
-def gives_members_their_results() -> None:
-    ends, rank, last = add_ends(), hvd.rank(), hvd.size() - 1
+def check_results_of_members() -> None:
+    ends, rank, last = added_ends(), hvd.rank(), hvd.size() - 1
     if not ends.included():
         return
     index = ends.rank()
@@ -49,9 +51,9 @@ def gives_members_their_results() -> None:
     hvd.barrier(process_set=ends)
 
 
-@in_worlds
-def test_results(transport, size):
-    run(gives_members_their_results, size, transport=transport)
+@on_larger_worlds
+def test_results_of_members(transport, size):
+    run(check_results_of_members, size, transport=transport)
 
 
 def gradient_of(fn: Callable[[Tensor], Tensor], x: Tensor, weight: float) -> list[float]:
@@ -62,9 +64,9 @@ def gradient_of(fn: Callable[[Tensor], Tensor], x: Tensor, weight: float) -> lis
     return x.grad.tolist()
 
 
-def differentiates() -> None:
-    """The members weigh their results with 1 and 2, an element with its number from 1."""
-    ends = add_ends()
+def check_gradients() -> None:
+    """The members weigh their results with 1 and 2, and element i with i + 1."""
+    ends = added_ends()
     if not ends.included():
         return
     index, last = ends.rank(), hvd.size() - 1
@@ -93,13 +95,13 @@ def differentiates() -> None:
         assert gradient_of(fn, torch.ones(rows), 1.0 + index) == want[index]
 
 
-@in_worlds
+@on_larger_worlds
 def test_gradients(transport, size):
-    run(differentiates, size, transport=transport)
+    run(check_gradients, size, transport=transport)
 
 
-def refuses_others() -> None:
-    ends = add_ends()
+def check_refusals() -> None:
+    ends = added_ends()
     x, rows = torch.ones(2), torch.sparse_coo_tensor([[0]], [1.0], (2,))
     calls: list[Callable[[hvd.ProcessSet], object]] = [
         lambda s: hvd.allreduce(x, process_set=s),
@@ -136,5 +138,5 @@ def refuses_others() -> None:
     assert hvd.allreduce(x, op=hvd.Min).tolist() == [1.0, 1.0]  # nothing was sent
 
 
-def test_others_are_refused():
-    run(refuses_others, 3)
+def test_ranks_outside_a_set_are_refused():
+    run(check_refusals, 3)

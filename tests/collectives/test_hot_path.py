@@ -1,4 +1,4 @@
-"""What a small blocking allreduce costs, in instructions: no clock, so no noise."""
+"""The cost of a small blocking allreduce in instructions: without a clock there is no noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "core_tests"
 CALLS = 1000
-# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, settle.
+# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete.
 MOST_INSTRUCTIONS = 6000
 
 

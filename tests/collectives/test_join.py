@@ -1,19 +1,16 @@
-"""join(): ranks that run out of data before the others."""
+"""join(): ranks that run out of data before others do."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from pool import run
+from worlds import on_both_transports, on_most_worlds
 
 import torch_ring as hvd
 
-on_all_worlds = pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 1), ("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)]
-)
 
-
-def runs_out() -> None:
+def run_out_of_data() -> None:
     rank, size = hvd.rank(), hvd.size()
     for _ in range(2):  # again, with another numbering behind
         for step in range(rank + 1):
@@ -34,12 +31,12 @@ def runs_out() -> None:
     hvd.barrier()
 
 
-@on_all_worlds
+@on_most_worlds
 def test_ranks_join_in_turn(transport, size):
-    run(runs_out, size, transport=transport)
+    run(run_out_of_data, size, transport=transport)
 
 
-def calls_what_needs_all() -> None:
+def call_what_needs_all_ranks() -> None:
     if hvd.rank() == 0:
         hvd.allreduce(torch.ones(1))  # the others are one operation behind in their numbering
         assert hvd.join() in range(hvd.size())
@@ -61,11 +58,11 @@ def calls_what_needs_all() -> None:
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 3), ("tcp", 3)])
-def test_what_needs_every_rank_fails_where_it_is_called(transport, size):
-    run(calls_what_needs_all, size, transport=transport)
+def test_collectives_that_need_a_joined_rank_fail_on_the_caller(transport, size):
+    run(call_what_needs_all_ranks, size, transport=transport)
 
 
-def numbers_differ() -> None:
+def number_differently() -> None:
     if hvd.rank() == 0:
         with pytest.raises(hvd.MismatchError, match="different collectives"):
             hvd.allreduce(torch.ones(1))
@@ -79,6 +76,6 @@ def numbers_differ() -> None:
     assert not any(hvd.poll(handle) for handle in handles)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_ranks_that_have_numbered_differently_are_in_step_again(transport):
-    run(numbers_differ, 2, transport=transport)
+@on_both_transports
+def test_a_mismatch_resets_the_numbering_of_collectives(transport):
+    run(number_differently, 2, transport=transport)

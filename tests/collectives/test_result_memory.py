@@ -1,6 +1,6 @@
-"""Large results: written past the caches, into pages that are kept for the next ones.
+"""Memory of large results: written past the caches, into pages that the next results use again.
 
-Until then the pages are their tensor's.
+The pages belong to a tensor for as long as it lives.
 """
 
 import os
@@ -18,24 +18,24 @@ from torch_ring import _C
 COUNT = 5_000_004  # elements: 20 MB, and no whole number of pages
 
 
-def same_on_all(tensor: Tensor) -> Tensor:
+def unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# What to run on ranks that have the same tensor, and what it gives.
+# Calls on ranks that have the same tensor, and the results of these calls.
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "allreduce": (hvd.allreduce, same_on_all),
-    "allreduce_async": (lambda t: hvd.synchronize(hvd.allreduce_async(t)), same_on_all),
-    "grouped_allreduce": (lambda t: hvd.grouped_allreduce([t])[0], same_on_all),
-    "broadcast": (lambda t: hvd.broadcast(t, 0), same_on_all),
+    "allreduce": (hvd.allreduce, unchanged),
+    "allreduce_async": (lambda t: hvd.synchronize(hvd.allreduce_async(t)), unchanged),
+    "grouped_allreduce": (lambda t: hvd.grouped_allreduce([t])[0], unchanged),
+    "broadcast": (lambda t: hvd.broadcast(t, 0), unchanged),
     "allgather": (hvd.allgather, lambda t: t.repeat(hvd.size())),
     "alltoall": (hvd.alltoall, lambda t: t.view(hvd.size(), -1)[hvd.rank()].repeat(hvd.size())),
-    "reducescatter": (lambda t: hvd.reducescatter(t.repeat(hvd.size())), same_on_all),
+    "reducescatter": (lambda t: hvd.reducescatter(t.repeat(hvd.size())), unchanged),
 }
 
 
-def reuses_pages(name: str) -> None:
-    for most_bytes in (0, 256 << 20):  # without what other tests have left
+def check_reuse(name: str) -> None:
+    for most_bytes in (0, 256 << 20):  # drops the pages of other tests
         _C.keep_results(most_bytes)
     call, expected = CALLS[name]
     first_input, second_input = torch.arange(COUNT) % 97.0, torch.arange(COUNT) % 89.0
@@ -58,10 +58,10 @@ def reuses_pages(name: str) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CALLS)
 def test_pages_are_reused(name, size):
-    run(reuses_pages, size, args=(name,))
+    run(check_reuse, size, args=(name,))
 
 
-def faults_of_a_result() -> int:
+def page_faults_of_a_result() -> int:
     data = torch.ones(COUNT)
     for _ in range(2):  # the second finds what the first has left
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -70,14 +70,14 @@ def faults_of_a_result() -> int:
     return faults
 
 
-def test_pages_are_kept_as_the_setting_says():
+def test_the_setting_limits_the_pages_that_are_kept():
     of_new_pages = 2 * COUNT * 4 // (2 << 20)  # if all of them are huge
     none = {"TORCH_RING_KEPT_RESULT_BYTES": "0"}
-    assert max(run(faults_of_a_result, 2)) < of_new_pages
-    assert min(run(faults_of_a_result, 2, env=none)) >= of_new_pages
+    assert max(run(page_faults_of_a_result, 2)) < of_new_pages
+    assert min(run(page_faults_of_a_result, 2, env=none)) >= of_new_pages
 
 
-def are_ordinary_tensors() -> None:
+def use_as_ordinary_tensors() -> None:
     images = (torch.arange(4 * 3 * 600 * 700) % 97.0).view(4, 3, 600, 700)
     images = images.to(memory_format=torch.channels_last)
     for tensor in [images, images[:, :, ::2, ::2]]:
@@ -107,10 +107,10 @@ def are_ordinary_tensors() -> None:
 
 
 def test_results_are_ordinary_tensors():
-    run(are_ordinary_tensors, 2)
+    run(use_as_ordinary_tensors, 2)
 
 
-def outlive_a_world() -> None:
+def outlive_the_world() -> None:
     result = hvd.allgather(torch.ones(COUNT))
     hvd.allgather(torch.ones(COUNT))
     assert _C.kept_result_bytes() >= result.nbytes
@@ -123,11 +123,11 @@ def outlive_a_world() -> None:
 
 
 def test_results_outlive_their_world():
-    run(outlive_a_world, 2)
+    run(outlive_the_world, 2)
 
 
-def forks() -> None:
-    """What a child does with its parent's results its parent does not see."""
+def fork_with_results() -> None:
+    """A child changes its parent's results; the parent does not see it."""
     kept, held = hvd.allgather(torch.ones(COUNT)), hvd.allgather(torch.ones(COUNT))
     del kept
     child = os.fork()
@@ -145,4 +145,4 @@ def forks() -> None:
 
 
 def test_a_forked_child_has_results_of_its_own():
-    run(forks, 2)
+    run(fork_with_results, 2)

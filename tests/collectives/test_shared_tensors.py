@@ -1,17 +1,17 @@
-"""Tensors in shared memory: they are as others, and stay where they are."""
+"""Tensors in shared memory: they behave as other tensors do, and collectives do not move them."""
 
 import pytest
 import torch
 from pool import run
 from torch import Tensor
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
-on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 on_sizes = pytest.mark.parametrize("size", [1, 2, 3])
 
 
-def reduces_in_place() -> None:
+def check_reduction_in_place() -> None:
     ranks = range(hvd.size())
     for shape in [(), (0,), (5,), (3, 1001), (300_007,)]:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -29,7 +29,7 @@ def reduces_in_place() -> None:
     assert torch.equal(hvd.allreduce_(mixed, op=hvd.Sum), torch.full((50_000,), float(hvd.size())))
 
 
-def is_checked() -> Tensor:
+def check_arguments_and_life() -> Tensor:
     assert hvd.empty_shared(2).dtype == torch.get_default_dtype()
     for wrong in [(-1,), (2.5,)]:
         with pytest.raises((RuntimeError, TypeError)):
@@ -44,10 +44,10 @@ def is_checked() -> Tensor:
 
 @on_both_transports
 @on_sizes
-def test_reduces_in_place(size: int, transport: str) -> None:
-    run(reduces_in_place, size, transport=transport)
+def test_shared_tensors_are_reduced_in_place(size: int, transport: str) -> None:
+    run(check_reduction_in_place, size, transport=transport)
 
 
 @on_sizes
-def test_is_checked_and_outlives_the_world(size: int) -> None:
-    run(is_checked, size)
+def test_shared_tensors_check_their_arguments_and_outlive_the_world(size: int) -> None:
+    run(check_arguments_and_life, size)
