@@ -1,4 +1,4 @@
-"""Several hosts, really: network namespaces joined by veth pairs to a bridge."""
+"""Several hosts: network namespaces that veth pairs join to a bridge."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Three hosts that see each other; they are gone afterwards."""
+    """Network namespaces of three hosts that see each other; removed afterwards."""
     with contextlib.ExitStack() as stack:
         try:
             made = stack.enter_context(namespaces.hosts(3))
@@ -35,7 +35,7 @@ def hosts() -> Iterator[list[str]]:
         yield [host.namespace for host in made]
 
 
-def logged_init() -> str:
+def line_logged_by_init() -> str:
     """Return the line that init() logs."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -46,8 +46,8 @@ def logged_init() -> str:
     return "".join(lines)
 
 
-def computes() -> str:
-    line = logged_init()
+def check_everything() -> str:
+    line = line_logged_by_init()
     size, rank = hvd.size(), hvd.rank()
     for count in (1, 1000, 200_003):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -61,8 +61,8 @@ def computes() -> str:
         want = torch.cat([torch.full((r * count, 2), float(r)) for r in range(size)])
         assert torch.equal(hvd.allgather(rows), want)
     hvd.barrier()
-    uses_sets()
-    trains()
+    check_process_sets()
+    check_training()
     kind = "nothing"
     try:
         hvd.allreduce(torch.zeros(3 + rank), name="a")
@@ -70,11 +70,11 @@ def computes() -> str:
         kind = str(error)
     assert "rank 0: allreduce 'a' float32 [3]" in kind
     hvd.shutdown()
-    joins_a_part(rank, size)
+    join_a_part(rank, size)
     return line
 
 
-def uses_sets() -> None:
+def check_process_sets() -> None:
     """Sets inside a host, across hosts, and of a part of each host."""
     size, rank = hvd.size(), hvd.rank()
     for ranks in ([0, 1], [size - 1, 0], list(range(1, size)), list(range(0, size, 2))):
@@ -89,8 +89,8 @@ def uses_sets() -> None:
     hvd.barrier()
 
 
-def joins_a_part(rank: int, size: int) -> None:
-    """Worlds of even and of odd ranks, which meet in the one store of rank 0."""
+def join_a_part(rank: int, size: int) -> None:
+    """Join a world of the even or of the odd ranks; both find each other in the store of rank 0."""
     part = list(range(rank % 2, size, 2))
     hvd.init(comm=part)
     assert hvd.allgather(torch.tensor([rank])).tolist() == part
@@ -98,7 +98,7 @@ def joins_a_part(rank: int, size: int) -> None:
     hvd.shutdown()
 
 
-def trains() -> None:
+def check_training() -> None:
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -126,11 +126,11 @@ def trains() -> None:
     ],
     ids=str,
 )
-def test_hosts(hosts, layout, connections):
+def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
     env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
     env["TORCH_RING_CONNECTIONS"] = connections
     lines = run(
-        computes,
+        check_everything,
         len(layout),
         initialized=False,
         transport="",
@@ -143,7 +143,7 @@ def test_hosts(hosts, layout, connections):
     assert lines[1:] == [""] * (len(layout) - 1)
 
 
-def is_cut_off() -> str:
+def cut_the_last_rank_off() -> str:
     """The last rank's cable is pulled while all of them reduce."""
     import threading
 
@@ -166,7 +166,9 @@ def test_a_cut_link_is_noticed(hosts):
         "TORCH_RING_HEARTBEAT_TIMEOUT": "1.5",
     }
     try:
-        errors = run(is_cut_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]])
+        errors = run(
+            cut_the_last_rank_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]]
+        )
     finally:
         namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
     assert f"rank 1 ({namespaces.NETWORK}.3, pid " in errors[0]
