@@ -1,4 +1,4 @@
-"""Every rank counts them all: what a launcher must make possible."""
+"""A job of any launcher: every rank counts all ranks."""
 
 import sys
 
@@ -7,7 +7,7 @@ import torch
 import torch_ring as hvd
 
 
-def hello() -> None:
+def say_hello() -> None:
     hvd.init()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
     print(f"rank {hvd.rank()} of {hvd.size()}: torch {torch.__version__} works")
@@ -16,6 +16,6 @@ def hello() -> None:
 
 if "--without-mpi4py-first" in sys.argv:
     sys.modules["mpi4py"] = None  # type: ignore[assignment]  # to import it is an ImportError
-    hello()
+    say_hello()
     del sys.modules["mpi4py"]
-hello()
+say_hello()

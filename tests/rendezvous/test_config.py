@@ -1,4 +1,4 @@
-"""The settings, and the build that they run on."""
+"""Settings from the environment, and the check of the torch that the extension was built for."""
 
 import pytest
 
@@ -29,11 +29,11 @@ def test_settings_have_defaults():
         ("HOROVOD_LOG_LEVEL", "1", "log_level", "warning"),  # not a name: as Horovod takes it
     ],
 )
-def test_settings(variable, text, field, value):
+def test_values_of_settings(variable, text, field, value):
     assert getattr(Config.from_environment({variable: text}), field) == value
 
 
-def test_ours_goes_before_horovods():
+def test_variables_of_torch_ring_go_before_those_of_horovod():
     horovods = {"HOROVOD_STALL_CHECK_DISABLE": "0", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7"}
     assert Config.from_environment(horovods).stall_warning_s == 7
     horovods["HOROVOD_STALL_CHECK_DISABLE"] = "1"
@@ -57,7 +57,7 @@ def test_ours_goes_before_horovods():
         ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "must be one of"),
     ],
 )
-def test_bad_settings_name_variable_value_and_choice(variable, text, message):
+def test_errors_name_the_variable_its_value_and_the_choice(variable, text, message):
     with pytest.raises(InvalidArgumentError, match=f"{variable}='{text}': .*{message}"):
         Config.from_environment({variable: text})
 

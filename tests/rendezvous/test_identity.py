@@ -1,4 +1,4 @@
-"""Who am I: every launcher's environment, faked."""
+"""The identity of a rank, from the made-up environment of every launcher."""
 
 import pytest
 
@@ -65,7 +65,7 @@ IS_SRUN = Identity(5, 7, 1, None, "2", 4, "srun", "4711/0")
         pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, Identity(0, 2, launcher="env"), id="env"),
     ],
 )
-def test_launchers(environment, identity):
+def test_identity_from_each_launcher(environment, identity):
     assert discover(environment) == identity
 
 
@@ -83,12 +83,12 @@ def test_launchers(environment, identity):
         (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, but Open MPI says 1"),
     ],
 )
-def test_halves_and_contradictions_are_named(environment, message):
+def test_incomplete_and_contradicting_variables_are_named(environment, message):
     with pytest.raises(InvalidArgumentError, match=message):
         discover(environment)
 
 
-def test_arguments_go_first():
+def test_arguments_go_before_variables():
     assert discover(OPEN_MPI, rank=0, size=4) == Identity(0, 4, launcher="init")
     assert discover(OPEN_MPI, rank=1, size=2) == IS_OPEN_MPI
     assert discover({"RANK": "0"}, rank=1, size=2) == Identity(1, 2, launcher="init")
@@ -99,7 +99,7 @@ def test_arguments_go_first():
             discover(TORCHRUN, **wrong)
 
 
-def test_one_node():
+def test_launchers_that_tell_of_one_node():
     assert discover(OPEN_MPI).on_one_node()
     assert discover(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).on_one_node()
     assert not discover(HYDRA).on_one_node()
@@ -117,10 +117,10 @@ def test_one_node():
         ("rack[2-3]-node[1,4].cluster,other", "rack2-node1.cluster"),
     ],
 )
-def test_first_host(hostlist, first):
+def test_first_host_of_a_list(hostlist, first):
     assert first_host(hostlist) == first
 
 
-def test_no_host_list():
+def test_an_empty_host_list_is_refused():
     with pytest.raises(InvalidArgumentError, match="not a list of hosts"):
         first_host(",")

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pool
 import pytest
 from launcher_commands import TORCHRUN, clean_environment, mpirun_command, output_of, start_program
+from ports import free_port
 
 import torch_ring as hvd
 
@@ -23,11 +23,6 @@ def assert_all_said_hello(outputs: str | Sequence[str], size: int) -> None:
     output = "".join(outputs)
     for rank in range(size):
         assert f"rank {rank} of {size}: torch" in output, output
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_torchrun_with_two_nodes_on_one_machine():
@@ -80,7 +75,7 @@ def run_hello_in(environments: Sequence[Mapping[str, str]], *arguments: str) -> 
     )
 
 
-def environment_of_launcher(launcher: str, rank: int) -> dict[str, str]:
+def launcher_environment(launcher: str, rank: int) -> dict[str, str]:
     """Return what a launcher leaves in the environment of one of two ranks on two hosts."""
     if launcher == "srun":
         return {
@@ -107,19 +102,17 @@ def test_without_a_launcher():
 
 def test_srun_environment():
     assert_all_said_hello(
-        run_hello_in([environment_of_launcher("srun", rank) for rank in range(2)]), 2
+        run_hello_in([launcher_environment("srun", rank) for rank in range(2)]), 2
     )
 
 
 def test_several_hosts_without_an_address():
-    (output,) = run_hello_in(
-        [environment_of_launcher("Open MPI", rank=0)], "--without-mpi4py-first"
-    )
+    (output,) = run_hello_in([launcher_environment("Open MPI", rank=0)], "--without-mpi4py-first")
     assert "set MASTER_ADDR (rank 0's host) and MASTER_PORT" in output
 
 
 def test_several_hosts_with_an_address():
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert_all_said_hello(
-        run_hello_in([where | environment_of_launcher("Open MPI", rank) for rank in range(2)]), 2
+        run_hello_in([where | launcher_environment("Open MPI", rank) for rank in range(2)]), 2
     )

@@ -1,30 +1,22 @@
-"""Where the ranks meet."""
+"""The store of a job: how the ranks find it, and who serves it."""
 
 import os
-import socket
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from pool import run
+from ports import free_port
 
 import torch_ring as hvd
-from torch_ring import local_meeting, network, rendezvous
+from torch_ring import rendezvous
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.launchers import Identity
 from torch_ring.meeting import Deadline
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
-def started_by_horovodrun() -> int:
-    """Put on the environment of another launcher, which gives no address; return the rank."""
+def become_a_rank_of_horovodrun() -> int:
+    """Replace the environment by that of horovodrun, which gives no address; return the rank."""
     rank, size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
     for name in [n for n in os.environ if n.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_"))]:
         del os.environ[name]
@@ -34,23 +26,23 @@ def started_by_horovodrun() -> int:
     return rank
 
 
-def joins_again_and_again() -> None:
+def join_repeatedly() -> None:
     for _ in range(5):
         hvd.init()
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
         hvd.shutdown()
 
 
-def joins_without_an_address() -> None:
-    rank = started_by_horovodrun()
-    joins_again_and_again()
+def join_without_an_address() -> None:
+    rank = become_a_rank_of_horovodrun()
+    join_repeatedly()
     ((_, secret),) = rendezvous._points.values()
     assert len(secret) == 64
     assert len(rendezvous._served) == (rank == 0)
 
 
 def test_on_one_host_without_an_address():
-    run(joins_without_an_address, 3, initialized=False)
+    run(join_without_an_address, 3, initialized=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -58,12 +50,12 @@ def test_at_an_address(host):
     env = {
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": host,
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
-    run(joins_again_and_again, 2, initialized=False, env=env)
+    run(join_repeatedly, 2, initialized=False, env=env)
 
 
-def joins_by_its_own_count() -> None:
+def join_by_arguments() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ |= {"RANK": "17", "WORLD_SIZE": "100"}
     hvd.init(rank=rank, size=size, local_rank=0, local_size=1)
@@ -72,11 +64,11 @@ def joins_by_its_own_count() -> None:
 
 
 def test_ranks_by_argument():
-    run(joins_by_its_own_count, 2, initialized=False)
+    run(join_by_arguments, 2, initialized=False)
 
 
-def joins_in_vain(without_address: bool) -> str | None:
-    rank = started_by_horovodrun() if without_address else int(os.environ["RANK"])
+def join_without_rank_0(without_address: bool) -> str | None:
+    rank = become_a_rank_of_horovodrun() if without_address else int(os.environ["RANK"])
     if rank == 0:
         return None  # and never says so
     with pytest.raises(TimeoutError) as raised:
@@ -86,18 +78,18 @@ def joins_in_vain(without_address: bool) -> str | None:
 
 
 @pytest.mark.parametrize("without_address", [True, False])
-def test_rank_0_never_comes(without_address):
+def test_a_missing_rank_0_is_named(without_address):
     env = {
         "TORCH_RING_INIT_TIMEOUT": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
-    texts = run(joins_in_vain, 3, initialized=False, env=env, args=[without_address])
+    texts = run(join_without_rank_0, 3, initialized=False, env=env, args=[without_address])
     assert all("rank 0 did not arrive" in text for text in texts[1:])
 
 
-def fails_on_rank_0() -> str:
+def fail_on_rank_0() -> str:
     if os.environ["RANK"] == "0":
         os.environ["TORCH_RING_INTERFACE"] = "nope0"
     with pytest.raises((RingError, InvalidArgumentError)) as raised:
@@ -105,18 +97,18 @@ def fails_on_rank_0() -> str:
     return str(raised.value)
 
 
-def test_rank_0_tells_why_it_fails_before_it_takes_its_store_away():
+def test_rank_0_tells_why_it_fails_before_its_store_ends():
     env = {
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
-    for text in run(fails_on_rank_0, 3, initialized=False, env=env):
+    for text in run(fail_on_rank_0, 3, initialized=False, env=env):
         assert "TORCH_RING_INTERFACE='nope0'" in text
 
 
-def forks() -> None:
-    started_by_horovodrun()
+def fork_and_shut_down() -> None:
+    become_a_rank_of_horovodrun()
     hvd.init()
     child = os.fork()
     if child == 0:
@@ -132,12 +124,10 @@ def forks() -> None:
 
 
 def test_a_child_does_not_disturb_its_parents_world():
-    run(forks, 2, initialized=False)
+    run(fork_and_shut_down, 2, initialized=False)
 
 
 # --- the choice of an address
-
-
 def meet(identity, environment):
     with rendezvous.meet(identity, Config(), Deadline(5.0), environment=environment) as met:
         return met
@@ -152,7 +142,7 @@ def meet(identity, environment):
         ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
     ],
 )
-def test_no_way_to_meet(launcher, environment, message):
+def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
     with pytest.raises(InvalidArgumentError, match=message):
         meet(Identity(1, 2, launcher=launcher), environment)
 
@@ -169,14 +159,14 @@ def test_steps_of_a_slurm_job_have_ports_of_their_own():
 
 
 @pytest.fixture
-def _stores_of_its_own():
+def _fresh_stores():
     yield
     for known in (rendezvous._stores, rendezvous._served, rendezvous._points, rendezvous._by_mpi):
         known.clear()
 
 
-class Communicator:
-    """mpi4py's, as rank 0 and then another rank see it."""
+class FakeCommunicator:
+    """A communicator of mpi4py, as rank 0 and then another rank see it."""
 
     def __init__(self):
         self.said = []
@@ -187,10 +177,10 @@ class Communicator:
         return self.said[-1]
 
 
-@pytest.mark.usefixtures("_stores_of_its_own")
-def test_mpi_hands_the_address_round():
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_broadcasts_the_address():
     deadline = Deadline(5.0)
-    comm = Communicator()
+    comm = FakeCommunicator()
     identity = Identity(0, 2, 0, 1, launcher="Open MPI")
     first = rendezvous._ask_mpi(comm, identity, Config(interface="lo"), deadline)
     assert comm.said == [first]
@@ -199,68 +189,10 @@ def test_mpi_hands_the_address_round():
     assert len(comm.said) == 1
 
 
-@pytest.mark.usefixtures("_stores_of_its_own")
-def test_mpi_hands_the_failure_round():
-    comm = Communicator()
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_broadcasts_the_failure():
+    comm = FakeCommunicator()
     with pytest.raises(RingError, match=r"cannot serve .* TORCH_RING_INTERFACE='nope0'"):
         rendezvous._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
     with pytest.raises(RingError, match="TORCH_RING_INTERFACE='nope0'"):
         rendezvous._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))
-
-
-def test_own_address(monkeypatch):
-    routes = {"here": "127.0.1.1", "there": "10.0.0.7", network._ELSEWHERE: "192.168.0.7"}
-    monkeypatch.setattr(network, "_source_address", lambda host: routes.get(host, host))
-    assert network.own_address("", "there") == "10.0.0.7"
-    assert network.own_address("", "127.0.0.1") == "127.0.0.1"
-    assert network.own_address("", "localhost") == "localhost"
-    assert network.own_address("", "here") == "192.168.0.7"  # no other host finds 127.0.1.1
-    assert network.own_address("", "here", one_host=True) == "127.0.1.1"
-    assert network.own_address("", None) == "192.168.0.7"
-    assert network.own_address("lo", "there") == "127.0.0.1"
-
-
-def test_no_network_at_all(monkeypatch):
-    def unreachable(host):
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr(network, "_source_address", unreachable)
-    assert network.own_address("", None) == "127.0.0.1"
-
-
-# --- meeting on one host
-
-
-def test_only_processes_of_this_user_meet(monkeypatch):
-    point = f"\0torch_ring test {os.getpid()}"
-    with local_meeting.serve(point, b"here"):
-        assert local_meeting.ask(point, Deadline(5.0)) == b"here"
-        with (
-            pytest.raises(RingError, match="says that it is rank 0"),
-            local_meeting.serve(point, b""),
-        ):
-            pass
-        monkeypatch.setattr(network.os, "getuid", lambda: 12345)
-        with pytest.raises(TimeoutError, match="rank 0 did not arrive on this host"):
-            local_meeting.ask(point, Deadline(0.2))
-    with pytest.raises(TimeoutError):
-        local_meeting.ask(point, Deadline(0.1))
-
-
-def test_the_launcher_is_the_nearest_ancestor_without_a_rank(monkeypatch):
-    wrapper = subprocess.Popen(["sleep", "60"], env={"PMI_RANK": "1"})
-    try:
-        monkeypatch.setattr(local_meeting, "_ancestors", lambda: iter([wrapper.pid, os.getpid()]))
-        deadline = Deadline(10)
-        while b"PMI_RANK" not in Path(f"/proc/{wrapper.pid}/environ").read_bytes():
-            assert not deadline.passed()  # exec() shows the new environment a moment after it began
-            time.sleep(0.001)
-        hydra = local_meeting._starter(Identity(1, 2, launcher="Hydra"))
-        assert hydra.startswith(f"{os.getpid()}.")
-        assert local_meeting._starter(Identity(1, 2, launcher="init")).startswith(f"{wrapper.pid}.")
-    finally:
-        wrapper.kill()
-        wrapper.wait()
-    point = local_meeting.meeting_point
-    assert point(Identity(0, 2, job="1")) == point(Identity(1, 2, job="1"))
-    assert point(Identity(0, 2, job="1")) != point(Identity(0, 2, job="2"))

@@ -1,4 +1,4 @@
-"""Ranks as threads: nothing below torch_ring.world is global, so they can be."""
+"""Ranks as threads of one process: possible because nothing below torch_ring.world is global."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-DEADLINE_S = 60.0  # for a hang, not for a slow machine
+DEADLINE_S = 60.0  # limits a hang, not a slow machine
 
 
 def run_on_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
