@@ -5,11 +5,12 @@ from pool import run
 from torch import nn
 from torch.optim import SGD, Optimizer
 from training import assert_same_weights, grads, joined_batches, loss_of, make_model, part, weights
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
 
-def adds_up(op: int) -> None:
+def add_up_two_passes(op: int) -> None:
     """Two backward passes before a step; the second on rank 0 touches half of the parameters."""
     x, y = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), op=op)
@@ -26,10 +27,10 @@ def adds_up(op: int) -> None:
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_second_backward_adds_to_the_first(op):
-    run(adds_up, 2, args=(op,))
+    run(add_up_two_passes, 2, args=(op,))
 
 
-def accumulates(how: str) -> None:
+def accumulate(how: str) -> None:
     """The gradients of three passes make one step, then those of only two."""
     alone, together = make_model(), make_model()
     optimizer: Optimizer = SGD(together.parameters(), lr=0.05)
@@ -61,12 +62,12 @@ def accumulates(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["passes", "no_sync", "synchronize"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_accumulation(transport, how):
-    run(accumulates, 2, args=(how,), transport=transport)
+    run(accumulate, 2, args=(how,), transport=transport)
 
 
-def counts_passes() -> None:
+def count_passes() -> None:
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0), backward_passes_per_step=2)
     for _ in range(2):
@@ -82,11 +83,11 @@ def counts_passes() -> None:
     assert x.grad.item() == 1.5
 
 
-def test_one_pass_too_many():
-    run(counts_passes, 2)
+def test_one_backward_pass_too_many_is_refused():
+    run(count_passes, 2)
 
 
-def accumulates_unevenly() -> None:
+def accumulate_unevenly() -> None:
     """Rank 1 has a pass less than the others, and uses one parameter less in each."""
     x, y = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=2)
@@ -100,4 +101,4 @@ def accumulates_unevenly() -> None:
 
 
 def test_ranks_accumulate_unevenly():
-    run(accumulates_unevenly, 2)
+    run(accumulate_unevenly, 2)

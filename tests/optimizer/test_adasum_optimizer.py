@@ -17,13 +17,13 @@ def adaptive_sum(a: Tensor, b: Tensor) -> Tensor:
     return (of_a * a + of_b * b).to(a.dtype)
 
 
-def of_tree(changes: list[Tensor]) -> Tensor:
+def tree_sum(changes: list[Tensor]) -> Tensor:
     while len(changes) > 1:
         changes = [adaptive_sum(*changes[i : i + 2]) for i in range(0, len(changes), 2)]
     return changes[0]
 
 
-def combines_changes(fp16: bool) -> None:
+def compare_with_local_steps(fp16: bool) -> None:
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
@@ -63,7 +63,7 @@ def combines_changes(fp16: bool) -> None:
                 assert torch.equal(parameter, start[name])
                 continue
             changes = [dict(twin.named_parameters())[name] - start[name] for twin in twins]
-            want = start[name] + of_tree(changes)
+            want = start[name] + tree_sum(changes)
             tolerance = 2e-3 * 0.02 if fp16 else 1e-6
             torch.testing.assert_close(parameter, want, rtol=1e-5, atol=tolerance)
         for twin in twins:
@@ -76,10 +76,10 @@ def combines_changes(fp16: bool) -> None:
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 2), ("shm", 4)])
 def test_the_changes_of_local_steps_are_combined(transport, size, fp16):
-    run(combines_changes, size, transport=transport, args=[fp16])
+    run(compare_with_local_steps, size, transport=transport, args=[fp16])
 
 
-def is_refused() -> None:
+def check_refusals() -> None:
     model = nn.Linear(2, 1)
 
     def wrap(**kwargs: object) -> None:
@@ -102,4 +102,4 @@ def is_refused() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_adasum_cannot_do_is_refused(size):
-    run(is_refused, size)
+    run(check_refusals, size)

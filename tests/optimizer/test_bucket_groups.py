@@ -1,4 +1,4 @@
-"""Gradients that stay together because the user says so."""
+"""Groups of gradients, which the user chooses: each group has a bucket of its own."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ import torch_ring as hvd
 COPIED = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "0"}  # or large gradients have buckets of their own
 
 
-def together_in(optimizer: Optimizer) -> list[list[int]]:
+def buckets_of(optimizer: Optimizer) -> list[list[int]]:
     """Return which parameters share a bucket."""
     plan = optimizer._reducer._plan
     return sorted(sorted(slot.parameter for slot in bucket.slots) for bucket in plan)
 
 
-def trains_in_groups(how: str, expected: list[list[int]]) -> None:
+def train_in_groups(how: str, expected: list[list[int]]) -> None:
     alone, together = make_model(), make_model()
     parameters = list(together.parameters())
     options = {
@@ -33,12 +33,12 @@ def trains_in_groups(how: str, expected: list[list[int]]) -> None:
             optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), **options)
     else:
         optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), **options)
-    assert together_in(optimizer) == expected
+    assert buckets_of(optimizer) == expected
     batches = joined_batches(steps=3)
     train(alone, SGD(alone.parameters(), lr=0.1), batches)
     train(together, optimizer, map(part, batches))
     assert_same_weights(together, alone)
-    assert together_in(optimizer) == expected, "also in the order of readiness"
+    assert buckets_of(optimizer) == expected, "also in the order of readiness"
 
 
 @pytest.mark.parametrize(
@@ -53,30 +53,30 @@ def trains_in_groups(how: str, expected: list[list[int]]) -> None:
 )
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 def test_groups_are_reduced_together(transport, size, how, expected):
-    run(trains_in_groups, size, args=(how, expected), transport=transport, env=COPIED)
+    run(train_in_groups, size, args=(how, expected), transport=transport, env=COPIED)
 
 
-def keeps_large_gradients_apart() -> None:
+def check_large_gradients() -> None:
     parameters = [nn.Parameter(torch.zeros(numel)) for numel in (8, 100, 8, 100, 100)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), groups=[parameters[3:]])
-    assert together_in(optimizer) == [[0, 2], [1], [3, 4]]
+    assert buckets_of(optimizer) == [[0, 2], [1], [3, 4]]
     sum((hvd.rank() + 1) * p.sum() for p in parameters).backward()
     assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
 
 
 def test_large_gradients_lie_apart_but_in_groups():
-    run(keeps_large_gradients_apart, 2, env={"TORCH_RING_DIRECT_GRADIENT_BYTES": "400"})
+    run(check_large_gradients, 2, env={"TORCH_RING_DIRECT_GRADIENT_BYTES": "400"})
 
 
-def keeps_groups_whole() -> None:
+def check_that_groups_stay_whole() -> None:
     """Neither a limit nor another group splits one; dtypes and added parameters do."""
     parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(4)]
     parameters[2].data = parameters[2].data.double()
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), groups=[parameters[:3]])
-    assert together_in(optimizer) == [[0, 1], [2], [3]]
+    assert buckets_of(optimizer) == [[0, 1], [2], [3]]
     more = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     optimizer.add_param_group({"params": more})
-    assert together_in(optimizer) == [[0, 1], [2], [3], [4, 5]]
+    assert buckets_of(optimizer) == [[0, 1], [2], [3], [4, 5]]
     parameters += more
     sum((hvd.rank() + 1) * p.sum() for p in parameters).backward()
     assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
@@ -84,8 +84,8 @@ def keeps_groups_whole() -> None:
     few, many = parameters[:2], parameters[2:]
     optimizer = hvd.DistributedOptimizer(SGD(few, lr=0.1), groups=2)
     optimizer.add_param_group({"params": many})
-    assert together_in(optimizer) == [[0, 1], [2], [3, 4, 5]], "a number splits all"
+    assert buckets_of(optimizer) == [[0, 1], [2], [3, 4, 5]], "a number splits all"
 
 
 def test_groups_are_not_split():
-    run(keeps_groups_whole, 2, env=COPIED | {"TORCH_RING_BUCKET_BYTES": "512"})
+    run(check_that_groups_stay_whole, 2, env=COPIED | {"TORCH_RING_BUCKET_BYTES": "512"})

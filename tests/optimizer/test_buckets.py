@@ -1,4 +1,4 @@
-"""The bucket planner, on plans nobody thought of."""
+"""The bucket planner, on random parameters."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ specs_and_orders = st.lists(
 ).flatmap(lambda specs: st.tuples(st.just(specs), st.permutations(range(len(specs)))))
 
 
-def plan(case: tuple[list[TensorSpec], list[int]]) -> tuple[Bucket, ...]:
+def plan_of(case: tuple[list[TensorSpec], list[int]]) -> tuple[Bucket, ...]:
     specs, order = case
     return plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES)
 
@@ -32,9 +32,9 @@ def size_bytes(bucket: Bucket) -> int:
 
 
 @given(specs_and_orders)
-def test_every_parameter_has_one_place_of_its_own(case):
+def test_every_parameter_has_one_slot(case):
     specs, _ = case
-    buckets = plan(case)
+    buckets = plan_of(case)
     placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(specs)))
     for bucket in buckets:
@@ -51,7 +51,7 @@ def test_every_parameter_has_one_place_of_its_own(case):
 
 @given(specs_and_orders)
 def test_limits_are_kept_unless_one_gradient_breaks_them(case):
-    buckets = plan(case)
+    buckets = plan_of(case)
     for bucket in buckets:
         assert size_bytes(bucket) <= CAPACITY_BYTES or len(bucket.slots) == 1
     for kind in {(bucket.dtype, bucket.device) for bucket in buckets}:
@@ -63,7 +63,7 @@ def test_limits_are_kept_unless_one_gradient_breaks_them(case):
 def test_buckets_follow_the_order_of_readiness(case):
     _, order = case
     ready_at = {parameter: position for position, parameter in enumerate(order)}
-    buckets = plan(case)
+    buckets = plan_of(case)
     within = [[ready_at[slot.parameter] for slot in bucket.slots] for bucket in buckets]
     assert all(positions == sorted(positions) for positions in within)
     full_at = [positions[-1] for positions in within]
@@ -71,10 +71,10 @@ def test_buckets_follow_the_order_of_readiness(case):
 
 
 @given(specs_and_orders)
-def test_no_two_neighbours_of_a_kind_would_fit_into_one(case):
+def test_no_two_neighbours_would_fit_into_one_bucket(case):
     """Buckets are as few as the order allows; the last of a kind is small on purpose."""
     by_kind: dict[object, list[Bucket]] = {}
-    for bucket in plan(case):
+    for bucket in plan_of(case):
         by_kind.setdefault((bucket.dtype, bucket.device), []).append(bucket)
     specs, _ = case
     for buckets in by_kind.values():
@@ -86,7 +86,7 @@ def test_no_two_neighbours_of_a_kind_would_fit_into_one(case):
 
 @given(specs_and_orders, st.integers(min_value=0))
 def test_runs_cover_the_touched_and_nothing_else(case, touched):
-    for bucket in plan(case):
+    for bucket in plan_of(case):
         covered = [element for begin, end in bucket.runs(touched) for element in range(begin, end)]
         assert len(covered) == len(set(covered))
         inside = set(covered)
@@ -124,7 +124,7 @@ def test_a_group_is_one_bucket_of_each_kind(case, data):
 
 
 @given(specs_and_orders)
-def test_groups_leave_the_plan_of_the_others_alone(case):
+def test_groups_do_not_change_the_plan_of_others(case):
     specs, order = case
     first = order[: len(order) // 2]
     rest = order[len(first) :]
@@ -134,7 +134,7 @@ def test_groups_leave_the_plan_of_the_others_alone(case):
 
 
 @given(specs_and_orders)
-def test_what_is_alone_leaves_the_plan_of_the_others_alone(case):
+def test_parameters_alone_do_not_change_the_plan_of_others(case):
     specs, order = case
     alone, rest = order[: len(order) // 2], order[len(order) // 2 :]
     buckets = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, alone=alone)

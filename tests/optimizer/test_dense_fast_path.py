@@ -1,4 +1,4 @@
-"""The usual backward pass ends the short way, in one call, and means what the long way does."""
+"""The fast path of backward synchronisation: dense gradients of all parameters, on all ranks."""
 
 import pytest
 from pool import run
@@ -10,8 +10,8 @@ from torch_ring.passes import BackwardPasses
 from torch_ring.reports import Entry
 
 
-def whole_and_partial_passes() -> None:
-    """Whole passes end the short way; one that is not on some rank goes the long way on all."""
+def train_and_count_exchanges() -> None:
+    """Backward with all gradients takes the fast path; if one rank lacks some, no rank does."""
     exchanges: list[int] = []
     exchange = BackwardPasses._exchange
 
@@ -21,10 +21,10 @@ def whole_and_partial_passes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BackwardPasses, "_exchange", counted)
-        train_whole_and_partial(exchanges)
+        train_with_and_without_b(exchanges)
 
 
-def train_whole_and_partial(exchanges: list[int]) -> None:
+def train_with_and_without_b(exchanges: list[int]) -> None:
     a, b = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
     last = hvd.size() - 1
@@ -33,7 +33,8 @@ def train_whole_and_partial(exchanges: list[int]) -> None:
         (a * 2 + b * 4 if use_b or hvd.rank() != last else a * 2).backward()
         assert grads(parameters) == [2 * hvd.size(), 4 * (hvd.size() if use_b else last)]
         optimizer.step()
-    # The first pass tells the order; of the fourth the last rank tells the long way.
+    # Ranks exchange reports after the first pass, for the order of buckets. After the fourth only
+    # the last rank sends one.
     assert exchanges == ([0, 3] if hvd.rank() == last else [0])
     optimizer.zero_grad()
     with optimizer.no_sync():
@@ -45,5 +46,5 @@ def train_whole_and_partial(exchanges: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_whole_passes_end_the_short_way(size):
-    run(whole_and_partial_passes, size)
+def test_backward_with_all_gradients_takes_the_fast_path(size):
+    run(train_and_count_exchanges, size)

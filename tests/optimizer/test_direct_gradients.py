@@ -26,7 +26,7 @@ def is_shared(tensor: Tensor) -> bool:
     raise AssertionError("it lies nowhere")
 
 
-def computed(parameter: nn.Parameter) -> list[int]:
+def recorded_addresses(parameter: nn.Parameter) -> list[int]:
     """Return a list that gets the address of each gradient, as autograd leaves it to the hooks."""
     addresses: list[int] = []
     parameter.register_post_accumulate_grad_hook(
@@ -35,12 +35,12 @@ def computed(parameter: nn.Parameter) -> list[int]:
     return addresses
 
 
-def linear() -> nn.Linear:
+def make_linear() -> nn.Linear:
     torch.manual_seed(3)
     return nn.Linear(COLUMNS, ROWS)
 
 
-def wrapped(model: nn.Module) -> Optimizer:
+def wrap(model: nn.Module) -> Optimizer:
     return hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
 
 
@@ -51,7 +51,7 @@ def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
 def assert_reduced(model: nn.Module, factor: float = 1.0) -> None:
     """Check the gradients: they are those of all ranks' losses, averaged."""
     ranks = hvd.size()
-    alone = linear()
+    alone = make_linear()
     alone.load_state_dict(model.state_dict())
     (factor * (ranks + 1) / 2 * alone(torch.ones(2, COLUMNS)).square().sum()).backward()
     for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
@@ -61,10 +61,10 @@ def assert_reduced(model: nn.Module, factor: float = 1.0) -> None:
 # --- where they lie
 
 
-def lies_where_it_was_computed(direct: bool) -> None:
-    model, unwrapped = linear(), linear()
-    optimizer = wrapped(model)
-    weight, bias = computed(model.weight), computed(model.bias)
+def check_address(direct: bool) -> None:
+    model, unwrapped = make_linear(), make_linear()
+    optimizer = wrap(model)
+    weight, bias = recorded_addresses(model.weight), recorded_addresses(model.bias)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model).backward()
@@ -89,30 +89,30 @@ def lies_where_it_was_computed(direct: bool) -> None:
         (2, "tcp", LARGE, False),
     ],
 )
-def test_where_a_gradient_lies(size, transport, env, direct):
-    run(lies_where_it_was_computed, size, args=(direct,), transport=transport, env=env)
+def test_large_gradients_are_reduced_where_they_are_computed(size, transport, env, direct):
+    run(check_address, size, args=(direct,), transport=transport, env=env)
 
 
-def is_copied_if_compressed() -> None:
-    model = linear()
+def check_that_compression_copies() -> None:
+    model = make_linear()
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), lr=0.1), compression=hvd.Compression.bf16
     )
-    addresses = computed(model.weight)
+    addresses = recorded_addresses(model.weight)
     loss_of(model).backward()
     assert model.weight.grad.data_ptr() != addresses[-1]
     optimizer.step()
 
 
 def test_a_compressed_gradient_is_copied():
-    run(is_copied_if_compressed, 2, env=LARGE)
+    run(check_that_compression_copies, 2, env=LARGE)
 
 
-def is_left_to_the_program() -> None:
+def keep_and_drop_gradients() -> None:
     """Every way to drop a gradient frees its block; one that is kept keeps its values."""
-    model = linear()
-    optimizer = wrapped(model)
-    addresses = computed(model.weight)
+    model = make_linear()
+    optimizer = wrap(model)
+    addresses = recorded_addresses(model.weight)
     ways: list[Callable[[], object]] = [
         optimizer.zero_grad,
         model.zero_grad,
@@ -137,8 +137,8 @@ def is_left_to_the_program() -> None:
     assert kept.data_ptr() not in addresses[-2:]
 
 
-def test_a_gradient_is_the_programs_after_the_step():
-    run(is_left_to_the_program, 2, env=LARGE)
+def test_a_program_may_keep_and_drop_gradients():
+    run(keep_and_drop_gradients, 2, env=LARGE)
 
 
 # --- what autograd and programs do to gradients
@@ -157,9 +157,9 @@ def give_other_memory(model: nn.Linear) -> None:
     handle = model.weight.register_hook(queues)
 
 
-def accumulates(way: str) -> None:
-    model = linear()
-    optimizer = wrapped(model)
+def compute_gradient(way: str) -> None:
+    model = make_linear()
+    optimizer = wrap(model)
     for factor in (1.0, 2.0):
         optimizer.zero_grad(set_to_none=way != "in place")
         if way == "in place":
@@ -212,11 +212,11 @@ def accumulates(way: str) -> None:
         "by halves",
     ],
 )
-def test_a_gradient_comes_about(way):
-    run(accumulates, 2, args=(way,), env=LARGE)
+def test_every_way_to_compute_a_gradient(way):
+    run(compute_gradient, 2, args=(way,), env=LARGE)
 
 
-def leaves_others_alone() -> None:
+def hold_gradients() -> None:
     """What somebody else can reach is copied, and reduced in the copy."""
     one, other = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(2))
     unwrapped = nn.Parameter(torch.zeros(ROWS, COLUMNS))
@@ -248,14 +248,14 @@ def leaves_others_alone() -> None:
         assert torch.equal(unwrapped.grad, torch.full_like(one, mine))
 
 
-def test_what_others_hold_is_not_reduced():
-    run(leaves_others_alone, 2, env=LARGE)
+def test_gradients_that_others_hold_are_copied():
+    run(hold_gradients, 2, env=LARGE)
 
 
-def lies_elsewhere_than_on_others() -> None:
+def place_differently_on_ranks() -> None:
     """One rank's gradient is where it was computed, the other's is copied, private, or missing."""
-    model = linear()
-    optimizer = wrapped(model)
+    model = make_linear()
+    optimizer = wrap(model)
     held: list[Tensor] = []
     for step in range(12):
         optimizer.zero_grad()
@@ -283,13 +283,13 @@ def lies_elsewhere_than_on_others() -> None:
     assert held
 
 
-def test_ranks_whose_gradients_lie_elsewhere():
-    run(lies_elsewhere_than_on_others, 2, env=LARGE)
+def test_ranks_whose_gradients_lie_in_different_memory():
+    run(place_differently_on_ranks, 2, env=LARGE)
 
 
-def is_restored() -> None:
+def restore_gradient() -> None:
     """A gradient that was reduced, put away and assigned again is not reduced again."""
-    model = linear()
+    model = make_linear()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0), op=hvd.Sum)
     for _ in range(2):
         optimizer.zero_grad()
@@ -302,15 +302,15 @@ def is_restored() -> None:
         assert torch.equal(model.weight.grad, values)
 
 
-def test_a_gradient_that_is_restored():
-    run(is_restored, 2, env=LARGE)
+def test_a_restored_gradient_is_not_reduced_again():
+    run(restore_gradient, 2, env=LARGE)
 
 
-def is_wrapped_again() -> None:
-    model = linear()
-    older = wrapped(model)
+def wrap_again() -> None:
+    model = make_linear()
+    older = wrap(model)
     newer = None
-    addresses = computed(model.weight)
+    addresses = recorded_addresses(model.weight)
     for again in range(3):
         model.zero_grad()
         loss_of(model).backward()
@@ -318,24 +318,24 @@ def is_wrapped_again() -> None:
         assert model.weight.grad.data_ptr() == addresses[-1]
         if again == 0:
             del older
-            newer = wrapped(model)
+            newer = wrap(model)
     assert newer is not None
     hvd.shutdown()
     hvd.init()
     model.zero_grad()
-    newer = wrapped(model)
+    newer = wrap(model)
     loss_of(model).backward()
     assert_reduced(model)
     assert model.weight.grad.data_ptr() == addresses[-1]
 
 
 def test_a_model_that_is_wrapped_again():
-    run(is_wrapped_again, 2, env=LARGE)
+    run(wrap_again, 2, env=LARGE)
 
 
-def is_wrapped_twice() -> None:
+def wrap_twice() -> None:
     """Of two optimizers with one parameter each reduces what autograd has computed, and no more."""
-    model = linear()
+    model = make_linear()
     optimizers = [
         hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=hvd.Sum) for _ in range(2)
     ]
@@ -347,16 +347,16 @@ def is_wrapped_twice() -> None:
 
 
 def test_a_parameter_of_two_optimizers():
-    run(is_wrapped_twice, 2, env=LARGE)
+    run(wrap_twice, 2, env=LARGE)
 
 
 # --- forked children
 
 
-def forks() -> None:
+def fork_and_compute() -> None:
     """What a child computes and frees is not seen by its parent."""
-    model, shared = linear(), hvd.empty_shared(1000).fill_(1.0)
-    optimizer = wrapped(model)
+    model, shared = make_linear(), hvd.empty_shared(1000).fill_(1.0)
+    optimizer = wrap(model)
     loss_of(model).backward()
     child = os.fork()
     if child == 0:
@@ -379,4 +379,4 @@ def forks() -> None:
 
 
 def test_a_forked_child_has_memory_of_its_own():
-    run(forks, 2, env=LARGE)
+    run(fork_and_compute, 2, env=LARGE)

@@ -1,4 +1,4 @@
-"""Training on several ranks is training on one with the joined batch."""
+"""Training on several ranks gives the weights of one process that trains on the joined batch."""
 
 import contextlib
 import sys
@@ -18,6 +18,7 @@ from training import (
     part,
     train,
 )
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
@@ -30,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def equals_joined_batch(name: str) -> None:
+def compare_with_one_process(name: str) -> None:
     for set_to_none in (True, False):
         alone, together = make_model(), make_model()
         optimizer = hvd.DistributedOptimizer(
@@ -45,19 +46,19 @@ def equals_joined_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_equals_one_process_on_the_joined_batch(transport, size, name):
-    run(equals_joined_batch, size, args=(name,), transport=transport)
+    run(compare_with_one_process, size, args=(name,), transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_many_small_buckets(transport):
     """Every gradient in a bucket of its own, and buckets planned again after the first step."""
     env = {"TORCH_RING_BUCKET_BYTES": "64"}
-    run(equals_joined_batch, 2, args=("adam",), transport=transport, env=env)
+    run(compare_with_one_process, 2, args=("adam",), transport=transport, env=env)
 
 
-def equals_ddp(store_path: str) -> None:
+def compare_with_ddp(store_path: str) -> None:
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -74,7 +75,7 @@ def equals_ddp(store_path: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_equals_ddp(size, tmp_path):
-    run(equals_ddp, size, args=(str(tmp_path / "store"),))
+    run(compare_with_ddp, size, args=(str(tmp_path / "store"),))
 
 
 class Tied(nn.Module):
@@ -109,7 +110,7 @@ class Strided(nn.Module):
         return spectrum.real * self.scale + self.nothing.sum()
 
 
-def trains_model(make: Callable[[], nn.Module]) -> None:
+def train_unusual_model(make: Callable[[], nn.Module]) -> None:
     alone, together = make(), make()
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.05, momentum=0.9))
     batches = joined_batches(steps=4)
@@ -123,10 +124,10 @@ def trains_model(make: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize("make", [Tied, Strided])
 def test_unusual_parameters(make):
-    run(trains_model, 2, args=(make,))
+    run(train_unusual_model, 2, args=(make,))
 
 
-def clips() -> None:
+def clip_gradients() -> None:
     alone, together = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.5))
     batches = joined_batches(steps=4)
@@ -140,11 +141,11 @@ def clips() -> None:
 
 
 def test_clipping_sees_averaged_gradients():
-    run(clips, 2)
+    run(clip_gradients, 2)
 
 
-def scales(dance: bool) -> list[Tensor]:
-    """Train with loss scaling; with `dance`, as scripts for Horovod do it."""
+def train_with_loss_scaling(as_horovod: bool) -> list[Tensor]:
+    """Train with loss scaling; with `as_horovod`, as scripts for Horovod do it."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -155,11 +156,11 @@ def scales(dance: bool) -> list[Tensor]:
             loss = loss_of(model, part(batch))
         overflow = step == 2 and hvd.rank() == 1
         scaler.scale(loss * torch.inf if overflow else loss).backward()
-        if dance:
+        if as_horovod:
             optimizer.synchronize()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize() if dance else contextlib.nullcontext():
+        with optimizer.skip_synchronize() if as_horovod else contextlib.nullcontext():
             scaler.step(optimizer)
         scaler.update()
         stayed = all(map(torch.equal, before, model.parameters()))
@@ -169,16 +170,16 @@ def scales(dance: bool) -> list[Tensor]:
     return list(model.parameters())
 
 
-def scales_in_both_ways() -> None:
-    plain, danced = scales(dance=False), scales(dance=True)
-    assert all(map(torch.equal, plain, danced))
+def compare_ways_of_loss_scaling() -> None:
+    plain = train_with_loss_scaling(as_horovod=False)
+    assert all(map(torch.equal, plain, train_with_loss_scaling(as_horovod=True)))
 
 
 def test_grad_scaler_skips_a_step_on_all_ranks():
-    run(scales_in_both_ways, 2)
+    run(compare_ways_of_loss_scaling, 2)
 
 
-def scales_sums() -> None:
+def scale_accumulated_losses() -> None:
     """Loss scaling, accumulation and sparse gradients; the last step has a pass less."""
 
     def play(wrap: Callable[[Optimizer], Optimizer], ranks: list[int]) -> nn.Module:
@@ -204,10 +205,10 @@ def scales_sums() -> None:
 
 
 def test_grad_scaler_with_accumulation_and_sparse_gradients():
-    run(scales_sums, 2)
+    run(scale_accumulated_losses, 2)
 
 
-def minimizes(line_search: str | None) -> None:
+def minimize(line_search: str | None) -> None:
     alone, together = make_model(), make_model()
     batches = joined_batches(steps=3)
 
@@ -233,10 +234,10 @@ def minimizes(line_search: str | None) -> None:
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_lbfgs_takes_the_decisions_of_one_process(size, line_search):
-    run(minimizes, size, args=(line_search,))
+    run(minimize, size, args=(line_search,))
 
 
-def steps_with_closure() -> None:
+def step_with_closure() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0))
 
@@ -253,10 +254,10 @@ def steps_with_closure() -> None:
 
 
 def test_closure_returns_the_loss_of_all_ranks():
-    run(steps_with_closure, 2)
+    run(step_with_closure, 2)
 
 
-def schedules(attach_first: bool) -> None:
+def train_with_scheduler(attach_first: bool) -> None:
     alone, together = make_model(), make_model()
     batches = joined_batches(steps=4)
     for model, parts in ((alone, batches), (together, map(part, batches))):
@@ -274,8 +275,8 @@ def schedules(attach_first: bool) -> None:
 
 
 @pytest.mark.parametrize("attach_first", [True, False])
-def test_schedulers(attach_first):
-    run(schedules, 2, args=(attach_first,))
+def test_learning_rate_schedulers(attach_first):
+    run(train_with_scheduler, 2, args=(attach_first,))
 
 
 class TwoParts:
@@ -290,7 +291,7 @@ class TwoParts:
         return tensor.to(ctx.dtype)
 
 
-def combines(options: dict[str, object], factor: float) -> None:
+def check_options(options: dict[str, object], factor: float) -> None:
     """Gradients that 16 bits hold exactly, so that the result is exact as well."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), **options)
@@ -315,11 +316,11 @@ def combines(options: dict[str, object], factor: float) -> None:
         ({"compression": TwoParts()}, 1 / 2),
     ],
 )
-def test_ways_to_combine(options, factor):
-    run(combines, 2, args=(options, factor))
+def test_ways_to_combine_gradients(options, factor):
+    run(check_options, 2, args=(options, factor))
 
 
-def counts_python_calls() -> None:
+def count_python_calls() -> None:
     def calls_of_backward(layers: int) -> int:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
@@ -336,4 +337,4 @@ def counts_python_calls() -> None:
 
 
 def test_python_does_nothing_per_parameter():
-    run(counts_python_calls, 2)
+    run(count_python_calls, 2)

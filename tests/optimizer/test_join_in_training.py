@@ -14,11 +14,11 @@ on_all_worlds = pytest.mark.parametrize(
 )
 
 
-def rows(rank: int, step: int) -> torch.Tensor:
+def rows_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + step))
 
 
-def trains_unevenly(first_out: int, options: dict[str, object]) -> None:
+def train_unevenly(first_out: int, options: dict[str, object]) -> None:
     """Rank `first_out` has one batch, the next one two, and so on; then all have some again."""
     rank, size = hvd.rank(), hvd.size()
     alone, together = make_model(), make_model()
@@ -32,11 +32,11 @@ def trains_unevenly(first_out: int, options: dict[str, object]) -> None:
             reference.zero_grad()
             for r in range(size):
                 if step < counts[r]:
-                    (alone(rows(r, step)).square().mean() / size).backward()
+                    (alone(rows_of(r, step)).square().mean() / size).backward()
             reference.step()
         for step in range(counts[rank]):
             optimizer.zero_grad()
-            together(rows(rank, step)).square().mean().backward()
+            together(rows_of(rank, step)).square().mean().backward()
             optimizer.step()
         last = hvd.join()
         assert counts[last] == max(counts)
@@ -52,17 +52,17 @@ def trains_unevenly(first_out: int, options: dict[str, object]) -> None:
 @pytest.mark.parametrize("first_out", [0, 1])
 @on_all_worlds
 def test_uneven_batches(transport, size, first_out):
-    run(trains_unevenly, size, args=(first_out, {}), transport=transport)
+    run(train_unevenly, size, args=(first_out, {}), transport=transport)
 
 
 @pytest.mark.parametrize("options", [{"groups": 2}, {"compression": hvd.Compression.none}])
 def test_uneven_batches_in_many_buckets(options):
     env = {"TORCH_RING_BUCKET_BYTES": "256"}
     for transport in ("shm", "tcp"):
-        run(trains_unevenly, 2, args=(0, options), transport=transport, env=env)
+        run(train_unevenly, 2, args=(0, options), transport=transport, env=env)
 
 
-def reads_unevenly() -> None:
+def train_on_sparse_gradients() -> None:
     words = nn.Embedding(6, 2, sparse=True)
     nn.init.ones_(words.weight)
     optimizer: Optimizer = hvd.DistributedOptimizer(SGD(words.parameters(), lr=1.0))
@@ -78,11 +78,11 @@ def reads_unevenly() -> None:
 
 
 @on_all_worlds
-def test_sparse_gradients(transport, size):
-    run(reads_unevenly, size, transport=transport)
+def test_uneven_batches_with_sparse_gradients(transport, size):
+    run(train_on_sparse_gradients, size, transport=transport)
 
 
-def joins_with_something_left() -> None:
+def join_before_the_step() -> None:
     """A rank that joins between backward and step is in step with the others afterwards."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
@@ -106,10 +106,10 @@ def joins_with_something_left() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_are_in_step_after_join(size):
-    run(joins_with_something_left, size)
+    run(join_before_the_step, size)
 
 
-def compresses_unevenly(name: str) -> str:
+def compress_unevenly(name: str) -> str:
     """A compressor with a state needs every rank: an error for those that go on, and no hang."""
     model = make_model()
     compression = getattr(hvd.Compression, name)()
@@ -118,13 +118,13 @@ def compresses_unevenly(name: str) -> str:
         hvd.join()
         return ""
     with pytest.raises(hvd.MismatchError) as error:
-        model(rows(1, 0)).sum().backward()
+        model(rows_of(1, 0)).sum().backward()
     hvd.join()
     optimizer.zero_grad()
     return str(error.value)
 
 
 @pytest.mark.parametrize("name", ["int8", "powersgd"])
-def test_compressors_with_a_state_need_all_ranks(name):
-    messages = run(compresses_unevenly, 3, args=(name,))
+def test_stateful_compressors_need_all_ranks(name):
+    messages = run(compress_unevenly, 3, args=(name,))
     assert all("join" in message for message in messages[1:])

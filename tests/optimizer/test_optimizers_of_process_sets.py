@@ -6,17 +6,18 @@ from pool import run
 from torch import nn
 from torch.optim import SGD
 from training import assert_same_on_all_ranks, grads, loss_of, make_model, weights
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
 
-def add_sets(*members: list[int]) -> list[hvd.ProcessSet]:
+def added_sets(*members: list[int]) -> list[hvd.ProcessSet]:
     return [hvd.add_process_set(ranks) for ranks in members]
 
 
-def trains_on_a_set() -> None:
+def train_on_a_set() -> None:
     """Members average over the set; the others step by themselves."""
-    (pair,) = add_sets([0, hvd.size() - 1])
+    (pair,) = added_sets([0, hvd.size() - 1])
     (x,) = weights(1)
     # Horovod's positions, all of them.
     optimizer = hvd.DistributedOptimizer(
@@ -36,13 +37,13 @@ def trains_on_a_set() -> None:
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3)])
-def test_members_and_others(transport, size):
-    run(trains_on_a_set, size, transport=transport)
+def test_members_average_and_other_ranks_train_alone(transport, size):
+    run(train_on_a_set, size, transport=transport)
 
 
-def touches_all_sets(with_join: bool) -> None:
+def touch_all_sets(with_join: bool) -> None:
     """One backward pass ends several sets, whose gradients arrive in another order on each rank."""
-    sets = [hvd.global_process_set, *add_sets([0, 1], [1, 2], [0, 2])]
+    sets = [hvd.global_process_set, *added_sets([0, 1], [1, 2], [0, 2])]
     parameters = weights(*[1] * len(sets))
     optimizers = [
         hvd.DistributedOptimizer(SGD([p], lr=0.0), process_set=s)
@@ -72,16 +73,16 @@ def touches_all_sets(with_join: bool) -> None:
 
 
 @pytest.mark.parametrize("with_join", [False, True])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_one_pass_ends_many_sets(transport, with_join):
-    run(touches_all_sets, 3, args=(with_join,), transport=transport)
+@on_both_transports
+def test_one_backward_pass_reduces_in_many_sets(transport, with_join):
+    run(touch_all_sets, 3, args=(with_join,), transport=transport)
 
 
-def uses_sets_wrongly() -> str:
+def use_sets_wrongly() -> str:
     (x,) = weights(1)
     with pytest.raises(ValueError, match="has not been added"):
         hvd.DistributedOptimizer(SGD([x], lr=1.0), process_set=hvd.ProcessSet([0, 1]))
-    (pair,) = add_sets([1, 2])
+    (pair,) = added_sets([1, 2])
     message = ""
     model = nn.Linear(2, 2 + (hvd.rank() == 2))
     if pair.included():
@@ -91,7 +92,7 @@ def uses_sets_wrongly() -> str:
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0), process_set=pair)
     (hvd.rank() * x).backward()
     hvd.remove_process_set(pair)
-    add_sets([0, 2])  # has the id of the one that is gone
+    added_sets([0, 2])  # has the id of the one that is gone
     model = make_model()
     other = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     optimizer.zero_grad()
@@ -109,16 +110,16 @@ def uses_sets_wrongly() -> str:
     return message
 
 
-def test_wrong_use():
-    messages = run(uses_sets_wrongly, 3)
+def test_wrong_use_of_process_sets():
+    messages = run(use_sets_wrongly, 3)
     assert not messages[0]
     assert "rank 1: allreduce.noname" in messages[1].replace("'", "")
 
 
-def two_models_with_equal_names() -> None:
+def train_models_with_equal_names() -> None:
     """Wrapped models of one class, on two sets, in one backward pass and in two."""
     models = first, second, third = [make_model(seed) for seed in (1, 2, 3)]
-    (pair,) = add_sets([0, 1])
+    (pair,) = added_sets([0, 1])
     wrapped = [
         hvd.DistributedOptimizer(SGD(first.parameters(), lr=0.1), first.named_parameters()),
         hvd.DistributedOptimizer(SGD(second.parameters(), lr=0.1), second.named_parameters()),
@@ -148,6 +149,6 @@ def two_models_with_equal_names() -> None:
     assert names == [[name for name, _ in first.named_parameters()]] * 3
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_two_models_with_equal_names(transport):
-    run(two_models_with_equal_names, 3, transport=transport)
+    run(train_models_with_equal_names, 3, transport=transport)

@@ -1,4 +1,4 @@
-"""Whatever a program does in whatever order, its gradients are those of a plain model of them."""
+"""Random sequences of backward, zero_grad, step and more: gradients as a simple model expects."""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import torch_ring as hvd
 
-WORDS, STEPS, WALKS = 6, 50, 12
+WORDS, STEPS, PROGRAMS = 6, 50, 12
 ACTIONS = {
     "backward": 6,
     "backward under no_sync": 3,
@@ -26,7 +26,7 @@ ACTIONS = {
 
 @dataclass
 class Expected:
-    """What the gradient of word i must be: a part that is reduced, and one of each rank."""
+    """The expected gradient of word i: a part that is reduced, and one of each rank."""
 
     share: float  # of one rank's gradient in the reduced one
     reduced: Tensor
@@ -44,8 +44,8 @@ class Expected:
         self.held_back = False
 
 
-def walk(seed: int, op: int, sparse_as_dense: bool) -> None:
-    """Take random steps, the same on all ranks, with gradients that are not."""
+def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
+    """Run random actions, the same on all ranks, with different gradients."""
     choice, size, me = random.Random(seed), hvd.size(), hvd.rank()
     words = nn.Embedding(WORDS, 2)  # torch itself adds sparse to dense wrongly in one column
     other = nn.Parameter(torch.zeros(1))
@@ -97,17 +97,17 @@ def walk(seed: int, op: int, sparse_as_dense: bool) -> None:
         found = torch.zeros(WORDS) if gradient is None else gradient.detach().to_dense()[:, 0]
         if not expected.held_back:
             torch.testing.assert_close(
-                found, expected.reduced, msg=lambda text: f"walk {seed}: {text}\n{history[-8:]}"
+                found, expected.reduced, msg=lambda text: f"program {seed}: {text}\n{history[-8:]}"
             )
 
 
-def walks(op: int, sparse_as_dense: bool) -> None:
-    for seed in range(WALKS):
-        walk(seed, op, sparse_as_dense)
+def run_random_programs(op: int, sparse_as_dense: bool) -> None:
+    for seed in range(PROGRAMS):
+        run_random_program(seed, op, sparse_as_dense)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "sparse as dense"])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 def test_gradients_after_every_step(transport, size, op, sparse_as_dense):
-    run(walks, size, args=(op, sparse_as_dense), transport=transport)
+    run(run_random_programs, size, args=(op, sparse_as_dense), transport=transport)

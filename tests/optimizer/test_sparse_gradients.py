@@ -34,7 +34,7 @@ def loss_of(model: nn.Module, words: Tensor) -> Tensor:
     return model(words).square().sum() + model(words).sum()
 
 
-def trains(options: dict[str, object]) -> None:
+def compare_with_one_process(options: dict[str, object]) -> None:
     alone, together = Reader(), Reader()
     reference = SGD(alone.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(
@@ -72,10 +72,10 @@ def trains(options: dict[str, object]) -> None:
 )
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
 def test_equals_one_process(transport, size, options):
-    run(trains, size, args=(options,), transport=transport)
+    run(compare_with_one_process, size, args=(options,), transport=transport)
 
 
-def adds_up(options: dict[str, object]) -> None:
+def accumulate(options: dict[str, object]) -> None:
     """Pass after pass without a step: what is reduced already is not counted again."""
     words, other = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(SGD([words.weight, other], lr=1.0), **options)
@@ -101,11 +101,11 @@ def adds_up(options: dict[str, object]) -> None:
     [{}, {"op": hvd.Sum}, {"sparse_as_dense": True}, {"sparse_as_dense": True, "op": hvd.Sum}],
     ids=lambda options: ",".join(options),
 )
-def test_accumulation(options):
-    run(adds_up, 2, args=(options,))
+def test_accumulation_of_sparse_gradients(options):
+    run(accumulate, 2, args=(options,))
 
 
-def mixes(sparse_as_dense: bool) -> None:
+def mix_kinds(sparse_as_dense: bool) -> None:
     """Some ranks have no gradient, or no rows, or a dense one."""
     words = nn.Embedding(WORDS, WIDTH)
     weight = words.weight
@@ -148,10 +148,10 @@ def mixes(sparse_as_dense: bool) -> None:
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
 def test_ranks_have_different_gradients(transport, size, sparse_as_dense):
-    run(mixes, size, args=(sparse_as_dense,), transport=transport)
+    run(mix_kinds, size, args=(sparse_as_dense,), transport=transport)
 
 
-def takes_any_kind() -> None:
+def check_kinds() -> None:
     """What SparseAdam needs, other dtypes, and gradients that are sparse in all dimensions."""
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         weight = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
@@ -180,10 +180,10 @@ def takes_any_kind() -> None:
 
 
 def test_kinds_of_sparse_gradients():
-    run(takes_any_kind, 2)
+    run(check_kinds, 2)
 
 
-def disagrees() -> str:
+def disagree_about_dimensions() -> str:
     weight = nn.Parameter(torch.zeros(4, 2))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), [("words", weight)])
     dense = torch.eye(4)[:, :2]
@@ -197,5 +197,5 @@ def disagrees() -> str:
 
 
 def test_a_disagreement_is_an_error_on_all_ranks():
-    for message in run(disagrees, 2):
+    for message in run(disagree_about_dimensions, 2):
         assert "sparse.words': the sparse gradients" in message

@@ -1,4 +1,4 @@
-"""What a wrapped optimizer looks like to the program around it, and what it refuses."""
+"""Wrapping: an optimizer keeps its class, its state and its ways, and refuses wrong arguments."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def make_heavy(model: nn.Module) -> Optimizer:
 MAKERS = [make_sgd, make_adam, make_heavy]
 
 
-def wraps_in_place(make: Callable[[nn.Module], Optimizer]) -> None:
+def wrap_in_place(make: Callable[[nn.Module], Optimizer]) -> None:
     model = make_model()
     optimizer = make(model)
     train(model, optimizer, joined_batches(steps=1))
@@ -61,10 +61,10 @@ def wraps_in_place(make: Callable[[nn.Module], Optimizer]) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("make", MAKERS)
 def test_wrapping_keeps_everything(make, size):
-    run(wraps_in_place, size, args=(make,))
+    run(wrap_in_place, size, args=(make,))
 
 
-def continues(make: Callable[[nn.Module], Optimizer]) -> None:
+def continue_from_checkpoints(make: Callable[[nn.Module], Optimizer]) -> None:
     """A checkpoint of a wrapped optimizer goes on in a plain one and the other way round."""
     alone, together = make_model(), make_model()
     first, second = joined_batches(steps=4)[:2], joined_batches(steps=4)[2:]
@@ -83,10 +83,10 @@ def continues(make: Callable[[nn.Module], Optimizer]) -> None:
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_state_dicts_are_interchangeable(make):
-    run(continues, 2, args=(make,))
+    run(continue_from_checkpoints, 2, args=(make,))
 
 
-def copies(duplicate: Callable[[Optimizer], Optimizer]) -> None:
+def copy_and_step(duplicate: Callable[[Optimizer], Optimizer]) -> None:
     model = make_model()
     plain = make_sgd(model)
     wrapped = hvd.DistributedOptimizer(make_sgd(model))
@@ -104,14 +104,14 @@ def copies(duplicate: Callable[[Optimizer], Optimizer]) -> None:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_are_plain_optimizers(how):
-    run(copies, 2, args=(copy.deepcopy if how == "deepcopy" else through_pickle,))
+    run(copy_and_step, 2, args=(copy.deepcopy if how == "deepcopy" else unpickled,))
 
 
-def through_pickle(optimizer: Optimizer) -> Optimizer:
+def unpickled(optimizer: Optimizer) -> Optimizer:
     return pickle.loads(pickle.dumps(optimizer))
 
 
-def refuses() -> None:
+def check_refusals() -> None:
     model = make_model()
     named = list(model.named_parameters())
     weight = nn.Parameter(torch.zeros(2))
@@ -148,20 +148,20 @@ def refuses() -> None:
     hvd.DistributedOptimizer(SGD([weight], lr=0.1), [*named, ("weight", weight)])
 
 
-def test_wrong_arguments():
-    run(refuses, 2)
+def test_wrong_arguments_of_the_optimizer_are_refused():
+    run(check_refusals, 2)
 
 
-def comes_too_early() -> None:
+def wrap_before_init() -> None:
     with pytest.raises(ValueError, match="init"):
         hvd.DistributedOptimizer(make_sgd(make_model()))
 
 
-def test_before_init():
-    run(comes_too_early, 1, initialized=False)
+def test_wrapping_before_init_is_refused():
+    run(wrap_before_init, 1, initialized=False)
 
 
-def differs(what: str) -> str:
+def wrap_different_models(what: str) -> str:
     odd = hvd.rank() == hvd.size() - 1
     shape = (4, 3) if what == "shape" and odd else (3, 4)
     model = nn.Linear(*shape)
@@ -189,12 +189,12 @@ def differs(what: str) -> str:
         ("groups", "float32 [4] on cpu in group 1; rank 2: 'bias' float32 [4] on cpu in group 0"),
     ],
 )
-def test_different_models(what, expected):
-    for message in run(differs, 3, args=(what,)):
+def test_different_models_are_refused(what, expected):
+    for message in run(wrap_different_models, 3, args=(what,)):
         assert expected in message
 
 
-def falls_out_of_step() -> str:
+def fall_out_of_step() -> str:
     """Rank 1 takes a step that rank 0 uses for a second backward pass."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(make_sgd(model))
@@ -207,12 +207,12 @@ def falls_out_of_step() -> str:
     return str(error.value)
 
 
-def test_ranks_out_of_step():
-    for message in run(falls_out_of_step, 2):
+def test_ranks_out_of_step_get_an_error():
+    for message in run(fall_out_of_step, 2):
         assert "rank 0 has taken 0 optimizer steps, rank 1 1" in message
 
 
-def speaks_horovod() -> None:
+def compare_horovods_ways() -> None:
     """The ways of old scripts, each with the numbers of the plain one."""
 
     def synchronizes_and_clips(optimizer: Optimizer) -> None:
@@ -252,10 +252,10 @@ def speaks_horovod() -> None:
 
 
 def test_synchronize_and_skip_synchronize():
-    run(speaks_horovod, 2)
+    run(compare_horovods_ways, 2)
 
 
-def wraps_again() -> None:
+def wrap_after_another_init() -> None:
     """After shutdown() a new world, and a new optimizer of the same parameters."""
     alone, together = make_model(), make_model()
     old = hvd.DistributedOptimizer(make_sgd(together))
@@ -273,4 +273,4 @@ def wraps_again() -> None:
 
 
 def test_shutdown_and_init():
-    run(wraps_again, 2)
+    run(wrap_after_another_init, 2)
