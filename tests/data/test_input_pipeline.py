@@ -1,4 +1,4 @@
-"""What the loop gets in each mode, and what the report makes of it; by a clock that tests move."""
+"""The batches of each mode of an InputPipeline, and its report by a clock that tests move."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Samples(Dataset[int]):
         return index
 
 
-def pipelines() -> None:
+def run_all_modes() -> None:
     size = hvd.size()
     steps = 5
     for mode in MODES:
@@ -114,10 +114,10 @@ def pipelines() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_loop_gets_as_many_batches_in_each_mode(size):
-    run(pipelines, size)
+    run(run_all_modes, size)
 
 
-def reports() -> str:
+def check_report() -> str:
     """Rank 1's data take 3 times as long as the step, rank 0's and rank 2's half as long."""
     rank, size, clock = hvd.rank(), hvd.size(), Clock()
     data = Samples(1000 * size, lambda: clock.take(0.03 if rank == 1 else 0.005))
@@ -184,13 +184,13 @@ def reports() -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_report(size):
-    text = run(reports, size)[0]
+    text = run(check_report, size)[0]
     assert "real 25.00, cached 100.00, synthetic 100.00 (medians; 60 steps of each)" in text
     assert "gap            75.0% +- 0.0%" in text
     assert "slowest rank   1, mean 30.0 ms" in text
 
 
-def test_summary():
+def test_summary_of_waits():
     waits_s = torch.tensor([[1.0, 2.0, 3.0], [5.0, 0.0, 1.0], [0.0, 0.0, 9.0]])
     got = summary(
         7, torch.tensor([4.0, 2.0, 3.0]), torch.tensor([0.5, 0.1, 0.2]), waits_s, [2, 4, 6]
@@ -207,7 +207,7 @@ def test_summary():
     assert math.isnan(empty.mean_s)
 
 
-def test_rates():
+def test_rates_of_modes():
     seconds = torch.tensor([[4.0, 2.0, 1.0], [2.0, 1.0, 1.0], [8.0, 2.5, 1.0]])
     rates = Rates.of(seconds, 10)
     assert (rates.real, rates.cached, rates.synthetic, rates.steps) == (2.5, 5.0, 10.0, 30)
@@ -237,13 +237,13 @@ REPORT = InputReport("real", 4, 2, 0, WAITS, RATES)
         (replace(REPORT, ranks=1, waits=replace(WAITS, others_s=math.nan)), "no CPU is free"),
     ],
 )
-def test_advice(report, advice):
+def test_advice_of_reports(report, advice):
     assert re.match(advice, report.advice), report.advice
     assert report.advice in str(report)
     assert "\n" not in report.advice
 
 
-def goes_past_an_empty_tail() -> None:
+def pass_an_empty_tail() -> None:
     """After a resume with larger batches, what is left of the epoch fills none."""
     for mode in ("real", "cached", "synthetic"):
         sampler = ShardedSampler(100, drop_last=True)
@@ -257,7 +257,7 @@ def goes_past_an_empty_tail() -> None:
 
 
 def test_an_epoch_ends_where_no_batch_is_left():
-    run(goes_past_an_empty_tail, 1)
+    run(pass_an_empty_tail, 1)
 
 
 class Stream(IterableDataset):
@@ -265,7 +265,7 @@ class Stream(IterableDataset):
         return iter(range(1000))
 
 
-def reports_in_the_middle() -> None:
+def report_in_the_middle() -> None:
     pipeline = InputPipeline(DataLoader(Stream(), 10))
     batches = iter(pipeline)
     for _ in range(3):
@@ -277,10 +277,10 @@ def reports_in_the_middle() -> None:
 
 
 def test_a_report_needs_neither_an_end_nor_a_length():
-    run(reports_in_the_middle, 2)
+    run(report_in_the_middle, 2)
 
 
-def test_what_a_pipeline_refuses():
+def test_wrong_arguments_of_a_pipeline_are_refused():
     with pytest.raises(ValueError, match="real, cached, synthetic"):
         InputPipeline([1], mode="fast")
     with pytest.raises(ValueError, match="cached_batches=0"):
@@ -291,7 +291,7 @@ def test_what_a_pipeline_refuses():
         list(InputPipeline((batch for batch in [1, 2]), mode="synthetic"))
 
 
-def shares_cpus(bound: bool) -> int:
+def count_workers(bound: bool) -> int:
     if bound:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["RANK"])]})
     hvd.init()
@@ -301,11 +301,11 @@ def shares_cpus(bound: bool) -> int:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes two CPUs")
 @pytest.mark.parametrize(("bound", "number"), [(True, 7), (False, 3)])
-def test_workers_of_ranks_that_share_cpus_or_do_not(bound, number):
-    assert run(shares_cpus, 2, args=(bound,), initialized=False) == [number] * 2
+def test_ranks_divide_the_cpus_that_they_share(bound, number):
+    assert run(count_workers, 2, args=(bound,), initialized=False) == [number] * 2
 
 
-def test_workers(tmp_path):
+def test_default_num_workers(tmp_path):
     cpus = patch("os.sched_getaffinity", lambda _pid: set(range(8)))
     with cpus, patch.object(workers, "_quota", lambda: math.inf):
         assert workers.default_num_workers() == 7

@@ -1,4 +1,4 @@
-"""Batches on their way to a device: on the CPU, and what only a stand-in for a device can show."""
+"""DevicePrefetcher: on the CPU, and on a stand-in for a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gated(DevicePrefetcher):
         return super().to_device(batch)
 
 
-def overlaps() -> None:
+def prefetch_during_a_step() -> None:
     """A step waits for its own batch's copy, and not for that of the next, which has begun."""
     device_double.load()
     prefetcher = Gated([torch.full((3,), float(index)) for index in range(3)], DEVICE)
@@ -44,4 +44,4 @@ def overlaps() -> None:
 
 @device_double.needed
 def test_a_copy_is_under_way_during_a_step():
-    run(overlaps, 1, initialized=False)
+    run(prefetch_during_a_step, 1, initialized=False)

@@ -1,4 +1,4 @@
-"""Every sample once, on any number of ranks, also after a resume in the middle of an epoch."""
+"""ShardedSampler: every sample once, also after a resume on another number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samplers(size: int, length: int, **options: object) -> list[ShardedSampler]:
     return [ShardedSampler(length, process_set=Rank(rank, size), **options) for rank in range(size)]
 
 
-def taken(ranks: list[ShardedSampler]) -> list[int]:
+def union_of(ranks: list[ShardedSampler]) -> list[int]:
     """Return what all ranks take together, sorted."""
     return sorted(index for sampler in ranks for index in sampler)
 
@@ -37,7 +37,7 @@ def taken(ranks: list[ShardedSampler]) -> list[int]:
 @given(length=st.integers(0, 40), size=st.integers(1, 5), shuffle=st.booleans())
 def test_evaluation_takes_every_sample_once(length, size, shuffle):
     ranks = samplers(size, length, shuffle=shuffle)
-    assert taken(ranks) == list(range(length))
+    assert union_of(ranks) == list(range(length))
     shares = [len(list(sampler)) for sampler in ranks]
     assert shares == [len(sampler) for sampler in ranks]
     assert max(shares) - min(shares) <= 1
@@ -129,7 +129,7 @@ def test_the_size_may_change_under_a_sampler(after, drop_last):
     ranks = samplers(after, 1000, drop_last=drop_last)
     for each in ranks:
         each.load_state_dict(state)
-    rest = taken(ranks)
+    rest = union_of(ranks)
     assert len(rest) == 200 - (200 % after if drop_last else 0)
     assert set(rest).isdisjoint(seen)
 
@@ -147,7 +147,7 @@ def test_the_state_of_another_sampler_is_refused():
         ShardedSampler(-1)
 
 
-def deals_anew() -> None:
+def resume_in_a_smaller_set() -> None:
     """Some of the ranks finish the epoch: they need the state, and no more."""
     sampler = ShardedSampler(range(23), drop_last=True)
     seen = []
@@ -171,4 +171,4 @@ def deals_anew() -> None:
 
 
 def test_a_smaller_set_of_ranks_goes_on():
-    run(deals_anew, 3)
+    run(resume_in_a_smaller_set, 3)

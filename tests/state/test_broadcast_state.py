@@ -1,7 +1,5 @@
-"""Ranks that start differently are made alike."""
+"""broadcast_parameters() and broadcast_optimizer_state(): different ranks become equal."""
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +8,7 @@ from pool import run
 from torch import nn
 from torch.optim import Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, train
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
@@ -40,7 +39,7 @@ class Everything(nn.Module):
         del state
 
 
-def broadcasts_parameters(collect: Callable[[nn.Module], object]) -> None:
+def broadcast_parameters(collect: Callable[[nn.Module], object]) -> None:
     for root in range(hvd.size()):
         model = Everything(hvd.rank())
         before = dict(model.named_parameters())
@@ -66,12 +65,12 @@ def list_of(model: nn.Module) -> object:
 
 
 @pytest.mark.parametrize("collect", [state_of, named_of, list_of])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_broadcast_parameters(transport, collect):
-    run(broadcasts_parameters, 2, args=(collect,), transport=transport)
+    run(broadcast_parameters, 2, args=(collect,), transport=transport)
 
 
-def broadcasts_buffers() -> None:
+def broadcast_buffers() -> None:
     model = Everything(hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), root_rank=1)
     expected = Everything(1)
@@ -82,17 +81,17 @@ def broadcasts_buffers() -> None:
 
 
 def test_buffers_of_any_dtype():
-    run(broadcasts_buffers, 2)
+    run(broadcast_buffers, 2)
 
 
-def mismatches() -> None:
+def broadcast_different_shapes() -> None:
     tensor = torch.zeros(3 + hvd.rank())
     with pytest.raises(hvd.MismatchError, match=r"'parameter\.a'"):
         hvd.broadcast_parameters({"a": tensor}, root_rank=0)
 
 
-def test_parameters_of_different_shapes():
-    run(mismatches, 2)
+def test_different_shapes_are_refused():
+    run(broadcast_different_shapes, 2)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -116,7 +115,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def steps(model: nn.Module, optimizer: Optimizer) -> None:
+def take_steps(model: nn.Module, optimizer: Optimizer) -> None:
     for batch in joined_batches(steps=2):
 
         def closure(batch: torch.Tensor = batch) -> torch.Tensor:
@@ -132,28 +131,28 @@ def steps(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step(closure)
 
 
-def comparable(value: object) -> object:
+def comparable_form(value: object) -> object:
     """Return a nested structure with types and numbers in place of tensors and values."""
     if isinstance(value, dict):
-        return {key: comparable(item) for key, item in value.items()}
+        return {key: comparable_form(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [comparable(item) for item in value]
+        return [comparable_form(item) for item in value]
     if isinstance(value, torch.Tensor):
         return value.dtype, value.stride(), value.tolist()
     return type(value), value
 
 
-def broadcasts_optimizer(name: str, root: int, wrap: bool) -> None:
+def broadcast_optimizer(name: str, root: int, wrap: bool) -> None:
     """The root has other hyper-parameters; who is warm has trained; then all train on, alike."""
     for warm in ([root], [r for r in range(hvd.size()) if r != root], range(hvd.size()), []):
-        broadcasts_one_optimizer(name, root, wrap, hvd.rank() in warm)
+        broadcast_one_optimizer(name, root, wrap, hvd.rank() in warm)
 
 
-def broadcasts_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> None:
+def broadcast_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> None:
     model = make_model()
     optimizer = OPTIMIZERS[name](model)
     if warm:
-        steps(model, optimizer)
+        take_steps(model, optimizer)
     if hvd.rank() == root:
         optimizer.param_groups[0]["lr"] *= 3
         optimizer.param_groups[0]["note"] = ("a tuple", None, True, 7)
@@ -165,101 +164,46 @@ def broadcasts_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> No
     assert group["note"] == ("a tuple", None, True, 7)
     fresh = OPTIMIZERS[name](make_model()).param_groups[0]["lr"]
     assert type(group["lr"]) is type(fresh)
-    mine = comparable(optimizer.state_dict())
+    mine = comparable_form(optimizer.state_dict())
     assert all(other == mine for other in hvd.allgather_object(mine))
     hvd.broadcast_parameters(model.state_dict(), root_rank=root)
-    steps(model, optimizer)
+    take_steps(model, optimizer)
     assert_same_on_all_ranks(*model.parameters())
 
 
-def names_all_optimizers() -> None:
+def check_list_of_optimizers() -> None:
     tested = {type(make(make_model())) for make in OPTIMIZERS.values()}
     known = [c for c in vars(torch.optim).values() if isinstance(c, type)]
     assert tested == {c for c in known if issubclass(c, Optimizer)} - {Optimizer}
 
 
 def test_no_optimizer_of_torch_is_left_out():
-    run(names_all_optimizers, 1)
+    run(check_list_of_optimizers, 1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_broadcast_optimizer_state(name):
-    run(broadcasts_optimizer, 2, args=(name, 1, False))
+    run(broadcast_optimizer, 2, args=(name, 1, False))
 
 
 @pytest.mark.parametrize("root", [0, 2])
 def test_broadcast_optimizer_state_of_a_wrapped_one(root):
-    run(broadcasts_optimizer, 3, args=("Adam", root, True), transport="tcp")
+    run(broadcast_optimizer, 3, args=("Adam", root, True), transport="tcp")
 
 
-def broadcasts_other_optimizers() -> str:
+def broadcast_different_optimizers() -> str:
     model = nn.Linear(3, 3 + hvd.rank())
     with pytest.raises(hvd.MismatchError) as error:
         hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1), root_rank=0)
     return str(error.value)
 
 
-def test_optimizers_of_different_models():
-    for message in run(broadcasts_other_optimizers, 2):
+def test_optimizers_of_different_models_are_refused():
+    for message in run(broadcast_different_optimizers, 2):
         assert "rank 0: parameter 0 of group 0: [3, 3]; rank 1: parameter 0" in message
 
 
-def shares_objects() -> None:
-    for root in range(hvd.size()):
-        text = "é" * (1000 + hvd.rank() * 1_500_000)  # UTF-8: up to 6 MB
-        mine = {"rank": hvd.rank(), "tensor": torch.ones(3), "text": text}
-        received = hvd.broadcast_object(mine, root_rank=root, name="a thing")
-        assert received["rank"] == root
-        assert len(received["text"]) == 1000 + root * 1_500_000
-        assert (received is mine) == (hvd.rank() == root)
-    for length in (1, 100_000):
-        gathered = hvd.allgather_object(list(range(hvd.rank() * length)), name="lists")
-        assert gathered == [list(range(rank * length)) for rank in range(hvd.size())]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_objects(transport, size):
-    run(shares_objects, size, transport=transport)
-
-
-def shares_what_has_no_name() -> None:
-    """Scripts share defaultdicts of lambdas and classes made in functions: Horovod takes them."""
-
-    class Local:
-        rank = hvd.rank()
-
-    counts = hvd.broadcast_object(defaultdict(lambda: 7, root=hvd.rank()), root_rank=1)
-    assert counts["root"] == 1
-    assert counts["missing"] == 7
-    assert [local.rank for local in hvd.allgather_object(Local)] == [0, 1]
-
-
-def test_objects_that_only_cloudpickle_takes():
-    pytest.importorskip("cloudpickle")
-    run(shares_what_has_no_name, 2)
-
-
-def cannot_share() -> None:
-    """All ranks hear of it, also when it is only one that cannot; the job goes on."""
-    for share in (hvd.broadcast_object, hvd.allgather_object):
-        mine = threading.Lock() if hvd.rank() == 0 else "text"
-        expected = (
-            pytest.raises(TypeError, match="pickle")
-            if hvd.rank() == 0
-            else pytest.raises(RuntimeError, match="rank 0 cannot pickle its object")
-        )
-        with expected:
-            share(mine)
-    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_objects_without_a_pickle(size):
-    run(cannot_share, size)
-
-
-def leaves_as_it_is() -> None:
+def broadcast_on_one_rank() -> None:
     model = make_model()
     optimizer = OPTIMIZERS["Adam"](model)
     train(model, optimizer, joined_batches(steps=1))
@@ -270,4 +214,4 @@ def leaves_as_it_is() -> None:
 
 
 def test_on_one_rank_nothing_changes():
-    run(leaves_as_it_is, 1)
+    run(broadcast_on_one_rank, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints come back on all ranks, are whole or the old one, and fail everywhere alike."""
+"""Checkpoints: they come back on all ranks, are whole or the old one, and fail on all ranks."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def assert_equal(got: Any, want: Any) -> None:
         assert got == want
 
 
-def failure(call: Callable[[], object]) -> str:
+def text_of_error(call: Callable[[], object]) -> str:
     with pytest.raises(CheckpointError) as caught:
         call()
     return str(caught.value)
 
 
-def saves_and_loads(folder: Path) -> list[str]:
+def save_and_load(folder: Path) -> list[str]:
     rank = hvd.rank()
     mine = folder / str(rank)  # as if each had a disk of its own: only rank 0's is used
     path = mine / "new" / "checkpoint.pt"
@@ -78,21 +78,23 @@ def saves_and_loads(folder: Path) -> list[str]:
 
     assert load(mine / "missing.pt", default=7) == 7
     assert load(mine / "missing.pt", default=None) is None
-    errors = [failure(lambda: load(mine / "missing.pt"))]
+    errors = [text_of_error(lambda: load(mine / "missing.pt"))]
     for damaged in (b"", b"no checkpoint", path.read_bytes()[:-100] if rank == 0 else b""):
         if rank == 0:
             (mine / "damaged.pt").write_bytes(damaged)
-        errors += [failure(lambda: load(mine / "damaged.pt", default=None))]
+        errors += [text_of_error(lambda: load(mine / "damaged.pt", default=None))]
     if rank == 0:
         torch.save({"code": Path("x")}, mine / "code.pt")
-    errors.append(failure(lambda: load(mine / "code.pt")))
-    errors.append(failure(lambda: load(folder)))
+    errors.append(text_of_error(lambda: load(mine / "code.pt")))
+    errors.append(text_of_error(lambda: load(folder)))
 
     # What cannot be written leaves what was there.
-    errors.append(failure(lambda: save(path, {"cannot": failure} if rank else {"f": lambda: 0})))
+    errors.append(
+        text_of_error(lambda: save(path, {"cannot": text_of_error} if rank else {"f": lambda: 0}))
+    )
     if rank == 0:
         (mine / "file").touch()
-    errors.append(failure(lambda: save(mine / "file" / "x.pt", {})))
+    errors.append(text_of_error(lambda: save(mine / "file" / "x.pt", {})))
     assert load(path) == {"epoch": 4}
     assert [file.name for file in mine.glob("new/*")] == ([path.name] if rank == 0 else [])
     assert hvd.allgather_object(errors) == [errors] * hvd.size()
@@ -104,13 +106,13 @@ def saves_and_loads(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_was_saved_comes_back_everywhere(size, tmp_path):
+def test_checkpoints_come_back_on_all_ranks(size, tmp_path):
     for rank in range(size):
         (tmp_path / str(rank)).mkdir()
-    assert len(run(saves_and_loads, size, args=(tmp_path,))[0]) == 8
+    assert len(run(save_and_load, size, args=(tmp_path,))[0]) == 8
 
 
-def dies_while_it_saves(path: Path) -> str:
+def die_while_saving(path: Path) -> str:
     save(path, {"epoch": 1})
 
     def save_half(_state: object, file: IO[bytes]) -> None:
@@ -122,15 +124,15 @@ def dies_while_it_saves(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_killed_job_leaves_the_checkpoint_before(tmp_path):
+def test_a_killed_job_leaves_the_previous_checkpoint(tmp_path):
     path = tmp_path / "checkpoint.pt"
-    _, text = run(dies_while_it_saves, 2, args=(path,), may_die={0})
+    _, text = run(die_while_saving, 2, args=(path,), may_die={0})
     assert "rank 0" in text
     assert torch.load(path, weights_only=True) == {"epoch": 1}
     assert (tmp_path / "checkpoint.pt.unfinished").read_bytes() != path.read_bytes()
 
 
-def of_a_set(folder: Path) -> None:
+def save_in_a_set(folder: Path) -> None:
     pair = hvd.add_process_set([1, 2])
     if pair.included():
         path = folder / str(hvd.rank()) / "checkpoint.pt"
@@ -139,5 +141,5 @@ def of_a_set(folder: Path) -> None:
 
 
 def test_the_first_of_a_process_set_writes(tmp_path):
-    run(of_a_set, 3, args=(tmp_path,))
+    run(save_in_a_set, 3, args=(tmp_path,))
     assert [path.name for path in tmp_path.glob("*")] == ["1"]

@@ -31,7 +31,7 @@ def rates_of(optimizer: SGD, scheduler: WarmupLR, steps: int) -> list[float]:
     return rates
 
 
-def test_imagenet():
+def test_schedule_of_imagenet():
     """Goyal et al. 2017: 0.1 to 0.8 on 8 ranks over 5 epochs, a tenth at epochs 30, 60 and 80."""
     optimizer = make_optimizer(0.1)
     decay = step_decay([30, 60, 80])
@@ -43,7 +43,7 @@ def test_imagenet():
         assert rates[begin:end] == pytest.approx([rate] * (end - begin))
 
 
-def test_cosine():
+def test_cosine_decay():
     optimizer = make_optimizer(1.0)
     after = cosine_decay(10, 30, floor=0.1)
     rates = rates_of(optimizer, WarmupLR(optimizer, 10, after, scale=2), 40)
@@ -55,7 +55,7 @@ def test_cosine():
 
 
 @pytest.mark.parametrize(("warmup", "scale"), [(0, 4), (3, 1), (0.5, 0.5)])
-def test_edges(warmup, scale):
+def test_warm_ups_of_any_length_and_scale(warmup, scale):
     optimizer = make_optimizer(1.0)
     rates = rates_of(optimizer, WarmupLR(optimizer, warmup, scale=scale, steps_per_epoch=2), 10)
     steps = int(2 * warmup)
@@ -111,12 +111,12 @@ def test_a_state_fits_another_number_of_ranks(tmp_path):
         lambda _optimizer: cosine_decay(5, 5),
     ],
 )
-def test_what_is_refused(make: Callable[[SGD], object]):
+def test_wrong_schedules_are_refused(make: Callable[[SGD], object]):
     with pytest.raises(ValueError, match="must be"):
         make(make_optimizer(0.1))
 
 
-def scales_with_the_size() -> None:
+def warm_up_to_the_size() -> None:
     optimizer = make_optimizer(0.1)
     parameters = [group["params"][0] for group in optimizer.param_groups]
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=[("w", parameters[0])])
@@ -132,6 +132,6 @@ def scales_with_the_size() -> None:
 
 
 def test_the_scale_is_the_number_of_ranks():
-    run(scales_with_the_size, 2)
+    run(warm_up_to_the_size, 2)
     with pytest.raises(hvd.NotInitializedError):
         WarmupLR(make_optimizer(0.1), 1)

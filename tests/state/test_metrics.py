@@ -1,4 +1,4 @@
-"""Means over the samples of all ranks, whatever each has."""
+"""Means over the samples of all ranks, which may have different numbers of samples."""
 
 import math
 
@@ -10,7 +10,7 @@ import torch_ring as hvd
 from torch_ring.metrics import Mean, Means
 
 
-def means() -> None:
+def check_means() -> None:
     rank, size = hvd.rank(), hvd.size()
     metrics = Means("loss", "accuracy", "never")
     mean = Mean()
@@ -65,11 +65,11 @@ def means() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_means(size):
-    run(means, size)
+def test_means_over_all_ranks(size):
+    run(check_means, size)
 
 
-def test_what_they_refuse():
+def test_wrong_values_are_refused():
     with pytest.raises(ValueError, match="name the quantities"):
         Means()
     metrics = Means("loss")

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: what one process computes on the joined batch."""
+"""SyncBatchNorm: the ranks compute what one process computes on the joined batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import pytest
 import torch
 from pool import run
 from torch import nn
+from worlds import on_most_worlds
 
 import torch_ring as hvd
-
-on_all_worlds = pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 1), ("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)]
-)
 
 
 def batches(shape: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -20,7 +17,7 @@ def batches(shape: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> li
     return [(torch.randn(n, *shape, generator=generator) * 2 + 300).to(dtype) for n in counts]
 
 
-def is_one_process() -> None:
+def compare_with_one_process() -> None:
     rank, size = hvd.rank(), hvd.size()
     cases = [
         (nn.BatchNorm1d(4), (4,), [3 + r for r in range(size)], torch.float32),
@@ -63,9 +60,9 @@ def is_one_process() -> None:
         torch.testing.assert_close(sync(parts[0]), plain(parts[0]), **tolerance)
 
 
-@on_all_worlds
-def test_equal_to_one_process(transport, size):
-    run(is_one_process, size, transport=transport)
+@on_most_worlds
+def test_sync_batch_norm_equals_one_process(transport, size):
+    run(compare_with_one_process, size, transport=transport)
 
 
 def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +74,7 @@ def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x.grad
 
 
-def is_one_process_in_a_set() -> None:
+def compare_in_a_set() -> None:
     """Also in second derivatives, without a bias, and in a layer that is used twice."""
     pair = hvd.add_process_set([0, 2])
     if not pair.included():
@@ -103,10 +100,10 @@ def is_one_process_in_a_set() -> None:
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), ("shm", 4)])
 def test_in_a_set_and_differentiated_twice(transport, size):
-    run(is_one_process_in_a_set, size, transport=transport)
+    run(compare_in_a_set, size, transport=transport)
 
 
-def takes_16_bits_and_refuses_too_little() -> None:
+def check_dtypes_and_errors() -> None:
     layer = hvd.SyncBatchNorm(4)
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(6, 4).to(dtype).requires_grad_()
@@ -129,10 +126,10 @@ def takes_16_bits_and_refuses_too_little() -> None:
 
 
 def test_dtypes_and_errors():
-    run(takes_16_bits_and_refuses_too_little, 2)
+    run(check_dtypes_and_errors, 2)
 
 
-def converts() -> None:
+def convert_models() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(2, affine=False))
     )
@@ -160,5 +157,5 @@ def converts() -> None:
     assert all(parameter.grad is not None for parameter in parameters)
 
 
-def test_convert():
-    run(converts, 2)
+def test_convert_sync_batchnorm():
+    run(convert_models, 2)
