@@ -1,4 +1,4 @@
-"""The input pipeline on any accelerator, called as the programs of device_programs are."""
+"""The input pipeline on any accelerator, called as device_operations are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from device_programs import busy
+from device_operations import busy
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +21,7 @@ class Pair(NamedTuple):
     right: list[Tensor]
 
 
-def nested(index: int) -> dict[str, Any]:
+def nested_batch(index: int) -> dict[str, Any]:
     filled = torch.full((30_011,), float(index))
     return {
         "pair": Pair(filled, [filled.int(), filled.bool()]),
@@ -38,10 +38,10 @@ class Late(DevicePrefetcher):
         return super().to_device(batch)
 
 
-def prefetches(device: str) -> None:
+def prefetch_batches(device: str) -> None:
     """The loop's stream waits for the copies, and the copies' memory for the loop's stream."""
     for pins in (False, True):
-        batches = [nested(index) for index in range(5)]
+        batches = [nested_batch(index) for index in range(5)]
         if pins:
             batches = tree_map_only(Tensor, Tensor.pin_memory, batches)
         results = []
@@ -58,10 +58,10 @@ def prefetches(device: str) -> None:
             assert (flag.cpu() == bool(index)).all()
             assert empty.numel() == 0
         assert len(results) == len(Late(batches, device)) == 5
-    stops_early(device)
+    stop_early(device)
 
 
-def stops_early(device: str) -> None:
+def stop_early(device: str) -> None:
     assert list(DevicePrefetcher([], device)) == []
     assert [x.item() for x in DevicePrefetcher([torch.tensor(3)], device)] == [3]
     closed = []
@@ -78,7 +78,7 @@ def stops_early(device: str) -> None:
     assert closed
 
 
-def feeds(device: str) -> None:
+def feed_training(device: str) -> None:
     size = hvd.size()
     data = TensorDataset(torch.arange(9.0 * size - 1).reshape(-1, 1))
     for mode in MODES:
@@ -112,4 +112,4 @@ def feeds(device: str) -> None:
         assert min(report.rates.real, report.rates.cached, report.rates.synthetic) > 0
 
 
-DATA: list[Callable[[str], None]] = [prefetches, feeds]
+DATA: list[Callable[[str], None]] = [prefetch_batches, feed_training]

@@ -101,7 +101,7 @@ def delay(milliseconds: int) -> None:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def held_stream() -> Iterator[None]:
     """Let what is now the current stream do nothing more until the block ends."""
     gate = torch.ops.ringdouble.close_gate()
     try:

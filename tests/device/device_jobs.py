@@ -1,7 +1,7 @@
-"""Whole jobs on any accelerator, called as those of device_programs are.
+"""Whole jobs on any accelerator, called as device_operations are.
 
-They train beside torch's DDP, with loss scaling and in buckets of many sizes; they begin again, and
-they lose a rank.
+They train beside torch's DDP, with loss scaling and in buckets of many sizes; they call init()
+again, and they lose a rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from device_programs import busy, trains
+from device_operations import busy
+from device_training import train_like_one_process
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -33,7 +34,7 @@ import torch_ring as hvd
 from torch_ring.gradients import Reducer
 
 
-def equals_ddp(device: str) -> None:
+def compare_with_ddp(device: str) -> None:
     """As DDP with NCCL; a stand-in has none in torch.distributed, so there DDP is on the host."""
     backend, there = ("nccl", device) if device == "cuda" else ("gloo", "cpu")
     store, port = None, 0
@@ -55,7 +56,7 @@ def equals_ddp(device: str) -> None:
     hvd.barrier()  # rank 0 is the store
 
 
-def scales_losses(device: str) -> None:
+def scale_losses(device: str) -> None:
     """As one process that takes the parts of all ranks in turn. A stand-in has no autocast."""
 
     def play(wrap: Callable[[Optimizer], Optimizer], ranks: Sequence[int]) -> nn.Module:
@@ -90,17 +91,17 @@ def scales_losses(device: str) -> None:
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-3)
 
 
-def trains_in_buckets(device: str) -> None:
+def train_in_buckets_of_many_sizes(device: str) -> None:
     """Of one gradient each, of all, and of sizes between: each a job of its own."""
     few = [1, *random.Random(5).sample(range(4, 1000), 2), 1 << 20]
     for bucket_bytes in few:
         hvd.shutdown()
         os.environ["TORCH_RING_BUCKET_BYTES"] = str(bucket_bytes)
         hvd.init()
-        trains(device)
+        train_like_one_process(device)
 
 
-def sends_during_backward(device: str) -> None:
+def send_buckets_during_backward(device: str) -> None:
     """Every bucket is on its way before the pass ends: the device has time for both."""
     hvd.shutdown()
     os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
@@ -112,7 +113,7 @@ def sends_during_backward(device: str) -> None:
             Reducer, "start_bucket", lambda self, i: (sent.append(i), start_bucket(self, i))
         )
         patch.setattr(Reducer, "start", lambda self, *said: (sent.append(-1), start(self, *said)))
-        trains(device)
+        train_like_one_process(device)
     if hvd.size() == 1:
         assert sent == []  # there is nobody
         return
@@ -120,7 +121,7 @@ def sends_during_backward(device: str) -> None:
     assert sent[-len(one_pass) :] == one_pass  # in the order in which they become ready
 
 
-def begins_again(device: str) -> None:
+def init_again(device: str) -> None:
     """A tensor outlives the job that has used it, and is the next one's."""
     mine = torch.ones(5, device=device)
     for _ in range(3):
@@ -130,7 +131,7 @@ def begins_again(device: str) -> None:
     assert mine.tolist() == [hvd.size() ** 3] * 5
 
 
-def loses_a_rank(device: str) -> str:
+def lose_a_rank(device: str) -> str:
     """Rank 1 is killed while the others' streams are within a collective; return what they hear."""
     mine = torch.ones(100_000, device=device)
     hvd.allreduce(mine, op=hvd.Sum)
@@ -149,9 +150,9 @@ def loses_a_rank(device: str) -> str:
 
 
 JOBS: list[Callable[[str], None]] = [
-    equals_ddp,
-    scales_losses,
-    trains_in_buckets,
-    sends_during_backward,
-    begins_again,
+    compare_with_ddp,
+    scale_losses,
+    train_in_buckets_of_many_sizes,
+    send_buckets_during_backward,
+    init_again,
 ]

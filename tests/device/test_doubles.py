@@ -1,4 +1,4 @@
-"""The doubles keep what they promise: a device's asynchrony, and NCCL among processes."""
+"""The stand-ins behave as a device with streams, and as NCCL among processes."""
 
 import contextlib
 import copy
@@ -9,7 +9,7 @@ import time
 
 import device_double
 import torch
-from device_double import DEVICE, delay, held
+from device_double import DEVICE, delay, held_stream
 from pool import run
 from torch import nn
 
@@ -19,18 +19,18 @@ pytestmark = device_double.needed
 
 
 def test_device() -> None:
-    run(device, 1, initialized=False)  # a new process: autograd counts devices only once
+    run(check_device, 1, initialized=False)  # a new process: autograd counts devices only once
 
 
-def device() -> None:
+def check_device() -> None:
     device_double.load()
-    operators()
-    training()
-    streams()
-    freed_memory()
+    check_operators()
+    check_training()
+    check_streams()
+    check_freed_memory()
 
 
-def operators() -> None:
+def check_operators() -> None:
     x = torch.empty(3, device=DEVICE).fill_(2)
     assert x.device == torch.device(DEVICE, 0)
     y = x + 1
@@ -58,7 +58,7 @@ def operators() -> None:
     assert torch.equal(other.to(f"{DEVICE}:0").cpu(), torch.ones(2))
 
 
-def training() -> None:
+def check_training() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 1)
@@ -80,7 +80,7 @@ def training() -> None:
     assert torch.equal(restored["0.weight"], on_device[0].weight)
 
 
-def streams() -> None:
+def check_streams() -> None:
     stream, event = torch.Stream(DEVICE), torch.Event(DEVICE)
     default = torch.accelerator.current_stream()
     assert stream != default
@@ -88,7 +88,7 @@ def streams() -> None:
     default.synchronize()
     event.wait(default)  # before it is recorded it stands for nothing
     assert event.query()
-    with stream, held():
+    with stream, held_stream():
         assert torch.accelerator.current_stream() == stream
         target.copy_(ones)
         event.record()
@@ -101,7 +101,7 @@ def streams() -> None:
     assert target.tolist() == [1, 1, 1, 1]
     assert event.query()
 
-    with stream, held():
+    with stream, held_stream():
         default.wait_event(event)  # its recording is over; the next one comes too late
         event.record()
         default.synchronize()
@@ -116,12 +116,12 @@ def streams() -> None:
     assert time.monotonic() - begun >= 0.02
 
 
-def freed_memory() -> None:
+def check_freed_memory() -> None:
     default, stream = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     for used in (False, True):
         target, tensor = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
         default.synchronize()
-        with stream, held():
+        with stream, held_stream():
             target.copy_(tensor)
             if used:
                 tensor.record_stream(stream)
@@ -157,13 +157,13 @@ FLOAT32, SUM = 7, 0
 
 
 def test_nccl_among_processes() -> None:
-    run(nccl, 3)
+    run(check_nccl, 3)
 
 
-def nccl() -> None:
+def check_nccl() -> None:
     device_double.load()
     library = device_double.nccl()
-    comm = communicator(library)
+    comm = new_communicator(library)
     rank, size = hvd.rank(), hvd.size()
     default, stream = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     queue = ctypes.c_void_p(stream.native_handle)
@@ -171,7 +171,7 @@ def nccl() -> None:
     count = 300_000  # does not fit in a mailbox
     data = torch.full((count,), float(rank), device=DEVICE)
     torch.accelerator.synchronize()
-    with stream, held() if rank == 0 else contextlib.nullcontext():
+    with stream, held_stream() if rank == 0 else contextlib.nullcontext():
         library.ncclAllReduce(*pointers(data, data), count, FLOAT32, SUM, comm, queue)
         hvd.barrier()
         with default:
@@ -205,7 +205,7 @@ def nccl() -> None:
         assert faults.aborted == 1
 
 
-def communicator(library: ctypes.CDLL) -> ctypes.c_void_p:
+def new_communicator(library: ctypes.CDLL) -> ctypes.c_void_p:
     library.ncclCommInitRankConfig.argtypes = [
         ctypes.c_void_p, ctypes.c_int, UniqueId, ctypes.c_int, ctypes.c_void_p,
     ]  # fmt: skip

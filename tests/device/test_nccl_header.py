@@ -1,4 +1,4 @@
-"""What csrc/nccl says of NCCL is what NCCL's header and library say. No GPU is needed."""
+"""The declarations in csrc/nccl agree with NCCL's own header and library. No GPU is needed."""
 
 import importlib.util
 import os
