@@ -1,4 +1,4 @@
-"""The benchmark of the input pipeline, from jobs of two sizes to the curves."""
+"""The benchmark of the input pipeline: jobs of two sizes, and their curves."""
 
 from __future__ import annotations
 
