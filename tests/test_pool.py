@@ -98,7 +98,7 @@ def stop(pids: Path) -> None:
 
 
 def have_ended(pids: Path) -> bool:
-    """Return whether the processes end, at once; a zombie has ended."""
+    """Return whether the processes end within seconds; a zombie has ended."""
     deadline = time.monotonic() + 5
     running = [Path("/proc", file.read_text(), "status") for file in pids.iterdir()]
     while running and time.monotonic() < deadline:

@@ -148,7 +148,7 @@ def test_wrong_elements_are_counted(size: int) -> None:
 
 
 def distances_of_replicas() -> tuple[float, float]:
-    """Return how far apart two ranks are that average, and that do not."""
+    """Return the distance of two replicas that average gradients, and of two that do not."""
     replicas, workloads = map(importlib.import_module, ("replicas", "workloads"))
     importlib.import_module("peers").start_gloo()
     found = replicas.replicas_of(workloads.WORKLOADS["pinn"], 4)

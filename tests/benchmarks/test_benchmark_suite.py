@@ -46,7 +46,7 @@ def test_open_mpi_is_a_peer_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
 def made_up_row(
     collective: str, size_bytes: int, dtype: str, memory: str, **times_us: float
 ) -> Any:
-    """Return what collectives.py writes."""
+    """Return a row as collectives.py writes it."""
     results = {
         library: {"time_us": time_us, "algbw": 1.0, "busbw": size_bytes / time_us / 1e3, "wrong": 0}
         for library, time_us in times_us.items()
@@ -57,7 +57,7 @@ def made_up_row(
 
 
 def made_up_reports() -> dict[str, Any]:
-    """Return reports of which every target can be calculated by hand."""
+    """Return reports from which every target can be calculated by hand."""
     machine = {"ranks": 2, "cores": 2}
     size_bytes = 64 << 20
     dtypes = ("float32", "bfloat16", "float16")
@@ -141,7 +141,7 @@ def test_targets_of_all_results() -> None:
 
 
 def test_targets_of_a_part_of_the_results() -> None:
-    """Of one dtype, beside one peer: what else is wanted cannot be told."""
+    """Results of one dtype beside one peer give the targets that need no more."""
     reports = {"allreduce": made_up_reports()["allreduce"]}
     rows = [row for row in reports["allreduce"]["rows"] if row["type"] == "float32"]
     for row in rows:

@@ -168,7 +168,7 @@ def test_layers_of_torchvision() -> None:
 
 
 def test_published_efficiencies(steps: dict[str, Step]) -> None:
-    """All cells within three points, and those of 512 GPUs also when the fit has not seen them."""
+    """All cells are within three points; those of 512 GPUs also without them in the fit."""
     pytest.importorskip("scipy")
     published = scaling_model.PUBLISHED
     fitted = scaling_model.fit(list(steps.values()), published)
@@ -187,7 +187,7 @@ def test_published_efficiencies(steps: dict[str, Step]) -> None:
 
 
 def test_the_nine_cells_can_be_missed(steps: dict[str, Step]) -> None:
-    """Half the bandwidth would not do: the model depends on what was fitted."""
+    """With half the bandwidth a cell is off by ten points: the model depends on the fit."""
     slow = scaling_model.Horovod(Link(1.3e9, 22e-6), 0.02)
     cells = scaling_model.cells_of(steps, slow, slow)
     assert max(abs(cell.fitted - cell.published) for cell in cells) > 0.1

@@ -23,7 +23,7 @@ def test_allgather(transport, size):
 
 
 def gather_large_tensors() -> None:
-    """Results of 32 MiB and more, for which huge pages are asked, and of no round size."""
+    """Gather results of more than 32 MiB, which ask for huge pages, of no round size."""
     rows = torch.arange(5_000_001, dtype=torch.float32)
     gathered = hvd.allgather(rows)
     assert gathered.nbytes > 32 << 20

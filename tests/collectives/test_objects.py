@@ -31,7 +31,7 @@ def test_objects(transport, size):
 
 
 def share_nameless_objects() -> None:
-    """Scripts share defaultdicts of lambdas and classes made in functions: Horovod takes them."""
+    """Defaultdicts of lambdas and classes made in functions, which Horovod takes as well."""
 
     class Local:
         rank = hvd.rank()
@@ -48,7 +48,7 @@ def test_objects_that_only_cloudpickle_takes():
 
 
 def share_without_a_pickle() -> None:
-    """All ranks hear of it, also when it is only one that cannot; the job goes on."""
+    """If one rank cannot pickle its object, all ranks get an error, and the job goes on."""
     for share in (hvd.broadcast_object, hvd.allgather_object):
         mine = threading.Lock() if hvd.rank() == 0 else "text"
         expected = (

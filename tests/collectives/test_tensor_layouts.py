@@ -35,7 +35,7 @@ def test_layouts(transport, size):
 
 
 def check_lazy_values() -> None:
-    """A tensor may be the negative of its memory, or all zero without any."""
+    """A tensor may be the negative of its memory, or zero without any memory."""
     size, numbers = hvd.size(), torch.arange(1.0, 3.0)
     conjugate = torch.tensor([2 + 3j]).conj()
     for tensor, expected in [

@@ -77,7 +77,7 @@ class UnusualModel(nn.Module):
 
 
 def compare_with_no_compression(**options: Any) -> None:
-    """With nothing lost, every gradient arrives where it belongs, in its own shape."""
+    """Compressors that lose nothing give the weights of training without compression."""
     for make in (Exact, Ragged):
         for model in (make_model, UnusualModel):
             compressed, plain = model(), model()
@@ -109,7 +109,7 @@ def test_many_small_buckets(transport):
 
 
 class Recorder(hvd.StatefulCompressor):
-    """Keeps what it gets, and the dtype in which the machine computes for it."""
+    """Records its gradient, and the dtype of a product that it computes."""
 
     def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
         state["gradient"] = gradient.clone()
@@ -118,7 +118,7 @@ class Recorder(hvd.StatefulCompressor):
 
 
 def check_gradients_of_the_compressor() -> None:
-    """Also where the elements lie in another order, and in an autocast region."""
+    """Gradients keep their shape in channels_last and in an autocast region."""
     alone, model, compressor = UnusualModel(), UnusualModel(), Recorder()
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), lr=0.1),
@@ -145,7 +145,7 @@ def test_compressors_get_gradients_in_the_shapes_of_parameters():
 
 
 def check_accumulation(op: int) -> None:
-    """Passes add up as without compression, where 8 bits hold every value."""
+    """Backward passes add up as without compression; 8 bits hold every value here."""
     share = 1 if op == hvd.Sum else 1 / 2
     (x,) = parameters = weights(1)
     optimizer = hvd.DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""The state of compressors: what a resumed run and a skipped step make of it."""
+"""The state of compressors, in a resumed run and after a skipped step."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_a_resumed_run_continues():
 
 
 def skip_a_step() -> None:
-    """A step that GradScaler skips on all ranks leaves nothing behind."""
+    """A step that GradScaler skips on all ranks leaves the state unchanged."""
     for name in ("int8", "powersgd", "topk"):
         model = make_model()
         compressor = COMPRESSORS[name]()

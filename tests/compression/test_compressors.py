@@ -50,7 +50,7 @@ COMPRESSORS: dict[str, Callable[[], hvd.StatefulCompressor]] = {
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_sent_and_error_add_up_to_the_gradients(name, ranks):
-    """What does not arrive is owed, on every rank; and all ranks get the same bits."""
+    """Each rank owes what did not arrive, as its error; all ranks get the same bits."""
     compressor = COMPRESSORS[name]()
     generator = torch.Generator().manual_seed(3)
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
@@ -71,7 +71,7 @@ def test_sent_and_error_add_up_to_the_gradients(name, ranks):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_error_feedback_delivers_a_constant_gradient(name):
-    """With error feedback the mean over steps comes as near as one wants."""
+    """With error feedback the mean over steps converges to the gradient."""
     compressor = COMPRESSORS[name]()
     gradient = torch.randn(12, 10, generator=torch.Generator().manual_seed(5))
     states: list[dict[str, Any]] = [{}]
@@ -95,7 +95,7 @@ def test_quantize(numel, dtype):
 
 
 def test_quantize_keeps_zero_and_tiny_numbers():
-    """What is too small to be divided may be lost, but does not grow."""
+    """Numbers too small to be divided may be lost, but do not grow."""
     for value, error in ((0.0, 0.0), (2.7e-43, 3e-43), (1e-38, 1e-38), (3e-36, 1e-38)):
         tensor = torch.full((20,), value)
         back = dequantize(*quantize(tensor, 8), tensor.shape)

@@ -11,7 +11,7 @@ import torch_ring as hvd
 
 
 class Exact(hvd.StatefulCompressor):
-    """Loses nothing, and counts."""
+    """Loses nothing, and counts its calls."""
 
     def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
         state["dtype"] = gradient.dtype
@@ -20,7 +20,7 @@ class Exact(hvd.StatefulCompressor):
 
 
 class Ragged(hvd.StatefulCompressor):
-    """Loses nothing either: gathers what is not zero, in two rounds; a scalar goes in one."""
+    """Loses nothing: gathers the elements that are not zero in two rounds, a scalar in one."""
 
     def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
         positions = gradient.flatten().nonzero()[:, 0].to(torch.int32)

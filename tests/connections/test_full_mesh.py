@@ -64,7 +64,7 @@ def put_on_hosts(monkeypatch):
 
 
 def check_sockets(first: int, second: int) -> None:
-    """What goes in at one end comes out at the other."""
+    """Check that two descriptors are the ends of one connection."""
     with socket.socket(fileno=first) as one, socket.socket(fileno=second) as other:
         for a, b in ((one, other), (other, one)):
             a.sendall(b"hello")

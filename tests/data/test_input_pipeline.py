@@ -34,7 +34,7 @@ FORK = multiprocessing.get_context("fork")  # for workers of ranks, that were fo
 
 
 class Clock:
-    """A time that passes when something is said to take some."""
+    """A clock that tests move forward."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Samples(Dataset[int]):
-    """Each costs this rank some time."""
+    """Samples that each cost this rank some time."""
 
     def __init__(self, length: int, cost: Callable[[], object] = lambda: None) -> None:
         self.length = length
@@ -118,7 +118,7 @@ def test_the_loop_gets_as_many_batches_in_each_mode(size):
 
 
 def check_report() -> str:
-    """Rank 1's data take 3 times as long as the step, rank 0's and rank 2's half as long."""
+    """Data take rank 1 three times as long as a step, ranks 0 and 2 half as long."""
     rank, size, clock = hvd.rank(), hvd.size(), Clock()
     data = Samples(1000 * size, lambda: clock.take(0.03 if rank == 1 else 0.005))
     sampler = ShardedSampler(data, drop_last=True)
@@ -244,7 +244,7 @@ def test_advice_of_reports(report, advice):
 
 
 def pass_an_empty_tail() -> None:
-    """After a resume with larger batches, what is left of the epoch fills none."""
+    """After a resume with larger batches, the rest of the epoch fills no batch."""
     for mode in ("real", "cached", "synthetic"):
         sampler = ShardedSampler(100, drop_last=True)
         state = sampler.state_dict() | {"consumed": 40}

@@ -23,7 +23,7 @@ def test_a_cpu_gets_the_batches_themselves():
 
 
 class Gated(DevicePrefetcher):
-    """Copies the second batch, and those after it, when the gate is opened."""
+    """Copies the second batch and later ones only after the gate is opened."""
 
     def to_device(self, batch: Any) -> Any:
         if batch[0] == 1:
@@ -32,7 +32,7 @@ class Gated(DevicePrefetcher):
 
 
 def prefetch_during_a_step() -> None:
-    """A step waits for its own batch's copy, and not for that of the next, which has begun."""
+    """A step waits for the copy of its own batch, not for that of the next, which has begun."""
     device_double.load()
     prefetcher = Gated([torch.full((3,), float(index)) for index in range(3)], DEVICE)
     batches = iter(prefetcher)

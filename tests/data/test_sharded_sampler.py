@@ -61,7 +61,7 @@ def test_training_gives_all_ranks_equally_many(length, size):
     drop_last=st.booleans(),
 )
 def test_a_resume_repeats_and_skips_none(length, before, after, batch_size, batches, drop_last):
-    """The rest of the epoch on another number of ranks, though workers had fetched all of it."""
+    """Another number of ranks gets the rest of the epoch, though workers had fetched all of it."""
     ranks = samplers(before, length, drop_last=drop_last, seed=3)
     trained = []
     for sampler in ranks:
@@ -119,7 +119,7 @@ def test_epochs_follow_one_another():
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("after", [1, 6, 12, 300])
 def test_the_size_may_change_under_a_sampler(after, drop_last):
-    """As by shutdown() and init(): the same object, whose state is taken in the new world."""
+    """After shutdown() and init() the same sampler gives its state in a world of another size."""
     sampler, *others = samplers(8, 1000, drop_last=drop_last)
     seen = [index for each in (sampler, *others) for index in list(each)[:100]]
     sampler.advance(100)
@@ -148,7 +148,7 @@ def test_the_state_of_another_sampler_is_refused():
 
 
 def resume_in_a_smaller_set() -> None:
-    """Some of the ranks finish the epoch: they need the state, and no more."""
+    """Some of the ranks finish the epoch, with nothing but the state."""
     sampler = ShardedSampler(range(23), drop_last=True)
     seen = []
     for batch in DataLoader(range(23), 2, sampler=sampler):

@@ -31,7 +31,7 @@ def nested_batch(index: int) -> dict[str, Any]:
 
 
 class Late(DevicePrefetcher):
-    """Copies late, so that who does not wait for a copy reads what was there before."""
+    """Copies late: a reader that does not wait for the copy finds old values."""
 
     def to_device(self, batch: Any) -> Any:
         busy(str(self.device), 20)
@@ -39,7 +39,7 @@ class Late(DevicePrefetcher):
 
 
 def prefetch_batches(device: str) -> None:
-    """The loop's stream waits for the copies, and the copies' memory for the loop's stream."""
+    """The loop's stream waits for copies; memory of copies is kept until that stream is done."""
     for pins in (False, True):
         batches = [nested_batch(index) for index in range(5)]
         if pins:

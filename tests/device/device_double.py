@@ -1,7 +1,7 @@
 """Stand-ins for a GPU and for NCCL in the ranks of a test: host memory and threads.
 
-They show whether results are right and whether what must wait does wait. No time measured on them
-says anything about a GPU.
+They show whether results are right, and whether streams wait where they must. Times measured on
+them say nothing about a GPU.
 
 Their streams have threads, which do not live through a fork: a test's function calls `load()` when
 it runs on its rank, and nothing may do so before.
@@ -28,7 +28,7 @@ needed = pytest.mark.skipif(not _DEVICE_LIBRARY.exists(), reason="`make doubles`
 
 
 class Faults(ctypes.Structure):
-    """What goes wrong in this process's NCCL double: NcclDoubleFaults in nccl_double.h."""
+    """Faults of this process's NCCL double: NcclDoubleFaults in nccl_double.h."""
 
     _fields_ = [
         ("version", ctypes.c_int),
@@ -69,7 +69,7 @@ def load() -> None:
 
 
 def _device(device: torch.device | str | int | None) -> torch.accelerator.device_index:
-    """Return what makes a device the current one for a block."""
+    """Return a context in which a device is the current one."""
     if device is None or isinstance(device, int):
         return torch.accelerator.device_index(device)
     return torch.accelerator.device_index(torch.device(device).index)
@@ -83,7 +83,7 @@ def nccl() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def faults() -> Iterator[Faults]:
-    """Let things go wrong in this process until the block ends; the counts begin at 0."""
+    """Yield the faults of this process, which end with the block; counts begin at 0."""
     address = nccl().nccl_double_faults
     address.restype = ctypes.POINTER(Faults)
     now: Faults = address().contents
@@ -102,7 +102,7 @@ def delay(milliseconds: int) -> None:
 
 @contextlib.contextmanager
 def held_stream() -> Iterator[None]:
-    """Let what is now the current stream do nothing more until the block ends."""
+    """Stop the stream that is current now until the block ends."""
     gate = torch.ops.ringdouble.close_gate()
     try:
         yield

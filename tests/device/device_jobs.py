@@ -35,7 +35,7 @@ from torch_ring.gradients import Reducer
 
 
 def compare_with_ddp(device: str) -> None:
-    """As DDP with NCCL; a stand-in has none in torch.distributed, so there DDP is on the host."""
+    """Train beside DDP with NCCL, or beside DDP on the host if the device is a stand-in."""
     backend, there = ("nccl", device) if device == "cuda" else ("gloo", "cpu")
     store, port = None, 0
     if hvd.rank() == 0:
@@ -57,7 +57,7 @@ def compare_with_ddp(device: str) -> None:
 
 
 def scale_losses(device: str) -> None:
-    """As one process that takes the parts of all ranks in turn. A stand-in has no autocast."""
+    """Train as one process with the parts of all ranks does. A stand-in has no autocast."""
 
     def play(wrap: Callable[[Optimizer], Optimizer], ranks: Sequence[int]) -> nn.Module:
         model = make_model().to(device)
@@ -92,7 +92,7 @@ def scale_losses(device: str) -> None:
 
 
 def train_in_buckets_of_many_sizes(device: str) -> None:
-    """Of one gradient each, of all, and of sizes between: each a job of its own."""
+    """Train with buckets of one gradient, of all gradients, and of sizes between, each in a job."""
     few = [1, *random.Random(5).sample(range(4, 1000), 2), 1 << 20]
     for bucket_bytes in few:
         hvd.shutdown()
@@ -102,7 +102,7 @@ def train_in_buckets_of_many_sizes(device: str) -> None:
 
 
 def send_buckets_during_backward(device: str) -> None:
-    """Every bucket is on its way before the pass ends: the device has time for both."""
+    """All buckets start before backward ends: the device computes and sends at once."""
     hvd.shutdown()
     os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
     hvd.init()
@@ -122,7 +122,7 @@ def send_buckets_during_backward(device: str) -> None:
 
 
 def init_again(device: str) -> None:
-    """A tensor outlives the job that has used it, and is the next one's."""
+    """A tensor outlives the world that used it; the next world uses it too."""
     mine = torch.ones(5, device=device)
     for _ in range(3):
         mine = hvd.allreduce(mine, op=hvd.Sum)
@@ -132,7 +132,7 @@ def init_again(device: str) -> None:
 
 
 def lose_a_rank(device: str) -> str:
-    """Rank 1 is killed while the others' streams are within a collective; return what they hear."""
+    """Kill rank 1 while other ranks' streams run a collective; return the error of those ranks."""
     mine = torch.ones(100_000, device=device)
     hvd.allreduce(mine, op=hvd.Sum)
     hvd.barrier()

@@ -20,7 +20,7 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (5, 0, 2), (7, 11), (30_011,)]
 
 
 def busy(device: str, milliseconds: int = 50) -> None:
-    """Give the current stream something to do for about that long."""
+    """Keep the current stream busy for about that long."""
     if device == "cuda":
         torch.cuda._sleep(milliseconds * 1_000_000)
     else:
@@ -88,7 +88,7 @@ def check_reproducibility(device: str) -> None:
 
 
 def fuse_requests(device: str) -> None:
-    """Requests of random sizes, which every rank makes in another order."""
+    """Submit requests of random sizes, on every rank in another order."""
     counts = torch.randint(0, 5000, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     dtypes = [torch.float32, torch.float16, torch.int64]
     order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(hvd.rank()))
@@ -104,7 +104,7 @@ def fuse_requests(device: str) -> None:
 
 
 def check_other_collectives(device: str) -> None:
-    """Broadcast, allgather, alltoall and reducescatter, of tensors with holes too."""
+    """Check broadcast, allgather, alltoall and reducescatter, also of tensors with gaps."""
     size, rank = hvd.size(), hvd.rank()
     for dtype in [*NUMBERS, torch.bool]:
         for shape in [(), (0,), (7, 11)]:
@@ -148,7 +148,7 @@ def check_other_collectives(device: str) -> None:
 
 
 def follow_streams(device: str) -> None:
-    """A collective reads what its stream will have written, and is read after it has written."""
+    """A collective reads after earlier work of its stream, and later work reads its result."""
     count, size = 5000, hvd.size()
     sources = [torch.full((count,), float(i + hvd.rank())).to(device) for i in range(5)]
     hvd.allreduce(sources[0])  # NCCL starts
@@ -195,7 +195,7 @@ def poll_handles(device: str) -> None:
 
 
 def mix_host_and_device(device: str) -> None:
-    """Tensors on the host and on the device in one program; sets; a rank that has joined."""
+    """Use tensors on the host and on the device, process sets, and a joined rank."""
     size, rank = hvd.size(), hvd.rank()
     there = hvd.allreduce_async(torch.ones(3, device=device), op=hvd.Sum, name="x")
     here = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="y")
@@ -233,7 +233,7 @@ def mix_host_and_device(device: str) -> None:
 
 
 def join_without_a_tensor(device: str) -> None:
-    """A rank that has no tensor on the device stands in there."""
+    """A joined rank without a tensor on the device takes part there all the same."""
     if hvd.rank() > 0:
         result = hvd.allreduce(torch.ones(30, device=device), op=hvd.Sum)
         assert result.tolist() == [hvd.size() - 1] * 30
@@ -242,7 +242,7 @@ def join_without_a_tensor(device: str) -> None:
 
 
 def shut_down_with_work_left(device: str) -> None:
-    """shutdown() waits for what the stream has not done yet; who waits later gets it."""
+    """shutdown() waits for pending work of the stream; later waits get its results."""
     size = hvd.size()
     hvd.allreduce(torch.ones(1, device=device))
     handle = hvd.allreduce_async(torch.ones(1000, device=device), op=hvd.Sum)

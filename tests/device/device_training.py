@@ -30,7 +30,7 @@ def take_steps(model: nn.Module, device: str, **options: object) -> None:
 
 
 def train_like_one_process(device: str) -> None:
-    """As one process on the joined batches; with wires of 16 bits nearly so."""
+    """Train as one process on the joined batches does; 16-bit compression comes near it."""
     alone = make_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     for batch in joined_batches(5):
@@ -78,7 +78,7 @@ def train_half_on_the_host(device: str) -> None:
 
 
 def train_with_stateful_compressors(device: str) -> None:
-    """The loss falls, and the ranks stay equal, with error feedback on the device."""
+    """Check that the loss falls and the ranks stay equal, with error feedback on the device."""
     for compression in (hvd.Compression.int8(), hvd.Compression.powersgd()):
         model = make_model(1).to(device)
         before = [loss_of(model, batch.to(device)).item() for batch in joined_batches(5)]
@@ -90,7 +90,7 @@ def train_with_stateful_compressors(device: str) -> None:
 
 
 def check_sync_batch_norm(device: str) -> None:
-    """SyncBatchNorm, of batches of different sizes, as one process on the joined batch."""
+    """Compare SyncBatchNorm on batches of different sizes with one process on the joined batch."""
     size, rank = hvd.size(), hvd.rank()
     rows = [3 + 2 * r for r in range(size)]
     begin = sum(rows[:rank])
@@ -147,7 +147,7 @@ def train_on_two_streams(device: str) -> None:
 
 
 def accumulate_and_broadcast_state(device: str) -> None:
-    """Accumulation, no_sync, op=Sum, a frozen parameter; the state of an optimizer."""
+    """Accumulate with op=Sum and a frozen parameter; then broadcast the state of the optimizer."""
     model = make_model().to(device)
     model[0].bias.requires_grad_(False)
     optimizer = hvd.DistributedOptimizer(

@@ -141,7 +141,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """As csrc/nccl/api.h has it."""
+    """The Config of csrc/nccl/api.h."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),

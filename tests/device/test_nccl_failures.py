@@ -66,7 +66,7 @@ def test_calls_in_progress_are_waited_for():
 
 
 def fail_inside_nccl(device: str) -> tuple[str, str]:
-    """An error that NCCL reports later is the next call's, on all ranks; a new init() works."""
+    """The next call on all ranks raises an error that NCCL reported late; a new init() works."""
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
 

@@ -1,4 +1,4 @@
-"""The GPU path on GPUs; one is enough for all ranks. A rank is its own process and, to NCCL, host.
+"""Tests on GPUs; one GPU is enough for all ranks, each of which is a host of its own to NCCL.
 
 NCCL refuses two ranks of one host on one GPU. Between hosts it uses sockets, here the loopback
 interface's: what these tests show is whether results are right, and nothing about speed.

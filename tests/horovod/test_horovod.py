@@ -10,13 +10,14 @@ import torch
 from horovod_behaviours import BEHAVIOURS
 from launcher_commands import TORCHRUN, mpirun_command, output_of, start_program
 from pool import run
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
 PROGRAM = str(Path(__file__).parent / "programs" / "run_all.py")
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
 def test_behaviour(behaviour, size, transport):

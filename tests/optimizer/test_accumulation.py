@@ -1,4 +1,4 @@
-"""Several backward passes make one step."""
+"""Gradients of several backward passes add up for one step."""
 
 import pytest
 from pool import run

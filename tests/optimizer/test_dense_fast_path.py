@@ -11,7 +11,7 @@ from torch_ring.reports import Entry
 
 
 def train_and_count_exchanges() -> None:
-    """Backward with all gradients takes the fast path; if one rank lacks some, no rank does."""
+    """Backward with all gradients takes the fast path; if one rank lacks some, all leave it."""
     exchanges: list[int] = []
     exchange = BackwardPasses._exchange
 
@@ -33,8 +33,8 @@ def train_with_and_without_b(exchanges: list[int]) -> None:
         (a * 2 + b * 4 if use_b or hvd.rank() != last else a * 2).backward()
         assert grads(parameters) == [2 * hvd.size(), 4 * (hvd.size() if use_b else last)]
         optimizer.step()
-    # Ranks exchange reports after the first pass, for the order of buckets. After the fourth only
-    # the last rank sends one.
+    # In the first pass all ranks exchange reports, in the fourth only the last one, which lacks b:
+    # the others learn of it on the fast path.
     assert exchanges == ([0, 3] if hvd.rank() == last else [0])
     optimizer.zero_grad()
     with optimizer.no_sync():

@@ -1,4 +1,4 @@
-"""Gradients that are computed where they are reduced."""
+"""Direct gradients: autograd computes them in the memory in which they are reduced."""
 
 import os
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def assert_reduced(model: nn.Module, factor: float = 1.0) -> None:
         torch.testing.assert_close(mine.grad, expected.grad)
 
 
-# --- where they lie
+# --- where gradients lie
 
 
 def check_address(direct: bool) -> None:
@@ -145,7 +145,7 @@ def test_a_program_may_keep_and_drop_gradients():
 
 
 def give_other_memory(model: nn.Linear) -> None:
-    """Give the gradient of the weight other memory at the end of the next pass, before ours."""
+    """Give the weight's gradient other memory at the end of backward, before it is reduced."""
 
     def replaces() -> None:
         model.weight.grad.data = model.weight.grad.clone()
@@ -217,7 +217,7 @@ def test_every_way_to_compute_a_gradient(way):
 
 
 def hold_gradients() -> None:
-    """What somebody else can reach is copied, and reduced in the copy."""
+    """A gradient that somebody else holds is copied, and the copy is reduced."""
     one, other = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(2))
     unwrapped = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     optimizer = hvd.DistributedOptimizer(SGD([one, other], lr=0.1))
@@ -253,7 +253,7 @@ def test_gradients_that_others_hold_are_copied():
 
 
 def place_differently_on_ranks() -> None:
-    """One rank's gradient is where it was computed, the other's is copied, private, or missing."""
+    """One rank's gradient is a direct one; the other's is copied, in private memory, or missing."""
     model = make_linear()
     optimizer = wrap(model)
     held: list[Tensor] = []
@@ -334,7 +334,7 @@ def test_a_model_that_is_wrapped_again():
 
 
 def wrap_twice() -> None:
-    """Of two optimizers with one parameter each reduces what autograd has computed, and no more."""
+    """Two optimizers of one parameter each reduce the gradient that autograd has computed, once."""
     model = make_linear()
     optimizers = [
         hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=hvd.Sum) for _ in range(2)
@@ -354,7 +354,7 @@ def test_a_parameter_of_two_optimizers():
 
 
 def fork_and_compute() -> None:
-    """What a child computes and frees is not seen by its parent."""
+    """A child computes and frees gradients; its parent does not see it."""
     model, shared = make_linear(), hvd.empty_shared(1000).fill_(1.0)
     optimizer = wrap(model)
     loss_of(model).backward()

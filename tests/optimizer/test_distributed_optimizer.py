@@ -53,7 +53,7 @@ def test_equals_one_process_on_the_joined_batch(transport, size, name):
 
 @on_both_transports
 def test_many_small_buckets(transport):
-    """Every gradient in a bucket of its own, and buckets planned again after the first step."""
+    """Every gradient has a bucket of its own; buckets are planned again after the first step."""
     env = {"TORCH_RING_BUCKET_BYTES": "64"}
     run(compare_with_one_process, 2, args=("adam",), transport=transport, env=env)
 
@@ -180,7 +180,7 @@ def test_grad_scaler_skips_a_step_on_all_ranks():
 
 
 def scale_accumulated_losses() -> None:
-    """Loss scaling, accumulation and sparse gradients; the last step has a pass less."""
+    """Scale losses with accumulation and sparse gradients; the last step has one backward less."""
 
     def play(wrap: Callable[[Optimizer], Optimizer], ranks: list[int]) -> nn.Module:
         words = nn.Embedding(8, 2, sparse=True)
@@ -292,7 +292,7 @@ class TwoParts:
 
 
 def check_options(options: dict[str, object], factor: float) -> None:
-    """Gradients that 16 bits hold exactly, so that the result is exact as well."""
+    """Check gradients that 16 bits hold exactly: the result is exact as well."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), **options)
     for _ in range(2):

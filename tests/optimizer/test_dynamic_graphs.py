@@ -48,7 +48,7 @@ def test_ranks_use_different_parameters(transport, set_to_none, op):
 
 
 def leave_some_untouched(op: int) -> None:
-    """An old gradient in a bucket that is reduced is neither averaged nor summed again."""
+    """An old gradient is not reduced again with its bucket."""
     parameters = weights(1, 1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
     sum(parameters).backward()
@@ -165,7 +165,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 def fail_and_recover() -> None:
-    """A backward that fails half-way spoils nothing that comes after zero_grad()."""
+    """After a backward that fails half-way, zero_grad() is enough to go on."""
     alone, together = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
     batches = joined_batches(steps=2)
@@ -182,7 +182,7 @@ def test_training_recovers_from_a_failed_backward():
 
 
 def train_after(event: str) -> None:
-    """The hooks of an optimizer that is gone, or of a parent process, do nothing."""
+    """The hooks of a deleted optimizer, or of a parent process, do nothing."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
     (x * (hvd.rank() + 1)).backward()

@@ -10,7 +10,7 @@ import torch_ring as hvd
 
 
 def assign_gradients() -> None:
-    """Gradients that no backward pass has put there are reduced at the step."""
+    """The step reduces gradients that no backward pass has computed."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0))
     for _ in range(2):
@@ -25,7 +25,7 @@ def test_gradients_assigned_by_hand():
 
 
 def write_gradients(op: hvd.ReduceOp) -> None:
-    """What is written into the gradients of the step before is reduced, and once only."""
+    """Values written into gradients of the previous step are reduced, once."""
     model = make_model()
     x = model[0].weight
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=1.0), op=op)
@@ -47,7 +47,7 @@ def test_gradients_written_by_hand(op):
 
 
 def give_other_memory(how: str) -> None:
-    """`grad` may be given other memory than its place in a bucket, by the program or by torch."""
+    """The program or torch may give `grad` other memory than its view of a bucket."""
     alone, together = make_model(), make_model()
     optimizers: list[Optimizer] = [SGD(m.parameters(), lr=0.1) for m in (alone, together)]
     hvd.DistributedOptimizer(optimizers[1])

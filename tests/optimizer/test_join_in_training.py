@@ -9,7 +9,7 @@ from training import assert_same_on_all_ranks, assert_same_weights, make_model, 
 
 import torch_ring as hvd
 
-on_all_worlds = pytest.mark.parametrize(
+on_larger_worlds = pytest.mark.parametrize(
     ("transport", "size"), [("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)]
 )
 
@@ -50,7 +50,7 @@ def train_unevenly(first_out: int, options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
-@on_all_worlds
+@on_larger_worlds
 def test_uneven_batches(transport, size, first_out):
     run(train_unevenly, size, args=(first_out, {}), transport=transport)
 
@@ -77,13 +77,13 @@ def train_on_sparse_gradients() -> None:
         assert hvd.join() == 0
 
 
-@on_all_worlds
+@on_larger_worlds
 def test_uneven_batches_with_sparse_gradients(transport, size):
     run(train_on_sparse_gradients, size, transport=transport)
 
 
 def join_before_the_step() -> None:
-    """A rank that joins between backward and step is in step with the others afterwards."""
+    """A rank that joins between backward and step trains on with the others afterwards."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
     (2 * x).backward()
@@ -110,7 +110,7 @@ def test_ranks_are_in_step_after_join(size):
 
 
 def compress_unevenly(name: str) -> str:
-    """A compressor with a state needs every rank: an error for those that go on, and no hang."""
+    """A stateful compressor needs every rank: ranks that go on get an error, and do not hang."""
     model = make_model()
     compression = getattr(hvd.Compression, name)()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compression)

@@ -1,4 +1,4 @@
-"""Optimizers of some of the ranks."""
+"""Optimizers of process sets."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_members_average_and_other_ranks_train_alone(transport, size):
 
 
 def touch_all_sets(with_join: bool) -> None:
-    """One backward pass ends several sets, whose gradients arrive in another order on each rank."""
+    """One backward pass serves several sets; gradients arrive in another order on each rank."""
     sets = [hvd.global_process_set, *added_sets([0, 1], [1, 2], [0, 2])]
     parameters = weights(*[1] * len(sets))
     optimizers = [

@@ -1,4 +1,4 @@
-"""Gradients that are sparse: on all ranks, on some, with rows or without."""
+"""Sparse gradients: on all ranks, on some of them, with rows or without."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_equals_one_process(transport, size, options):
 
 
 def accumulate(options: dict[str, object]) -> None:
-    """Pass after pass without a step: what is reduced already is not counted again."""
+    """Backward after backward without a step: reduced gradients are not counted again."""
     words, other = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(SGD([words.weight, other], lr=1.0), **options)
     share = 1 if options.get("op") == hvd.Sum else hvd.size()
@@ -152,7 +152,7 @@ def test_ranks_have_different_gradients(transport, size, sparse_as_dense):
 
 
 def check_kinds() -> None:
-    """What SparseAdam needs, other dtypes, and gradients that are sparse in all dimensions."""
+    """Check SparseAdam, other dtypes, and gradients that are sparse in all dimensions."""
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         weight = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
         optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0))

@@ -213,7 +213,7 @@ def test_ranks_out_of_step_get_an_error():
 
 
 def compare_horovods_ways() -> None:
-    """The ways of old scripts, each with the numbers of the plain one."""
+    """Every way of old scripts to call synchronize() gives the weights of one process."""
 
     def synchronizes_and_clips(optimizer: Optimizer) -> None:
         optimizer.synchronize()

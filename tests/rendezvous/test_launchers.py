@@ -51,7 +51,9 @@ def test_mpirun_without_and_with_mpi4py(name):
     assert output.count(" works") == 4, output
 
 
-# --- what is in the environment decides: processes of the pool, with that of a launcher
+# --- processes of the pool, with the environment of a launcher
+
+
 def run_hello(environments: Sequence[Mapping[str, str]], *arguments: str) -> str:
     """Return what the script prints, or why it ends, in this rank's environment."""
     given = environments[int(os.environ["RANK"])]

@@ -128,6 +128,8 @@ def test_a_child_does_not_disturb_its_parents_world():
 
 
 # --- the choice of an address
+
+
 def meet(identity, environment):
     with rendezvous.meet(identity, Config(), Deadline(5.0), environment=environment) as met:
         return met

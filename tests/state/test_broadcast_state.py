@@ -143,7 +143,7 @@ def comparable_form(value: object) -> object:
 
 
 def broadcast_optimizer(name: str, root: int, wrap: bool) -> None:
-    """The root has other hyper-parameters; who is warm has trained; then all train on, alike."""
+    """The root has other hyper-parameters; some ranks have trained; then all ranks train alike."""
     for warm in ([root], [r for r in range(hvd.size()) if r != root], range(hvd.size()), []):
         broadcast_one_optimizer(name, root, wrap, hvd.rank() in warm)
 

@@ -1,8 +1,8 @@
 """Runs test functions on ranks: processes forked from a server that has torch loaded.
 
 Two spawned ranks cost 3 s and more for their imports, two forked ones 0.2 s. A process whose test
-has passed, and has joined and left a world as it should, is used again, which costs hundredths: by
-tests of its kind, as some load what cannot be unloaded.
+has passed, and which has joined and left a world, is used again by tests of its kind, which costs
+hundredths. Kinds are kept apart because some load libraries that cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _runs = itertools.count()
 
 
 class RanksFailed(AssertionError):
-    """Some ranks failed; the message has what each of them said."""
+    """Some ranks failed; the message has the report of each of them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def eventually(holds: Callable[[], bool], deadline_s: float = 1.0) -> bool:
-    """Return whether it holds before the deadline: what another thread does may take its time."""
+    """Return whether a condition holds before the deadline: other threads may take their time."""
     end = time.monotonic() + deadline_s
     while not (held := holds()) and time.monotonic() < end:
         time.sleep(0.001)
@@ -137,7 +137,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Task:
-    """What a process does; `again`: it waits for another task then, and does not exit."""
+    """The work of a process; with `again` it waits for another task, and does not exit."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -164,7 +164,7 @@ class _Process:
             self.results.send_bytes(pickle.dumps(task))
 
     def outcome(self) -> Outcome:
-        """Return what the process has sent, unless it did not end well after that."""
+        """Return the outcome that the process sent, or how it failed after that."""
         try:
             result: Outcome = pickle.loads(self.results.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -182,7 +182,7 @@ class _Process:
         return result
 
     def hung(self, how: str) -> Outcome:
-        """Return where the process is."""
+        """Return the stacks of a process that has not ended."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGCONT)
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -191,7 +191,7 @@ class _Process:
         return Outcome(failure=f"{how}:\n{self.stacks.read()}")
 
     def end(self) -> None:
-        """Leave nothing behind: neither the process nor one that it has started."""
+        """Kill the process and all that it has started."""
         if self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -213,7 +213,7 @@ def _end_idle() -> None:
 
 
 def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> list[Outcome]:
-    """Return how the ranks have ended, once those that are awaited have, or at the deadline."""
+    """Return how the ranks ended, after all awaited ranks have ended or at the deadline."""
     outcomes: dict[int, Outcome] = {}
     by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
     while awaited - outcomes.keys():

@@ -1,4 +1,4 @@
-"""Ports that nobody listens at."""
+"""Free ports."""
 
 import socket
 

@@ -22,7 +22,7 @@ DEADLINE_S = 150  # a hang, not a slow machine
 
 @dataclass(frozen=True)
 class Run:
-    """How a script ended on one rank: what it gave to sys.exit, what it printed."""
+    """The end of a script on one rank: its argument of sys.exit(), and its output."""
 
     code: str | int | None
     output: str
@@ -56,7 +56,7 @@ def run_script(script: str, arguments: list[str], folder: str) -> Run:
 def run(
     script: Path, *arguments: str, folder: Path, size: int = 2, env: dict[str, str] | None = None
 ) -> list[Run]:
-    """Run a script on `size` ranks; return how it went, by rank."""
+    """Run a script on `size` ranks; return its end on each of them."""
     return pool.run(
         run_script,
         size,

@@ -10,7 +10,7 @@ DEADLINE_S = 60.0  # limits a hang, not a slow machine
 
 
 def run_on_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
-    """Return what ``fn(rank)`` returned on each rank, or the exception that it raised."""
+    """Call ``fn(rank)`` on all ranks; return its results or the exceptions that it raised."""
 
     def guarded(rank: int) -> Any:
         try:

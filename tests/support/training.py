@@ -1,4 +1,4 @@
-"""What the training tests share: a model, batches, and the one process they are compared with."""
+"""A model, batches and comparisons for tests of training."""
 
 from collections.abc import Callable, Iterable
 
@@ -41,7 +41,7 @@ def train(
     set_to_none: bool = True,
     before_step: Callable[[], object] = lambda: None,
 ) -> None:
-    """Take a step a batch."""
+    """Take one step with each batch."""
     for batch in batches:
         optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(model, batch).backward()
@@ -60,7 +60,7 @@ def grads(parameters: list[nn.Parameter]) -> list[float | None]:
 
 
 def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
-    """Compare up to rounding."""
+    """Compare the weights of two models up to rounding."""
     for (name, weight), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(
             weight, other, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
@@ -68,7 +68,7 @@ def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
 
 
 def assert_same_on_all_ranks(*tensors: Tensor | None) -> None:
-    """Compare bit by bit."""
+    """Compare tensors with those of all other ranks, bit by bit."""
     mine = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
     for other in hvd.allgather_object(mine):
         assert len(other) == len(mine)

@@ -33,7 +33,7 @@ def test_missing_ranks_are_named():
 
 
 def limit_addresses() -> None:
-    """Under `ulimit -v` there may be no room for the memory of the ranks: TCP needs none."""
+    """Under `ulimit -v` shared memory may find no room: the ranks use TCP, which needs none."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if int(os.environ["RANK"]) == 1:

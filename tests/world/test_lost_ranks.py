@@ -13,9 +13,8 @@ from worlds import on_both_transports
 import torch_ring as hvd
 
 
-# --- ranks that die, stop, leave or dawdle
 def outlive(victim: int, how: str, bytes_each: int) -> tuple[str, str, float]:
-    """Reduce until it fails; the victim ends in the middle. Return the error and when it came."""
+    """Reduce until it fails, as the victim ends. Return the error and its time."""
     tensor = torch.ones(bytes_each // 4)
     hvd.allreduce(tensor)
     if hvd.rank() == victim:

@@ -17,12 +17,14 @@ from worlds import on_both_transports
 import torch_ring as hvd
 from torch_ring.process_set import engine_of, root_in
 
-on_all_worlds = pytest.mark.parametrize(
+on_larger_worlds = pytest.mark.parametrize(
     ("transport", "size"), [(t, s) for t in ("shm", "tcp") for s in (2, 3, 4)]
 )
 
 
 # --- one rank
+
+
 def test_wrong_ranks_are_refused():
     for wrong in ([], [-1, 0], [1, 1], "01", 3, [0.5], None):
         with pytest.raises(hvd.InvalidArgumentError):
@@ -68,7 +70,9 @@ def test_a_world_of_one():
     run(check_a_world_of_one, 1)
 
 
-# --- their life
+# --- adding and removing
+
+
 def add_and_remove() -> None:
     size = hvd.size()
     everyone = list(range(size))
@@ -106,7 +110,7 @@ def add_and_remove() -> None:
     check_process_set(first, [0])
 
 
-@on_all_worlds
+@on_larger_worlds
 def test_sets_are_added_and_removed(transport, size):
     run(add_and_remove, size, transport=transport)
 
@@ -148,6 +152,8 @@ def test_two_hundred_inits():
 
 
 # --- several at once
+
+
 def use_in_any_order() -> None:
     size, rank = hvd.size(), hvd.rank()
     pairs = [hvd.add_process_set([r, (r + 1) % size]) for r in range(size if size > 2 else 0)]
@@ -160,6 +166,6 @@ def use_in_any_order() -> None:
             assert work.wait()[0] == sum(process_set.ranks or [])
 
 
-@on_all_worlds
+@on_larger_worlds
 def test_ranks_use_sets_in_different_orders(transport, size):
     run(use_in_any_order, size, transport=transport)

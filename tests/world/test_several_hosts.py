@@ -75,7 +75,7 @@ def check_everything() -> str:
 
 
 def check_process_sets() -> None:
-    """Sets inside a host, across hosts, and of a part of each host."""
+    """Use sets inside a host, across hosts, and of a part of each host."""
     size, rank = hvd.size(), hvd.rank()
     for ranks in ([0, 1], [size - 1, 0], list(range(1, size)), list(range(0, size, 2))):
         if len(ranks) == size or hvd.ProcessSet(ranks).process_set_id is not None:
@@ -144,7 +144,7 @@ def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
 
 
 def cut_the_last_rank_off() -> str:
-    """The last rank's cable is pulled while all of them reduce."""
+    """Cut the link of the last rank while all ranks reduce."""
     import threading
 
     tensor = torch.ones(1 << 18)

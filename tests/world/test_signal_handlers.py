@@ -11,7 +11,7 @@ import torch_ring as hvd
 
 
 def communicate_in_a_handler() -> None:
-    """A signal handler runs within whatever its thread waits for."""
+    """A signal handler runs while its thread waits for a collective."""
     rank, size = hvd.rank(), hvd.size()
     seen: list[list[float]] = []
 
