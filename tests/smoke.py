@@ -1,4 +1,4 @@
-"""One training step on however many ranks there are: what an installation must be able to do."""
+"""Smoke test of an installation: one training step on any number of ranks."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The pool itself: what it returns, what it says of ranks that fail, and that it leaves nobody."""
+"""The pool of ranks: its results, its messages about ranks that fail, and that no process stays."""
 
 import multiprocessing
 import os
@@ -16,12 +16,12 @@ from pool import RanksFailed, run
 import torch_ring as hvd
 
 
-def facts() -> tuple[int, int, int, int]:
+def facts_of_rank() -> tuple[int, int, int, int]:
     return int(os.environ["RANK"]), hvd.rank(), hvd.size(), os.getpid()
 
 
 def test_returns_results_by_rank():
-    results = run(facts, 3)
+    results = run(facts_of_rank, 3)
     assert [result[:3] for result in results] == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
     assert len({pid for *_, pid in results}) == 3
 
@@ -41,30 +41,32 @@ def test_passes_arguments_and_environment_to_clean_processes():
     assert "GREETING" not in os.environ
 
 
-def preloaded() -> list[str]:
+def preloaded_modules() -> list[str]:
     return sorted({"torch", "torch._dynamo", "torch_ring"} & sys.modules.keys())
 
 
 def test_ranks_are_forked_with_torch_in_memory():
     # A missing module is skipped silently by multiprocessing, and costs seconds a test.
-    assert run(preloaded, 1, initialized=False) == [["torch", "torch._dynamo", "torch_ring"]]
+    assert run(preloaded_modules, 1, initialized=False) == [
+        ["torch", "torch._dynamo", "torch_ring"]
+    ]
 
 
-def raises_on(rank: int) -> None:
+def raise_on(rank: int) -> None:
     if hvd.rank() == rank:
         raise LookupError(f"this is rank {rank}")
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback():
     with pytest.raises(RanksFailed) as failed:
-        run(raises_on, 3, args=[1])
+        run(raise_on, 3, args=[1])
     message = str(failed.value)
     assert "--- rank 1 ---\nTraceback" in message
-    assert "in raises_on" in message
+    assert "in raise_on" in message
     assert "LookupError: this is rank 1" in message
 
 
-def leaves(how: str) -> int:
+def leave(how: str) -> int:
     if int(os.environ["RANK"]) == 1:
         if how == "exits":
             os._exit(7)
@@ -75,12 +77,12 @@ def leaves(how: str) -> int:
 @pytest.mark.parametrize(("how", "code"), [("exits", 7), ("is killed", -signal.SIGKILL)])
 def test_a_rank_that_dies_is_named_with_its_exit_code(how, code):
     with pytest.raises(RanksFailed) as failed:
-        run(leaves, 2, args=[how], initialized=False)
+        run(leave, 2, args=[how], initialized=False)
     assert str(failed.value) == f"--- rank 1 ---\ndied with exit code {code}"
-    assert run(leaves, 2, args=[how], initialized=False, may_die=[1]) == [5, None]
+    assert run(leave, 2, args=[how], initialized=False, may_die=[1]) == [5, None]
 
 
-def hangs_on(rank: int, pids: Path) -> None:
+def hang_on(rank: int, pids: Path) -> None:
     (pids / os.environ["RANK"]).write_text(str(os.getpid()))
     while int(os.environ["RANK"]) == rank:
         wait_for_godot()
@@ -90,13 +92,13 @@ def wait_for_godot() -> None:
     time.sleep(0.1)
 
 
-def stops(pids: Path) -> None:
+def stop(pids: Path) -> None:
     (pids / os.environ["RANK"]).write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def gone(pids: Path) -> bool:
-    """Return whether the processes end, at once; a zombie has ended."""
+def have_ended(pids: Path) -> bool:
+    """Return whether the processes end within seconds; a zombie has ended."""
     deadline = time.monotonic() + 5
     running = [Path("/proc", file.read_text(), "status") for file in pids.iterdir()]
     while running and time.monotonic() < deadline:
@@ -107,41 +109,41 @@ def gone(pids: Path) -> bool:
 
 def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path):
     with pytest.raises(RanksFailed) as failed:
-        run(hangs_on, 2, args=[0, tmp_path], initialized=False, deadline_s=2)
+        run(hang_on, 2, args=[0, tmp_path], initialized=False, deadline_s=2)
     message = str(failed.value)
     assert "--- rank 0 ---\nstill running at the deadline" in message
     assert "in wait_for_godot" in message
     assert "rank 1" not in message
     assert len(list(tmp_path.iterdir())) == 2
-    assert gone(tmp_path)
+    assert have_ended(tmp_path)
 
 
 def test_a_stopped_rank_is_killed(tmp_path):
     with pytest.raises(RanksFailed, match="still running"):
-        run(stops, 1, args=[tmp_path], initialized=False, deadline_s=1)
-    assert gone(tmp_path)
+        run(stop, 1, args=[tmp_path], initialized=False, deadline_s=1)
+    assert have_ended(tmp_path)
 
 
-def leaves_a_child(pids: Path) -> None:
+def leave_a_child(pids: Path) -> None:
     child = subprocess.Popen(["sleep", "1000"])
     (pids / "child").write_text(str(child.pid))
 
 
-def test_nobody_is_left_behind(tmp_path):
+def test_no_process_is_left_behind(tmp_path):
     shared = sorted(os.listdir("/dev/shm"))
-    run(facts, 2)
+    run(facts_of_rank, 2)
     waiting = set(multiprocessing.active_children())  # for another test
     run(os.getpid, 2, initialized=False)
     assert set(multiprocessing.active_children()) == waiting
     assert sorted(os.listdir("/dev/shm")) == shared
-    run(leaves_a_child, 1, args=[tmp_path], initialized=False)
-    assert gone(tmp_path)
+    run(leave_a_child, 1, args=[tmp_path], initialized=False)
+    assert have_ended(tmp_path)
 
 
-def unpicklable() -> object:
+def unpicklable_result() -> object:
     return lambda: None
 
 
 def test_a_result_that_cannot_be_sent_is_a_failure():
     with pytest.raises(RanksFailed, match="pickle"):
-        run(unpicklable, 1, initialized=False)
+        run(unpicklable_result, 1, initialized=False)

@@ -1,4 +1,4 @@
-"""The GPU path on GPUs; one is enough for all ranks. A rank is its own process and, to NCCL, host.
+"""Tests on GPUs; one GPU is enough for all ranks, each of which is a host of its own to NCCL.
 
 NCCL refuses two ranks of one host on one GPU. Between hosts it uses sockets, here the loopback
 interface's: what these tests show is whether results are right, and nothing about speed.
@@ -14,8 +14,9 @@ import pool
 import pytest
 import torch
 from device_data import DATA
-from device_jobs import JOBS, loses_a_rank
-from device_programs import OPERATIONS, TRAINING
+from device_jobs import JOBS, lose_a_rank
+from device_operations import OPERATIONS
+from device_training import TRAINING
 
 import torch_ring as hvd
 
@@ -36,7 +37,7 @@ ENVIRONMENT = {
 DEADLINE_S = 200.0
 
 
-def on_gpu(program: Callable[[str], object]) -> object:
+def call_on_gpu(program: Callable[[str], object]) -> object:
     # Read by NCCL once in a process, which may serve several tests.
     os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
@@ -46,17 +47,17 @@ def on_gpu(program: Callable[[str], object]) -> object:
 def run(program: Callable[[str], object], size: int, **options: Any) -> list[Any]:
     """Call ``program("cuda")`` on `size` ranks and return what each returned."""
     options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, **options}
-    return pool.run(on_gpu, size, args=(program,), **options)
+    return pool.run(call_on_gpu, size, args=(program,), **options)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_is_named_and_nobody_waits_for_it(size):
-    texts = run(loses_a_rank, size, may_die={1}, deadline_s=60)
+    texts = run(lose_a_rank, size, may_die={1}, deadline_s=60)
     for rank in set(range(size)) - {1}:
         assert "rank 1 (pid " in texts[rank], texts
 
 
-def refuses_capture(device: str) -> None:
+def check_that_capture_is_refused(device: str) -> None:
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
     torch.cuda.synchronize()
@@ -68,7 +69,7 @@ def refuses_capture(device: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_graph_cannot_have_collectives(size):
-    run(refuses_capture, size)
+    run(check_that_capture_is_refused, size)
 
 
 # The stacked decorators make the size the outer loop: what takes longest comes last.

@@ -1,0 +1,199 @@
+"""The benchmark programs run, check what they time, and report; the times are not tested."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import torch
+from scripts import DEADLINE_S, ROOT, run
+
+import torch_ring as hvd
+
+BENCHMARKS = ROOT / "benchmarks"
+COLLECTIVES = ("allreduce", "reducescatter", "broadcast", "allgather", "alltoall")
+MEMORIES = ("private", "shared")
+
+
+def test_programs_on_two_ranks(tmp_path: Path) -> None:
+    all_of = ("--collective", *COLLECTIVES, "--shared")
+    all_of += ("--peers", "gloo", "copy", "touch", "--dtypes", "float32", "bfloat16")
+    commands = [
+        ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
+        ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
+        ("training_step", "--models", "mnist", "pinn", "--rounds", "1", "--round-s", "0.01"),
+    ]
+    reports = {}
+    for name, *arguments in commands:
+        output = ("--json", f"{name}.json")
+        first, second = run(BENCHMARKS / f"{name}.py", *arguments, *output, folder=tmp_path)
+        assert (first.code, second.code) == (0, 0), first
+        assert len(first.output.splitlines()) > 3
+        assert second.output == ""  # one rank prints
+        reports[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert reports[name]["machine"]["ranks"] == 2
+        assert f"benchmarks/{name}.py" in reports[name]["command"]
+    check_collectives(reports["collectives"]["rows"])
+    check_overhead(reports["overhead"])
+    check_training_step(reports["training_step"]["rows"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
+def test_the_prototype(tmp_path: Path) -> None:
+    sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
+    what = ("--collective", "allreduce", "broadcast", "--peers", "prototype", "--rounds", "1")
+    what += ("--iterations", "2")
+    output = ("--json", "prototype.json")
+    first, second = run(BENCHMARKS / "collectives.py", *what, *sizes, *output, folder=tmp_path)
+    assert (first.code, second.code) == (0, 0), first
+    rows = json.loads((tmp_path / "prototype.json").read_text())["rows"]
+    # The last segment is shorter; the larger one is copied past the caches.
+    assert [row["count"] for row in rows] == [786_435, 4_718_610] * 2
+    assert [row["results"]["prototype"]["wrong"] for row in rows] == [0] * 4
+
+
+def check_collectives(rows: list[dict[str, Any]]) -> None:
+    assert [(row["collective"], row["type"], row["memory"]) for row in rows] == [
+        (collective, dtype, memory)
+        for collective in COLLECTIVES
+        for dtype in ("float32", "bfloat16")
+        for memory in MEMORIES
+    ]
+    for row in rows:
+        assert row["bytes"] == 1024
+        of_all = 1024 // (4 if row["type"] == "float32" else 2)
+        assert row["count"] == (of_all // 2 if row["collective"] == "allgather" else of_all)
+        assert {library: r["wrong"] for library, r in row["results"].items()} == {
+            "torch_ring": 0,
+            "gloo": 0,
+            "copy": 0,
+            "touch": 0,
+        }
+        ours = row["results"]["torch_ring"]
+        assert row["ratios"].keys() == {"gloo", "copy", "touch"}
+        gloo = row["results"]["gloo"]["time_us"]
+        assert row["ratios"]["gloo"] == pytest.approx(gloo / ours["time_us"])
+        # On two ranks: 2 (n - 1) / n is 1, (n - 1) / n a half.
+        share = 1 if row["collective"] in ("allreduce", "broadcast") else 0.5
+        assert ours["algbw"] == pytest.approx(1024 / ours["time_us"] / 1e3)
+        assert ours["busbw"] == pytest.approx(share * ours["algbw"])
+
+
+def check_overhead(report: dict[str, Any]) -> None:
+    assert [(row["model"], row["variant"], row["parameters"]) for row in report["rows"]] == [
+        (model, variant, count)
+        for model, count in (("500 parameters", 500), ("pinn", 6))
+        for variant in ("torch", "torch_ring", "ddp")
+    ]
+    for row in report["rows"]:
+        assert row["step_us"] > 0
+        assert row["host_us_a_parameter"] == pytest.approx(row["host_us"] / row["parameters"])
+        assert (row["collective_us"] == 0) == (row["variant"] == "torch")
+    assert report["init"]["relative"] > 0
+    low, high = report["init"]["control_quartiles"]
+    assert 0 < low <= report["init"]["control"] <= high
+
+
+def check_training_step(rows: list[dict[str, Any]]) -> None:
+    variants = ["torch", "torch_ring", "ddp", "barrier", "one process"]
+    assert [(row["model"], row["variant"]) for row in rows] == [
+        (model, variant) for model in ("mnist", "pinn") for variant in variants
+    ]
+    for row in rows:
+        assert row["gradients_differ"] < 1e-4
+        assert row["step_ms"] > 0
+        if row["variant"] == "torch":
+            assert (row["exposed_ms"], row["efficiency"]) == (0, 1)
+        if row["variant"] == "barrier":
+            assert row["beyond_ms"] == 0
+    assert rows[0]["gradient_bytes"] == 4 * 1_199_882  # the parameters of examples/mnist
+
+
+def test_mpi_without_mpirun_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run(BENCHMARKS / "collectives.py", "--peers", "mpi", folder=tmp_path)
+    assert "only mpirun can start" in str(first.code)
+    assert second.code == 1
+
+
+def count_wrong_elements() -> dict[str, dict[str, int]]:
+    collectives, peers = map(importlib.import_module, ("collectives", "peers"))
+    found = {}
+    for collective in collectives.BUS_SHARE:
+        case, _ = collectives.make_case(collective, "sum", 64, torch.float32, "private")
+        runs = peers.runs_of(case, [])
+
+        def spoilt(run: peers.Run = runs["torch_ring"]) -> torch.Tensor:
+            result = run().clone()
+            result[hvd.rank()] += 1
+            return result
+
+        found[collective] = collectives.wrong_elements(case, runs | {"spoilt": spoilt})
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_wrong_elements_are_counted(size: int) -> None:
+    for found in pool.run(count_wrong_elements, size):
+        assert list(found) == ["allreduce", "broadcast", "allgather", "reducescatter", "alltoall"]
+        assert all(wrong == {"torch_ring": 0, "spoilt": size} for wrong in found.values())
+
+
+def distances_of_replicas() -> tuple[float, float]:
+    """Return the distance of two replicas that average gradients, and of two that do not."""
+    replicas, workloads = map(importlib.import_module, ("replicas", "workloads"))
+    importlib.import_module("peers").start_gloo()
+    found = replicas.replicas_of(workloads.WORKLOADS["pinn"], 4)
+    for replica in found.values():
+        replica.step()
+    together = replicas.difference(found["torch_ring"], found["ddp"])
+    apart = replicas.difference(found["torch_ring"], found["torch"])
+    importlib.import_module("peers").stop_gloo()
+    return together, apart
+
+
+def test_a_replica_that_does_not_average_is_noticed() -> None:
+    for together, apart in pool.run(distances_of_replicas, 2):
+        assert together < 1e-5
+        assert apart > 1e-3
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("tc") is None, reason="there is no `tc` (iproute2)")
+def test_benchmark_between_hosts(tmp_path: Path) -> None:
+    command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 "
+    command += "--json out.json -- --max-bytes 1024 --rounds 1 --iterations 2"
+    program, *arguments = command.split()
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / program), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if "netns add" in done.stderr:
+        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    (row,) = report["rows"]
+    assert {library: r["wrong"] for library, r in row["results"].items()} == {
+        "torch_ring": 0,
+        "gloo": 0,
+    }
+    assert (report["machine"]["hosts"], report["machine"]["rate"]) == (2, "1gbit")
+    assert report["machine"]["window"] == 65536
+    assert report["traffic"]["tool"] == "plain sockets"
+    assert report["traffic"]["before_gb_per_s"] > 0
+    assert "plain sockets, each of 2 hosts to the next at once" in done.stdout
+    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    assert f"bench{os.getpid()}" not in namespaces

@@ -1,0 +1,193 @@
+"""The model of scaling: its arithmetic, its monotonicity, and what Horovod published."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import clusters
+import pytest
+import scaling_model
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import Job, Parameter, job_of, parameters_of
+from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_ring_step
+
+from torch_ring.buckets import LAST_BUCKET_BYTES
+
+# Two layers; the second has most of the elements, the first most of the work.
+JOB = Job((Parameter(1000, 3e6), Parameter(9_000_000, 1e6)), compute_s=0.6)
+
+links = st.builds(Link, st.floats(1e8, 1e12), st.floats(1e-7, 1e-3))
+jobs = st.builds(
+    Job,
+    st.lists(
+        st.builds(Parameter, st.integers(1, 10**8), st.floats(1e3, 1e12)), min_size=1, max_size=20
+    ),
+    st.floats(1e-3, 10),
+)
+variants = st.sampled_from(sorted(clusters.VARIANTS)).map(clusters.VARIANTS.__getitem__)
+machines = st.builds(
+    lambda network, local, control: replace(
+        clusters.A100, network=network, local=local, control=control
+    ),
+    links,
+    links,
+    links,
+)
+
+
+def test_ring_is_the_formula() -> None:
+    link = Link(bandwidth=1e9, latency_s=1e-5)
+    assert ring_s(8e9, 4, link) == pytest.approx(2 * 3 / 4 * 8 + 2 * 3 * 1e-5)
+    assert ring_s(8e9, 1, link) == 0
+
+
+def test_buckets_follow_one_another() -> None:
+    step = Step(3.0, (Bucket(1.0, 1.0), Bucket(2.0, 1.5), Bucket(1.0, 2.5)))
+    assert step.time_s(lambda size_bytes: size_bytes) == 1 + 1 + 2 + 1  # each waits for the last
+    assert step.time_s(lambda size_bytes: size_bytes / 10) == 3.0  # all but the last bit is hidden
+    assert step.time_s(lambda size_bytes: size_bytes / 2) == 1.5 + 1 + 0.5  # ready before sent
+    # Computing that is slower is ready later, too.
+    assert step.time_s(lambda size_bytes: size_bytes / 10, slowdown=1.0) == 6.0
+    late = Step(3.0, (Bucket(1.0, 3.0),))
+    assert late.time_s(lambda _: 1.0, slowdown=0.5) == 3 * 1.5 + 1
+
+
+def test_gradients_are_ready_in_reverse() -> None:
+    first, second = JOB.ready_s()
+    assert second == pytest.approx(0.2 + 0.1)  # a third is forward; a quarter of the work
+    assert first == pytest.approx(0.6)
+    assert JOB.faster(2).ready_s() == pytest.approx([0.3, 0.15])
+
+
+def test_horovod_fills_its_buffer() -> None:
+    numel = FUSION_BYTES // 4 // 3
+    job = Job([Parameter(numel, 1.0)] * 7, compute_s=7.0)
+    step = horovod_step(job, FUSION_BYTES)
+    assert [bucket.bytes for bucket in step.buckets] == [12.0 * numel, 12.0 * numel, 4.0 * numel]
+    assert [round(bucket.ready_s, 2) for bucket in step.buckets] == [4.34, 6.34, 7.0]
+    alone = horovod_step(Job([Parameter(FUSION_BYTES, 1.0)] * 2, 1.0), FUSION_BYTES)
+    assert len(alone.buckets) == 2  # larger than the buffer: each by itself
+
+
+def test_torch_ring_sends_its_own_plan() -> None:
+    job = Job([Parameter(10_000, 1.0)] * 1500, compute_s=1.0)
+    step = torch_ring_step(job, torch.bfloat16)
+    whole = sum(bucket.bytes for bucket in step.buckets)
+    assert 2 * 15e6 <= whole < 2.02 * 15e6  # 16 bits, and a little alignment
+    assert step.buckets[-1].bytes <= LAST_BUCKET_BYTES / 2
+    assert step.buckets[-1].ready_s == pytest.approx(1.0)
+    ready = [bucket.ready_s for bucket in step.buckets]
+    assert ready == sorted(ready)
+    assert len(ready) > 2
+
+
+def test_agreement() -> None:
+    cluster = replace(clusters.A100, control=Link(1e9, 1e-5))
+    assert clusters.board_s(100, cluster, ranks=8) == 0  # one host has shared memory
+    assert clusters.board_s(100, cluster, 32) == pytest.approx(2e-5 + 24 * 100 / 1e9)
+    assert clusters.digest_s(100, cluster, 32) == pytest.approx(4e-5)
+    few, many = clusters.entry_bytes(8), clusters.entry_bytes(800)
+    assert few[0] == many[0]
+    assert many[1] == few[1] + 99  # a bit for each parameter
+
+
+def test_allreduces_are_alike_where_they_must_be() -> None:
+    """Inside one host all hierarchies are its ring; a tree never loses to a ring."""
+    for ranks in (2, 8):
+        inside = ring_s(1e8, ranks, clusters.A100.local)
+        for function in (clusters.hierarchical_s, clusters.own_hierarchical_s, clusters.nccl_s):
+            assert function(1e8, clusters.A100, ranks) == pytest.approx(inside)
+    for ranks in (16, 1024, 100_000):
+        hierarchical = clusters.hierarchical_s(1e8, clusters.A100, ranks)
+        assert clusters.nccl_s(1e8, clusters.A100, ranks) <= hierarchical
+        assert hierarchical < clusters.flat_ring_s(1e8, clusters.A100, ranks)
+
+
+@given(st.floats(0, 1e12), st.integers(1, 10**6), links)
+def test_ring_grows_with_ranks_and_bytes(size_bytes: float, ranks: int, link: Link) -> None:
+    time_s = ring_s(size_bytes, ranks, link)
+    assert ring_s(size_bytes, ranks + 1, link) > time_s
+    assert ring_s(2 * size_bytes, ranks, link) >= time_s
+    assert time_s >= 2 * (ranks - 1) * link.latency_s
+
+
+@given(jobs, machines, variants)
+def test_efficiency_falls_with_ranks(
+    job: Job, cluster: clusters.Cluster, variant: clusters.Variant
+) -> None:
+    found = [clusters.efficiency(job, cluster, variant, 8 * 2**k, 0.02) for k in range(14)]
+    assert all(0 < value <= 1 / 1.02 + 1e-9 for value in found)
+    # Twice the hosts double a ring's steps and all but its bytes.
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(found))
+
+
+@given(jobs, machines, variants, st.integers(1, 4000))
+def test_a_better_network_is_never_worse(
+    job: Job, cluster: clusters.Cluster, variant: clusters.Variant, hosts: int
+) -> None:
+    network = cluster.network
+    better = replace(cluster, network=Link(2 * network.bandwidth, network.latency_s / 2))
+    ranks = hosts * cluster.gpus_per_host
+    before = clusters.efficiency(job, cluster, variant, ranks)
+    assert clusters.efficiency(job, better, variant, ranks) >= before * (1 - 1e-9)
+
+
+def test_rank_counts_end_where_they_should() -> None:
+    counts = list(scaling_model.rank_counts(8))
+    assert counts[:3] == [8, 16, 32]
+    assert counts[-1] == scaling_model.MOST_RANKS
+    assert counts == sorted(set(counts))
+
+
+# --- with the models of torchvision
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, Step]:
+    pytest.importorskip("torchvision")
+    return {
+        name: horovod_step(job_of(name, scaling_model.IMAGES, rate), FUSION_BYTES)
+        for name, rate in scaling_model.MODELS.items()
+    }
+
+
+def test_layers_of_torchvision() -> None:
+    pytest.importorskip("torchvision")
+    # The tables of torchvision's documentation, in elements and billions of multiplications.
+    known = {"inception_v3": (27_161_264 - 3_326_696, 5.71), "vgg16": (138_357_544, 15.47)}
+    for name, (numel, work) in known.items():
+        parameters = parameters_of(name)
+        assert sum(p.numel for p in parameters) == numel
+        assert sum(p.work for p in parameters) / 1e9 == pytest.approx(work, abs=0.01)
+    *_, weight, bias = parameters_of("vgg16")
+    assert (weight.numel, bias.numel, bias.work) == (4096 * 1000, 1000, 0)
+
+
+def test_published_efficiencies(steps: dict[str, Step]) -> None:
+    """All cells are within three points; those of 512 GPUs also without them in the fit."""
+    pytest.importorskip("scipy")
+    published = scaling_model.PUBLISHED
+    fitted = scaling_model.fit(list(steps.values()), published)
+    seen = {n: cells for n, cells in published.items() if n != scaling_model.HELD_OUT}
+    held_out = scaling_model.fit(list(steps.values()), seen)
+    cells = scaling_model.cells_of(steps, fitted, held_out)
+    assert len(cells) == 9
+    for cell in cells:
+        assert abs(cell.fitted - cell.published) < 0.03, cell
+        assert abs(cell.held_out - cell.published) < 0.03, cell
+    # What was found is possible: less than the line has, more than a microsecond.
+    assert 2.0e9 < fitted.link.bandwidth < 25e9 / 8
+    assert 5e-6 < fitted.link.latency_s < 50e-6
+    assert 0 < fitted.slowdown < 0.04
+    assert math.isclose(fitted.link.bandwidth / (25e9 / 8), clusters.LINE_SHARE, abs_tol=0.02)
+
+
+def test_the_nine_cells_can_be_missed(steps: dict[str, Step]) -> None:
+    """With half the bandwidth a cell is off by ten points: the model depends on the fit."""
+    slow = scaling_model.Horovod(Link(1.3e9, 22e-6), 0.02)
+    cells = scaling_model.cells_of(steps, slow, slow)
+    assert max(abs(cell.fitted - cell.published) for cell in cells) > 0.1

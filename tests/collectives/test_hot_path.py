@@ -1,0 +1,35 @@
+"""The cost of a small blocking allreduce in instructions: without a clock there is no noise."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "core_tests"
+CALLS = 1000
+# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete.
+MOST_INSTRUCTIONS = 6000
+
+
+@pytest.mark.skipif(not shutil.which("valgrind"), reason="there is no valgrind")
+def test_instructions_of_a_blocking_allreduce(tmp_path: Path) -> None:
+    if not PROGRAM.exists():
+        pytest.skip("make test-cpp has not built the C++ tests")
+    done = subprocess.run(
+        [
+            *("valgrind", "--tool=callgrind", "--toggle-collect=torch_ring_hot_path"),
+            f"--callgrind-out-file={tmp_path / 'callgrind'}",
+            *(str(PROGRAM), "hot_path_on_one_rank"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "1 passed, 0 failed" in done.stdout
+    (collected,) = re.findall(r"Collected : (\d+)", done.stderr)
+    assert 1000 < int(collected) / CALLS < MOST_INSTRUCTIONS

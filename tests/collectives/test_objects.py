@@ -1,0 +1,66 @@
+"""broadcast_object() and allgather_object()."""
+
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+from pool import run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def share_objects() -> None:
+    for root in range(hvd.size()):
+        text = "é" * (1000 + hvd.rank() * 1_500_000)  # UTF-8: up to 6 MB
+        mine = {"rank": hvd.rank(), "tensor": torch.ones(3), "text": text}
+        received = hvd.broadcast_object(mine, root_rank=root, name="a thing")
+        assert received["rank"] == root
+        assert len(received["text"]) == 1000 + root * 1_500_000
+        assert (received is mine) == (hvd.rank() == root)
+    for length in (1, 100_000):
+        gathered = hvd.allgather_object(list(range(hvd.rank() * length)), name="lists")
+        assert gathered == [list(range(rank * length)) for rank in range(hvd.size())]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_both_transports
+def test_objects(transport, size):
+    run(share_objects, size, transport=transport)
+
+
+def share_nameless_objects() -> None:
+    """Defaultdicts of lambdas and classes made in functions, which Horovod takes as well."""
+
+    class Local:
+        rank = hvd.rank()
+
+    counts = hvd.broadcast_object(defaultdict(lambda: 7, root=hvd.rank()), root_rank=1)
+    assert counts["root"] == 1
+    assert counts["missing"] == 7
+    assert [local.rank for local in hvd.allgather_object(Local)] == [0, 1]
+
+
+def test_objects_that_only_cloudpickle_takes():
+    pytest.importorskip("cloudpickle")
+    run(share_nameless_objects, 2)
+
+
+def share_without_a_pickle() -> None:
+    """If one rank cannot pickle its object, all ranks get an error, and the job goes on."""
+    for share in (hvd.broadcast_object, hvd.allgather_object):
+        mine = threading.Lock() if hvd.rank() == 0 else "text"
+        expected = (
+            pytest.raises(TypeError, match="pickle")
+            if hvd.rank() == 0
+            else pytest.raises(RuntimeError, match="rank 0 cannot pickle its object")
+        )
+        with expected:
+            share(mine)
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_objects_without_a_pickle(size):
+    run(share_without_a_pickle, size)

@@ -1,0 +1,148 @@
+"""Memory of large results: written past the caches, into pages that the next results use again.
+
+The pages belong to a tensor for as long as it lives.
+"""
+
+import os
+import resource
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor
+
+import torch_ring as hvd
+from torch_ring import _C
+
+COUNT = 5_000_004  # elements: 20 MB, and no whole number of pages
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# Calls on ranks that have the same tensor, and the results of these calls.
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "allreduce": (hvd.allreduce, unchanged),
+    "allreduce_async": (lambda t: hvd.synchronize(hvd.allreduce_async(t)), unchanged),
+    "grouped_allreduce": (lambda t: hvd.grouped_allreduce([t])[0], unchanged),
+    "broadcast": (lambda t: hvd.broadcast(t, 0), unchanged),
+    "allgather": (hvd.allgather, lambda t: t.repeat(hvd.size())),
+    "alltoall": (hvd.alltoall, lambda t: t.view(hvd.size(), -1)[hvd.rank()].repeat(hvd.size())),
+    "reducescatter": (lambda t: hvd.reducescatter(t.repeat(hvd.size())), unchanged),
+}
+
+
+def check_reuse(name: str) -> None:
+    for most_bytes in (0, 256 << 20):  # drops the pages of other tests
+        _C.keep_results(most_bytes)
+    call, expected = CALLS[name]
+    first_input, second_input = torch.arange(COUNT) % 97.0, torch.arange(COUNT) % 89.0
+    first = call(first_input)
+    second = call(second_input)
+    assert torch.equal(first, expected(first_input))
+    assert torch.equal(second, expected(second_input))
+    place = first.data_ptr()
+    assert place != second.data_ptr()
+    view = first[1:]
+    del first
+    assert call(second_input).data_ptr() != place  # a view holds the memory
+    assert torch.equal(view, expected(first_input)[1:])
+    del view
+    again = call(second_input)
+    assert again.data_ptr() == place
+    assert torch.equal(again, expected(second_input))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_pages_are_reused(name, size):
+    run(check_reuse, size, args=(name,))
+
+
+def page_faults_of_a_result() -> int:
+    data = torch.ones(COUNT)
+    for _ in range(2):  # the second finds what the first has left
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        hvd.allgather(data)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults
+
+
+def test_the_setting_limits_the_pages_that_are_kept():
+    of_new_pages = 2 * COUNT * 4 // (2 << 20)  # if all of them are huge
+    none = {"TORCH_RING_KEPT_RESULT_BYTES": "0"}
+    assert max(run(page_faults_of_a_result, 2)) < of_new_pages
+    assert min(run(page_faults_of_a_result, 2, env=none)) >= of_new_pages
+
+
+def use_as_ordinary_tensors() -> None:
+    images = (torch.arange(4 * 3 * 600 * 700) % 97.0).view(4, 3, 600, 700)
+    images = images.to(memory_format=torch.channels_last)
+    for tensor in [images, images[:, :, ::2, ::2]]:
+        reduced = hvd.allreduce(tensor)
+        assert reduced.stride() == torch.empty_like(tensor).stride()
+        assert torch.equal(reduced, tensor)
+
+    leaf = torch.nn.Parameter(torch.ones(COUNT))
+    assert not hvd.synchronize(hvd.allreduce_async(leaf)).requires_grad
+
+    class Named(torch.Tensor):
+        pass
+
+    named = torch.ones(COUNT).as_subclass(Named)
+    assert type(hvd.synchronize(hvd.broadcast_async(named, 0))) is Named
+
+    with torch.inference_mode():
+        assert hvd.allreduce(torch.ones(COUNT)).is_inference()
+
+    result = hvd.allgather(torch.ones(COUNT, dtype=torch.int8).repeat(2))
+    before = result.data_ptr()
+    result.resize_(5 * COUNT)[4 * COUNT :] = 2
+    assert int(result.sum(dtype=torch.int64)) == 6 * COUNT
+    assert result.data_ptr() != before
+    result.set_()
+    assert torch.equal(result.resize_(3).fill_(7), torch.full((3,), 7, dtype=torch.int8))
+
+
+def test_results_are_ordinary_tensors():
+    run(use_as_ordinary_tensors, 2)
+
+
+def outlive_the_world() -> None:
+    result = hvd.allgather(torch.ones(COUNT))
+    hvd.allgather(torch.ones(COUNT))
+    assert _C.kept_result_bytes() >= result.nbytes
+    hvd.shutdown()
+    assert _C.kept_result_bytes() == 0
+    assert int(result.sum()) == 2 * COUNT
+    hvd.init()
+    assert int(hvd.allgather(torch.zeros(COUNT)).count_nonzero()) == 0
+    assert int(result.sum()) == 2 * COUNT
+
+
+def test_results_outlive_their_world():
+    run(outlive_the_world, 2)
+
+
+def fork_with_results() -> None:
+    """A child changes its parent's results; the parent does not see it."""
+    kept, held = hvd.allgather(torch.ones(COUNT)), hvd.allgather(torch.ones(COUNT))
+    del kept
+    child = os.fork()
+    if child == 0:
+        passed = False
+        try:
+            held.fill_(2.0)
+            passed = int(held.sum()) == 4 * COUNT
+            del held
+        finally:
+            os._exit(0 if passed else 1)
+    ones = [hvd.allgather(torch.ones(COUNT)) for _ in range(2)]
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(int(tensor.sum()) == 2 * COUNT for tensor in [held, *ones])
+
+
+def test_a_forked_child_has_results_of_its_own():
+    run(fork_with_results, 2)

@@ -1,0 +1,53 @@
+"""Tensors in shared memory: they behave as other tensors do, and collectives do not move them."""
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+on_sizes = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+def check_reduction_in_place() -> None:
+    ranks = range(hvd.size())
+    for shape in [(), (0,), (5,), (3, 1001), (300_007,)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            tensor = hvd.empty_shared(*shape, dtype=dtype).fill_(hvd.rank() + 1)
+            before = tensor.data_ptr()
+            assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
+            assert tensor.data_ptr() == before
+            assert torch.equal(tensor, torch.full(shape, sum(ranks) + hvd.size(), dtype=dtype))
+    # A part, an average, and another memory on one of the ranks.
+    whole = hvd.empty_shared((1000, 10)).fill_(float(hvd.rank()))
+    hvd.allreduce_(whole[100:900])
+    assert torch.equal(whole[100:900], torch.full((800, 10), sum(ranks) / hvd.size()))
+    assert torch.equal(whole[:100], torch.full((100, 10), float(hvd.rank())))
+    mixed = torch.ones(50_000) if hvd.rank() == 0 else hvd.empty_shared(50_000).fill_(1.0)
+    assert torch.equal(hvd.allreduce_(mixed, op=hvd.Sum), torch.full((50_000,), float(hvd.size())))
+
+
+def check_arguments_and_life() -> Tensor:
+    assert hvd.empty_shared(2).dtype == torch.get_default_dtype()
+    for wrong in [(-1,), (2.5,)]:
+        with pytest.raises((RuntimeError, TypeError)):
+            hvd.empty_shared(*wrong)
+    kept = hvd.empty_shared(1000, dtype=torch.int32).fill_(7)
+    hvd.shutdown()
+    assert int(kept.sum()) == 7000
+    with pytest.raises(hvd.NotInitializedError):
+        hvd.empty_shared(1)
+    return kept.clone()
+
+
+@on_both_transports
+@on_sizes
+def test_shared_tensors_are_reduced_in_place(size: int, transport: str) -> None:
+    run(check_reduction_in_place, size, transport=transport)
+
+
+@on_sizes
+def test_shared_tensors_check_their_arguments_and_outlive_the_world(size: int) -> None:
+    run(check_arguments_and_life, size)

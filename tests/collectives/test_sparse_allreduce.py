@@ -1,0 +1,62 @@
+"""sparse_allreduce_async(): the sum of the rows of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import run
+from worlds import on_both_transports, on_most_worlds
+
+import torch_ring as hvd
+
+
+def check_sparse_sums() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    # Every rank has row 0 and one of its own; the last has none at all.
+    indices = [[0, rank + 1]] if rank < size - 1 else [[]]
+    values = torch.full((len(indices[0]), 2), float(rank + 1))
+    mine = torch.sparse_coo_tensor(torch.tensor(indices, dtype=torch.int64), values, (size + 1, 2))
+    dense = hvd.allreduce(mine.to_dense())
+    handle = hvd.sparse_allreduce_async(mine, name="embedding", op=hvd.Average)
+    assert callable(handle)
+    result = hvd.synchronize(handle)
+    assert result.is_sparse
+    assert not result.is_coalesced() or size == 1
+    torch.testing.assert_close(result.to_dense(), dense)
+    summed = hvd.sparse_allreduce_async(mine, "embedding", hvd.Sum)()
+    torch.testing.assert_close(summed.to_dense(), dense * size)
+    for wrong, op in ((torch.ones(2), hvd.Sum), (mine, hvd.Max)):
+        with pytest.raises(ValueError, match="sparse"):
+            hvd.sparse_allreduce_async(wrong, op=op)
+
+
+@on_most_worlds
+def test_sparse_allreduce(transport, size):
+    run(check_sparse_sums, size, transport=transport)
+
+
+def check_mismatches() -> None:
+    rank = hvd.rank()
+    row = torch.tensor([[0]])
+    ends = hvd.add_process_set([0, 2])
+    if not ends.included():
+        return
+    for op, shape, sparse_dim, text in (
+        (hvd.Sum, (2 + rank, 3), 1, "rank 0: Sum of [2, 3]; rank 2: Sum of [4, 3]"),
+        (rank // 2, (2, 3), 1, "rank 0: Average of [2, 3]; rank 2: Sum of [2, 3]"),
+        (hvd.Sum, (2, 3), 1 + rank // 2, "rank 0: allgather 'rows.1' float32 [*, 3]; rank 2: "),
+        (hvd.Sum, (2, 3, 4)[rank // 2 :], 2 - rank // 2, "rank 0: Sum of [2, 3, 4]; rank 2: Sum"),
+    ):
+        values = torch.ones(1, *shape[sparse_dim:])
+        mine = torch.sparse_coo_tensor(row.expand(sparse_dim, 1), values, shape)
+        handle = hvd.sparse_allreduce_async(mine, "rows", op, ends)
+        with pytest.raises(hvd.MismatchError) as error:
+            handle()
+        assert text in str(error.value)
+    same = torch.sparse_coo_tensor(row, torch.ones(1), (1,))
+    assert hvd.sparse_allreduce_async(same, "rows", hvd.Sum, ends)().to_dense().tolist() == [2.0]
+
+
+@on_both_transports
+def test_sparse_tensors_that_differ_are_refused_on_all_ranks(transport):
+    run(check_mismatches, 3, transport=transport)

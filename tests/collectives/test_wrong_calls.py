@@ -1,0 +1,143 @@
+"""Mismatches among the ranks, and wrong arguments: an error, and the job goes on."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import error_of, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+MISMATCHES: dict[str, tuple[Callable[[], object], str]] = {
+    "shape": (
+        lambda: hvd.allreduce(torch.zeros(3 + hvd.rank()), name="a"),
+        "rank 0: allreduce 'a' float32 [3] Average; rank 1: allreduce 'a' float32 [4] Average",
+    ),
+    "dtype": (
+        lambda: hvd.allreduce(torch.zeros(3).to([torch.float32, torch.int32][hvd.rank() % 2])),
+        " int32 [3] Average",
+    ),
+    "op": (
+        lambda: hvd.allreduce(torch.zeros(3), name="a", op=[hvd.Sum, hvd.Max][hvd.rank() % 2]),
+        "float32 [3] Sum; rank 1: allreduce 'a' float32 [3] Max",
+    ),
+    "factor": (
+        lambda: hvd.allreduce(torch.zeros(3), name="a", prescale_factor=1.0 + hvd.rank()),
+        "prescale 2",
+    ),
+    "root": (
+        lambda: hvd.broadcast(torch.zeros(3), root_rank=hvd.rank() % 2, name="b"),
+        "root 0; rank 1: broadcast 'b' float32 [3] root 1",
+    ),
+    "columns": (
+        lambda: hvd.allgather(torch.zeros(2, 3 + hvd.rank()), name="g"),
+        "rank 0: allgather 'g' float32 [*, 3]; rank 1: allgather 'g' float32 [*, 4]",
+    ),
+    "operation": (
+        lambda: hvd.barrier() if hvd.rank() else hvd.allreduce(torch.zeros(3)),
+        ": barrier '#barrier.1'",
+    ),
+    "name": (
+        lambda: hvd.allreduce(torch.zeros(3), name=f"of {hvd.rank()}"),
+        "the ranks wait for different collectives",
+    ),
+    "large": (
+        lambda: hvd.allreduce(torch.zeros(1_000_000 + hvd.rank()), name="large"),
+        "float32 [1000000]",
+    ),
+}
+
+
+def check_mismatch(case: str) -> None:
+    call, text = MISMATCHES[case]
+    begin = time.monotonic()
+    kind, message = error_of(call)
+    assert kind == "MismatchError", (kind, message)
+    assert text in message
+    assert time.monotonic() - begin < 5  # the promise is a second; the machine may be busy
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [float(hvd.size())] * 2
+
+
+@on_both_transports
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatch(case, size, transport):
+    run(check_mismatch, size, args=(case,), transport=transport)
+
+
+def tensor_without_memory() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def check_wrong_arguments() -> None:
+    t = torch.zeros(3)
+    first = hvd.allreduce_async(t, name="twice")
+    kind, text = error_of(lambda: hvd.allreduce_async(t, name="twice"))
+    assert kind == "nothing" or (kind == "InvalidArgumentError" and "in flight" in text)
+    hvd.synchronize(first)
+    for call, message in [
+        (lambda: hvd.allreduce(t.long(), op=hvd.Adasum), "Adasum needs floating point"),
+        (lambda: hvd.allreduce(t, op=17), "17 is not a valid ReduceOp"),
+        (lambda: hvd.allreduce(t, average=True, op=hvd.Sum), "not both"),
+        (lambda: hvd.allreduce(t.to(torch.complex64)), "dtype ComplexFloat is not supported"),
+        (lambda: hvd.allreduce(t.to_sparse()), "not dense"),
+        (lambda: hvd.allreduce(t.to("meta")), "meta"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "a scalar has no first dimension"),
+        (lambda: hvd.broadcast(t, root_rank=9), "root_rank=9 is not in the process set"),
+        (lambda: hvd.allreduce(t, name="#1"), "reserved"),
+        (lambda: hvd.allreduce(t, name="x" * 5000), "longer than 4096"),
+        (lambda: hvd.allreduce(torch.nested.nested_tensor([t, t])), "not dense"),
+        (lambda: hvd.allreduce(torch.nested.nested_tensor([torch.ones(1 << 20)] * 2)), "not dense"),
+        (lambda: hvd.allreduce_(torch.ones(1).expand(5)), r"expanded tensor.*clone\(\) it"),
+        (lambda: hvd.grouped_allreduce_([torch.ones(1).expand(5)]), "expanded tensor"),
+        (lambda: hvd.broadcast_(torch.ones(1).expand(5), 0), "expanded tensor"),
+        (lambda: hvd.broadcast_(torch._efficientzerotensor((4,)), 0), "ZeroTensor"),
+        (lambda: hvd.allgather(tensor_without_memory()), "storage was resized"),
+        (lambda: torch.func.vmap(hvd.allreduce)(torch.ones(2, 3)), "has no memory"),
+        (lambda: hvd.reducescatter(t.to_sparse()), "not dense"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    for operation in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(torch.ones(4), torch.ones(4))
+            with pytest.raises(ValueError, match="forward-mode"):
+                operation(dual)
+    for operation in (hvd.allgather, hvd.alltoall):  # of what torch.func knows nothing about
+        captured = torch.ones(4)
+        gradient = torch.func.grad(lambda x, f=operation, c=captured: (x * f(c).sum()).sum())
+        with pytest.raises(RuntimeError, match="setup_context"):
+            gradient(torch.ones(1))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def test_wrong_arguments():
+    run(check_wrong_arguments, 2)
+    run(check_wrong_arguments, 1)
+
+
+def check_wrong_types() -> None:
+    for name in ("allreduce", "allgather", "alltoall", "reducescatter"):
+        for call in (getattr(hvd, name), getattr(hvd, f"{name}_async")):
+            with pytest.raises(TypeError, match=rf"^{name}\w* takes a torch.Tensor, not list$"):
+                call([1.0, 2.0])
+    for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
+        with pytest.raises(TypeError, match=r"takes a torch.Tensor, not NoneType$"):
+            call(None, 0)
+    for call in (hvd.allreduce_, hvd.allreduce_async_):
+        with pytest.raises(TypeError, match=r"takes a torch.Tensor, not str$"):
+            call("weight")
+    with pytest.raises(ValueError, match="a group is a list of tensors"):
+        hvd.grouped_allreduce(None)
+    with pytest.raises(ValueError, match="not a Linear"):
+        hvd.broadcast_parameters(torch.nn.Linear(2, 2), 0)
+    with pytest.raises(ValueError, match="root_rank='0'"):
+        hvd.broadcast(torch.zeros(1), "0")
+
+
+def test_arguments_that_are_no_tensors():
+    run(check_wrong_types, 2)

@@ -1,0 +1,246 @@
+"""Training with stateful compressors on several ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor, nn
+from torch.optim import SGD
+from training import (
+    assert_same_on_all_ranks,
+    assert_same_weights,
+    grads,
+    joined_batches,
+    loss_of,
+    make_model,
+    part,
+    train,
+    weights,
+)
+from training_compressors import COMPRESSORS, Exact, Ragged
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def check_convergence() -> None:
+    """Train a classifier: the loss falls as without compression, and the ranks stay equal."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(64 * hvd.size(), 8, generator=generator)
+    labels = (inputs @ torch.randn(8, 3, generator=generator)).argmax(1)
+    loss_function = nn.CrossEntropyLoss()
+    losses = {}
+    for name, make in COMPRESSORS.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=1.0),
+            named_parameters=model.named_parameters(),
+            compression=make(),
+        )
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss_function(model(part(inputs)), part(labels)).backward()
+            optimizer.step()
+        assert_same_on_all_ranks(*model.parameters())
+        losses[name] = loss_function(model(inputs), labels).item()
+    assert losses["none"] < 0.2, "it starts at 1.1"
+    near = {name for name, loss in losses.items() if loss < 1.1 * losses["none"]}
+    assert near == set(COMPRESSORS) - {"forgetful"}, losses
+    assert len(set(losses.values())) == len(losses), "two compressors do the same"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_both_transports
+def test_models_converge(transport, size):
+    run(check_convergence, size, transport=transport)
+
+
+class UnusualModel(nn.Module):
+    """Convolutions in channels_last, a complex weight, a transposed one, a scalar, an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.spectrum = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.transposed = nn.Parameter(torch.randn(3, 5).t())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        image = batch.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        hidden = self.convolution(image).flatten(1) @ self.transposed.t()
+        return (torch.fft.fft(hidden) * self.spectrum).real * self.scale + self.nothing.sum()
+
+
+def compare_with_no_compression(**options: Any) -> None:
+    """Compressors that lose nothing give the weights of training without compression."""
+    for make in (Exact, Ragged):
+        for model in (make_model, UnusualModel):
+            compressed, plain = model(), model()
+            for copy, compression in ((plain, hvd.Compression.none), (compressed, make())):
+                optimizer = hvd.DistributedOptimizer(
+                    SGD(copy.parameters(), lr=0.05), compression=compression, **options
+                )
+                train(copy, optimizer, map(part, joined_batches(steps=3)))
+            assert_same_weights(compressed, plain)
+            assert_same_on_all_ranks(*compressed.parameters())
+
+
+def compare_all_options_with_no_compression() -> None:
+    compare_with_no_compression()
+    compare_with_no_compression(op=hvd.Sum)
+    compare_with_no_compression(gradient_predivide_factor=4.0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_both_transports
+def test_exact_compressors_equal_no_compression(transport, size):
+    run(compare_all_options_with_no_compression, size, transport=transport)
+
+
+@on_both_transports
+def test_many_small_buckets(transport):
+    env = {"TORCH_RING_BUCKET_BYTES": "64"}
+    run(compare_with_no_compression, 2, transport=transport, env=env)
+
+
+class Recorder(hvd.StatefulCompressor):
+    """Records its gradient, and the dtype of a product that it computes."""
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
+        state["gradient"] = gradient.clone()
+        state["computed"] = (gradient.reshape(1, -1) @ gradient.reshape(-1, 1)).dtype
+        return (yield hvd.Reduce(gradient))
+
+
+def check_gradients_of_the_compressor() -> None:
+    """Gradients keep their shape in channels_last and in an autocast region."""
+    alone, model, compressor = UnusualModel(), UnusualModel(), Recorder()
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compressor,
+    )
+    (batch,) = map(part, joined_batches(steps=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_of(model, batch).backward()
+        loss_of(alone, batch).backward()
+    for name, parameter in alone.named_parameters():
+        if parameter.numel() == 0:
+            assert name not in compressor.states
+            continue
+        gradient = parameter.grad
+        expected = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        assert torch.equal(compressor.states[name]["gradient"], expected)
+        assert compressor.states[name]["computed"] == torch.float32
+    del optimizer  # until now it had to live
+
+
+def test_compressors_get_gradients_in_the_shapes_of_parameters():
+    run(check_gradients_of_the_compressor, 2)
+
+
+def check_accumulation(op: int) -> None:
+    """Backward passes add up as without compression; 8 bits hold every value here."""
+    share = 1 if op == hvd.Sum else 1 / 2
+    (x,) = parameters = weights(1)
+    optimizer = hvd.DistributedOptimizer(
+        SGD(parameters, lr=0.0),
+        compression=hvd.Compression.int8(),
+        backward_passes_per_step=2,
+        op=op,
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        (127 * x).backward()
+        (127 * hvd.rank() * x).backward()
+        assert grads(parameters) == [127 * 3 * share]
+        optimizer.step()
+    optimizer.zero_grad()
+    (127 * (hvd.rank() + 1) * x).backward()
+    optimizer.step()  # after one pass of two
+    assert grads(parameters) == [127 * 3 * share]
+
+    (y,) = parameters = weights(1)  # two reductions of one step
+    optimizer = hvd.DistributedOptimizer(
+        SGD(parameters, lr=0.0), compression=hvd.Compression.int8(), op=op
+    )
+    (127 * (hvd.rank() + 1) * y).backward()
+    ((hvd.rank() + 1) * y).backward()
+    assert grads(parameters) == pytest.approx([128 * 3 * share], rel=1e-6)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_accumulation(op):
+    run(check_accumulation, 2, args=(op,))
+
+
+def use_different_parameters() -> None:
+    """Rank 0 uses a and b, rank 1 uses b and c, nobody d."""
+    a, b, c, d = parameters = weights(1, 1, 1, 1)
+    compressor = Exact()
+    optimizer = hvd.DistributedOptimizer(
+        SGD(parameters, lr=0.0),
+        named_parameters=zip("abcd", parameters, strict=True),
+        compression=compressor,
+    )
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        (2 * a + 4 * b if hvd.rank() == 0 else 8 * b + 16 * c).backward()
+        assert grads(parameters) == [1, 6, 8, None]
+        optimizer.step()
+        assert {name: state["calls"] for name, state in compressor.states.items()} == dict.fromkeys(
+            "abc", step
+        )
+    (2 * d).backward()
+    assert compressor.states["d"]["calls"] == 1
+    assert compressor.states["a"]["calls"] == 3
+
+    late = weights(1)
+    optimizer.add_param_group({"params": late})
+    (2 * d + 2 * late[0]).backward()
+    assert compressor.states["d"]["calls"] == 2
+    assert compressor.states["allreduce.noname.1.0"]["calls"] == 1
+
+
+@on_both_transports
+def test_only_parameters_with_a_gradient_take_part(transport):
+    run(use_different_parameters, 2, transport=transport)
+
+
+def check_half_precision() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+        compressor = Exact()
+        optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), compression=compressor)
+        (weight.sum() * (hvd.rank() + 1)).backward()
+        assert weight.grad is not None
+        assert weight.grad.dtype == dtype
+        assert weight.grad.tolist() == [1.5] * 3
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert compressor.states["allreduce.noname.0.0"]["dtype"] == wide
+        optimizer.step()
+
+
+def test_half_precision():
+    run(check_half_precision, 2)
+
+
+def check_that_one_rank_loses_nothing() -> None:
+    """On one rank nothing is lost."""
+    alone, wrapped = make_model(), make_model()
+    compressor = hvd.Compression.powersgd(rank=1)
+    optimizer = hvd.DistributedOptimizer(SGD(wrapped.parameters(), lr=0.1), compression=compressor)
+    batches = joined_batches(steps=3)
+    train(alone, SGD(alone.parameters(), lr=0.1), batches)
+    train(wrapped, optimizer, batches)
+    assert_same_weights(wrapped, alone)
+    assert compressor.state_dict() == {}
+
+
+def test_one_rank_does_not_compress():
+    run(check_that_one_rank_loses_nothing, 1)

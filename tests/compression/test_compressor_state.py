@@ -1,0 +1,78 @@
+"""The state of compressors, in a resumed run and after a skipped step."""
+
+from typing import Any
+
+import torch
+from pool import run
+from torch import nn
+from torch.optim import SGD
+from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, part, train
+from training_compressors import COMPRESSORS
+
+import torch_ring as hvd
+
+
+def check_resumed_run(name: str) -> None:
+    batches = [part(batch) for batch in joined_batches(steps=6)]
+
+    def start(model: nn.Module, compressor: Any) -> torch.optim.Optimizer:
+        return hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            compression=compressor,
+        )
+
+    whole, begun, forgetful = make_model(), make_model(), make_model()
+    train(whole, start(whole, COMPRESSORS[name]()), batches)
+    compressor = COMPRESSORS[name]()
+    train(begun, start(begun, compressor), batches[:3])
+    saved = compressor.state_dict()
+    assert saved["0.weight"]["error"].any()
+    ended, resumed = make_model(), COMPRESSORS[name]()
+    for model, state in ((ended, saved), (forgetful, {})):
+        model.load_state_dict(begun.state_dict())
+        resumed = COMPRESSORS[name]()
+        resumed.load_state_dict(state)
+        train(model, start(model, resumed), batches[3:])
+    for left, right in zip(whole.parameters(), ended.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(whole[0].weight, forgetful[0].weight)
+
+
+def check_resumed_runs() -> None:
+    for name in ("int8", "powersgd", "topk"):
+        check_resumed_run(name)
+
+
+def test_a_resumed_run_continues():
+    run(check_resumed_runs, 2)
+
+
+def skip_a_step() -> None:
+    """A step that GradScaler skips on all ranks leaves the state unchanged."""
+    for name in ("int8", "powersgd", "topk"):
+        model = make_model()
+        compressor = COMPRESSORS[name]()
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1), compression=compressor
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step, batch in enumerate(joined_batches(steps=4)):
+            optimizer.zero_grad()
+            before = compressor.state_dict()
+            overflow = torch.inf if step == 2 and hvd.rank() == 1 else 1.0
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                scaler.scale(loss_of(model, part(batch)) * overflow).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 2:
+                for parameter, state in before.items():
+                    for key, value in state.items():
+                        assert torch.equal(compressor.states[parameter][key], value)
+        assert scaler.get_scale() == 512.0
+        assert all(p.isfinite().all() for p in model.parameters())
+        assert_same_on_all_ranks(*model.parameters())
+
+
+def test_a_skipped_step_leaves_the_state_unchanged():
+    run(skip_a_step, 2)

@@ -1,0 +1,183 @@
+"""Compressors without a network: the tests answer the requests of their generators."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from documented_topk import documented_compressor
+from torch import Tensor
+
+import torch_ring as hvd
+from torch_ring.compressors import dequantize, quantize
+
+
+def run_exchange(
+    compressor: hvd.StatefulCompressor, gradients: list[Tensor], states: list[dict[str, Any]]
+) -> list[Tensor]:
+    """Run the generators of some ranks, one gradient on each, and return their results."""
+    running = [
+        compressor.reduce(gradient.clone(), state)
+        for gradient, state in zip(gradients, states, strict=True)
+    ]
+    answers: list[Any] = [None] * len(running)
+    while True:
+        requests, results = [], []
+        for generator, answer in zip(running, answers, strict=True):
+            try:
+                requests.append(generator.send(answer))
+            except StopIteration as stop:
+                results.append(stop.value)
+        if results:
+            assert not requests, "a rank asks more often than another"
+            return results
+        if isinstance(requests[0], hvd.Reduce):
+            mean = torch.stack([request.tensors[0] for request in requests]).mean(0)
+            answers = [mean.clone() for _ in running]
+        else:
+            answers = [[request.tensors for request in requests] for _ in running]
+
+
+COMPRESSORS: dict[str, Callable[[], hvd.StatefulCompressor]] = {
+    "int8": lambda: hvd.Compression.int8(elements_per_scale=16),
+    "powersgd": lambda: hvd.Compression.powersgd(rank=2),
+    "topk": lambda: documented_compressor()(0.1),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_sent_and_error_add_up_to_the_gradients(name, ranks):
+    """Each rank owes what did not arrive, as its error; all ranks get the same bits."""
+    compressor = COMPRESSORS[name]()
+    generator = torch.Generator().manual_seed(3)
+    states: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    arrived, true = torch.zeros(12, 5, 2), torch.zeros(12, 5, 2)
+    worst = 0.0
+    for _ in range(8):
+        gradients = [torch.randn(12, 5, 2, generator=generator) for _ in range(ranks)]
+        first, *others = run_exchange(compressor, gradients, states)
+        assert all(torch.equal(first, other) for other in others)
+        mean = torch.stack(gradients).mean(0)
+        worst = max(worst, (first - mean).abs().max().item())
+        arrived += first
+        true += mean
+        owed = torch.stack([state["error"] for state in states]).mean(0)
+        torch.testing.assert_close(arrived + owed, true, rtol=1e-5, atol=1e-5)
+    assert worst > 1e-3, "nothing was lost, so that nothing was tested"
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_error_feedback_delivers_a_constant_gradient(name):
+    """With error feedback the mean over steps converges to the gradient."""
+    compressor = COMPRESSORS[name]()
+    gradient = torch.randn(12, 10, generator=torch.Generator().manual_seed(5))
+    states: list[dict[str, Any]] = [{}]
+    total = sum(run_exchange(compressor, [gradient], states)[0] for _ in range(200))
+    assert (total / 200 - gradient).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 160])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quantize(numel, dtype):
+    tensor = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    codes, scales = quantize(tensor, 16)
+    assert codes.dtype == torch.int8
+    assert codes.numel() < numel + 16
+    assert scales.numel() == -(-numel // 16)
+    error = (dequantize(codes, scales, tensor.shape) - tensor).abs()
+    allowed = scales.expand_as(codes).flatten()[:numel] / 2
+    assert (error <= allowed * 1.0001).all()
+    largest = tensor.abs().argmax()
+    torch.testing.assert_close(error[largest], torch.zeros((), dtype=dtype), atol=1e-6, rtol=0)
+
+
+def test_quantize_keeps_zero_and_tiny_numbers():
+    """Numbers too small to be divided may be lost, but do not grow."""
+    for value, error in ((0.0, 0.0), (2.7e-43, 3e-43), (1e-38, 1e-38), (3e-36, 1e-38)):
+        tensor = torch.full((20,), value)
+        back = dequantize(*quantize(tensor, 8), tensor.shape)
+        assert (back - tensor).abs().max() <= error
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_quantize_does_not_hide_overflow(value):
+    tensor = torch.ones(20)
+    tensor[3] = value
+    back = dequantize(*quantize(tensor, 8), tensor.shape)
+    assert not back[3].isfinite()
+    assert torch.equal(back[8:], tensor[8:])
+
+
+def low_rank_matrix(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(12, rank, generator=generator) @ torch.randn(rank, 20, generator=generator)
+
+
+def test_powersgd_is_exact_for_a_matrix_of_its_rank():
+    gradient = low_rank_matrix(2)
+    state: dict[str, Any] = {}
+    (result,) = run_exchange(hvd.Compression.powersgd(rank=2), [gradient], [state])
+    torch.testing.assert_close(result, gradient, rtol=1e-4, atol=1e-4)
+    assert state["error"].abs().max() < 1e-4
+
+
+def test_powersgd_warm_start_improves_from_step_to_step():
+    """Warm start: the power iteration goes on, to the best approximation there is."""
+    compressor, state = hvd.Compression.powersgd(rank=2), {}
+    gradient = low_rank_matrix(12)
+    losses = []
+    for _ in range(30):
+        state.pop("error", None)
+        run_exchange(compressor, [gradient], [state])
+        losses.append(state["error"].norm())
+    best = torch.linalg.svdvals(gradient)[2:].norm()
+    assert losses[0] > best * 1.02
+    torch.testing.assert_close(losses[-1], best, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (40, 2)])
+def test_powersgd_sends_small_tensors_whole(shape):
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+    states: list[dict[str, Any]] = [{}, {}]
+    results = run_exchange(hvd.Compression.powersgd(rank=4), gradients, states)
+    torch.testing.assert_close(results[0], (gradients[0] + gradients[1]) / 2)
+    assert states == [{}, {}]
+
+
+def test_powersgd_survives_zero_gradients():
+    compressor, state = hvd.Compression.powersgd(rank=2), {}
+    gradient = low_rank_matrix(2)
+    (result,) = run_exchange(compressor, [torch.zeros(12, 20)], [state])
+    assert not result.any()
+    total = sum(run_exchange(compressor, [gradient], [state])[0] for _ in range(3))
+    torch.testing.assert_close(total, 3 * gradient, rtol=1e-3, atol=1e-3)
+
+
+def test_invalid_settings_are_refused():
+    for make in (
+        lambda: hvd.Compression.int8(elements_per_scale=0),
+        lambda: hvd.Compression.powersgd(rank=0),
+        lambda: hvd.Reduce(torch.ones(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match=r"must be at least 1, not 0|int64 cannot hold"):
+            make()
+    with pytest.raises(ValueError, match="another model's"):
+        run_exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(4)}])
+
+
+def test_copies_serve_other_parameters():
+    """A compressor and its states can be pickled and copied; a copy may serve other parameters."""
+    compressor = hvd.Compression.powersgd(rank=3)
+    parameter, other = torch.ones(2), torch.zeros(2)
+    compressor.serve({"weight": parameter})
+    compressor.serve({"weight": parameter})
+    compressor.states["weight"] = {"error": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"PowerSGDCompressor\(rank=3, seed=0\).*'weight'"):
+        compressor.serve({"weight": other})
+    for copied in (copy.deepcopy(compressor), pickle.loads(pickle.dumps(compressor))):
+        copied.serve({"weight": other})
+        assert repr(copied) == repr(compressor)
+        assert copied.states["weight"]["error"].tolist() == [1, 1]

@@ -1,0 +1,55 @@
+"""Compressors for tests of training: exact ones, and one that forgets its errors."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from documented_topk import documented_compressor
+from torch import Tensor
+
+import torch_ring as hvd
+
+
+class Exact(hvd.StatefulCompressor):
+    """Loses nothing, and counts its calls."""
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
+        state["dtype"] = gradient.dtype
+        state["calls"] = state.get("calls", 0) + 1
+        return (yield hvd.Reduce(gradient))
+
+
+class Ragged(hvd.StatefulCompressor):
+    """Loses nothing: gathers the elements that are not zero in two rounds, a scalar in one."""
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
+        positions = gradient.flatten().nonzero()[:, 0].to(torch.int32)
+        everyones = [positions for (positions,) in (yield hvd.Gather(positions))]
+        values = yield hvd.Gather(gradient.flatten()[positions], torch.tensor(hvd.rank()))
+        if gradient.dim() > 0:
+            ones = yield hvd.Reduce(torch.ones(2))
+            assert ones.tolist() == [1, 1]
+        total = torch.zeros(gradient.numel(), dtype=gradient.dtype)
+        for rank, (theirs, (value, sender)) in enumerate(zip(everyones, values, strict=True)):
+            assert sender == rank
+            total[theirs] += value
+        return (total / len(values)).view_as(gradient)
+
+
+class Forgetful(hvd.StatefulCompressor):
+    """Top-k without error feedback."""
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
+        mean, _ = yield from documented_compressor()(0.1).send(gradient, state)
+        return mean
+
+
+COMPRESSORS: dict[str, Callable[[], Any]] = {
+    "none": lambda: hvd.Compression.none,
+    "fp16": lambda: hvd.Compression.fp16,
+    "bf16": lambda: hvd.Compression.bf16,
+    "int8": hvd.Compression.int8,
+    "powersgd": lambda: hvd.Compression.powersgd(rank=1),
+    "topk": lambda: documented_compressor()(0.1),
+    "forgetful": Forgetful,
+}

@@ -1,0 +1,18 @@
+"""Every test of connections closes the descriptors that it opens."""
+
+import os
+import socket
+
+import pytest
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def _closed_descriptors():
+    socket.socketpair()[0].close()  # collect what earlier tests have dropped
+    before = open_descriptors()
+    yield
+    assert open_descriptors() == before

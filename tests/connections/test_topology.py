@@ -1,0 +1,120 @@
+"""Peer info, and the topology that follows from it."""
+
+from dataclasses import replace
+
+import pytest
+
+from torch_ring import cards
+from torch_ring.cards import Card, Place
+from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
+
+
+def made_up_peer(rank: int, machine: str = "a", **more) -> Card:
+    usual = {
+        "shares": True,
+        "node": None,
+        "local_rank": None,
+        "local_size": None,
+        "pid": 100 + rank,
+        "address": f"10.0.0.{ord(machine[-1]) - 96}",
+        "port": 1,
+        "socket": "s",
+        "cpus": "3",
+        "nonce": "00",
+        "settings": {"TORCH_RING_TRANSPORT": "auto"},
+    }
+    return Card(rank=rank, machine=machine, **(usual | more))
+
+
+def peers_on(machines: str) -> list[Card]:
+    return [made_up_peer(rank, machine) for rank, machine in enumerate(machines)]
+
+
+def test_peer_info_survives_json_and_nothing_else_is_accepted():
+    mine = made_up_peer(3, node="7", local_rank=1)
+    assert Card.from_json(3, mine.to_json()) == mine
+    for text in ("", "{}", "[1]", made_up_peer(2).to_json(), replace(mine, cpus="x").to_json()):
+        with pytest.raises(RingError, match="rank 3 runs another version"):
+            Card.from_json(3, text)
+
+
+@pytest.mark.parametrize(
+    ("machines", "rank", "place"),
+    [
+        ("aa", 1, Place(1, 2, 0, 1, True)),
+        ("ab", 1, Place(0, 1, 1, 2, True)),
+        ("aabb", 2, Place(0, 2, 1, 2, True)),
+        ("abab", 3, Place(1, 2, 1, 2, True)),
+        ("abb", 1, Place(0, 2, 1, 2, False)),
+        ("abb", 2, Place(1, 2, 0, 1, False)),
+    ],
+)
+def test_topology_of_a_rank(machines, rank, place):
+    assert cards.place(rank, peers_on(machines)) == place
+
+
+def test_ranks_share_the_cpus_that_they_are_bound_to():
+    everyone = [
+        made_up_peer(0, cpus="3"),
+        made_up_peer(1, cpus="2"),
+        made_up_peer(2, cpus="c"),
+        made_up_peer(3, "b", cpus="3"),
+    ]
+    assert [cards.cpu_sharers(rank, everyone) for rank in range(4)] == [2, 2, 1, 1]
+
+
+def test_the_launcher_decides_the_local_ranks():
+    two_agents = [
+        made_up_peer(rank, node=str(rank // 2), local_rank=rank % 2, local_size=2)
+        for rank in range(4)
+    ]
+    assert cards.place(3, two_agents) == Place(1, 2, 1, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("machines", "transport", "hosts"),
+    [("aaa", "auto", [0, 0, 0]), ("bab", "auto", [0, 1, 0]), ("aa", "tcp", [0, 1])],
+)
+def test_hosts_of_ranks(machines, transport, hosts):
+    assert cards.host_of(peers_on(machines), transport) == hosts
+
+
+def test_a_rank_without_shared_memory_makes_all_use_tcp():
+    assert cards.host_of([*peers_on("aa"), made_up_peer(2, shares=False)], "auto") == [0, 1, 2]
+
+
+def test_shared_memory_alone_cannot_serve_several_hosts():
+    with pytest.raises(InvalidArgumentError, match=r"TORCH_RING_TRANSPORT=shm.* 2 hosts"):
+        cards.host_of(peers_on("ab"), "shm")
+
+
+def test_labels_name_the_rank_and_its_host():
+    assert cards.labels(peers_on("aa"))[1] == "rank 1 (pid 101)"
+    assert cards.labels(peers_on("ab"))[1] == "rank 1 (10.0.0.2, pid 101)"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "spins"), [(["1", "2"], True), (["1", "1"], False), (["3", "3"], True)]
+)
+def test_spinning_needs_a_cpu_for_every_rank_of_the_machine(cpus, spins):
+    ranks = [made_up_peer(rank, cpus=mask) for rank, mask in enumerate(cpus)]
+    assert cards.may_spin(0, [*ranks, made_up_peer(2, "b", cpus="1")]) == spins
+
+
+def test_ranks_in_networks_of_their_own_share_a_kernels_cpus():
+    ranks = [
+        made_up_peer(rank, f"kernel/{network}", cpus="3") for rank, network in enumerate("abc")
+    ]
+    assert cards.host_of(ranks, "auto") == [0, 1, 2]
+    assert cards.may_spin(0, ranks[:2])
+    assert not cards.may_spin(0, ranks)
+    assert cards.cpu_sharers(0, [*ranks, made_up_peer(3, "another/a", cpus="3")]) == 3
+
+
+def test_settings_must_agree():
+    same = peers_on("ab")
+    cards.require_agreement(same)
+    with pytest.raises(MismatchError, match=r"TRANSPORT .* auto on rank 0 and tcp on rank 1"):
+        cards.require_agreement(
+            [same[0], replace(same[1], settings={"TORCH_RING_TRANSPORT": "tcp"})]
+        )

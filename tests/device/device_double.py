@@ -1,0 +1,110 @@
+"""Stand-ins for a GPU and for NCCL in the ranks of a test: host memory and threads.
+
+They show whether results are right, and whether streams wait where they must. Times measured on
+them say nothing about a GPU.
+
+Their streams have threads, which do not live through a fork: a test's function calls `load()` when
+it runs on its rank, and nothing may do so before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICE = "ringdouble"  # the name of its type in torch.device; its key is PrivateUse1
+_LIBRARIES = Path(__file__).parents[2] / "build/cpp/plain"
+NCCL_LIBRARY = _LIBRARIES / "libnccl_double.so"
+_DEVICE_LIBRARY = _LIBRARIES / "libdevice_double.so"
+
+needed = pytest.mark.skipif(not _DEVICE_LIBRARY.exists(), reason="`make doubles` builds the device")
+
+
+class Faults(ctypes.Structure):
+    """Faults of this process's NCCL double: NcclDoubleFaults in nccl_double.h."""
+
+    _fields_ = [
+        ("version", ctypes.c_int),
+        ("in_progress", ctypes.c_int),
+        ("async_error", ctypes.c_int),
+        ("init_hangs", ctypes.c_int),
+        ("aborted", ctypes.c_int),
+        ("destroyed", ctypes.c_int),
+        ("hang", ctypes.c_int),
+    ]
+
+
+@functools.cache
+def load() -> None:
+    """Make `DEVICE` a device of torch in this process."""
+    torch.ops.load_library(str(_DEVICE_LIBRARY))
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    module = types.ModuleType(f"torch.{DEVICE}")
+    module.__dict__.update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        device=_device,
+        current_device=torch.accelerator.current_device_index,
+        set_device=torch.accelerator.set_device_index,
+        current_stream=torch.accelerator.current_stream,
+        stream=lambda stream: stream,  # which is a context manager itself
+        set_stream=torch.accelerator.set_stream,
+        synchronize=torch.accelerator.synchronize,
+        Stream=functools.partial(torch.Stream, DEVICE),
+        Event=functools.partial(torch.Event, DEVICE),
+        manual_seed_all=lambda _seed: None,  # random numbers are the CPU's
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        _is_in_bad_fork=lambda: False,
+    )
+    torch._register_device_module(DEVICE, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _device(device: torch.device | str | int | None) -> torch.accelerator.device_index:
+    """Return a context in which a device is the current one."""
+    if device is None or isinstance(device, int):
+        return torch.accelerator.device_index(device)
+    return torch.accelerator.device_index(torch.device(device).index)
+
+
+@functools.cache
+def nccl() -> ctypes.CDLL:
+    """Return the NCCL double of this process."""
+    return ctypes.CDLL(str(NCCL_LIBRARY))
+
+
+@contextlib.contextmanager
+def faults() -> Iterator[Faults]:
+    """Yield the faults of this process, which end with the block; counts begin at 0."""
+    address = nccl().nccl_double_faults
+    address.restype = ctypes.POINTER(Faults)
+    now: Faults = address().contents
+    now.aborted = now.destroyed = 0
+    usual = bytes(now)
+    try:
+        yield now
+    finally:
+        ctypes.memmove(ctypes.byref(now), usual, len(usual))
+
+
+def delay(milliseconds: int) -> None:
+    """Keep the current stream busy."""
+    torch.ops.ringdouble.delay(milliseconds)
+
+
+@contextlib.contextmanager
+def held_stream() -> Iterator[None]:
+    """Stop the stream that is current now until the block ends."""
+    gate = torch.ops.ringdouble.close_gate()
+    try:
+        yield
+    finally:
+        torch.ops.ringdouble.open_gate(gate)

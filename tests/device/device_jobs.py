@@ -1,0 +1,158 @@
+"""Whole jobs on any accelerator, called as device_operations are.
+
+They train beside torch's DDP, with loss scaling and in buckets of many sizes; they call init()
+again, and they lose a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_operations import busy
+from device_training import train_like_one_process
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+from training import (
+    assert_same_on_all_ranks,
+    assert_same_weights,
+    joined_batches,
+    loss_of,
+    make_model,
+    part,
+    train,
+)
+
+import torch_ring as hvd
+from torch_ring.gradients import Reducer
+
+
+def compare_with_ddp(device: str) -> None:
+    """Train beside DDP with NCCL, or beside DDP on the host if the device is a stand-in."""
+    backend, there = ("nccl", device) if device == "cuda" else ("gloo", "cpu")
+    store, port = None, 0
+    if hvd.rank() == 0:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = hvd.broadcast_object(port)
+    store = store or dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group(backend, store=store, rank=hvd.rank(), world_size=hvd.size())
+    ours, theirs = make_model().to(device), DistributedDataParallel(make_model().to(there))
+    batches = [part(batch) for batch in joined_batches(5)]
+    for model, where in ((ours, device), (theirs, there)):
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if model is ours:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        train(model, optimizer, [batch.to(where) for batch in batches])
+    assert_same_weights(ours.cpu(), theirs.module.cpu())
+    dist.destroy_process_group()
+    hvd.barrier()  # rank 0 is the store
+
+
+def scale_losses(device: str) -> None:
+    """Train as one process with the parts of all ranks does. A stand-in has no autocast."""
+
+    def play(wrap: Callable[[Optimizer], Optimizer], ranks: Sequence[int]) -> nn.Module:
+        model = make_model().to(device)
+        optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9))
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+        for step, batch in enumerate(joined_batches(5)):
+            optimizer.zero_grad()
+            for rank in ranks:
+                with torch.autocast(device, torch.float16, enabled=device == "cuda"):
+                    loss = loss_of(model, batch[rank :: hvd.size()].to(device))
+                overflow = step == 2 and rank == hvd.size() - 1
+                scaler.scale(loss * torch.inf if overflow else loss).backward()
+            scaler.unscale_(optimizer)
+            for weight in model.parameters():
+                weight.grad /= len(ranks)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = [weight.detach().clone() for weight in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            stayed = all(map(torch.equal, before, model.parameters()))
+            assert stayed == (step == 2), "a step is skipped on all ranks or on none"
+        assert scaler.get_scale() == 512.0
+        return model.cpu()
+
+    together = play(hvd.DistributedOptimizer, [hvd.rank()])
+    assert_same_on_all_ranks(*together.parameters())
+    alone = play(lambda optimizer: optimizer, range(hvd.size()))
+    for weight, other in zip(together.parameters(), alone.parameters(), strict=True):
+        # A gradient that is rounded to 16 bits now and then to the other side. One rank's own
+        # gradients, not averaged, come out 0.04 away.
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-3)
+
+
+def train_in_buckets_of_many_sizes(device: str) -> None:
+    """Train with buckets of one gradient, of all gradients, and of sizes between, each in a job."""
+    few = [1, *random.Random(5).sample(range(4, 1000), 2), 1 << 20]
+    for bucket_bytes in few:
+        hvd.shutdown()
+        os.environ["TORCH_RING_BUCKET_BYTES"] = str(bucket_bytes)
+        hvd.init()
+        train_like_one_process(device)
+
+
+def send_buckets_during_backward(device: str) -> None:
+    """All buckets start before backward ends: the device computes and sends at once."""
+    hvd.shutdown()
+    os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
+    hvd.init()
+    sent: list[int] = []
+    start_bucket, start = Reducer.start_bucket, Reducer.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Reducer, "start_bucket", lambda self, i: (sent.append(i), start_bucket(self, i))
+        )
+        patch.setattr(Reducer, "start", lambda self, *said: (sent.append(-1), start(self, *said)))
+        train_like_one_process(device)
+    if hvd.size() == 1:
+        assert sent == []  # there is nobody
+        return
+    one_pass = [*range(len(list(make_model().parameters()))), -1]
+    assert sent[-len(one_pass) :] == one_pass  # in the order in which they become ready
+
+
+def init_again(device: str) -> None:
+    """A tensor outlives the world that used it; the next world uses it too."""
+    mine = torch.ones(5, device=device)
+    for _ in range(3):
+        mine = hvd.allreduce(mine, op=hvd.Sum)
+        hvd.shutdown()
+        hvd.init()
+    assert mine.tolist() == [hvd.size() ** 3] * 5
+
+
+def lose_a_rank(device: str) -> str:
+    """Kill rank 1 while other ranks' streams run a collective; return the error of those ranks."""
+    mine = torch.ones(100_000, device=device)
+    hvd.allreduce(mine, op=hvd.Sum)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        busy(device, 5000)  # its stream comes late
+        hvd.allreduce(mine, op=hvd.Sum)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.allreduce(mine, op=hvd.Sum)
+    assert not torch.accelerator.current_stream().query()
+    torch.accelerator.synchronize()  # nobody completes the collective: it must be aborted
+    with pytest.raises(hvd.PeerLostError) as failure:
+        hvd.allreduce(mine, name="next")
+    return str(failure.value)
+
+
+JOBS: list[Callable[[str], None]] = [
+    compare_with_ddp,
+    scale_losses,
+    train_in_buckets_of_many_sizes,
+    send_buckets_during_backward,
+    init_again,
+]

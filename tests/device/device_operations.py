@@ -1,0 +1,271 @@
+"""Operations that must work on any accelerator.
+
+test_device_programs.py runs them on a stand-in, tests/gpu on GPUs. Each function is called on every
+rank with the name of a device's type; the rank uses the current device of that type. A stand-in's
+stream can be told to wait; a GPU's stream waits because it has much to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from closed_form import NUMBERS, reduced, stacked_tensors, tensor_of
+from training import assert_same_on_all_ranks
+
+import torch_ring as hvd
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (5, 0, 2), (7, 11), (30_011,)]
+
+
+def busy(device: str, milliseconds: int = 50) -> None:
+    """Keep the current stream busy for about that long."""
+    if device == "cuda":
+        torch.cuda._sleep(milliseconds * 1_000_000)
+    else:
+        torch.ops.ringdouble.delay(milliseconds)
+
+
+def check_allreduce(device: str) -> None:
+    for dtype in NUMBERS:
+        for shape in SHAPES:
+            for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
+                mine = tensor_of(hvd.rank(), shape, dtype, hvd.size()).to(device)
+                want = reduced(stacked_tensors(shape, dtype), op)
+                got = hvd.allreduce(mine, op=op)
+                assert got.device.type == device
+                torch.testing.assert_close(
+                    got.cpu(),
+                    want,
+                    msg=lambda m: f"{dtype} {shape} {op}: {m}",  # noqa: B023
+                )
+                assert hvd.allreduce_(mine, op=op) is mine
+                assert torch.equal(mine.cpu(), got.cpu())
+
+
+def check_booleans(device: str) -> None:
+    mine = torch.tensor([True, False, hvd.rank() == 0, hvd.rank() > 0], device=device)
+    alone = hvd.size() == 1
+    assert hvd.allreduce(mine, op=hvd.Max).tolist() == [True, False, True, not alone]
+    assert hvd.allreduce(mine, op=hvd.Min).tolist() == [True, False, alone, False]
+    assert hvd.allreduce(mine, op=hvd.Product).tolist() == [True, False, alone, False]
+    with pytest.raises(ValueError, match="bool tensors take Min, Max and Product"):
+        hvd.allreduce(mine, op=hvd.Sum)
+
+
+def check_factors(device: str) -> None:
+    size = hvd.size()
+    ones = torch.full((5,), float(hvd.rank() + 1), device=device)
+    total = size * (size + 1) / 2
+    options = {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0}
+    assert hvd.allreduce(ones, **options).tolist() == [total * 1.5] * 5
+    hvd.allreduce_(ones, **options)
+    assert ones.tolist() == [total * 1.5] * 5
+    half = torch.full((5,), 0.1, dtype=torch.float16)
+    torch.testing.assert_close(hvd.allreduce(half.to(device)).cpu(), half)
+    whole = torch.tensor([3, -3], device=device)
+    assert hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5).tolist() == [size, -size]
+    odd = torch.tensor([-3 * size - 1, 7 * size + 1], device=device)
+    assert hvd.allreduce(odd).tolist() == [-3 * size - 1, 7 * size + 1]
+    assert hvd.allreduce(odd, postscale_factor=0.5).tolist() == [
+        int((-3 * size - 1) / 2),
+        int((7 * size + 1) / 2),
+    ]
+
+
+def check_reproducibility(device: str) -> None:
+    for count in (1, 1000, 70_001):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            generator = torch.Generator().manual_seed(hvd.rank())
+            mine = torch.randn(count, generator=generator).to(dtype).to(device)
+            first = hvd.allreduce(mine)
+            assert_same_on_all_ranks(first.cpu())
+            reference = hvd.allreduce(mine.cpu().double())
+            torch.testing.assert_close(
+                first.cpu().double(), reference, rtol=0, atol=4 * torch.finfo(dtype).eps
+            )
+
+
+def fuse_requests(device: str) -> None:
+    """Submit requests of random sizes, on every rank in another order."""
+    counts = torch.randint(0, 5000, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    dtypes = [torch.float32, torch.float16, torch.int64]
+    order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(hvd.rank()))
+    handles = {}
+    for index in order.tolist():
+        mine = torch.full((counts[index],), hvd.rank() + index % 7, dtype=dtypes[index % 3])
+        handles[index] = hvd.allreduce_async(mine.to(device), name=f"t{index}", op=hvd.Sum)
+    size = hvd.size()
+    for index, handle in handles.items():
+        result = hvd.synchronize(handle).cpu()
+        total = size * (size - 1) // 2 + size * (index % 7)
+        assert torch.equal(result, torch.full_like(result, total))
+
+
+def check_other_collectives(device: str) -> None:
+    """Check broadcast, allgather, alltoall and reducescatter, also of tensors with gaps."""
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in [*NUMBERS, torch.bool]:
+        for shape in [(), (0,), (7, 11)]:
+            for root in range(size):
+                mine = tensor_of(rank, shape, dtype, size).to(device)
+                want = tensor_of(root, shape, dtype, size)
+                assert torch.equal(hvd.broadcast(mine, root).cpu(), want)
+                hvd.broadcast_(mine, root)
+                assert torch.equal(mine.cpu(), want)
+    for rows in (rank, 2, 3 * (rank == 0)):
+        mine = torch.full((rows, 4), float(rank), device=device)
+        gathered = hvd.allgather(mine).cpu()
+        all_rows = hvd.allgather_object(rows)
+        parts = [torch.full((count, 4), float(r)) for r, count in enumerate(all_rows)]
+        assert torch.equal(gathered, torch.cat(parts))
+    one, two = hvd.grouped_allgather(
+        [torch.ones(2, device=device), torch.ones(rank, device=device)],
+    )
+    assert (len(one), len(two)) == (2 * size, size * (size - 1) // 2)
+
+    splits = [(rank + peer) % 3 for peer in range(size)]
+    sent = torch.cat([torch.full((n,), 10 * rank + peer) for peer, n in enumerate(splits)])
+    received, counts = hvd.alltoall(sent.to(device), splits=torch.tensor(splits))
+    assert counts.tolist() == [(peer + rank) % 3 for peer in range(size)]
+    assert received.cpu().tolist() == [
+        10 * peer + rank for peer in range(size) for _ in range((peer + rank) % 3)
+    ]
+    for rows in (size, 2 * size + 1, 1):
+        mine = torch.arange(rows * 3.0).reshape(rows, 3).to(device)
+        share = hvd.reducescatter(mine, op=hvd.Sum)
+        shares = hvd.allgather(share).cpu()
+        assert torch.equal(shares, size * torch.arange(rows * 3.0).reshape(rows, 3))
+    holes = torch.arange(20.0).reshape(4, 5).to(device)[:, ::2]
+    assert torch.equal(hvd.allreduce(holes).cpu(), torch.arange(20.0).reshape(4, 5)[:, ::2])
+    hvd.allreduce_(holes, op=hvd.Sum)
+    assert torch.equal(holes.cpu(), size * torch.arange(20.0).reshape(4, 5)[:, ::2])
+    differentiable = torch.ones(3, device=device, requires_grad=True)
+    hvd.allreduce(differentiable, op=hvd.Sum).sum().backward()
+    assert differentiable.grad is not None
+    assert differentiable.grad.tolist() == [size] * 3
+
+
+def follow_streams(device: str) -> None:
+    """A collective reads after earlier work of its stream, and later work reads its result."""
+    count, size = 5000, hvd.size()
+    sources = [torch.full((count,), float(i + hvd.rank())).to(device) for i in range(5)]
+    hvd.allreduce(sources[0])  # NCCL starts
+    for i, source in enumerate(sources):
+        own, other = torch.Stream(device), torch.Stream(device)
+        with own:
+            busy(device)
+            mine = torch.zeros(count, device=device)
+            mine.copy_(source)
+            handle = hvd.allreduce_async(mine, op=hvd.Sum, name=f"s{i}")
+        with other:
+            result = hvd.synchronize(handle).clone().cpu()
+        assert torch.equal(result, torch.full((count,), i * size + size * (size - 1) / 2))
+
+
+def drop_tensors_early(device: str) -> None:
+    """The caller may drop tensors that a collective has not read yet."""
+    hvd.allreduce(torch.ones(1, device=device))
+    handles = []
+    for i in range(4):
+        busy(device, 30)
+        mine = torch.ones(1000 + i, device=device)
+        handles.append(hvd.allreduce_async(mine, op=hvd.Sum, name=f"dropped{i}"))
+        del mine
+        for _ in range(3):
+            torch.full((1000 + i,), float("nan"), device=device)
+    for handle in handles:
+        assert (hvd.synchronize(handle).cpu() == hvd.size()).all()
+
+
+def poll_handles(device: str) -> None:
+    hvd.allreduce(torch.ones(1, device=device))
+    busy(device, 300)
+    mine = torch.ones(10, device=device)
+    handle = hvd.allreduce_async(mine, name="polled")
+    early = hvd.poll(handle)
+    result = hvd.synchronize(handle)  # the host has not waited
+    assert not early
+    assert result.cpu().tolist() == [1.0] * 10
+    handle = hvd.allreduce_async(mine, name="polled")
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(handle).cpu().tolist() == [1.0] * 10
+
+
+def mix_host_and_device(device: str) -> None:
+    """Use tensors on the host and on the device, process sets, and a joined rank."""
+    size, rank = hvd.size(), hvd.rank()
+    there = hvd.allreduce_async(torch.ones(3, device=device), op=hvd.Sum, name="x")
+    here = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="y")
+    assert hvd.synchronize(here).tolist() == [size] * 3
+    assert hvd.synchronize(there).tolist() == [size] * 3
+    if size > 1:
+        mixed = torch.ones(3, device="cpu" if rank == 0 else device)
+        with pytest.raises(
+            hvd.MismatchError, match=r"rank 0: allreduce 'm' float32 \[3\] Average;"
+        ):
+            hvd.allreduce(mixed, name="m")
+    if size > 2:
+        two = hvd.add_process_set([0, size - 1])
+        if two.included():
+            result = hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum, process_set=two)
+            assert result.tolist() == [2.0] * 3
+        hvd.remove_process_set(two)
+    if rank == 0:
+        assert hvd.join() == size - 1
+    else:
+        for _ in range(2):
+            result = hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum)
+            assert result.tolist() == [size - 1] * 3
+        smallest = hvd.allreduce(torch.full((3,), float(rank), device=device), op=hvd.Min)
+        assert smallest.tolist() == [1.0] * 3
+        assert hvd.join() == size - 1
+    if size & (size - 1) == 0:
+        mine = torch.randn(50, generator=torch.Generator().manual_seed(rank))
+        wanted = hvd.allreduce(mine, op=hvd.Adasum)
+        assert torch.equal(hvd.allreduce(mine.to(device), op=hvd.Adasum).cpu(), wanted)
+        holes = torch.zeros(50, 2, device=device)
+        holes[:, 0] = mine.to(device)
+        hvd.allreduce_(holes[:, 0], op=hvd.Adasum)
+        assert torch.equal(holes[:, 0].cpu(), wanted)
+
+
+def join_without_a_tensor(device: str) -> None:
+    """A joined rank without a tensor on the device takes part there all the same."""
+    if hvd.rank() > 0:
+        result = hvd.allreduce(torch.ones(30, device=device), op=hvd.Sum)
+        assert result.tolist() == [hvd.size() - 1] * 30
+    hvd.join()
+    assert hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+def shut_down_with_work_left(device: str) -> None:
+    """shutdown() waits for pending work of the stream; later waits get its results."""
+    size = hvd.size()
+    hvd.allreduce(torch.ones(1, device=device))
+    handle = hvd.allreduce_async(torch.ones(1000, device=device), op=hvd.Sum)
+    while not hvd.poll(handle):
+        pass
+    busy(device, 200)
+    result = hvd.allreduce(torch.ones(1000, device=device), op=hvd.Sum)
+    hvd.shutdown()
+    assert (result.cpu() == size).all()
+    assert (hvd.synchronize(handle).cpu() == size).all()
+
+
+OPERATIONS: list[Callable[[str], None]] = [
+    check_allreduce,
+    check_booleans,
+    check_factors,
+    check_reproducibility,
+    fuse_requests,
+    check_other_collectives,
+    follow_streams,
+    drop_tensors_early,
+    poll_handles,
+    mix_host_and_device,
+    join_without_a_tensor,
+    shut_down_with_work_left,
+]

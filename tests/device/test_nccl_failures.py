@@ -1,0 +1,187 @@
+"""Failures of NCCL, which its stand-in shows on demand: each is an error on all ranks in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import device_double
+import pool
+import pytest
+import torch
+from device_double import NCCL_LIBRARY
+from device_runs import call_on_double, run_on_double
+from pool import error_of
+
+import torch_ring as hvd
+
+pytestmark = device_double.needed
+
+
+def run_without_nccl(device: str) -> tuple[str, str]:
+    if hvd.rank() == 1:
+        os.environ["TORCH_RING_NCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
+    hvd.shutdown()
+    hvd.init()
+    first = error_of(lambda: hvd.allreduce(torch.ones(3, device=device), name="a"))
+    assert error_of(lambda: hvd.allreduce(torch.ones(3, device=device), name="a")) == first
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+    return first
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_without_nccl_is_named_on_all_ranks(size):
+    for rank, (kind, text) in enumerate(run_on_double(run_without_nccl, size)):
+        assert kind == "InvalidArgumentError"
+        assert text.startswith(f"rank {rank}: allreduce 'a' float32 [3] Average on "), text
+        assert "rank 1 (" in text
+        assert "/nowhere/libnccl.so.2" in text
+        assert "rank 0 (" not in text
+
+
+def run_with_another_nccl(device: str) -> tuple[str, str]:
+    with device_double.faults() as faults:
+        faults.version = 22703 + 100 * (hvd.rank() == 0)
+        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+def test_different_nccls_are_named():
+    for kind, text in run_on_double(run_with_another_nccl, 2):
+        assert kind == "InvalidArgumentError"
+        assert re.search(r"rank 0 \(.*\) has 2\.28\.3, rank 1 \(.*\) has 2\.27\.3", text), text
+
+
+def wait_for_calls_in_progress(device: str) -> None:
+    with device_double.faults() as faults:
+        faults.in_progress = 3
+        for count in (3, 5000):
+            result = hvd.allreduce(torch.ones(count, device=device), op=hvd.Sum)
+            assert (result.cpu() == hvd.size()).all()
+
+
+def test_calls_in_progress_are_waited_for():
+    run_on_double(wait_for_calls_in_progress, 2)
+
+
+def fail_inside_nccl(device: str) -> tuple[str, str]:
+    """The next call on all ranks raises an error that NCCL reported late; a new init() works."""
+    mine = torch.ones(3, device=device)
+    hvd.allreduce(mine)
+
+    def until_noticed() -> None:
+        for _ in range(1000):
+            hvd.allreduce(mine, name="x")
+
+    with device_double.faults() as faults:
+        faults.async_error = 3 * (hvd.rank() == 1)  # ncclInternalError
+        failure = error_of(until_noticed)
+        assert pool.eventually(
+            lambda: faults.aborted == 1
+        )  # by the engine's thread, if nobody waits
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
+    return failure
+
+
+def test_an_error_inside_nccl_ends_the_job_and_another_can_begin():
+    (kind, text), (own_kind, own_text) = run_on_double(fail_inside_nccl, 2)
+    assert own_kind == "RingError"
+    assert "the double's error" in own_text
+    assert kind == "PeerLostError"
+    assert "rank 1 (" in text
+    assert "the double's error" in text
+
+
+def lose_a_rank(device: str) -> tuple[str, str]:
+    """Rank 1 dies while the streams of all ranks wait for one another."""
+    hvd.allreduce(torch.ones(3, device=device))
+    hvd.barrier()
+    mine = torch.ones(3, device=device)
+    with device_double.faults() as faults:
+        faults.hang = 1
+        result = hvd.allreduce(mine, op=hvd.Sum)  # enqueued: the host goes on
+        if hvd.rank() == 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        result.cpu()  # would hang if the communicator were not aborted
+        return error_of(lambda: hvd.allreduce(mine, name="next"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_streams_do_not_wait_for_a_dead_rank(size):
+    results = pool.run(
+        call_on_double,
+        size,
+        args=(lose_a_rank,),
+        env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)},
+        may_die={1},
+    )
+    for rank in set(range(size)) - {1}:
+        kind, text = results[rank]
+        assert kind == "PeerLostError"
+        assert "rank 1 (pid " in text, text
+
+
+def hang_on_the_stream(device: str) -> tuple[str, str]:
+    mine = torch.ones(3, device=device)
+    hvd.allreduce(mine)
+    with device_double.faults() as faults:
+        faults.hang = 1
+        result = hvd.allreduce(mine, op=hvd.Sum)
+        result.cpu()  # ends when the communicator is aborted
+        failure = error_of(lambda: hvd.allreduce(mine))
+        assert faults.aborted == 1
+    return failure
+
+
+def test_a_collective_on_a_stream_has_a_deadline():
+    failures = run_on_double(hang_on_the_stream, 2, TORCH_RING_TIMEOUT="0.5")
+    for kind, text in failures:
+        assert kind == "TimeoutError", text
+        assert "has not ended within 0.5" in text, text
+
+
+def end_well(device: str) -> None:
+    with device_double.faults() as faults:
+        hvd.allreduce(torch.ones(3, device=device))
+        hvd.shutdown()
+        assert (faults.aborted, faults.destroyed) == (0, 1)
+
+
+def test_a_job_that_ends_well_aborts_nothing():
+    run_on_double(end_well, 2)
+
+
+def use_blocking_nccl(device: str) -> tuple[str, str]:
+    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+def test_nccl_that_would_block_is_refused():
+    for kind, text in run_on_double(use_blocking_nccl, 2, NCCL_COMM_BLOCKING="1"):
+        assert kind == "InvalidArgumentError"
+        assert "NCCL_COMM_BLOCKING is set" in text
+
+
+def hang_in_init(device: str) -> tuple[str, str]:
+    with device_double.faults() as faults:
+        faults.init_hangs = 1
+        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+def test_the_start_of_nccl_has_a_deadline():
+    failures = run_on_double(hang_in_init, 2, TORCH_RING_TIMEOUT="0.5")
+    assert any(kind == "TimeoutError" for kind, _ in failures), failures
+    assert any("ncclCommInitRankConfig" in text for _, text in failures), failures
+
+
+def use_two_devices(device: str) -> None:
+    hvd.allreduce(torch.ones(3, device=f"{device}:0"))
+    with pytest.raises(ValueError, match=rf"uses {device}:0, and the tensor is on {device}:1"):
+        hvd.allreduce(torch.ones(3, device=f"{device}:1"))
+
+
+def test_a_process_uses_one_device():
+    run_on_double(use_two_devices, 2)

@@ -1,0 +1,104 @@
+"""Gradients of several backward passes add up for one step."""
+
+import pytest
+from pool import run
+from torch import nn
+from torch.optim import SGD, Optimizer
+from training import assert_same_weights, grads, joined_batches, loss_of, make_model, part, weights
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def add_up_two_passes(op: int) -> None:
+    """Two backward passes before a step; the second on rank 0 touches half of the parameters."""
+    x, y = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), op=op)
+    share = 1 if op == hvd.Sum else 1 / 2
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((hvd.rank() + 1) * (x + y)).backward()
+        (4 * x if hvd.rank() == 0 else 8 * x + 16 * y).backward()
+        assert grads(parameters) == [(3 + 12) * share, (3 + 16) * share]
+        before = x.item()
+        optimizer.step()
+        assert x.item() == before - 15 * share
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_second_backward_adds_to_the_first(op):
+    run(add_up_two_passes, 2, args=(op,))
+
+
+def accumulate(how: str) -> None:
+    """The gradients of three passes make one step, then those of only two."""
+    alone, together = make_model(), make_model()
+    optimizer: Optimizer = SGD(together.parameters(), lr=0.05)
+    passes = {"backward_passes_per_step": 3} if how == "passes" else {}
+    optimizer = hvd.DistributedOptimizer(optimizer, **passes)
+    reference = SGD(alone.parameters(), lr=0.05)
+    for count in (3, 2, 3):
+        batches = joined_batches(count)
+        for batch in batches:
+            loss_of(alone, batch).backward()
+        for index, batch in enumerate(map(part, batches)):
+            if how == "no_sync" and index < count - 1:
+                with optimizer.no_sync():
+                    loss_of(together, batch).backward()
+            else:
+                loss_of(together, batch).backward()
+        if how == "synchronize":
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(together.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_same_weights(together, alone)
+
+
+@pytest.mark.parametrize("how", ["passes", "no_sync", "synchronize"])
+@on_both_transports
+def test_accumulation(transport, how):
+    run(accumulate, 2, args=(how,), transport=transport)
+
+
+def count_passes() -> None:
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0), backward_passes_per_step=2)
+    for _ in range(2):
+        ((hvd.rank() + 1) * x).backward()
+        assert x.grad.item() == hvd.rank() + 1, "not reduced after one pass"
+        ((hvd.rank() + 1) * x).backward()
+        assert x.grad.item() == 3
+        with pytest.raises(AssertionError, match=r"'allreduce.noname.0.0'.*step=2"):
+            x.backward()
+        optimizer.zero_grad()  # as after a step that GradScaler has skipped
+    optimizer.set_backward_passes_per_step(1)
+    ((hvd.rank() + 1) * x).backward()
+    assert x.grad.item() == 1.5
+
+
+def test_one_backward_pass_too_many_is_refused():
+    run(count_passes, 2)
+
+
+def accumulate_unevenly() -> None:
+    """Rank 1 has a pass less than the others, and uses one parameter less in each."""
+    x, y = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (2 * x + 8 * y if hvd.rank() == 0 else 4 * x).backward()
+        if hvd.rank() == 0:
+            (2 * x).backward()
+        optimizer.step()
+        assert grads(parameters) == [4, 4]
+
+
+def test_ranks_accumulate_unevenly():
+    run(accumulate_unevenly, 2)

@@ -1,0 +1,58 @@
+"""Parameters that are added to a wrapped optimizer."""
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+from torch.optim import SGD, Optimizer
+from training import assert_same_weights, joined_batches, make_model, part, train
+
+import torch_ring as hvd
+
+
+def add_parameters() -> None:
+    """Parameters that are added later are reduced as well."""
+    alone, together = make_model(), make_model()
+    optimizers = []
+    for model in (alone, together):
+        optimizer: Optimizer = SGD(model[0].parameters(), lr=0.05)
+        if model is together:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        batches = joined_batches(steps=2)
+        share = part if model is together else lambda batch: batch
+        train(model, optimizer, map(share, batches))
+        model.zero_grad()
+        optimizer.add_param_group({"params": model[2:].parameters(), "lr": 0.1})
+        train(model, optimizer, map(share, batches))
+        optimizers.append(optimizer)
+    assert_same_weights(together, alone)
+    assert list(optimizers[1]._parameter_names.values())[:3] == [
+        "0.weight",
+        "0.bias",
+        "allreduce.noname.1.0",
+    ]
+
+
+def test_parameters_added_later_are_reduced():
+    run(add_parameters, 2)
+
+
+def add_parameters_by_hand() -> None:
+    """A parameter that is not known is an error, and one that is taken out is none."""
+    model, other = make_model(), nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    batch = part(joined_batches(steps=1)[0])
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+    train(model, optimizer, [batch])
+    for parameters in ([*group["params"], other], [*group["params"][1:], other]):
+        group["params"][:] = parameters
+        group["params"] = group["params"].copy()
+        with pytest.raises(ValueError, match=r"^1 parameters .* add_param_group\(\)"):
+            train(model, optimizer, [batch])
+    group["params"].pop()
+    train(model, optimizer, [batch])
+
+
+def test_parameters_added_by_hand_are_refused():
+    run(add_parameters_by_hand, 2)

@@ -1,0 +1,26 @@
+"""The message of a round of compressor requests: tensors packed one after the other."""
+
+import torch
+
+from torch_ring.rounds import Layout, pack, places
+
+
+def test_packed_tensors_come_back_unchanged():
+    """Any tensors, one after the other, as they were."""
+    tensors = [
+        torch.arange(5, dtype=torch.int8),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+        torch.empty(0, 3),
+        torch.randn(3, 4).t(),
+        torch.randn(3, dtype=torch.complex128),
+        torch.randn(7).to(torch.bfloat16),
+    ]
+    layouts = [Layout.of(tensor) for tensor in tensors]
+    # Two ranks' messages, one after the other, as an allgather gives them.
+    received = torch.cat([pack(tensors), pack(tensors[:1])])
+    back = list(places(received, [*layouts, layouts[0]]))
+    for tensor, place in zip([*tensors, tensors[0]], back, strict=True):
+        assert place.dtype == tensor.dtype
+        assert torch.equal(place, tensor)
+    assert pack([]).numel() == 0

@@ -1,0 +1,50 @@
+"""The fast path of backward synchronisation: dense gradients of all parameters, on all ranks."""
+
+import pytest
+from pool import run
+from torch.optim import SGD
+from training import grads, weights
+
+import torch_ring as hvd
+from torch_ring.passes import BackwardPasses
+from torch_ring.reports import Entry
+
+
+def train_and_count_exchanges() -> None:
+    """Backward with all gradients takes the fast path; if one rank lacks some, all leave it."""
+    exchanges: list[int] = []
+    exchange = BackwardPasses._exchange
+
+    def counted(passes: BackwardPasses, entry: Entry) -> list[Entry]:
+        exchanges.append(passes.number)
+        return exchange(passes, entry)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackwardPasses, "_exchange", counted)
+        train_with_and_without_b(exchanges)
+
+
+def train_with_and_without_b(exchanges: list[int]) -> None:
+    a, b = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
+    last = hvd.size() - 1
+    for use_b in [True, True, True, False, True]:  # False: not on the last rank
+        optimizer.zero_grad()
+        (a * 2 + b * 4 if use_b or hvd.rank() != last else a * 2).backward()
+        assert grads(parameters) == [2 * hvd.size(), 4 * (hvd.size() if use_b else last)]
+        optimizer.step()
+    # In the first pass all ranks exchange reports, in the fourth only the last one, which lacks b:
+    # the others learn of it on the fast path.
+    assert exchanges == ([0, 3] if hvd.rank() == last else [0])
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        (a + b).backward()
+    assert grads(parameters) == [1, 1]
+    (a + b).backward()
+    assert grads(parameters) == [2 * hvd.size()] * 2
+    assert len(exchanges) == (2 if hvd.rank() == last else 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_backward_with_all_gradients_takes_the_fast_path(size):
+    run(train_and_count_exchanges, size)

@@ -1,0 +1,207 @@
+"""Gradients that come and go: dynamic graphs, frozen layers, ranks that skip backward."""
+
+import os
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor
+from torch.optim import SGD, Adam
+from torch.utils.checkpoint import checkpoint
+from training import (
+    assert_same_weights,
+    grads,
+    joined_batches,
+    loss_of,
+    make_model,
+    part,
+    train,
+    weights,
+)
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def use_different_parameters(set_to_none: bool, op: int) -> None:
+    """Rank 0 uses a and b, rank 1 uses b and c, nobody d; then rank 0 a, rank 1 d."""
+    a, b, c, d = parameters = weights(1, 1, 1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
+    share = 1 if op == hvd.Sum else 1 / 2
+    for _ in range(3):  # the buckets are planned anew in the first
+        optimizer.zero_grad()
+        (2 * a + 4 * b if hvd.rank() == 0 else 8 * b + 16 * c).backward()
+        assert grads(parameters) == [2 * share, 12 * share, 16 * share, None]
+        optimizer.step()
+
+    optimizer.zero_grad(set_to_none=set_to_none)
+    (32 * d if hvd.rank() == 1 else 2 * a).backward()
+    untouched = None if set_to_none else 0
+    assert grads(parameters) == [2 * share, untouched, untouched, 32 * share]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_both_transports
+def test_ranks_use_different_parameters(transport, set_to_none, op):
+    run(use_different_parameters, 2, args=(set_to_none, op), transport=transport)
+
+
+def leave_some_untouched(op: int) -> None:
+    """An old gradient is not reduced again with its bucket."""
+    parameters = weights(1, 1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
+    sum(parameters).backward()
+    share = hvd.size() if op == hvd.Sum else 1
+    assert grads(parameters) == [share] * 3
+    optimizer.step()
+    parameters[0].grad.zero_()
+    parameters[2].grad.zero_()
+    (parameters[0] * 2 + parameters[2] * 4).backward()
+    assert grads(parameters) == [2 * share, share, 4 * share]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_untouched_gradients_stay(op):
+    run(leave_some_untouched, 3, args=(op,))
+
+
+def skip_backward() -> None:
+    """A rank without data leaves out backward, and counts as zero."""
+    alone, together = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
+    reference = SGD(alone.parameters(), lr=0.1)
+    for step, batch in enumerate(joined_batches(steps=6)):
+        working = step % (hvd.size() + 1)  # the last one is nobody
+        optimizer.zero_grad()
+        if hvd.rank() == working:
+            loss_of(together, batch).backward()
+        optimizer.step()
+        reference.zero_grad()
+        if working < hvd.size():
+            (loss_of(alone, batch) / hvd.size()).backward()
+        reference.step()
+        assert (together[0].weight.grad is None) == (working == hvd.size())
+    assert_same_weights(together, alone)
+
+
+@on_both_transports
+def test_a_rank_may_skip_backward(transport):
+    run(skip_backward, 3, transport=transport)
+
+
+def freeze_and_unfreeze() -> None:
+    """A layer is frozen when the optimizer is wrapped, thawed, and frozen again."""
+    alone, together = make_model(), make_model()
+    for model in (alone, together):
+        model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(Adam(together.parameters(), lr=0.01))
+    reference = Adam(alone.parameters(), lr=0.01)
+    for frozen in (True, False, True, False):
+        for model in (alone, together):
+            model[0].requires_grad_(not frozen)
+            model[2].requires_grad_(frozen)
+        batches = joined_batches(steps=2)
+        train(alone, reference, batches)
+        train(together, optimizer, map(part, batches))
+        assert (together[0].weight.grad is None) == frozen
+        assert_same_weights(together, alone)
+
+
+@on_both_transports
+def test_freeze_and_unfreeze(transport):
+    run(freeze_and_unfreeze, 2, transport=transport)
+
+
+def train_with_checkpoints(use_reentrant: bool) -> None:
+    alone, together = make_model(), make_model()
+    batches = joined_batches(steps=3)
+    train(alone, SGD(alone.parameters(), lr=0.1), batches)
+    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
+
+    def forward(batch: Tensor) -> Tensor:
+        hidden = checkpoint(together[:2], batch.requires_grad_(), use_reentrant=use_reentrant)
+        return checkpoint(together[2:], hidden, use_reentrant=use_reentrant)
+
+    for batch in map(part, batches):
+        optimizer.zero_grad()
+        output = forward(batch.clone())
+        (output.square().mean() + output.sum(1).mean()).backward()
+        optimizer.step()
+    assert_same_weights(together, alone)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_both_transports
+def test_checkpointing(transport, use_reentrant):
+    run(train_with_checkpoints, 2, args=(use_reentrant,), transport=transport)
+
+
+def create_graphs() -> None:
+    (x,) = weights(3)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    for _ in range(2):
+        ((hvd.rank() + 1) * x**2).backward(create_graph=True)
+        assert x.grad.item() == 9
+        assert not x.grad.requires_grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_create_graph_averages_values():
+    run(create_graphs, 2)
+
+
+class FailingBackward(torch.autograd.Function):
+    """Identity with a backward that raises."""
+
+    @staticmethod
+    def forward(_ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_ctx, _gradient):
+        raise RuntimeError("out of luck")
+
+
+def fail_and_recover() -> None:
+    """After a backward that fails half-way, zero_grad() is enough to go on."""
+    alone, together = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
+    batches = joined_batches(steps=2)
+    train(alone, SGD(alone.parameters(), lr=0.1), batches)
+    for batch in map(part, batches):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            loss_of(together[1:], FailingBackward.apply(together[0](batch))).backward()
+        train(together, optimizer, [batch])
+    assert_same_weights(together, alone)
+
+
+def test_training_recovers_from_a_failed_backward():
+    run(fail_and_recover, 2)
+
+
+def train_after(event: str) -> None:
+    """The hooks of a deleted optimizer, or of a parent process, do nothing."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    (x * (hvd.rank() + 1)).backward()
+    assert x.grad.item() == 1.5
+    if event == "fork":
+        child = os.fork()
+        if child == 0:
+            x.grad = None
+            (8 * x).backward()
+            os._exit(0 if x.grad.item() == 8 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert x.grad.item() == 1.5, "the child has not written into our bucket"
+    else:
+        del optimizer
+        x.grad = None
+        (x * (hvd.rank() + 1)).backward()
+        assert x.grad.item() == hvd.rank() + 1
+
+
+@pytest.mark.parametrize("event", ["fork", "del"])
+def test_hooks_do_nothing_in_a_child_and_without_their_optimizer(event):
+    run(train_after, 2, args=(event,))

@@ -1,0 +1,130 @@
+"""Ranks that run out of batches: join() in training."""
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+from torch.optim import SGD, Optimizer
+from training import assert_same_on_all_ranks, assert_same_weights, make_model, weights
+
+import torch_ring as hvd
+
+on_larger_worlds = pytest.mark.parametrize(
+    ("transport", "size"), [("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)]
+)
+
+
+def rows_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def train_unevenly(first_out: int, options: dict[str, object]) -> None:
+    """Rank `first_out` has one batch, the next one two, and so on; then all have some again."""
+    rank, size = hvd.rank(), hvd.size()
+    alone, together = make_model(), make_model()
+    reference = SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    shuffled = list(together.parameters())[::-1]  # so that readiness is not as expected
+    optimizer = hvd.DistributedOptimizer(SGD(shuffled, lr=0.1, momentum=0.9), **options)
+    for epoch in range(3):
+        # In the first epoch the order of readiness is news; rank 0 may not be there to tell it.
+        counts = [(r - first_out) % size + (epoch == 2) for r in range(size)]
+        for step in range(max(counts)):
+            reference.zero_grad()
+            for r in range(size):
+                if step < counts[r]:
+                    (alone(rows_of(r, step)).square().mean() / size).backward()
+            reference.step()
+        for step in range(counts[rank]):
+            optimizer.zero_grad()
+            together(rows_of(rank, step)).square().mean().backward()
+            optimizer.step()
+        last = hvd.join()
+        assert counts[last] == max(counts)
+        # A joined rank has not stepped, so it needs the weights of one that has.
+        hvd.broadcast_parameters(together.state_dict(), last)
+        hvd.broadcast_optimizer_state(optimizer, last)
+        assert_same_weights(together, alone)
+        assert_same_on_all_ranks(*together.parameters())
+        plan = optimizer._reducer._plan
+        assert all(other == plan for other in hvd.allgather_object(plan))
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+@on_larger_worlds
+def test_uneven_batches(transport, size, first_out):
+    run(train_unevenly, size, args=(first_out, {}), transport=transport)
+
+
+@pytest.mark.parametrize("options", [{"groups": 2}, {"compression": hvd.Compression.none}])
+def test_uneven_batches_in_many_buckets(options):
+    env = {"TORCH_RING_BUCKET_BYTES": "256"}
+    for transport in ("shm", "tcp"):
+        run(train_unevenly, 2, args=(0, options), transport=transport, env=env)
+
+
+def train_on_sparse_gradients() -> None:
+    words = nn.Embedding(6, 2, sparse=True)
+    nn.init.ones_(words.weight)
+    optimizer: Optimizer = hvd.DistributedOptimizer(SGD(words.parameters(), lr=1.0))
+    rank, size = hvd.rank(), hvd.size()
+    for _ in range(2):
+        for step in range(size - rank):
+            optimizer.zero_grad()
+            words(torch.tensor([rank, 5])).sum().backward()
+            here = size - step
+            expected = [1 / size if r < here else 0 for r in range(5)] + [here / size]
+            assert words.weight.grad.to_dense()[:, 0].tolist() == pytest.approx(expected)
+        assert hvd.join() == 0
+
+
+@on_larger_worlds
+def test_uneven_batches_with_sparse_gradients(transport, size):
+    run(train_on_sparse_gradients, size, transport=transport)
+
+
+def join_before_the_step() -> None:
+    """A rank that joins between backward and step trains on with the others afterwards."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    (2 * x).backward()
+    if hvd.rank() == 1:
+        hvd.join()
+    else:
+        optimizer.step()
+        for _ in range(2):
+            optimizer.zero_grad()
+            (4 * x).backward()
+            assert x.grad.item() == pytest.approx(4 * (hvd.size() - 1) / hvd.size())
+            optimizer.step()
+        hvd.join()
+    x.grad = None  # as model.zero_grad() does
+    if hvd.rank() == 0:  # only one has a gradient: the others learn it at the step
+        (6 * x).backward()
+    optimizer.step()
+    assert x.grad.item() == pytest.approx(6 / hvd.size())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_are_in_step_after_join(size):
+    run(join_before_the_step, size)
+
+
+def compress_unevenly(name: str) -> str:
+    """A stateful compressor needs every rank: ranks that go on get an error, and do not hang."""
+    model = make_model()
+    compression = getattr(hvd.Compression, name)()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compression)
+    if hvd.rank() == 0:
+        hvd.join()
+        return ""
+    with pytest.raises(hvd.MismatchError) as error:
+        model(rows_of(1, 0)).sum().backward()
+    hvd.join()
+    optimizer.zero_grad()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
+def test_stateful_compressors_need_all_ranks(name):
+    messages = run(compress_unevenly, 3, args=(name,))
+    assert all("join" in message for message in messages[1:])

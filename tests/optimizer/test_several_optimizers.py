@@ -1,0 +1,73 @@
+"""Several wrapped optimizers in one program."""
+
+import torch
+from pool import run
+from torch import nn
+from torch.optim import SGD, Adam
+from training import assert_same_weights, joined_batches, loss_of, make_model, part, weights
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def train_gan() -> None:
+    """Generator and discriminator; rank 1 wraps and steps like the others, but on its own data."""
+
+    def play(wrap, share) -> tuple[nn.Module, nn.Module]:
+        generator, critic = nn.Linear(8, 8), make_model(seed=2)
+        with torch.no_grad():
+            generator.weight.fill_(0.1)
+            generator.bias.zero_()
+        tune_generator = wrap(Adam(generator.parameters(), lr=0.01))
+        tune_critic = wrap(Adam(critic.parameters(), lr=0.01))
+        for batch in map(share, joined_batches(steps=4)):
+            tune_critic.zero_grad()
+            loss_of(critic, batch).backward()
+            (-loss_of(critic, generator(batch).detach())).backward()
+            tune_critic.step()
+            tune_generator.zero_grad()
+            loss_of(critic, generator(batch)).backward()  # touches both optimizers' parameters
+            tune_generator.step()
+        return generator, critic
+
+    for together, alone in zip(
+        play(hvd.DistributedOptimizer, part), play(lambda o: o, lambda b: b), strict=True
+    ):
+        assert_same_weights(together, alone)
+
+
+@on_both_transports
+def test_gan(transport):
+    run(train_gan, 2, transport=transport)
+
+
+def touch_different_optimizers() -> None:
+    """In one backward pass rank 0 touches the first optimizer, rank 1 the second."""
+    (a,), (b,) = weights(1), weights(1)
+    first = hvd.DistributedOptimizer(SGD([a], lr=1.0))
+    second = hvd.DistributedOptimizer(SGD([b], lr=1.0))
+    (2 * a if hvd.rank() == 0 else 4 * b).backward()
+    first.step()
+    second.step()
+    assert (a.item(), b.item()) == (0, -1)
+
+
+def test_ranks_touch_different_optimizers():
+    run(touch_different_optimizers, 2)
+
+
+def share_a_parameter() -> None:
+    (x,) = weights(1)
+    first = hvd.DistributedOptimizer(SGD([x], lr=1.0))
+    second = hvd.DistributedOptimizer(SGD([x], lr=1.0))
+    for _ in range(2):
+        first.zero_grad()
+        ((hvd.rank() + 1) * x).backward()
+        assert x.grad.item() == 1.5
+        first.step()
+        second.step()
+    assert x.item() == 1 - 4 * 1.5
+
+
+def test_one_parameter_of_two_optimizers():
+    run(share_a_parameter, 2)

@@ -1,0 +1,201 @@
+"""Sparse gradients: on all ranks, on some of them, with rows or without."""
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor, nn
+from torch.optim import SGD, SparseAdam
+from training import assert_same_on_all_ranks, assert_same_weights
+
+import torch_ring as hvd
+
+WORDS, WIDTH = 12, 3
+
+
+def words_of(rank: int, step: int) -> Tensor:
+    """Return what a rank reads in a step: some words twice, some on several ranks."""
+    return torch.tensor([rank, rank + 1, rank, (3 * rank + step) % WORDS, step])
+
+
+class Reader(nn.Module):
+    """Sparse parameters among dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words)).tanh()
+
+
+def loss_of(model: nn.Module, words: Tensor) -> Tensor:
+    return model(words).square().sum() + model(words).sum()
+
+
+def compare_with_one_process(options: dict[str, object]) -> None:
+    alone, together = Reader(), Reader()
+    reference = SGD(alone.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        SGD(together.parameters(), lr=0.1), together.named_parameters(), **options
+    )
+    share = 1 if options.get("op") == hvd.Sum else hvd.size()
+    for step in range(4):
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            for rank in range(hvd.size()):
+                (loss_of(alone, words_of(rank, step)) / share).backward()
+            loss_of(together, words_of(hvd.rank(), step)).backward()
+        gradient = together.words.weight.grad
+        assert gradient.is_sparse
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient.to_dense(), alone.words.weight.grad.to_dense())
+        assert_same_on_all_ranks(gradient._indices(), gradient._values())
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert_same_weights(together, alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"op": hvd.Sum},
+        {"sparse_as_dense": True},
+        {"sparse_as_dense": True, "op": hvd.Sum},
+        {"backward_passes_per_step": 2},
+        {"gradient_predivide_factor": 2.0},
+    ],
+    ids=lambda options: ",".join(options),
+)
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
+def test_equals_one_process(transport, size, options):
+    run(compare_with_one_process, size, args=(options,), transport=transport)
+
+
+def accumulate(options: dict[str, object]) -> None:
+    """Backward after backward without a step: reduced gradients are not counted again."""
+    words, other = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(SGD([words.weight, other], lr=1.0), **options)
+    share = 1 if options.get("op") == hvd.Sum else hvd.size()
+    for step in range(1, 9):
+        if step == 4:  # one rank has nothing to add
+            (words(torch.tensor([1])) if hvd.rank() == 1 else other).sum().backward()
+        else:
+            with optimizer.no_sync():
+                words(torch.tensor([0])).sum().backward()
+            words(torch.tensor([0, 1])).sum().backward()
+        gradient = words.weight.grad
+        passes = (step - (step > 3)) * hvd.size()
+        ones = passes + (step > 3)
+        assert gradient.to_dense()[:, 0].tolist() == pytest.approx(
+            [2 * passes / share, ones / share] + [0] * (WORDS - 2)
+        )
+        assert gradient._nnz() <= 2 * hvd.size(), "the sum does not grow"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"op": hvd.Sum}, {"sparse_as_dense": True}, {"sparse_as_dense": True, "op": hvd.Sum}],
+    ids=lambda options: ",".join(options),
+)
+def test_accumulation_of_sparse_gradients(options):
+    run(accumulate, 2, args=(options,))
+
+
+def mix_kinds(sparse_as_dense: bool) -> None:
+    """Some ranks have no gradient, or no rows, or a dense one."""
+    words = nn.Embedding(WORDS, WIDTH)
+    weight = words.weight
+    optimizer = hvd.DistributedOptimizer(
+        SGD([weight], lr=1.0), [("words", weight)], sparse_as_dense=sparse_as_dense
+    )
+
+    def look(numbers: list[int], sparse: bool) -> Tensor:
+        words.sparse = sparse
+        return words(torch.tensor(numbers, dtype=torch.int64)).sum() * hvd.size()
+
+    def expect(rows: dict[int, int], sparse: bool) -> None:
+        assert weight.grad.is_sparse == sparse
+        expected = [rows.get(row, 0) for row in range(WORDS)]
+        assert weight.grad.to_dense()[:, 0].tolist() == pytest.approx(expected)
+        before = weight.detach().clone()
+        optimizer.step()
+        torch.testing.assert_close(weight[:, 0], before[:, 0] - torch.tensor(expected))
+        optimizer.zero_grad(set_to_none=not sparse)
+
+    for _ in range(2):
+        look([5, 6][: hvd.rank() + 1], sparse=True).backward()
+        expect({5: hvd.size(), 6: hvd.size() - 1}, sparse=True)
+        if hvd.rank() == 1:  # a gradient on one rank only
+            look([2], sparse=True).backward()
+        optimizer.synchronize()
+        expect({2: 1}, sparse=True)
+        look([7] if hvd.rank() == 0 else [], sparse=True).backward()
+        expect({7: 1}, sparse=True)
+        weight.grad = None
+        look([8, hvd.rank()], sparse=hvd.rank() == 0).backward()
+        expect({8: hvd.size(), **dict.fromkeys(range(hvd.size()), 1)}, sparse=False)
+        # By hand, and only found at the step.
+        rows = torch.tensor([[hvd.rank()]])
+        weight.grad = torch.sparse_coo_tensor(rows, torch.ones(1, WIDTH), weight.shape)
+        optimizer.synchronize()
+        expect({rank: 1 / hvd.size() for rank in range(hvd.size())}, sparse=True)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
+def test_ranks_have_different_gradients(transport, size, sparse_as_dense):
+    run(mix_kinds, size, args=(sparse_as_dense,), transport=transport)
+
+
+def check_kinds() -> None:
+    """Check SparseAdam, other dtypes, and gradients that are sparse in all dimensions."""
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        weight = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0))
+        index = torch.tensor([[0, 1]]) if hvd.rank() == 0 else torch.tensor([[1, 0], [0, 0]])
+        torch.gather(weight, 0, index, sparse_grad=True).sum().abs().backward()
+        weight.grad = None
+        optimizer.zero_grad()
+        gathered = torch.gather(weight, 0, index, sparse_grad=True)
+        gathered.backward(torch.full_like(gathered, 2))
+        assert weight.grad.sparse_dim() == 2
+        assert weight.grad.dtype == dtype
+        expected = torch.tensor([[2, 2], [1, 1], [0, 0], [0, 0]], dtype=dtype)
+        assert torch.equal(weight.grad.to_dense(), expected)
+        if not dtype.is_complex:
+            optimizer.step()
+            assert torch.equal(weight, -expected)
+    words = nn.Embedding(4, 2, sparse=True)
+    hvd.broadcast_parameters(words.state_dict(), 0)
+    before = words.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(SparseAdam(words.parameters(), lr=0.5))
+    words(torch.tensor([hvd.rank()])).sum().backward()
+    optimizer.step()
+    moved = (words.weight - before)[:, 0].tolist()
+    assert moved == pytest.approx([-0.5, -0.5, 0, 0])
+
+
+def test_kinds_of_sparse_gradients():
+    run(check_kinds, 2)
+
+
+def disagree_about_dimensions() -> str:
+    weight = nn.Parameter(torch.zeros(4, 2))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), [("words", weight)])
+    dense = torch.eye(4)[:, :2]
+    weight.grad = dense.to_sparse(1 + hvd.rank())
+    with pytest.raises(hvd.MismatchError) as error:
+        optimizer.step()
+    weight.grad = None
+    weight[hvd.rank()].sum().backward()  # the job may go on
+    assert weight.grad[:2].tolist() == [[0.5, 0.5]] * 2
+    return str(error.value)
+
+
+def test_a_disagreement_is_an_error_on_all_ranks():
+    for message in run(disagree_about_dimensions, 2):
+        assert "sparse.words': the sparse gradients" in message

@@ -1,0 +1,276 @@
+"""Wrapping: an optimizer keeps its class, its state and its ways, and refuses wrong arguments."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from training import assert_same_weights, joined_batches, loss_of, make_model, part, train
+
+import torch_ring as hvd
+
+
+class Heavy(SGD):
+    """An optimizer of a user: another constructor, and a step that calls its base class's."""
+
+    def __init__(self, model: nn.Module, *, weight: float) -> None:
+        super().__init__(model.parameters(), lr=1.0 / weight, momentum=0.9)
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def make_sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_adam(model: nn.Module) -> Optimizer:
+    return Adam([{"params": [parameter], "lr": 0.05} for parameter in model.parameters()])
+
+
+def make_heavy(model: nn.Module) -> Optimizer:
+    SGD(model.parameters(), lr=0.1)  # from now on a step of the base class runs hooks as well
+    return Heavy(model, weight=10)
+
+
+MAKERS = [make_sgd, make_adam, make_heavy]
+
+
+def wrap_in_place(make: Callable[[nn.Module], Optimizer]) -> None:
+    model = make_model()
+    optimizer = make(model)
+    train(model, optimizer, joined_batches(steps=1))
+    state, groups, cls = optimizer.state, optimizer.param_groups, type(optimizer)
+    before = pickle.dumps(optimizer.state_dict())
+    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    assert wrapped is optimizer
+    assert isinstance(wrapped, cls)
+    assert (type(wrapped).__name__, type(wrapped).__module__) == (cls.__name__, cls.__module__)
+    assert wrapped.state is state
+    assert wrapped.param_groups is groups
+    assert pickle.dumps(wrapped.state_dict()) == before
+    assert list(wrapped._parameter_names.values()) == [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(wrapped)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("make", MAKERS)
+def test_wrapping_keeps_everything(make, size):
+    run(wrap_in_place, size, args=(make,))
+
+
+def continue_from_checkpoints(make: Callable[[nn.Module], Optimizer]) -> None:
+    """A checkpoint of a wrapped optimizer goes on in a plain one and the other way round."""
+    alone, together = make_model(), make_model()
+    first, second = joined_batches(steps=4)[:2], joined_batches(steps=4)[2:]
+    plain, wrapped = make(alone), hvd.DistributedOptimizer(make(together))
+    train(alone, plain, first)
+    train(together, wrapped, map(part, first))
+    saved, plain_saved = wrapped.state_dict(), plain.state_dict()
+    assert saved.keys() == plain_saved.keys()
+    plain, wrapped = make(alone), hvd.DistributedOptimizer(make(together))
+    plain.load_state_dict(copy.deepcopy(saved))
+    wrapped.load_state_dict(plain_saved)
+    train(alone, plain, second)
+    train(together, wrapped, map(part, second))
+    assert_same_weights(together, alone)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_state_dicts_are_interchangeable(make):
+    run(continue_from_checkpoints, 2, args=(make,))
+
+
+def copy_and_step(duplicate: Callable[[Optimizer], Optimizer]) -> None:
+    model = make_model()
+    plain = make_sgd(model)
+    wrapped = hvd.DistributedOptimizer(make_sgd(model))
+    train(model, wrapped, [part(joined_batches(steps=1)[0])])
+    twin = duplicate(wrapped)
+    assert type(twin) is type(plain)
+    assert twin.state_dict().keys() == wrapped.state_dict().keys()
+    parameter = twin.param_groups[0]["params"][0]
+    parameter.grad = torch.ones_like(parameter)
+    before = parameter.detach().clone()
+    if hvd.rank() == 0:
+        twin.step()  # alone: it has no other ranks
+        assert not torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_plain_optimizers(how):
+    run(copy_and_step, 2, args=(copy.deepcopy if how == "deepcopy" else unpickled,))
+
+
+def unpickled(optimizer: Optimizer) -> Optimizer:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+def check_refusals() -> None:
+    model = make_model()
+    named = list(model.named_parameters())
+    weight = nn.Parameter(torch.zeros(2))
+    for message, options in {
+        "unique: 0.weight": {"named_parameters": [named[0], *named]},
+        "lacks 1 of the 6": {"named_parameters": named[1:]},
+        "must be pairs": {"named_parameters": model.parameters()},
+        "Average, Sum or Adasum": {"op": hvd.Max},
+        "needs op=Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        "positive": {"gradient_predivide_factor": 0.0},
+        "at least 1, not 0": {"backward_passes_per_step": 0},
+        "an integer, at least 1, not 1.5": {"backward_passes_per_step": 1.5},
+        "a compressor like Compression.fp16, not 'fp16'": {"compression": "fp16"},
+        "a compressor like Compression.fp16, not None": {"compression": None},
+        "must be a ProcessSet, not None": {"process_set": None},
+        "non-negative integer, not -1": {"groups": -1},
+        "list of lists": {"groups": model.parameters()},
+        "consist of tensors, not of str": {"groups": [["0.weight"]]},
+        "only once": {"groups": [[named[0][1]], [named[1][1], named[0][1]]]},
+        r"shape \[2\] in groups is no parameter": {"groups": [[weight]]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(make_sgd(model), **options)
+    with pytest.raises(TypeError, match="Optimizer"):
+        hvd.DistributedOptimizer(model)
+    with (
+        pytest.warns(DeprecationWarning, match="use groups"),
+        pytest.raises(ValueError, match="-2"),
+    ):
+        hvd.DistributedOptimizer(make_sgd(model), num_groups=-2)
+    low = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"'low' has dtype torch.float8"):
+        hvd.DistributedOptimizer(SGD([low], lr=0.1), [("low", low)])
+    hvd.DistributedOptimizer(SGD([weight], lr=0.1), [*named, ("weight", weight)])
+
+
+def test_wrong_arguments_of_the_optimizer_are_refused():
+    run(check_refusals, 2)
+
+
+def wrap_before_init() -> None:
+    with pytest.raises(ValueError, match="init"):
+        hvd.DistributedOptimizer(make_sgd(make_model()))
+
+
+def test_wrapping_before_init_is_refused():
+    run(wrap_before_init, 1, initialized=False)
+
+
+def wrap_different_models(what: str) -> str:
+    odd = hvd.rank() == hvd.size() - 1
+    shape = (4, 3) if what == "shape" and odd else (3, 4)
+    model = nn.Linear(*shape)
+    if what == "dtype" and odd:
+        model.double()
+    if what == "count" and odd:
+        model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    options = {"op": hvd.Sum} if what == "op" and odd else {}
+    if what == "groups":
+        options = {"groups": 1 if odd else 2}
+    with pytest.raises(hvd.MismatchError) as error:
+        hvd.DistributedOptimizer(make_sgd(model), model.named_parameters(), **options)
+    optimizer = hvd.DistributedOptimizer(make_sgd(make_model()))  # the job may go on
+    optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("shape", "rank 0: 'weight' float32 [4, 3] on cpu; rank 2: 'weight' float32 [3, 4] on cpu"),
+        ("dtype", "rank 0: 'weight' float32 [4, 3] on cpu; rank 2: 'weight' float64 [4, 3] on cpu"),
+        ("count", "rank 0: nothing; rank 2: 'extra' float32 [1] on cpu"),
+        ("op", "rank 0: Average, "),
+        ("groups", "float32 [4] on cpu in group 1; rank 2: 'bias' float32 [4] on cpu in group 0"),
+    ],
+)
+def test_different_models_are_refused(what, expected):
+    for message in run(wrap_different_models, 3, args=(what,)):
+        assert expected in message
+
+
+def fall_out_of_step() -> str:
+    """Rank 1 takes a step that rank 0 uses for a second backward pass."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(make_sgd(model))
+    (batch,) = joined_batches(steps=1)
+    loss_of(model, part(batch)).backward()
+    if hvd.rank() == 1:
+        optimizer.step()
+    with pytest.raises(hvd.MismatchError) as error:
+        loss_of(model, part(batch)).backward()
+    return str(error.value)
+
+
+def test_ranks_out_of_step_get_an_error():
+    for message in run(fall_out_of_step, 2):
+        assert "rank 0 has taken 0 optimizer steps, rank 1 1" in message
+
+
+def compare_horovods_ways() -> None:
+    """Every way of old scripts to call synchronize() gives the weights of one process."""
+
+    def synchronizes_and_clips(optimizer: Optimizer) -> None:
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def synchronizes_twice(optimizer: Optimizer) -> None:
+        optimizer.synchronize()
+        optimizer.synchronize()
+        optimizer.step()
+
+    def steps(optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def clips(optimizer: Optimizer) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        optimizer.step()
+
+    for way, plain_way in [
+        (synchronizes_and_clips, clips),
+        (clips, clips),
+        (synchronizes_twice, steps),
+    ]:
+        alone, together = make_model(), make_model()
+        plain, wrapped = make_sgd(alone), hvd.DistributedOptimizer(make_sgd(together))
+        for batch in joined_batches(steps=3):
+            for model, optimizer, rows, step in (
+                (alone, plain, batch, plain_way),
+                (together, wrapped, part(batch), way),
+            ):
+                optimizer.zero_grad()
+                loss_of(model, rows).backward()
+                step(optimizer)
+        assert_same_weights(together, alone)
+
+
+def test_synchronize_and_skip_synchronize():
+    run(compare_horovods_ways, 2)
+
+
+def wrap_after_another_init() -> None:
+    """After shutdown() a new world, and a new optimizer of the same parameters."""
+    alone, together = make_model(), make_model()
+    old = hvd.DistributedOptimizer(make_sgd(together))
+    batches = joined_batches(steps=2)
+    parts = [part(batch) for batch in batches]
+    train(alone, make_sgd(alone), batches)
+    train(together, old, parts)
+    hvd.shutdown()
+    with pytest.raises(hvd.RingError, match="shut down"):
+        train(together, old, parts)
+    hvd.init()
+    train(alone, make_sgd(alone), batches)
+    train(together, hvd.DistributedOptimizer(make_sgd(together)), parts)
+    assert_same_weights(together, alone)
+
+
+def test_shutdown_and_init():
+    run(wrap_after_another_init, 2)

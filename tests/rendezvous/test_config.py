@@ -1,0 +1,76 @@
+"""Settings from the environment, and the check of the torch that the extension was built for."""
+
+import pytest
+
+from torch_ring.config import SETTINGS, Config
+from torch_ring.errors import InvalidArgumentError, build_problem
+
+
+def test_settings_have_defaults():
+    assert Config.from_environment({}) == Config()
+    assert Config.from_environment({s.variable: " " for s in SETTINGS}) == Config()
+    assert {setting.field for setting in SETTINGS} == set(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("TORCH_RING_TRANSPORT", "TCP", "transport", "tcp"),
+        ("TORCH_RING_TIMEOUT", "1.5", "timeout_s", 1.5),
+        ("TORCH_RING_FUSION_WINDOW", "2", "fusion_window_s", 0.002),
+        ("TORCH_RING_BUCKET_BYTES", "1000", "bucket_bytes", 1000),
+        ("TORCH_RING_INTERFACE", "ib0", "interface", "ib0"),
+        ("TORCH_RING_CONNECTIONS", "4", "connections", 4),
+        ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold_bytes", 0),
+        ("HOROVOD_CYCLE_TIME", "5", "fusion_window_s", 0.005),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_warning_s", 7.0),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_warning_s", 0.0),
+        ("HOROVOD_LOG_LEVEL", "trace", "log_level", "debug"),
+        ("HOROVOD_LOG_LEVEL", "1", "log_level", "warning"),  # not a name: as Horovod takes it
+    ],
+)
+def test_values_of_settings(variable, text, field, value):
+    assert getattr(Config.from_environment({variable: text}), field) == value
+
+
+def test_variables_of_torch_ring_go_before_those_of_horovod():
+    horovods = {"HOROVOD_STALL_CHECK_DISABLE": "0", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7"}
+    assert Config.from_environment(horovods).stall_warning_s == 7
+    horovods["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+    assert Config.from_environment(horovods).stall_warning_s == 0
+    horovods["TORCH_RING_STALL_WARNING"] = "9"
+    assert Config.from_environment(horovods).stall_warning_s == 9
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("TORCH_RING_TRANSPORT", "rdma", "must be one of auto, shm, tcp"),
+        ("TORCH_RING_TIMEOUT", "-1", "from 0.1"),
+        ("TORCH_RING_TIMEOUT", "nan", "from 0.1"),
+        ("TORCH_RING_TIMEOUT", "1e300", "from 0.1"),
+        ("TORCH_RING_BUCKET_BYTES", "1e6", "whole number of bytes, 1 or more"),
+        ("TORCH_RING_BUCKET_BYTES", "0", "whole number of bytes, 1 or more"),
+        ("TORCH_RING_CONNECTIONS", "0", "whole number from 1 to 64"),
+        ("TORCH_RING_CONNECTIONS", "two", "whole number from 1 to 64"),
+        ("HOROVOD_CYCLE_TIME", "fast", "must be a number"),
+        ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "must be one of"),
+    ],
+)
+def test_errors_name_the_variable_its_value_and_the_choice(variable, text, message):
+    with pytest.raises(InvalidArgumentError, match=f"{variable}='{text}': .*{message}"):
+        Config.from_environment({variable: text})
+
+
+def test_the_secret_is_not_shown():
+    assert "hush" not in repr(Config(secret="hush"))
+    assert "TORCH_RING_SECRET" not in Config().common()
+
+
+def test_another_torch_is_refused_in_one_line():
+    assert build_problem("2.15.0+cu132", "2.15.1") is None
+    problem = build_problem("2.15.0+cu132", "2.13.0+cpu")
+    assert problem is not None
+    assert "built for torch 2.15.0+cu132, and this is torch 2.13.0+cpu" in problem
+    assert "pip install --no-build-isolation" in problem
+    assert "\n" not in problem

@@ -1,0 +1,126 @@
+"""The identity of a rank, from the made-up environment of every launcher."""
+
+import pytest
+
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.launchers import Identity, discover, first_host
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-17@1",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "9",  # of the job; the step has fewer
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+IS_TORCHRUN = Identity(3, 4, 1, 2, "1", None, "torchrun", "run/2/4")
+IS_OPEN_MPI = Identity(1, 2, 1, 2, None, None, "Open MPI", "prterun-host-17@1")
+IS_HYDRA = Identity(2, 4, 0, 2, None, None, "Hydra")
+IS_SRUN = Identity(5, 7, 1, None, "2", 4, "srun", "4711/0")
+
+
+@pytest.mark.parametrize(
+    ("environment", "identity"),
+    [
+        pytest.param({}, Identity(), id="nobody"),
+        pytest.param(TORCHRUN, IS_TORCHRUN, id="torchrun"),
+        pytest.param(OPEN_MPI, IS_OPEN_MPI, id="Open MPI"),
+        pytest.param(HYDRA, IS_HYDRA, id="MPICH"),
+        pytest.param(SRUN, IS_SRUN, id="srun"),
+        pytest.param(SRUN | TORCHRUN, IS_TORCHRUN, id="torchrun in srun"),
+        pytest.param(SRUN | OPEN_MPI, IS_OPEN_MPI, id="mpirun in srun"),
+        pytest.param(SRUN | HYDRA, IS_HYDRA, id="hydra's proxies started by srun"),
+        pytest.param(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "7"}, IS_SRUN, id="srun --mpi=pmi2"),
+        pytest.param(
+            {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, Identity(), id="salloc shell"
+        ),
+        pytest.param(SRUN | {"SLURM_STEP_ID": "4294967290"}, Identity(), id="interactive step"),
+        pytest.param(SRUN | {"WORLD_SIZE": "7"}, IS_SRUN, id="srun with WORLD_SIZE by hand"),
+        pytest.param(
+            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+            Identity(1, 2, launcher="horovodrun"),
+            id="horovodrun",
+        ),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, Identity(0, 2, launcher="env"), id="env"),
+    ],
+)
+def test_identity_from_each_launcher(environment, identity):
+    assert discover(environment) == identity
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK='-1': must be a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE='four': must be a whole number"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
+        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but srun says 7"),
+        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, but Open MPI says 1"),
+    ],
+)
+def test_incomplete_and_contradicting_variables_are_named(environment, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        discover(environment)
+
+
+def test_arguments_go_before_variables():
+    assert discover(OPEN_MPI, rank=0, size=4) == Identity(0, 4, launcher="init")
+    assert discover(OPEN_MPI, rank=1, size=2) == IS_OPEN_MPI
+    assert discover({"RANK": "0"}, rank=1, size=2) == Identity(1, 2, launcher="init")
+    moved = discover(TORCHRUN, local_rank=0, local_size=1)
+    assert (moved.local_rank, moved.local_size, moved.node) == (0, 1, None)
+    for wrong in ({"rank": 0}, {"rank": 2, "size": 2}, {"local_rank": 3, "local_size": 3}):
+        with pytest.raises(InvalidArgumentError, match="rank"):
+            discover(TORCHRUN, **wrong)
+
+
+def test_launchers_that_tell_of_one_node():
+    assert discover(OPEN_MPI).on_one_node()
+    assert discover(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).on_one_node()
+    assert not discover(HYDRA).on_one_node()
+    assert not discover(SRUN).on_one_node()
+
+
+@pytest.mark.parametrize(
+    ("hostlist", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[07-09,12]", "gpu07"),
+        ("gpu[3,5],login", "gpu3"),
+        ("a-b[001-100]", "a-b001"),
+        ("rack[2-3]-node[1,4].cluster,other", "rack2-node1.cluster"),
+    ],
+)
+def test_first_host_of_a_list(hostlist, first):
+    assert first_host(hostlist) == first
+
+
+def test_an_empty_host_list_is_refused():
+    with pytest.raises(InvalidArgumentError, match="not a list of hosts"):
+        first_host(",")

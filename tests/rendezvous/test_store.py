@@ -1,0 +1,200 @@
+"""The store of a job: how the ranks find it, and who serves it."""
+
+import os
+
+import pytest
+import torch
+from pool import run
+from ports import free_port
+
+import torch_ring as hvd
+from torch_ring import rendezvous
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
+from torch_ring.launchers import Identity
+from torch_ring.meeting import Deadline
+
+
+def become_a_rank_of_horovodrun() -> int:
+    """Replace the environment by that of horovodrun, which gives no address; return the rank."""
+    rank, size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+    for name in [n for n in os.environ if n.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_"))]:
+        del os.environ[name]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name)
+    os.environ |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": size}
+    return rank
+
+
+def join_repeatedly() -> None:
+    for _ in range(5):
+        hvd.init()
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+        hvd.shutdown()
+
+
+def join_without_an_address() -> None:
+    rank = become_a_rank_of_horovodrun()
+    join_repeatedly()
+    ((_, secret),) = rendezvous._points.values()
+    assert len(secret) == 64
+    assert len(rendezvous._served) == (rank == 0)
+
+
+def test_on_one_host_without_an_address():
+    run(join_without_an_address, 3, initialized=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_at_an_address(host):
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(free_port()),
+    }
+    run(join_repeatedly, 2, initialized=False, env=env)
+
+
+def join_by_arguments() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"RANK": "17", "WORLD_SIZE": "100"}
+    hvd.init(rank=rank, size=size, local_rank=0, local_size=1)
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+    assert (hvd.local_rank(), hvd.local_size()) == (0, 1)
+
+
+def test_ranks_by_argument():
+    run(join_by_arguments, 2, initialized=False)
+
+
+def join_without_rank_0(without_address: bool) -> str | None:
+    rank = become_a_rank_of_horovodrun() if without_address else int(os.environ["RANK"])
+    if rank == 0:
+        return None  # and never says so
+    with pytest.raises(TimeoutError) as raised:
+        hvd.init()
+    assert not hvd.is_initialized()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("without_address", [True, False])
+def test_a_missing_rank_0_is_named(without_address):
+    env = {
+        "TORCH_RING_INIT_TIMEOUT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    texts = run(join_without_rank_0, 3, initialized=False, env=env, args=[without_address])
+    assert all("rank 0 did not arrive" in text for text in texts[1:])
+
+
+def fail_on_rank_0() -> str:
+    if os.environ["RANK"] == "0":
+        os.environ["TORCH_RING_INTERFACE"] = "nope0"
+    with pytest.raises((RingError, InvalidArgumentError)) as raised:
+        hvd.init()
+    return str(raised.value)
+
+
+def test_rank_0_tells_why_it_fails_before_its_store_ends():
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    for text in run(fail_on_rank_0, 3, initialized=False, env=env):
+        assert "TORCH_RING_INTERFACE='nope0'" in text
+
+
+def fork_and_shut_down() -> None:
+    become_a_rank_of_horovodrun()
+    hvd.init()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert hvd.is_initialized()  # it can ask who its parent is
+            hvd.shutdown()
+            assert not hvd.is_initialized()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+def test_a_child_does_not_disturb_its_parents_world():
+    run(fork_and_shut_down, 2, initialized=False)
+
+
+# --- the choice of an address
+
+
+def meet(identity, environment):
+    with rendezvous.meet(identity, Config(), Deadline(5.0), environment=environment) as met:
+        return met
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "message"),
+    [
+        ("env", {}, "set MASTER_ADDR .* and MASTER_PORT .* on all of them$"),
+        ("srun", {}, "SLURM_STEP_NODELIST is not set: set MASTER_ADDR"),
+        ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "http"}, "MASTER_PORT='http': must be a port"),
+        ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
+    ],
+)
+def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        meet(Identity(1, 2, launcher=launcher), environment)
+
+
+def test_steps_of_a_slurm_job_have_ports_of_their_own():
+    ports = [
+        rendezvous._slurm_port(Identity(rank, 2, job=job))
+        for job in ("4711/0", "4711/1", "4712/0")
+        for rank in (0, 1)
+    ]
+    assert ports[0::2] == ports[1::2]
+    assert len(set(ports)) == 3
+    assert all(10_000 <= port < 30_000 for port in ports)
+
+
+@pytest.fixture
+def _fresh_stores():
+    yield
+    for known in (rendezvous._stores, rendezvous._served, rendezvous._points, rendezvous._by_mpi):
+        known.clear()
+
+
+class FakeCommunicator:
+    """A communicator of mpi4py, as rank 0 and then another rank see it."""
+
+    def __init__(self):
+        self.said = []
+
+    def bcast(self, value, root):
+        assert root == 0
+        self.said.append(value or self.said[0])
+        return self.said[-1]
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_broadcasts_the_address():
+    deadline = Deadline(5.0)
+    comm = FakeCommunicator()
+    identity = Identity(0, 2, 0, 1, launcher="Open MPI")
+    first = rendezvous._ask_mpi(comm, identity, Config(interface="lo"), deadline)
+    assert comm.said == [first]
+    assert first[0] == "127.0.0.1"
+    assert rendezvous._ask_mpi(comm, identity, Config(), deadline) == first
+    assert len(comm.said) == 1
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_broadcasts_the_failure():
+    comm = FakeCommunicator()
+    with pytest.raises(RingError, match=r"cannot serve .* TORCH_RING_INTERFACE='nope0'"):
+        rendezvous._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
+    with pytest.raises(RingError, match="TORCH_RING_INTERFACE='nope0'"):
+        rendezvous._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))

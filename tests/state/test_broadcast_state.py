@@ -1,0 +1,217 @@
+"""broadcast_parameters() and broadcast_optimizer_state(): different ranks become equal."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+from torch.optim import Optimizer
+from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, train
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+class Everything(nn.Module):
+    """Parameters, frozen ones, and buffers of many dtypes and layouts."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 4), float(value)))
+        self.frozen = nn.Parameter(torch.full((2,), float(value)), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(float(value)))
+        self.norm = nn.BatchNorm1d(4)
+        for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float64):
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"{name}s", torch.full((5,), value, dtype=dtype))
+        image = torch.full((2, 3, 4, 4), float(value)).to(memory_format=torch.channels_last)
+        self.register_buffer("image", image)
+        self.register_buffer("empty", torch.empty(0))
+        for dtype in (torch.int16, torch.complex64, torch.complex128, torch.float8_e5m2):
+            transposed = torch.full((3, 2), value).to(dtype).t()
+            self.register_buffer(f"transposed_{str(dtype)[6:]}", transposed)
+
+    def get_extra_state(self) -> str:
+        return "not a tensor"
+
+    def set_extra_state(self, state: str) -> None:
+        del state
+
+
+def broadcast_parameters(collect: Callable[[nn.Module], object]) -> None:
+    for root in range(hvd.size()):
+        model = Everything(hvd.rank())
+        before = dict(model.named_parameters())
+        hvd.broadcast_parameters(collect(model), root_rank=root)
+        for name, parameter in model.named_parameters():
+            assert parameter is before[name]
+            if not name.startswith("norm"):
+                assert (parameter == root).all(), name
+        assert model.weight.requires_grad
+        assert model.weight.is_leaf
+
+
+def state_of(model: nn.Module) -> object:
+    return model.state_dict()
+
+
+def named_of(model: nn.Module) -> object:
+    return model.named_parameters()
+
+
+def list_of(model: nn.Module) -> object:
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("collect", [state_of, named_of, list_of])
+@on_both_transports
+def test_broadcast_parameters(transport, collect):
+    run(broadcast_parameters, 2, args=(collect,), transport=transport)
+
+
+def broadcast_buffers() -> None:
+    model = Everything(hvd.rank())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    expected = Everything(1)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected.get_buffer(name)), name
+    with pytest.raises(ValueError, match="list of tensors"):
+        hvd.broadcast_parameters(model.weight, root_rank=0)
+
+
+def test_buffers_of_any_dtype():
+    run(broadcast_buffers, 2)
+
+
+def broadcast_different_shapes() -> None:
+    tensor = torch.zeros(3 + hvd.rank())
+    with pytest.raises(hvd.MismatchError, match=r"'parameter\.a'"):
+        hvd.broadcast_parameters({"a": tensor}, root_rank=0)
+
+
+def test_different_shapes_are_refused():
+    run(broadcast_different_shapes, 2)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters()),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01), foreach=False),
+    "Adamax": lambda m: torch.optim.Adamax(m.parameters()),
+    "ASGD": lambda m: torch.optim.ASGD(m.parameters()),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3),
+    "Muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters()),
+    "RAdam": lambda m: torch.optim.RAdam(m.parameters()),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), centered=True, momentum=0.1),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "SparseAdam": lambda m: torch.optim.SparseAdam(m.parameters()),
+    "groups": lambda m: torch.optim.Adam([{"params": [p], "tag": "x"} for p in m.parameters()]),
+}
+
+
+def take_steps(model: nn.Module, optimizer: Optimizer) -> None:
+    for batch in joined_batches(steps=2):
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            if isinstance(optimizer, torch.optim.SparseAdam):  # takes no others
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad = parameter.grad.to_sparse()
+            return loss
+
+        optimizer.step(closure)
+
+
+def comparable_form(value: object) -> object:
+    """Return a nested structure with types and numbers in place of tensors and values."""
+    if isinstance(value, dict):
+        return {key: comparable_form(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [comparable_form(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.stride(), value.tolist()
+    return type(value), value
+
+
+def broadcast_optimizer(name: str, root: int, wrap: bool) -> None:
+    """The root has other hyper-parameters; some ranks have trained; then all ranks train alike."""
+    for warm in ([root], [r for r in range(hvd.size()) if r != root], range(hvd.size()), []):
+        broadcast_one_optimizer(name, root, wrap, hvd.rank() in warm)
+
+
+def broadcast_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model)
+    if warm:
+        take_steps(model, optimizer)
+    if hvd.rank() == root:
+        optimizer.param_groups[0]["lr"] *= 3
+        optimizer.param_groups[0]["note"] = ("a tuple", None, True, 7)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    wrapped = hvd.DistributedOptimizer(optimizer) if wrap else optimizer
+    hvd.broadcast_optimizer_state(wrapped, root_rank=root)
+    assert all(map(torch.equal, before, model.parameters())), "no step is taken"
+    group = optimizer.param_groups[0]
+    assert group["note"] == ("a tuple", None, True, 7)
+    fresh = OPTIMIZERS[name](make_model()).param_groups[0]["lr"]
+    assert type(group["lr"]) is type(fresh)
+    mine = comparable_form(optimizer.state_dict())
+    assert all(other == mine for other in hvd.allgather_object(mine))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    take_steps(model, optimizer)
+    assert_same_on_all_ranks(*model.parameters())
+
+
+def check_list_of_optimizers() -> None:
+    tested = {type(make(make_model())) for make in OPTIMIZERS.values()}
+    known = [c for c in vars(torch.optim).values() if isinstance(c, type)]
+    assert tested == {c for c in known if issubclass(c, Optimizer)} - {Optimizer}
+
+
+def test_no_optimizer_of_torch_is_left_out():
+    run(check_list_of_optimizers, 1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_broadcast_optimizer_state(name):
+    run(broadcast_optimizer, 2, args=(name, 1, False))
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_optimizer_state_of_a_wrapped_one(root):
+    run(broadcast_optimizer, 3, args=("Adam", root, True), transport="tcp")
+
+
+def broadcast_different_optimizers() -> str:
+    model = nn.Linear(3, 3 + hvd.rank())
+    with pytest.raises(hvd.MismatchError) as error:
+        hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1), root_rank=0)
+    return str(error.value)
+
+
+def test_optimizers_of_different_models_are_refused():
+    for message in run(broadcast_different_optimizers, 2):
+        assert "rank 0: parameter 0 of group 0: [3, 3]; rank 1: parameter 0" in message
+
+
+def broadcast_on_one_rank() -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS["Adam"](model)
+    train(model, optimizer, joined_batches(steps=1))
+    expected = optimizer.state_dict()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    torch.testing.assert_close(optimizer.state_dict(), expected)
+
+
+def test_on_one_rank_nothing_changes():
+    run(broadcast_on_one_rank, 1)

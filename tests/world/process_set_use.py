@@ -1,0 +1,59 @@
+"""Uses of a process set that tests of several files share."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pool import error_of
+
+import torch_ring as hvd
+from torch_ring.process_set import engine_of, root_in
+
+
+def started_sum(process_set: hvd.ProcessSet, value: float, name: str = "sum") -> Any:
+    """Return the pending work of a sum over the set."""
+    tensor = torch.full((1000,), value)
+    return engine_of(process_set).allreduce(tensor, tensor, name, hvd.Sum, 1.0, 1.0)
+
+
+def sum_of_ranks(process_set: hvd.ProcessSet) -> float:
+    """Return the sum of the members' ranks, over the set."""
+    result: torch.Tensor = started_sum(process_set, hvd.rank()).wait()
+    assert (result == result[0]).all()
+    return float(result[0])
+
+
+def resources() -> tuple[int, int]:
+    """Return the number of descriptors and of threads."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def assert_no_more_than(before: tuple[int, int] | None) -> None:
+    """Check that there are no more descriptors and threads than before."""
+    assert before is not None
+    descriptors, threads = resources()
+    assert descriptors <= before[0]
+    assert threads <= before[1]
+
+
+def check_process_set(process_set: hvd.ProcessSet, ranks: Sequence[int]) -> None:
+    """Use a set of `ranks` if this rank is a member; else check that it cannot."""
+    assert process_set.ranks == sorted(ranks)
+    assert process_set.size() == len(ranks)
+    assert process_set.included() == (hvd.rank() in ranks)
+    if process_set.included():
+        assert process_set.rank() == sorted(ranks).index(hvd.rank())
+        assert root_in(process_set, max(ranks)) == len(ranks) - 1
+        assert sum_of_ranks(process_set) == sum(ranks)
+        outside = next((r for r in range(hvd.size()) if r not in ranks), hvd.size())
+        kind, text = error_of(lambda: root_in(process_set, outside))
+        assert (kind, f"root_rank={outside} is not in" in text) == ("InvalidArgumentError", True)
+        return
+    for misuse in (
+        lambda: engine_of(process_set),
+        lambda: root_in(process_set, ranks[0]),
+        process_set.rank,
+    ):
+        kind, text = error_of(misuse)
+        assert (kind, f"rank {hvd.rank()} is not in" in text) == ("InvalidArgumentError", True)

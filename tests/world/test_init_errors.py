@@ -1,0 +1,69 @@
+"""Errors of init(), and of calls before it."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from pool import RanksFailed, run
+
+import torch_ring as hvd
+
+
+def call_before_init() -> None:
+    for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
+        with pytest.raises(ValueError, match=r"call init\(\) first"):
+            call()
+    assert not hvd.is_initialized()
+
+
+def test_use_before_init():
+    run(call_before_init, 1, initialized=False)
+
+
+def test_missing_ranks_are_named():
+    def message(failed: RanksFailed) -> str:
+        return str(failed)
+
+    env = {"TORCH_RING_INIT_TIMEOUT": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    with pytest.raises(RanksFailed) as failed:
+        run(hvd.rank, 2, env=env)
+    assert "ranks 2, 3 of 4 did not arrive" in message(failed.value)
+
+
+def limit_addresses() -> None:
+    """Under `ulimit -v` shared memory may find no room: the ranks use TCP, which needs none."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if int(os.environ["RANK"]) == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
+    try:
+        hvd.init()
+        assert hvd.allreduce(torch.ones(10_000), op=hvd.Sum).sum() == 10_000 * hvd.size()
+        assert not hvd.world.engine().has_shared_memory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    hvd.shutdown()
+
+
+def test_ranks_without_room_for_shared_memory():
+    run(limit_addresses, 2, transport="", initialized=False)
+    with pytest.raises(RanksFailed, match=r"TORCH_RING_TRANSPORT=shm.*`ulimit -v` allows \d+ MiB"):
+        run(limit_addresses, 2, transport="shm", initialized=False)
+
+
+def test_a_bad_setting_is_named():
+    with pytest.raises(RanksFailed, match="TORCH_RING_TIMEOUT='soon': must be a number"):
+        run(hvd.rank, 1, env={"TORCH_RING_TIMEOUT": "soon"})
+
+
+def init_with_own_secret() -> None:
+    os.environ["TORCH_RING_SECRET"] = "of rank " + os.environ["RANK"]
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3"
+    hvd.init()
+
+
+def test_different_secrets_are_refused():
+    with pytest.raises(RanksFailed, match="secret"):
+        run(init_with_own_secret, 2, initialized=False)

@@ -1,0 +1,42 @@
+"""init(comm=[...]): worlds of some of the ranks."""
+
+import os
+
+import pytest
+import torch
+from pool import error_of, run
+from ports import free_port
+from process_set_use import check_process_set
+
+import torch_ring as hvd
+
+
+def join_halves(turns: int) -> None:
+    rank = int(os.environ["RANK"])
+    for _ in range(turns):
+        half = [rank % 2 + 2, rank % 2]
+        hvd.init(comm=half)
+        assert (hvd.rank(), hvd.size()) == (rank // 2, 2)
+        assert (hvd.local_size(), hvd.cross_size()) == (2, 1)
+        assert hvd.allgather(torch.tensor([rank])).tolist() == sorted(half)
+        check_process_set(hvd.add_process_set([1]), [1])
+        hvd.shutdown()
+    kind, text = error_of(lambda: hvd.init(comm=[(rank + 1) % 4]))
+    assert (kind, f"rank {rank} is not in" in text) == ("InvalidArgumentError", True)
+    hvd.init(comm=[rank])
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    hvd.shutdown()
+    hvd.init(comm=[3, 1, 2, 0])
+    assert (hvd.rank(), hvd.size()) == (rank, 4)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("store_of", ["agent", "rank 0", "host"])
+def test_lists_of_ranks(store_of):
+    env = {}
+    if store_of != "agent":
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    if store_of == "host":
+        env["MASTER_ADDR"] = ""
+    run(join_halves, 4, args=(3,), env=env, initialized=False)

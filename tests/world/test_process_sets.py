@@ -1,0 +1,171 @@
+"""Process sets: what they are, how they come and go, and several at once."""
+
+import copy
+import pickle
+
+import pytest
+from pool import error_of, run
+from process_set_use import (
+    assert_no_more_than,
+    check_process_set,
+    resources,
+    started_sum,
+    sum_of_ranks,
+)
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.process_set import engine_of, root_in
+
+on_larger_worlds = pytest.mark.parametrize(
+    ("transport", "size"), [(t, s) for t in ("shm", "tcp") for s in (2, 3, 4)]
+)
+
+
+# --- one rank
+
+
+def test_wrong_ranks_are_refused():
+    for wrong in ([], [-1, 0], [1, 1], "01", 3, [0.5], None):
+        with pytest.raises(hvd.InvalidArgumentError):
+            hvd.ProcessSet(wrong)
+
+
+def test_equality_and_pickle():
+    one, other = hvd.ProcessSet([2, 0]), hvd.ProcessSet(range(0, 3, 2))
+    assert one == other == pickle.loads(pickle.dumps(one))
+    assert {one: "it"}[other] == "it"
+    assert one != hvd.ProcessSet([0])
+    assert one != [0, 2]
+    everyone = hvd.global_process_set
+    assert pickle.loads(pickle.dumps(everyone)) is everyone is copy.deepcopy(everyone)
+    assert (one.process_set_id, one.included(), one.size()) == (None, False, 2)
+    assert (everyone.process_set_id, everyone.ranks, everyone.included()) == (0, None, False)
+    assert repr(one) == "ProcessSet(process_set_id=None, ranks=[0, 2], mpi_comm=None)"
+
+
+def test_process_sets_need_a_world():
+    for fn in (
+        lambda: hvd.add_process_set([0]),
+        lambda: hvd.remove_process_set(hvd.ProcessSet([0])),
+        lambda: engine_of(hvd.ProcessSet([0])),
+        lambda: engine_of(hvd.global_process_set),
+        lambda: root_in(hvd.global_process_set, 0),
+        hvd.global_process_set.size,
+        hvd.global_process_set.rank,
+        hvd._basics._get_process_set_ids_and_ranks,
+    ):
+        with pytest.raises(hvd.NotInitializedError):
+            fn()
+
+
+def check_a_world_of_one() -> None:
+    assert hvd._basics._get_process_set_ids_and_ranks() == {0: [0]}
+    assert error_of(lambda: hvd.add_process_set([0]))[0] == "InvalidArgumentError"
+    assert error_of(lambda: hvd.add_process_set([1]))[0] == "InvalidArgumentError"
+    check_process_set(hvd.global_process_set, [0])
+
+
+def test_a_world_of_one():
+    run(check_a_world_of_one, 1)
+
+
+# --- adding and removing
+
+
+def add_and_remove() -> None:
+    size = hvd.size()
+    everyone = list(range(size))
+    first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(size - 1, 0, -1))
+    assert hvd.add_process_set(first) is first
+    assert hvd.add_process_set(rest) is rest
+    ids = {0: everyone, 1: [0], 2: everyone[1:]}
+    assert hvd._basics._get_process_set_ids_and_ranks() == ids
+    assert str(first) == "ProcessSet(process_set_id=1, ranks=[0], mpi_comm=None)"
+    for process_set in (hvd.global_process_set, first, rest, pickle.loads(pickle.dumps(rest))):
+        check_process_set(process_set, process_set.ranks or [])
+
+    for taken in ([0], everyone, rest):
+        kind, text = error_of(lambda: hvd.add_process_set(taken))  # noqa: B023
+        assert (kind, "there is a process set" in text) == ("InvalidArgumentError", True)
+    assert error_of(lambda: hvd.add_process_set([0, size]))[0] == "InvalidArgumentError"
+
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    assert hvd.remove_process_set(first)
+    assert not hvd.remove_process_set(first)
+    assert first.process_set_id is None
+    kind, text = error_of(lambda: engine_of(first))
+    assert (kind, "has been removed" in text) == ("InvalidArgumentError", True)
+    check_process_set(rest, everyone[1:])
+    last = hvd.add_process_set([size - 1, 0] if size > 2 else [0])
+    assert last.process_set_id == 1  # used again
+    check_process_set(last, last.ranks or [])
+    hvd.shutdown()
+    assert rest.process_set_id is None
+    assert hvd.global_process_set.process_set_id == 0
+
+    hvd.init(process_sets=[rest, [0]])
+    assert (rest.process_set_id, first.process_set_id) == (1, 2)
+    check_process_set(rest, everyone[1:])
+    check_process_set(first, [0])
+
+
+@on_larger_worlds
+def test_sets_are_added_and_removed(transport, size):
+    run(add_and_remove, size, transport=transport)
+
+
+def come_and_go() -> None:
+    before: tuple[int, int] | None = None
+    for number in range(12):
+        process_set = hvd.add_process_set([0, hvd.size() - 1])
+        check_process_set(process_set, [0, hvd.size() - 1])
+        assert hvd.remove_process_set(process_set)
+        if number == 1:  # the first ones bring what stays
+            before = resources()
+    assert_no_more_than(before)
+
+
+@on_both_transports
+def test_nothing_is_left_of_a_removed_set(transport):
+    run(come_and_go, 3, transport=transport)
+
+
+def init_often() -> None:
+    hvd.shutdown()
+    static = hvd.ProcessSet([0, 1])
+    before: tuple[int, int] | None = None
+    for number in range(200):
+        hvd.init(process_sets=[static, [0]] if number % 10 == 0 else "Dynamic")
+        assert sum_of_ranks(hvd.global_process_set) == sum(range(hvd.size()))
+        if static.included():
+            assert sum_of_ranks(static) == 1
+        hvd.shutdown()
+        if number == 10:
+            before = resources()
+    assert_no_more_than(before)
+    hvd.init()
+
+
+def test_two_hundred_inits():
+    run(init_often, 3)
+
+
+# --- several at once
+
+
+def use_in_any_order() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    pairs = [hvd.add_process_set([r, (r + 1) % size]) for r in range(size if size > 2 else 0)]
+    mine = [s for s in (hvd.global_process_set, *pairs) if s.included()]
+    for turn in range(10):
+        at = (rank + turn) % len(mine)
+        order = [*mine[at:], *mine[:at]]
+        works = [(s, started_sum(s, rank)) for s in order]
+        for process_set, work in reversed(works):
+            assert work.wait()[0] == sum(process_set.ranks or [])
+
+
+@on_larger_worlds
+def test_ranks_use_sets_in_different_orders(transport, size):
+    run(use_in_any_order, size, transport=transport)

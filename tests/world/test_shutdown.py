@@ -1,0 +1,41 @@
+"""Worlds that end: shutdown() leaves no thread, no descriptor and no shared memory behind."""
+
+import os
+
+import torch
+from pool import eventually, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def start_over() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    for i in range(20):
+        hvd.init()
+        assert hvd.allreduce(torch.full((3,), float(i))).tolist() == [float(i)] * 3
+        hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        # The kernel may list a joined thread a little longer.
+        assert eventually(lambda: len(os.listdir("/proc/self/task")) <= threads_at_rest())
+    assert len(os.listdir("/proc/self/fd")) <= fds + 4  # the store's client
+    assert not [name for name in os.listdir("/dev/shm") if "torch_ring" in name]
+
+
+def threads_at_rest() -> int:
+    """Return how many threads this process may have without a world: torch's store has some."""
+    return 1 + sum("tcpstore" in name.lower() or name != "python" for name in thread_names())
+
+
+def thread_names() -> list[str]:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    return names
+
+
+@on_both_transports
+def test_init_and_shutdown_many_times(transport):
+    run(start_over, 2, transport=transport, initialized=False)

@@ -1,0 +1,60 @@
+"""Signal handlers that communicate or shut down while their thread waits for a collective."""
+
+import signal
+import time
+
+import torch
+from pool import error_of, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def communicate_in_a_handler() -> None:
+    """A signal handler runs while its thread waits for a collective."""
+    rank, size = hvd.rank(), hvd.size()
+    seen: list[list[float]] = []
+
+    def handler(*_: object) -> None:
+        seen.append(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="handler").tolist())
+        if rank == 0:
+            seen.append(hvd.broadcast_object([1.0], 0, name="again"))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            time.sleep(0.3)
+            handler()
+            hvd.broadcast_object(None, 0, name="again")
+        assert hvd.allreduce(torch.ones(3), name="main").tolist() == [1.0] * 3
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [[float(size)] * 2] + [[1.0]] * (rank == 0)
+
+
+@on_both_transports
+def test_a_signal_handler_may_communicate(transport):
+    run(communicate_in_a_handler, 3, transport=transport)
+
+
+def shut_down_in_a_handler() -> None:
+    if hvd.rank() == 0:
+        before = signal.signal(signal.SIGALRM, lambda *_: hvd.shutdown())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        kind, text = error_of(lambda: hvd.allreduce(torch.ones(2)))
+        signal.signal(signal.SIGALRM, before)
+        assert (kind, "shut down" in text) == ("RingError", True), text
+        assert not hvd.is_initialized()
+    else:
+        kind, text = error_of(lambda: hvd.allreduce(torch.ones(2), name="other"))
+        assert (kind, "rank 0" in text) == ("PeerLostError", True), text
+        hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@on_both_transports
+def test_a_signal_handler_may_shut_down(transport):
+    run(shut_down_in_a_handler, 2, transport=transport)
