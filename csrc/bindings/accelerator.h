@@ -1,4 +1,4 @@
-// An accelerator of torch's, with NCCL on it.
+// make_accelerator(): an accelerator of torch's, with NCCL on it.
 #pragma once
 
 #include <c10/core/Device.h>

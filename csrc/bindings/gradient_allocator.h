@@ -1,4 +1,4 @@
-// Lets autograd compute large gradients in the memory in which they are reduced.
+// DirectGradient: lets autograd compute a large gradient in the memory in which it is reduced.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>

@@ -1,5 +1,5 @@
-// Adaptive summation: sums gradients that point in different directions, averages those that do
-// not.
+// adasum(): adaptive summation sums gradients that point in different directions, averages those
+// that do not.
 #pragma once
 
 #include <cstddef>

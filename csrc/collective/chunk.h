@@ -1,4 +1,4 @@
-// How a buffer is divided among ranks.
+// Range and chunk_of(): how a buffer is divided among ranks.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Collectives among fixed ranks.
+// Communicator: collectives among fixed ranks.
 #pragma once
 
 #include <cstddef>

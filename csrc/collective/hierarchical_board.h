@@ -1,4 +1,5 @@
-// A Board for several hosts: shared memory inside them, TCP between their leaders.
+// HierarchicalBoard: a Board for several hosts, shared memory inside them and TCP between their
+// leaders.
 #pragma once
 
 #include <atomic>

@@ -7,9 +7,9 @@ namespace torch_ring {
 
 namespace {
 
-// A private tensor goes through shared memory in blocks of this size: large enough that a ring
+// A private tensor goes through shared memory in rounds of this size: large enough that a ring
 // step's latency does not show, small enough to stay in a last-level cache.
-constexpr std::size_t kBlockBytes = 8u << 20;
+constexpr std::size_t kRoundBytes = 8u << 20;
 
 }  // namespace
 
@@ -22,8 +22,8 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       lanes_(world.topology.lanes()),
       routes_(ranks_of_host_, lanes_),
       shm_(world, config, abort),
-      block_(shm_.allocate_shared(kBlockBytes)),
-      block_offset_(shm_.shared_offset(block_.get(), kBlockBytes)) {
+      staging_(shm_.allocate_shared(kRoundBytes)),
+      staging_offset_(shm_.shared_offset(staging_.get(), kRoundBytes)) {
   const int lane = shm_.rank();
   if (lane < lanes_) {
     std::vector<std::unique_ptr<Connection>> connections;
@@ -53,9 +53,9 @@ void HierarchicalCommunicator::allreduce(const void* input, void* output, std::s
     return;
   }
   const std::size_t item = size_of(reduction.dtype);
-  allreduce_in_blocks(input, count, reduction, [&](Range block) {
-    std::memcpy(static_cast<std::byte*>(output) + block.begin * item, block_.get(),
-                block.count * item);
+  allreduce_in_rounds(input, count, reduction, [&](Range round) {
+    std::memcpy(static_cast<std::byte*>(output) + round.begin * item, staging_.get(),
+                round.count * item);
   });
 }
 
@@ -65,26 +65,26 @@ void HierarchicalCommunicator::reducescatter(const void* input, void* output,
   const std::vector<Range> parts = ranges_of(counts);
   const Range own = parts[static_cast<std::size_t>(rank_)];
   const std::size_t item = size_of(reduction.dtype);
-  allreduce_in_blocks(input, parts.back().begin + parts.back().count, reduction, [&](Range block) {
-    const Range part = overlap(own, block);
+  allreduce_in_rounds(input, parts.back().begin + parts.back().count, reduction, [&](Range round) {
+    const Range part = overlap(own, round);
     if (part.count == 0) return;
     std::memcpy(static_cast<std::byte*>(output) + (part.begin - own.begin) * item,
-                static_cast<const std::byte*>(block_.get()) + (part.begin - block.begin) * item,
+                static_cast<const std::byte*>(staging_.get()) + (part.begin - round.begin) * item,
                 part.count * item);
   });
 }
 
 template <class Take>
-void HierarchicalCommunicator::allreduce_in_blocks(const void* input, std::size_t count,
+void HierarchicalCommunicator::allreduce_in_rounds(const void* input, std::size_t count,
                                                    const Reduction& reduction, Take&& take) {
   const std::size_t item = size_of(reduction.dtype);
-  const std::vector<std::byte*> blocks = buffers_of_host({});
-  for (const Range block : ranges_of(count, kBlockBytes / item)) {
-    std::memcpy(block_.get(), static_cast<const std::byte*>(input) + block.begin * item,
-                block.count * item);
+  const std::vector<std::byte*> staging = buffers_of_host({});
+  for (const Range round : ranges_of(count, kRoundBytes / item)) {
+    std::memcpy(staging_.get(), static_cast<const std::byte*>(input) + round.begin * item,
+                round.count * item);
     shm_.barrier();
-    allreduce_in_place(blocks, block.count, reduction);
-    take(block);
+    allreduce_in_place(staging, round.count, reduction);
+    take(round);
   }
 }
 
@@ -94,7 +94,7 @@ std::vector<std::byte*> HierarchicalCommunicator::buffers_of_host(
   std::vector<std::byte*> buffers;
   for (int peer = 0; peer < host.size(); ++peer) {
     const std::int64_t offset = shared_offsets.empty()
-                                    ? block_offset_
+                                    ? staging_offset_
                                     : shared_offsets[static_cast<std::size_t>(host.rank_of(peer))];
     buffers.push_back(host.memory(peer).at(static_cast<std::size_t>(offset)));
   }
@@ -135,7 +135,7 @@ void HierarchicalCommunicator::broadcast(void* data, std::size_t bytes, int root
 void HierarchicalCommunicator::allgather(const void* input, void* output,
                                          std::span<const std::size_t> bytes) {
   // The parts in the order of hosts: this host's are gathered in shared memory, the leaders gather
-  // the hosts', every host takes the whole from its leader.
+  // the hosts', every host takes them all from its leader.
   std::vector<std::size_t> host_bytes(ranks_of_host_.size(), 0);
   std::vector<std::size_t> local_bytes;
   const int own_host = host_of_[static_cast<std::size_t>(rank_)];
@@ -148,14 +148,14 @@ void HierarchicalCommunicator::allgather(const void* input, void* output,
     }
     if (static_cast<int>(host) < own_host) own_begin += host_bytes[host];
   }
-  std::vector<std::byte> whole(std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}));
-  shm_.allgather(input, whole.data() + own_begin, local_bytes);
-  if (leads()) lane_->allgather(whole.data() + own_begin, whole.data(), host_bytes);
-  shm_.broadcast(whole.data(), whole.size(), 0);
+  std::vector<std::byte> all(std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}));
+  shm_.allgather(input, all.data() + own_begin, local_bytes);
+  if (leads()) lane_->allgather(all.data() + own_begin, all.data(), host_bytes);
+  shm_.broadcast(all.data(), all.size(), 0);
 
   std::vector<std::size_t> begins(bytes.size(), 0);
   std::exclusive_scan(bytes.begin(), bytes.end(), begins.begin(), std::size_t{0});
-  const std::byte* from = whole.data();
+  const std::byte* from = all.data();
   for (const auto& ranks : ranks_of_host_) {
     for (const int rank : ranks) {
       const auto index = static_cast<std::size_t>(rank);

@@ -1,4 +1,4 @@
-// Collectives among several hosts with several ranks each.
+// HierarchicalCommunicator: collectives among several hosts with several ranks each.
 #pragma once
 
 #include <memory>
@@ -43,13 +43,14 @@ class HierarchicalCommunicator : public Communicator {
  private:
   bool leads() const { return shm_.rank() == 0; }
 
-  /// The buffers of this host's ranks: those at shared_offsets, or their blocks if there are none.
+  /// The buffers of this host's ranks: those at shared_offsets, or their staging_ if there are
+  /// none.
   std::vector<std::byte*> buffers_of_host(std::span<const std::int64_t> shared_offsets);
 
-  /// Allreduce of a private tensor, block by block: take(range) is called when block_ holds the
+  /// Allreduce of a private tensor, round by round: take(range) is called when staging_ has the
   /// results of these elements.
   template <class Take>
-  void allreduce_in_blocks(const void* input, std::size_t count, const Reduction& reduction,
+  void allreduce_in_rounds(const void* input, std::size_t count, const Reduction& reduction,
                            Take&& take);
 
   /// Allreduce of buffers that lie in the shared memory of every rank, `buffers` being those of
@@ -66,8 +67,8 @@ class HierarchicalCommunicator : public Communicator {
   ShmCommunicator shm_;
   std::unique_ptr<RingCommunicator> lane_;  // null on ranks that serve no network
   std::unique_ptr<HierarchicalBoard> board_;
-  std::shared_ptr<void> block_;     // shared memory through which private tensors go
-  std::int64_t block_offset_;       // the same on every rank: it is the first allocation
+  std::shared_ptr<void> staging_;   // shared memory through which private tensors go
+  std::int64_t staging_offset_;     // the same on every rank: it is the first allocation
   std::vector<std::byte> partial_;  // scratch: a chunk on its way around the ring
 };
 

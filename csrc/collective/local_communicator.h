@@ -1,4 +1,4 @@
-// The communicator of a world of one rank.
+// LocalCommunicator: the communicator of a world of one rank.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Who sends what to whom, and when: pure functions of rank and size. The code that does I/O walks
-// the lists that they return.
+// Plans of transfers: pure functions of rank and size that list the steps of an algorithm. The code
+// that does I/O walks these lists.
 #pragma once
 
 #include <cstddef>

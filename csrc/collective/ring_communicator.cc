@@ -8,7 +8,7 @@ namespace torch_ring {
 
 namespace {
 
-// A piece that is reduced, or forwarded, while the next one travels: it stays in the L2 cache, and
+// A segment is reduced, or forwarded, while the next one travels: it stays in the L2 cache, and
 // takes much longer than a system call.
 constexpr std::size_t kSegmentBytes = 256u << 10;
 
@@ -17,11 +17,11 @@ constexpr std::size_t kSegmentBytes = 256u << 10;
 // not.
 constexpr std::size_t kGatheredBytes = 64u << 10;
 
-// A tensor passes through the ring in blocks that stay in the cache, and which bound the scratch
-// memory: one chunk of what is received, and for 16-bit floats one block of partial results. A
+// A tensor passes through the ring in rounds that stay in the cache, and which bound the scratch
+// memory: one chunk of what is received, and for 16-bit floats one round of partial results. A
 // chunk is what is under way at a time, so that it grows with the connections.
 constexpr std::size_t kChunkBytes = 1u << 20;
-constexpr std::size_t kBlockBytes = 64u << 20;
+constexpr std::size_t kRoundBytes = 64u << 20;
 
 std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
 const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
@@ -57,32 +57,29 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
   }
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
   const std::size_t ranks = static_cast<std::size_t>(size());
-  const std::size_t block_bytes = std::min(kChunkBytes * next()->width() * ranks, kBlockBytes);
+  const std::size_t round_bytes = std::min(kChunkBytes * next()->width() * ranks, kRoundBytes);
 
-  for (const Range block : ranges_of(count, block_bytes / partial_item)) {
-    const std::byte* in = bytes_of(input) + block.begin * item;
-    std::byte* out = bytes_of(output) + block.begin * item;
+  for (const Range round : ranges_of(count, round_bytes / partial_item)) {
+    const std::byte* in = bytes_of(input) + round.begin * item;
+    std::byte* out = bytes_of(output) + round.begin * item;
     std::byte* partial = partial_item == item
                              ? out
-                             : at_least(partials_, std::min(count * partial_item, block_bytes));
+                             : at_least(partials_, std::min(count * partial_item, round_bytes));
 
-    std::vector<Piece> pieces;
+    std::vector<Chunk> chunks;
     for (int i = 0; i < size(); ++i) {
-      const Range chunk = chunk_of(block.count, size(), i);
-      pieces.push_back({chunk.begin, chunk.begin, chunk.count});
+      const Range chunk = chunk_of(round.count, size(), i);
+      chunks.push_back({chunk.begin, chunk.begin, chunk.count});
     }
-    reduce_scatter(partial, in, pieces, reduction);
+    reduce_scatter(partial, in, chunks, reduction);
 
-    const Range own = chunk_of(block.count, size(), rank());
+    const Range own = chunk_of(round.count, size(), rank());
     const std::array<void*, 1> finished{out + own.begin * item};
     finish_partial(finished, partial + own.begin * partial_item, own.count, reduction);
 
-    std::vector<Range> chunks;
-    for (int i = 0; i < size(); ++i) {
-      const Range chunk = chunk_of(block.count, size(), i);
-      chunks.push_back({chunk.begin * item, chunk.count * item});
-    }
-    gather_chunks(out, chunks);
+    std::vector<Range> results;
+    for (const Chunk& chunk : chunks) results.push_back({chunk.to * item, chunk.count * item});
+    gather_chunks(out, results);
   }
 }
 
@@ -93,13 +90,13 @@ void RingCommunicator::allreduce_gathered(const void* input, void* output, std::
   const auto ranks = static_cast<std::size_t>(size());
   std::byte* const inputs = at_least(received_, bytes * ranks);  // of rank(), rank() + 1, ...
   std::memcpy(inputs, input, bytes);
-  std::size_t held = bytes;
+  std::size_t gathered = bytes;
   for (const BruckStep& step : bruck_steps(rank(), size())) {
     const std::size_t moving = static_cast<std::size_t>(step.count) * bytes;
     exchange(connections_[static_cast<std::size_t>(step.to)].get(), {inputs, moving},
-             connections_[static_cast<std::size_t>(step.from)].get(), {inputs + held, moving},
+             connections_[static_cast<std::size_t>(step.from)].get(), {inputs + gathered, moving},
              waiter_);
-    held += moving;
+    gathered += moving;
   }
   std::vector<const void*> by_rank;
   for (std::size_t i = 0; i < ranks; ++i) {
@@ -120,49 +117,49 @@ void RingCommunicator::reducescatter(const void* input, void* output,
                                      const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const std::size_t longest_piece =
-      std::min(kChunkBytes * next()->width(), kBlockBytes / counts.size()) / partial_item;
+  const std::size_t longest_chunk =
+      std::min(kChunkBytes * next()->width(), kRoundBytes / counts.size()) / partial_item;
   const std::vector<Range> parts = ranges_of(counts);
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
 
-  for (const Range block : ranges_of(longest, longest_piece)) {
-    std::vector<Piece> pieces;
+  for (const Range round : ranges_of(longest, longest_chunk)) {
+    std::vector<Chunk> chunks;
     std::size_t to = 0;
     for (const Range part : parts) {
-      const Range range = overlap(part, {part.begin + block.begin, block.count});
-      pieces.push_back({range.begin, to, range.count});
+      const Range range = overlap(part, {part.begin + round.begin, round.count});
+      chunks.push_back({range.begin, to, range.count});
       to += range.count;
     }
     std::byte* partial = at_least(partials_, to * partial_item);
-    reduce_scatter(partial, bytes_of(input), pieces, reduction);
-    const Piece& own = pieces[static_cast<std::size_t>(rank())];
+    reduce_scatter(partial, bytes_of(input), chunks, reduction);
+    const Chunk& own = chunks[static_cast<std::size_t>(rank())];
     if (own.count == 0) continue;  // other ranks' parts are longer
-    const std::array<void*, 1> finished{bytes_of(output) + block.begin * item};
+    const std::array<void*, 1> finished{bytes_of(output) + round.begin * item};
     finish_partial(finished, partial + own.to * partial_item, own.count, reduction);
   }
 }
 
-/// Makes this rank's piece of `partial` the reduction of all ranks' `input`. The other pieces are
+/// Makes this rank's chunk of `partial` the reduction of all ranks' `input`. The other chunks are
 /// left with intermediate results.
 void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input,
-                                      std::span<const Piece> pieces, const Reduction& reduction) {
+                                      std::span<const Chunk> chunks, const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const auto chunk = [&](int index) { return pieces[static_cast<std::size_t>(index)]; };
+  const auto chunk = [&](int index) { return chunks[static_cast<std::size_t>(index)]; };
 
   // This rank's own values, read when they are first needed.
-  const auto load = [&](Piece piece) {
+  const auto load = [&](Chunk part) {
     if (partial == input && reduction.scaling.prescale == 1.0) return;
-    const std::array<const void*, 1> own{input + piece.from * item};
-    reduce_partial(partial + piece.to * partial_item, own, piece.count, reduction);
+    const std::array<const void*, 1> own{input + part.from * item};
+    reduce_partial(partial + part.to * partial_item, own, part.count, reduction);
   };
 
   const std::vector<RingStep> steps = reduce_scatter_steps(rank(), size());
   load(chunk(steps.empty() ? rank() : steps.front().send));
 
   for (const RingStep& step : steps) {
-    const Piece outgoing = chunk(step.send);
-    const Piece incoming = chunk(step.receive);
+    const Chunk outgoing = chunk(step.send);
+    const Chunk incoming = chunk(step.receive);
     const std::size_t bytes = incoming.count * partial_item;
     std::byte* const arriving = at_least(received_, bytes);
     std::size_t reduced = 0;
@@ -171,7 +168,7 @@ void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input
                const std::size_t arrived = arrived_bytes / partial_item;
                const bool all = arrived == incoming.count;
                if (!all && arrived - reduced < kSegmentBytes / partial_item) return;
-               const Piece segment{incoming.from + reduced, incoming.to + reduced,
+               const Chunk segment{incoming.from + reduced, incoming.to + reduced,
                                    arrived - reduced};
                load(segment);
                combine_partial(partial + segment.to * partial_item,

@@ -1,4 +1,4 @@
-// Collectives among ranks that are joined by connections.
+// RingCommunicator: collectives among ranks that are joined by connections.
 #pragma once
 
 #include <memory>
@@ -48,12 +48,12 @@ class RingCommunicator : public Communicator {
  private:
   /// One rank's part of a reduction, in elements: where it lies in the input, and where its partial
   /// results go.
-  struct Piece {
+  struct Chunk {
     std::size_t from;
     std::size_t to;
     std::size_t count;
   };
-  void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Piece> pieces,
+  void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Chunk> chunks,
                       const Reduction& reduction);
   void allreduce_gathered(const void* input, void* output, std::size_t count,
                           const Reduction& reduction);

@@ -12,45 +12,46 @@ namespace torch_ring {
 
 namespace {
 
-/// The parcels that a rank has: in memory of its own, or at first in the caller's input.
-struct Held {
-  std::map<Parcel, const std::byte*> place;
+/// The parts that a rank has, and where they lie: in memory of its own, or at first in the caller's
+/// input.
+struct Parts {
+  std::map<Part, const std::byte*> data;
   std::unique_ptr<std::byte[]> memory;
 
-  /// Parcels that lie one after the other from `at` on.
-  static Held consecutive(std::span<const Parcel> parcels, const std::byte* at) {
-    Held held;
-    for (const Parcel& parcel : parcels) {
-      held.place[parcel] = at;
-      at += parcel.bytes;
+  /// Parts that lie one after the other from `from` on.
+  static Parts consecutive(std::span<const Part> list, const std::byte* from) {
+    Parts parts;
+    for (const Part& part : list) {
+      parts.data[part] = from;
+      from += part.bytes;
     }
-    return held;
+    return parts;
   }
 };
 
-std::unique_ptr<std::byte[]> memory_for(std::span<const Parcel> parcels) {
+std::unique_ptr<std::byte[]> memory_for(std::span<const Part> parts) {
   std::size_t bytes = 0;
-  for (const Parcel& parcel : parcels) bytes += parcel.bytes;
+  for (const Part& part : parts) bytes += part.bytes;
   return std::make_unique_for_overwrite<std::byte[]>(bytes);
 }
 
-Held take_hop(Communicator& communicator, const Hop& hop, Held held) {
+Parts take_hop(Communicator& communicator, const Hop& hop, Parts parts) {
   const auto outgoing = memory_for(hop.sent);
-  std::byte* at = outgoing.get();
-  for (const Parcel& parcel : hop.sent) {
-    std::memcpy(at, held.place.at(parcel), parcel.bytes);
-    at += parcel.bytes;
+  std::byte* to = outgoing.get();
+  for (const Part& part : hop.sent) {
+    std::memcpy(to, parts.data.at(part), part.bytes);
+    to += part.bytes;
   }
-  held.memory.reset();  // before more is allocated
+  parts.memory.reset();  // before more is allocated
   auto incoming = memory_for(hop.received);
   communicator.alltoall(outgoing.get(), incoming.get(), hop.bytes);
-  held = Held::consecutive(hop.received, incoming.get());
-  held.memory = std::move(incoming);
-  return held;
+  parts = Parts::consecutive(hop.received, incoming.get());
+  parts.memory = std::move(incoming);
+  return parts;
 }
 
-std::vector<Parcel> concatenated(const std::vector<std::vector<Parcel>>& lists) {
-  std::vector<Parcel> all;
+std::vector<Part> concatenated(const std::vector<std::vector<Part>>& lists) {
+  std::vector<Part> all;
   for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
   return all;
 }
@@ -61,10 +62,10 @@ Routes::Routes(std::vector<std::vector<int>> ranks_of_host, int lanes)
     : ranks_of_host_(std::move(ranks_of_host)), lanes_(static_cast<std::size_t>(lanes)) {
   std::size_t size = 0;
   for (const auto& ranks : ranks_of_host_) size += ranks.size();
-  places_.resize(size);
+  positions_.resize(size);
   for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
     for (std::size_t index = 0; index < ranks_of_host_[host].size(); ++index) {
-      places_[static_cast<std::size_t>(ranks_of_host_[host][index])] = {host, index};
+      positions_[static_cast<std::size_t>(ranks_of_host_[host][index])] = {host, index};
     }
   }
 }
@@ -72,12 +73,12 @@ Routes::Routes(std::vector<std::vector<int>> ranks_of_host, int lanes)
 int Routes::holder(int from, int to, int hops) const {
   if (hops == 0) return from;
   if (hops == kHops) return to;
-  const std::size_t lane = place_of(to).index % lanes_;
-  return ranks_of_host_[place_of(hops == 1 ? from : to).host][lane];
+  const std::size_t lane = position_of(to).index % lanes_;
+  return ranks_of_host_[position_of(hops == 1 ? from : to).host][lane];
 }
 
 std::vector<int> Routes::members(int rank, int hop) const {
-  const auto [host, index] = place_of(rank);
+  const auto [host, index] = position_of(rank);
   if (hop != 2) return ranks_of_host_[host];
   std::vector<int> lane;
   if (index < lanes_) {
@@ -96,20 +97,20 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 
   Hop plan;
   plan.bytes.resize(members.size() * members.size());
-  std::vector<std::vector<Parcel>> sent(members.size());
-  std::vector<std::vector<Parcel>> received(members.size());
+  std::vector<std::vector<Part>> sent(members.size());
+  std::vector<std::vector<Part>> received(members.size());
   const std::size_t* next = bytes.data();
   for (int from = 0; from < routes.size(); ++from) {
     for (int to = 0; to < routes.size(); ++to) {
-      const Parcel parcel{from, to, *next++};
+      const Part part{from, to, *next++};
       const int sender = routes.holder(from, to, hop - 1);
       const std::size_t row = member_of[static_cast<std::size_t>(sender)];
-      if (parcel.bytes == 0 || row == kNone) continue;  // no hop leads out of the members
+      if (part.bytes == 0 || row == kNone) continue;  // no hop leads out of the members
       const int receiver = routes.holder(from, to, hop);
       const std::size_t column = member_of[static_cast<std::size_t>(receiver)];
-      plan.bytes[row * members.size() + column] += parcel.bytes;
-      if (sender == rank) sent[column].push_back(parcel);
-      if (receiver == rank) received[row].push_back(parcel);
+      plan.bytes[row * members.size() + column] += part.bytes;
+      if (sender == rank) sent[column].push_back(part);
+      if (receiver == rank) received[row].push_back(part);
     }
   }
   plan.sent = concatenated(sent);
@@ -119,24 +120,24 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes) {
-  std::vector<Parcel> own;
+  std::vector<Part> own;
   const auto row = row_of(bytes, routes.size(), rank);
   for (int to = 0; to < routes.size(); ++to) {
     own.push_back({rank, to, row[static_cast<std::size_t>(to)]});
   }
-  Held held = Held::consecutive(own, static_cast<const std::byte*>(input));
+  Parts parts = Parts::consecutive(own, static_cast<const std::byte*>(input));
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
   for (int hop = 1; hop <= Routes::kHops; ++hop) {
     Communicator* const communicator = hops[static_cast<std::size_t>(hop - 1)];
     if (!communicator) continue;  // a rank that serves no network has nothing now
-    held = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(held));
+    parts = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(parts));
   }
 
   // In the order of senders, as `output` is.
-  auto* at = static_cast<std::byte*>(output);
-  for (const auto& [parcel, data] : held.place) {
-    std::memcpy(at, data, parcel.bytes);
-    at += parcel.bytes;
+  auto* to = static_cast<std::byte*>(output);
+  for (const auto& [part, data] : parts.data) {
+    std::memcpy(to, data, part.bytes);
+    to += part.bytes;
   }
 }
 

@@ -1,4 +1,4 @@
-// An alltoall where only some ranks have connections.
+// routed_alltoall(): an alltoall where only some ranks have connections.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace torch_ring {
 
-/// Which way the parts of an alltoall go, in three hops: inside the sender's host to the rank on
-/// the receiver's lane, along that lane to the receiver's host, inside it to the receiver. Pure.
+/// Routes: the way of each part of an alltoall, in three hops: inside the sender's host to the rank
+/// on the receiver's lane, along that lane to the receiver's host, inside it to the receiver. Pure.
 class Routes {
  public:
   static constexpr int kHops = 3;
@@ -18,9 +18,9 @@ class Routes {
   /// `lanes`: the first ranks of each host serve its network; the others use theirs in turn.
   Routes(std::vector<std::vector<int>> ranks_of_host, int lanes);
 
-  int size() const { return static_cast<int>(places_.size()); }
+  int size() const { return static_cast<int>(positions_.size()); }
 
-  /// Who has the part that `from` sends to `to` after so many hops.
+  /// The rank that has the part which `from` sends to `to` after so many hops.
   int holder(int from, int to, int hops) const;
 
   /// The ranks among which `rank` takes a hop, in the order of their communicator: its host, or its
@@ -28,30 +28,30 @@ class Routes {
   std::vector<int> members(int rank, int hop) const;
 
  private:
-  struct Place {
+  struct Position {
     std::size_t host;
     std::size_t index;  // among the ranks of the host
   };
-  const Place& place_of(int rank) const { return places_[static_cast<std::size_t>(rank)]; }
+  const Position& position_of(int rank) const { return positions_[static_cast<std::size_t>(rank)]; }
 
   std::vector<std::vector<int>> ranks_of_host_;
   std::size_t lanes_;
-  std::vector<Place> places_;  // by rank
+  std::vector<Position> positions_;  // by rank
 };
 
-/// What one rank sends to another.
-struct Parcel {
+/// One part of an alltoall: the bytes that one rank sends to another.
+struct Part {
   int from;
   int to;
   std::size_t bytes;
-  auto operator<=>(const Parcel&) const = default;
+  auto operator<=>(const Part&) const = default;
 };
 
-/// What one rank does in one hop: an alltoall among its members. Empty parcels are left out.
+/// One rank's share of one hop: an alltoall among its members. Empty parts are left out.
 struct Hop {
   std::vector<std::size_t> bytes;  // its matrix, in the order of members
-  std::vector<Parcel> sent;        // in the order of receivers
-  std::vector<Parcel> received;    // in the order of senders
+  std::vector<Part> sent;          // in the order of receivers
+  std::vector<Part> received;      // in the order of senders
 };
 
 /// Hop number `hop`, from 1, of `rank`; `bytes` is the matrix of the whole alltoall. Pure. Cost:

@@ -1,4 +1,4 @@
-// A Board in shared memory: one barrier a round.
+// ShmBoard: a Board in shared memory, one barrier a round.
 #pragma once
 
 #include <atomic>

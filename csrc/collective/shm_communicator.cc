@@ -13,14 +13,14 @@ namespace {
 // Below this, a second flag costs more than reducing everything on every rank does.
 constexpr std::size_t kOneShotBytes = 32u << 10;
 
-/// Whether a result is written past the caches: where it is too large to be found in a core's share
-/// of them afterwards.
-constexpr bool is_streamed(std::size_t bytes) { return bytes >= 16u << 20; }
+/// Whether a result is written past the caches: it is too large to be found in a core's share of
+/// them afterwards.
+constexpr bool is_nontemporal(std::size_t bytes) { return bytes >= 16u << 20; }
 
 /// Copies a part of a result.
-void copy_part(void* to, const void* from, std::size_t bytes, bool streamed) {
-  if (streamed) {
-    stream(to, from, bytes);
+void copy_part(void* to, const void* from, std::size_t bytes, bool nontemporal) {
+  if (nontemporal) {
+    copy_nontemporal(to, from, bytes);
   } else {
     std::memcpy(to, from, bytes);
   }
@@ -52,7 +52,7 @@ std::byte* ShmCommunicator::claim(std::uint64_t segment) const {
 }
 
 void ShmCommunicator::finish_reading(int peer, std::uint64_t segment, std::size_t bytes) const {
-  if (size() == 2) take_over(slot(peer, segment), bytes);
+  if (size() == 2) own_cache_lines(slot(peer, segment), bytes);
 }
 
 void ShmCommunicator::allreduce(const void* input, void* output, std::size_t count,
@@ -112,7 +112,9 @@ struct ShmCommunicator::Pipeline {
 
   std::size_t item() const { return size_of(reduction.dtype); }
   /// In place, what is written has just been read: it is in the caches.
-  bool streams() const { return input != output && comm.size() > 1 && is_streamed(count * item()); }
+  bool nontemporal() const {
+    return input != output && comm.size() > 1 && is_nontemporal(count * item());
+  }
 
   Range segment(std::size_t index) const {
     const std::size_t begin = index * segment_count;
@@ -150,12 +152,12 @@ struct ShmCommunicator::Pipeline {
       inputs.push_back(peer == comm.rank() ? input + own : theirs);
       if (peer != comm.rank()) {
         outputs.push_back(theirs);
-      } else if (!streams()) {
+      } else if (!nontemporal()) {
         outputs.push_back(output + own);
       }
     }
     reduce(outputs, inputs, mine.count, reduction);
-    if (streams()) stream(output + own, outputs.front(), mine.count * item());
+    if (nontemporal()) copy_nontemporal(output + own, outputs.front(), mine.count * item());
     comm.host_.publish(comm.host_.own().reduced, first + index);
   }
 
@@ -163,7 +165,7 @@ struct ShmCommunicator::Pipeline {
     comm.host_.wait_all(&SegmentHeader::reduced, first + index, "allreduce");
     const std::byte* from = comm.slot(comm.rank(), first + index);
     for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
-      copy_part(output + in_tensor, from + in_segment, bytes, streams());
+      copy_part(output + in_tensor, from + in_segment, bytes, nontemporal());
     });
   }
 };
@@ -191,7 +193,7 @@ void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
       std::memcpy(claim(segment), bytes_of(data) + begin, part);
     } else {
       host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
-      copy_part(bytes_of(data) + begin, slot(root, segment), part, is_streamed(bytes));
+      copy_part(bytes_of(data) + begin, slot(root, segment), part, is_nontemporal(bytes));
       finish_reading(root, segment, part);
     }
     host_.publish(host_.own().staged, segment);
@@ -203,7 +205,7 @@ void ShmCommunicator::allgather(const void* input, void* output,
   std::vector<std::size_t> begins(bytes.size(), 0);
   for (std::size_t i = 1; i < bytes.size(); ++i) begins[i] = begins[i - 1] + bytes[i - 1];
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
-  const bool streamed = is_streamed(begins.back() + bytes.back());
+  const bool nontemporal = is_nontemporal(begins.back() + bytes.back());
 
   for (std::size_t done = 0; done < longest; done += SharedMemory::kSegmentBytes) {
     const auto part_of = [&](int peer) {
@@ -219,12 +221,12 @@ void ShmCommunicator::allgather(const void* input, void* output,
     if (own_bytes > 0) std::memcpy(claim(segment), own, own_bytes);
     host_.publish(host_.own().staged, segment);
     if (own_bytes > 0 && target(rank()) != own) {
-      copy_part(target(rank()), own, own_bytes, streamed);
+      copy_part(target(rank()), own, own_bytes, nontemporal);
     }
     host_.wait_all(&SegmentHeader::staged, segment, "allgather");
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank() || part_of(peer) == 0) continue;
-      copy_part(target(peer), slot(peer, segment), part_of(peer), streamed);
+      copy_part(target(peer), slot(peer, segment), part_of(peer), nontemporal);
       finish_reading(peer, segment, part_of(peer));
     }
   }
@@ -250,43 +252,43 @@ void ShmCommunicator::in_segments(std::size_t segments, const char* doing, Stage
 void ShmCommunicator::alltoall(const void* input, void* output,
                                std::span<const std::size_t> bytes) {
   const std::vector<Range> own_parts = ranges_of(row_of(bytes, size(), rank()));
-  const std::vector<Range> own_stream = rotated_ranges(row_of(bytes, size(), rank()), rank());
+  const std::vector<Range> own_staged = rotated_ranges(row_of(bytes, size(), rank()), rank());
   const std::vector<Range> arrived = ranges_of(column_of(bytes, size(), rank()));
-  std::vector<Range> in_stream;  // where this rank's part lies in the stream of each
+  std::vector<Range> staged_at;  // where this rank's part lies in what each rank stages
   std::size_t longest = 0;
   for (int peer = 0; peer < size(); ++peer) {
-    const std::vector<Range> stream = rotated_ranges(row_of(bytes, size(), peer), peer);
-    in_stream.push_back(stream[static_cast<std::size_t>(rank())]);
-    for (const Range part : stream) longest = std::max(longest, part.begin + part.count);
+    const std::vector<Range> staged = rotated_ranges(row_of(bytes, size(), peer), peer);
+    staged_at.push_back(staged[static_cast<std::size_t>(rank())]);
+    for (const Range part : staged) longest = std::max(longest, part.begin + part.count);
   }
 
   const auto own = static_cast<std::size_t>(rank());
-  const bool streamed = is_streamed(arrived.back().begin + arrived.back().count);
+  const bool nontemporal = is_nontemporal(arrived.back().begin + arrived.back().count);
   if (own_parts[own].count > 0) {
     copy_part(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
-              own_parts[own].count, streamed);
+              own_parts[own].count, nontemporal);
   }
   constexpr std::size_t kBytes = SharedMemory::kSegmentBytes;
   in_segments(
       (longest + kBytes - 1) / kBytes, "alltoall",
       [&](std::size_t index, std::byte* to) {
         for (std::size_t peer = 0; peer < own_parts.size(); ++peer) {
-          const Range part = overlap(own_stream[peer], {index * kBytes, kBytes});
+          const Range part = overlap(own_staged[peer], {index * kBytes, kBytes});
           if (part.count == 0) continue;
           std::memcpy(
               to + (part.begin - index * kBytes),
-              bytes_of(input) + own_parts[peer].begin + (part.begin - own_stream[peer].begin),
+              bytes_of(input) + own_parts[peer].begin + (part.begin - own_staged[peer].begin),
               part.count);
         }
       },
       [&](std::size_t index, std::uint64_t segment) {
-        for (std::size_t peer = 0; peer < in_stream.size(); ++peer) {
-          const Range part = overlap(in_stream[peer], {index * kBytes, kBytes});
+        for (std::size_t peer = 0; peer < staged_at.size(); ++peer) {
+          const Range part = overlap(staged_at[peer], {index * kBytes, kBytes});
           if (part.count == 0) continue;
           std::byte* from = slot(static_cast<int>(peer), segment) + (part.begin - index * kBytes);
-          copy_part(bytes_of(output) + arrived[peer].begin + (part.begin - in_stream[peer].begin),
-                    from, part.count, streamed);
-          take_over(from, part.count);
+          copy_part(bytes_of(output) + arrived[peer].begin + (part.begin - staged_at[peer].begin),
+                    from, part.count, nontemporal);
+          own_cache_lines(from, part.count);
         }
       });
 }
@@ -295,46 +297,46 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                                     std::span<const std::size_t> counts,
                                     const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  // A segment has a piece of every rank's part.
-  const std::size_t piece = SharedMemory::kSegmentBytes / item / counts.size();
+  // A segment has as much of every rank's part.
+  const std::size_t share = SharedMemory::kSegmentBytes / item / counts.size();
   const std::vector<Range> parts = ranges_of(counts);
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
-  const auto piece_of = [&](std::size_t peer, std::size_t index) {
+  const auto share_of = [&](std::size_t peer, std::size_t index) {
     const Range part = parts[peer];
-    return overlap(part, {part.begin + index * piece, piece});
+    return overlap(part, {part.begin + index * share, share});
   };
   const auto own = static_cast<std::size_t>(rank());
-  const bool streamed = size() > 1 && is_streamed(counts[own] * item);
-  in_segments((longest + piece - 1) / piece, "reducescatter",
+  const bool nontemporal = size() > 1 && is_nontemporal(counts[own] * item);
+  in_segments((longest + share - 1) / share, "reducescatter",
               [&](std::size_t index, std::byte* to) {
                 for (std::size_t peer = 0; peer < parts.size(); ++peer) {
-                  const Range range = piece_of(peer, index);
+                  const Range range = share_of(peer, index);
                   if (peer == own || range.count == 0) continue;
-                  std::memcpy(to + peer * piece * item, bytes_of(input) + range.begin * item,
+                  std::memcpy(to + peer * share * item, bytes_of(input) + range.begin * item,
                               range.count * item);
                 }
               },
               [&](std::size_t index, std::uint64_t segment) {
-                const Range range = piece_of(own, index);
+                const Range range = share_of(own, index);
                 if (range.count == 0) return;
                 std::vector<const void*> inputs;
                 const auto staged = [&](int peer) {
-                  return slot(peer, segment) + own * piece * item;
+                  return slot(peer, segment) + own * share * item;
                 };
                 for (int peer = 0; peer < size(); ++peer) inputs.push_back(staged(peer));
                 inputs[own] = bytes_of(input) + range.begin * item;
-                std::byte* const result = bytes_of(output) + index * piece * item;
+                std::byte* const result = bytes_of(output) + index * share * item;
                 const std::size_t bytes = range.count * item;
-                if (streamed) {
+                if (nontemporal) {
                   // By way of a peer's segment, which is in the caches and this rank's anyway.
                   std::byte* const sum = staged(rank() == 0 ? 1 : 0);
                   reduce(std::array<void*, 1>{sum}, inputs, range.count, reduction);
-                  stream(result, sum, bytes);
+                  copy_nontemporal(result, sum, bytes);
                 } else {
                   reduce(std::array<void*, 1>{result}, inputs, range.count, reduction);
                 }
                 for (int peer = 0; peer < size(); ++peer) {
-                  if (peer != rank()) take_over(staged(peer), bytes);
+                  if (peer != rank()) own_cache_lines(staged(peer), bytes);
                 }
               });
 }

@@ -1,4 +1,4 @@
-// Collectives among the ranks of one host.
+// ShmCommunicator: collectives among the ranks of one host.
 #pragma once
 
 #include <memory>
@@ -21,13 +21,14 @@ namespace torch_ring {
 ///              neighbouring segments overlap.
 ///
 /// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps taking
-/// the one before. A segment of a reducescatter has a piece of every rank's part: (n-1)S/n staged,
-/// reduced into the output. In an alltoall each rank stages its parts for rank + 1,
+/// the one before. A segment of a reducescatter has as much of every rank's part: (n-1)S/n
+/// staged, reduced into the output. In an alltoall each rank stages its parts for rank + 1,
 /// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
 ///
-/// What only one rank reads, it takes over (memory/cache_lines.h), as the pipeline's sums do.
-/// Results of 16 MiB and more, but those of an allreduce in place, are written past the caches; a
-/// sum then goes by way of the segment of a peer that it was read from.
+/// A rank that reads staged bytes as the only one owns their lines afterwards, as the pipeline's
+/// sums do (own_cache_lines() in memory/cache_lines.h). Results of 16 MiB and more, but those of an
+/// allreduce in place, are written past the caches; a sum then goes by way of the segment of a peer
+/// that it was read from.
 ///
 /// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
@@ -74,11 +75,12 @@ class ShmCommunicator : public Communicator {
   template <class Stage, class Collect>
   void in_segments(std::size_t segments, const char* doing, Stage&& stage, Collect&& collect);
 
-  /// This rank's slot for a new segment, once nobody reads what it held.
+  /// This rank's slot for a new segment, once nobody reads its old contents.
   std::byte* claim(std::uint64_t segment) const;
   std::byte* slot(int index, std::uint64_t segment) const;
 
-  /// After this rank has read what `peer` staged for all: takes it over if nobody else reads it.
+  /// After this rank has read what `peer` staged for all: owns the cache lines if nobody else reads
+  /// them.
   void finish_reading(int peer, std::uint64_t segment, std::size_t bytes) const;
 
   Host host_;

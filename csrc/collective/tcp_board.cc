@@ -48,11 +48,11 @@ void TcpBoard::post(std::span<const std::byte> entry) {
     frame.sent = 0;
   }
 
-  held_.assign(framed_bytes(entry.size()), std::byte{0});
+  entries_.assign(framed_bytes(entry.size()), std::byte{0});
   const std::uint64_t bytes = entry.size();
-  std::memcpy(held_.data(), &bytes, sizeof bytes);
-  if (!entry.empty()) std::memcpy(held_.data() + kSizeBytes, entry.data(), entry.size());
-  at_.assign(1, 0);
+  std::memcpy(entries_.data(), &bytes, sizeof bytes);
+  if (!entry.empty()) std::memcpy(entries_.data() + kSizeBytes, entry.data(), entry.size());
+  entry_offsets_.assign(1, 0);
 
   begin_step();
   complete();
@@ -82,7 +82,8 @@ bool TcpBoard::peer_posted() {
 
 std::span<const std::byte> TcpBoard::entry(int rank) const {
   const int size = static_cast<int>(connections_.size());
-  const std::byte* at = held_.data() + at_[static_cast<std::size_t>((rank - rank_ + size) % size)];
+  const std::byte* at =
+      entries_.data() + entry_offsets_[static_cast<std::size_t>((rank - rank_ + size) % size)];
   return {at + kSizeBytes, load_size(at)};
 }
 
@@ -90,7 +91,8 @@ std::vector<int> TcpBoard::missing() const {
   std::vector<int> ranks;
   if (!open_) return ranks;
   const int size = static_cast<int>(connections_.size());
-  for (int i = static_cast<int>(at_.size()); i < size; ++i) ranks.push_back((rank_ + i) % size);
+  for (int i = static_cast<int>(entry_offsets_.size()); i < size; ++i)
+    ranks.push_back((rank_ + i) % size);
   return ranks;
 }
 
@@ -125,12 +127,12 @@ void TcpBoard::begin_step() {
   received_ = 0;
   if (step_ == steps_.size()) return;
   const auto count = static_cast<std::size_t>(steps_[step_].count);
-  const std::size_t bytes = count < at_.size() ? at_[count] : held_.size();
+  const std::size_t bytes = count < entry_offsets_.size() ? entry_offsets_[count] : entries_.size();
   const Header header{round_, bytes};
   std::vector<std::byte>& frame = frames_[step_].bytes;
   frame.resize(sizeof header + bytes);
   std::memcpy(frame.data(), &header, sizeof header);
-  std::memcpy(frame.data() + sizeof header, held_.data(), bytes);
+  std::memcpy(frame.data() + sizeof header, entries_.data(), bytes);
 }
 
 /// Receives the frame that is due as far as it has come; returns whether it is complete.
@@ -148,7 +150,7 @@ bool TcpBoard::receive_frame() {
     begin_entries(from, step.count);
   }
   const std::size_t left = sizeof header_ + header_.bytes - received_;
-  if (!fill(std::span(held_).last(left))) return false;
+  if (!fill(std::span(entries_).last(left))) return false;
   index_entries(from, step.count);
   return true;
 }
@@ -164,22 +166,22 @@ void TcpBoard::begin_entries(const Connection& from, int count) {
     throw_garbled(
         from, std::to_string(header_.bytes) + " bytes for " + std::to_string(count) + " entries");
   }
-  held_.resize(held_.size() + header_.bytes);
+  entries_.resize(entries_.size() + header_.bytes);
 }
 
 /// Finds the entries of a frame that has come.
 void TcpBoard::index_entries(const Connection& from, int count) {
-  std::size_t at = held_.size() - header_.bytes;
+  std::size_t at = entries_.size() - header_.bytes;
   for (int i = 0; i < count; ++i) {
-    const std::size_t left = held_.size() - at;
-    const std::uint64_t bytes = left < kSizeBytes ? capacity_ + 1 : load_size(held_.data() + at);
+    const std::size_t left = entries_.size() - at;
+    const std::uint64_t bytes = left < kSizeBytes ? capacity_ + 1 : load_size(entries_.data() + at);
     if (bytes > capacity_ || framed_bytes(bytes) > left) {
       throw_garbled(from, "an entry that does not fit");
     }
-    at_.push_back(at);
+    entry_offsets_.push_back(at);
     at += framed_bytes(bytes);
   }
-  if (at != held_.size()) throw_garbled(from, "more than its entries");
+  if (at != entries_.size()) throw_garbled(from, "more than its entries");
 }
 
 void TcpBoard::update_fds() {

@@ -1,4 +1,4 @@
-// A Board over connections: Bruck's allgather, advanced without blocking.
+// TcpBoard: a Board over connections. Bruck's allgather, advanced without blocking.
 #pragma once
 
 #include <poll.h>
@@ -75,14 +75,14 @@ class TcpBoard : public Board {
   const std::size_t capacity_;
 
   std::uint64_t round_ = 0;
-  bool open_ = false;            // posted to and not complete
-  std::size_t step_ = 0;         // whose frame is due
-  std::vector<Frame> frames_;    // to send, by step; empty before their step
-  std::size_t received_ = 0;     // bytes of the frame that is due, with its header
-  Header header_;                // of that frame
-  std::vector<std::byte> held_;  // the entries of the ranks rank, rank + 1, ..., as in a frame
-  std::vector<std::size_t> at_;  // where each complete entry begins in held_
-  std::vector<pollfd> fds_;      // by step, and one more; fd -1 where there is nothing to wait for
+  bool open_ = false;               // posted to and not complete
+  std::size_t step_ = 0;            // whose frame is due
+  std::vector<Frame> frames_;       // to send, by step; empty before their step
+  std::size_t received_ = 0;        // bytes of the frame that is due, with its header
+  Header header_;                   // of that frame
+  std::vector<std::byte> entries_;  // the entries of the ranks rank, rank + 1, ..., as in a frame
+  std::vector<std::size_t> entry_offsets_;  // where each complete entry begins in entries_
+  std::vector<pollfd> fds_;  // by step, and one more; fd -1 where there is nothing to wait for
   std::atomic<bool> woken_{false};
 };
 

@@ -1,4 +1,4 @@
-// The one cause that ends a job on this rank.
+// Abort: the one cause that ends a job on this rank.
 #pragma once
 
 #include <atomic>

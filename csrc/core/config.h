@@ -1,4 +1,4 @@
-// What the engine needs to know; torch_ring/config.py reads it from the environment.
+// EngineConfig: the settings of an engine; torch_ring/config.py reads them from the environment.
 #pragma once
 
 #include <chrono>

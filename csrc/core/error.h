@@ -1,4 +1,4 @@
-// What went wrong, typed by what the caller can do about it.
+// Error: a failure, typed by what the caller can do about it.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Ownership of one file descriptor.
+// Fd: ownership of one file descriptor.
 #pragma once
 
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// The words every layer shares: element types and reduction operators.
+// DType and ReduceOp: the element types and reduction operators that every layer shares.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Which allreduces travel together. Pure.
+// plan_fusion(): which allreduces travel together. Pure.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Knows which ranks are alive.
+// Watchdog: knows which ranks are alive.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Which cache lines are where.
+// Cache-line ownership and non-temporal copies.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@ namespace torch_ring {
 
 inline constexpr std::size_t kCacheLine = 64;
 
-/// Makes the lines of what this rank has read its own, by writing a byte of each. Call it before
-/// telling the writer that the memory is free, as the only reader of [data, data + bytes).
+/// Makes the cache lines of [data, data + bytes) this core's own, by writing a byte of each. Call
+/// it as their only reader, before telling the writer that the memory is free.
 ///
-/// A core that writes lines which lie in another core's cache too must take them one after the
-/// other; lines that it has lost it fetches many at a time. On two cores that share no cache this
-/// is 2 and 20 GB/s (csrc/README.md).
-inline void take_over(std::byte* data, std::size_t bytes) {
+/// A core that writes lines which lie in another core's cache too must make them exclusive one
+/// after the other; lines that it has lost it fetches many at a time. On two cores that share no
+/// cache this is 2 and 20 GB/s (csrc/README.md).
+inline void own_cache_lines(std::byte* data, std::size_t bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   for (std::uintptr_t at = begin; at < begin + bytes; at = (at / kCacheLine + 1) * kCacheLine) {
     *reinterpret_cast<volatile std::byte*>(at) = std::byte{0};
@@ -28,8 +28,8 @@ inline void take_over(std::byte* data, std::size_t bytes) {
 }
 
 /// memcpy past the caches (on x86-64): a line of the target is not fetched to be overwritten, and
-/// what lies in the caches stays there. For what is too large to be found there later.
-inline void stream(void* to, const void* from, std::size_t bytes) {
+/// the caches keep what they have. For results that are too large to be found there later.
+inline void copy_nontemporal(void* to, const void* from, std::size_t bytes) {
 #if defined(__SSE2__) && !defined(TORCH_RING_SANITIZED)  // sanitizers do not see such stores
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);

@@ -1,4 +1,4 @@
-// Pages of 2 MiB, where the system has them.
+// Huge pages: pages of 2 MiB, where the system has them.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Finds NCCL when the first tensor on a GPU comes.
+// load(): finds NCCL when the first tensor on a GPU comes.
 #pragma once
 
 #include <string>

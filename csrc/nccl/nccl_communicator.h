@@ -1,4 +1,4 @@
-// Collectives over device memory, by NCCL.
+// NcclCommunicator: collectives over device memory, by NCCL.
 #pragma once
 
 #include <chrono>

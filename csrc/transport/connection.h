@@ -1,4 +1,4 @@
-// An ordered byte stream to one peer over connected sockets.
+// Connection: an ordered byte stream to one peer over connected sockets.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace torch_ring {
 
 /// The sockets were connected, and their peer authenticated, before they came here
-/// (torch_ring/mesh.py). As a rule there is one. The stream goes over several in turns,
+/// (torch_ring/connections). As a rule there is one. The stream goes over several in turns,
 /// kStripeBytes over each: where what limits a transfer is a limit of each flow (of a cloud's
 /// network, say, or of a window on a long way), they carry more than one does.
 ///

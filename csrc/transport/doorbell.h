@@ -1,4 +1,4 @@
-// Wakes one sleeping rank.
+// Doorbell: wakes one sleeping rank.
 #pragma once
 
 #include <atomic>

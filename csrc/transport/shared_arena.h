@@ -1,4 +1,4 @@
-// Bucket memory: allocations in a rank's own shared memory.
+// SharedArena: allocations in a rank's own shared memory, for buckets.
 #pragma once
 
 #include <sys/types.h>

@@ -1,4 +1,4 @@
-// A rank's memory that the other ranks of its host read and write.
+// SharedMemory: a rank's memory that the other ranks of its host read and write.
 #pragma once
 
 #include <atomic>

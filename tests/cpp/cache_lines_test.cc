@@ -8,7 +8,7 @@
 
 using namespace torch_ring;
 
-TEST(stream_copies_what_it_is_given_and_no_more) {
+TEST(copy_nontemporal_copies_what_it_is_given_and_no_more) {
   constexpr std::size_t kMost = 5 * kCacheLine;
   constexpr auto kUntouched = std::byte{0xee};
   std::vector<std::byte> source(kMost + kCacheLine);
@@ -17,7 +17,7 @@ TEST(stream_copies_what_it_is_given_and_no_more) {
     for (std::size_t bytes = 0; bytes <= kMost; bytes += bytes < 70 ? 1 : 13) {
       std::vector<std::byte> target(kMost + 2 * kCacheLine, kUntouched);
       const std::byte* const from = source.data() + (offset * 7) % kCacheLine;
-      stream(target.data() + offset, from, bytes);
+      copy_nontemporal(target.data() + offset, from, bytes);
       const auto begin = target.begin() + static_cast<std::ptrdiff_t>(offset);
       const auto end = begin + static_cast<std::ptrdiff_t>(bytes);
       const auto is_untouched = [&](std::byte byte) { return byte == kUntouched; };

@@ -59,7 +59,7 @@ inline void allreduce_all(const Layout& layout, int size) {
 
 inline void allreduce_long(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    // Two ranks: more than a block of the ring, 2 MiB. Otherwise many segments.
+    // Two ranks: more than a round of the ring, 2 MiB. Otherwise many segments.
     check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum,
                     (size == 2 ? 2'100'003 : 500'009) / kShare, true);
     check_allreduce(communicator, DType::kBFloat16, ReduceOp::kSum, 600'001 / kShare, true);

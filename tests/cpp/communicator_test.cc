@@ -39,14 +39,14 @@ namespace {
 
 }  // namespace
 
-TEST(reducescatter_longer_than_a_ring_s_or_a_hierarchy_s_block) {
+TEST(reducescatter_longer_than_a_round_of_a_ring_or_a_hierarchy) {
   run_world({"ring", one_rank_a_host}, 2, [](Communicator& communicator, Abort&) {
-    if (kSanitized) return;  // sanitizers see the blocks of a hierarchy, below
-    // Blocks of 1 MiB a part: the first rank's ends in the first one, the other's in the second.
+    if (kSanitized) return;  // sanitizers see the rounds of a hierarchy, below
+    // Rounds of 1 MiB a part: the first rank's ends in the first one, the other's in the second.
     check_reducescatter(communicator, {}, [](std::size_t rank) { return rank == 0 ? 5 : 300'003; });
   });
   run_world({"two hosts", two_hosts}, 3, [](Communicator& communicator, Abort&) {
-    // Blocks of 8 MiB of the whole: the second rank's part lies in both.
+    // Rounds of 8 MiB of the whole: the second rank's part lies in both.
     check_reducescatter(communicator, {DType::kFloat64, ReduceOp::kSum, {}},
                         [](std::size_t rank) { return rank == 0 ? 1'000'000 : 70'000; });
   });
@@ -135,7 +135,7 @@ TEST(shm_board_spins_for_as_long_as_it_is_told) {
   });
 }
 
-TEST(shm_streams_large_results) {
+TEST(shm_writes_large_results_past_the_caches) {
   run_world({"shm", one_host}, 3, [](Communicator& communicator, Abort&) {
     constexpr std::size_t kLarge = 17u << 20;
     constexpr std::size_t kFloats = kLarge / 4;

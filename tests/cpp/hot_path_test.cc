@@ -83,10 +83,10 @@ TEST(hot_path_a_tensor_in_shared_memory_is_never_copied) {
   check_costs(3 * kSegment, true, 0, 0, 1);
 }
 
-void check_riding_along(const std::vector<int>& host_of, std::size_t alone) {
+void check_inline_limit(const std::vector<int>& host_of, std::size_t alone) {
   run_engines(host_of, [&](Rank& rank) {
-    HostMemory memory;
-    const Executor executor(rank.communicator(), memory, 0);
+    HostBuffers buffers;
+    const Executor executor(rank.communicator(), buffers, 0);
     const auto fits = [&](std::size_t bytes, bool is_alone) {
       Request request;
       request.fingerprint.dtype = DType::kUInt8;
@@ -98,10 +98,10 @@ void check_riding_along(const std::vector<int>& host_of, std::size_t alone) {
   });
 }
 
-TEST(hot_path_more_rides_along_between_hosts_and_alone) {
-  check_riding_along({0, 0}, 4096);
-  check_riding_along({0, 1}, 16384);
-  check_riding_along({0, 0, 1}, 16384);
+TEST(hot_path_more_is_inline_between_hosts_and_alone) {
+  check_inline_limit({0, 0}, 4096);
+  check_inline_limit({0, 1}, 16384);
+  check_inline_limit({0, 0, 1}, 16384);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ struct Hosts {
 const std::vector<Hosts> kHosts{
     {{{0, 1}, {2}}, 1}, {{{0, 2}, {1, 3}}, 2}, {{{0, 3, 4, 5, 8}, {1, 2}, {6, 7, 9}}, 2}};
 
-/// With empty parcels, and no two sums that are equal by chance.
+/// With empty parts, and no two sums that are equal by chance.
 std::vector<std::size_t> matrix_of(int size) {
   std::vector<std::size_t> bytes;
   for (int i = 0; i < size * size; ++i) {
@@ -28,15 +28,15 @@ std::vector<std::size_t> matrix_of(int size) {
   return bytes;
 }
 
-/// The parcels at [begin, begin + bytes) of parcels that lie one after the other.
-std::vector<Parcel> cut(const std::vector<Parcel>& parcels, std::size_t begin, std::size_t bytes) {
-  std::vector<Parcel> part;
-  std::size_t place = 0;
-  for (const Parcel& parcel : parcels) {
-    if (place >= begin && place < begin + bytes) part.push_back(parcel);
-    place += parcel.bytes;
+/// The parts at [begin, begin + bytes) of parts that lie one after the other.
+std::vector<Part> cut(const std::vector<Part>& parts, std::size_t begin, std::size_t bytes) {
+  std::vector<Part> found;
+  std::size_t next = 0;
+  for (const Part& part : parts) {
+    if (next >= begin && next < begin + bytes) found.push_back(part);
+    next += part.bytes;
   }
-  return part;
+  return found;
 }
 
 }  // namespace
@@ -60,12 +60,12 @@ TEST(every_hop_stays_in_a_host_or_in_a_lane) {
 
 // Plays all ranks: what one cuts out of its alltoall is what another packed for it, and after the
 // last hop every rank has what is for it.
-TEST(hops_bring_every_parcel_to_its_receiver) {
+TEST(hops_bring_every_part_to_its_receiver) {
   for (const Hosts& hosts : kHosts) {
     const Routes routes(hosts.ranks, hosts.lanes);
     const int size = routes.size();
     const std::vector<std::size_t> bytes = matrix_of(size);
-    std::vector<std::set<Parcel>> held(at(size));
+    std::vector<std::set<Part>> held(at(size));
     for (int i = 0; i < size * size; ++i) {
       if (bytes[at(i)] > 0) held[at(i / size)].insert({i / size, i % size, bytes[at(i)]});
     }
@@ -73,7 +73,7 @@ TEST(hops_bring_every_parcel_to_its_receiver) {
       for (int rank = 0; rank < size; ++rank) {
         const std::vector<int> members = routes.members(rank, hop);
         const Hop plan = plan_hop(routes, rank, hop, bytes);
-        CHECK((std::set<Parcel>(plan.sent.begin(), plan.sent.end()) == held[at(rank)]));
+        CHECK((std::set<Part>(plan.sent.begin(), plan.sent.end()) == held[at(rank)]));
         const auto own =
             at(static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin()));
         std::size_t sent = 0;
