@@ -31,7 +31,7 @@ from training import (
 )
 
 import torch_ring as hvd
-from torch_ring.gradients import Reducer
+from torch_ring.optimizer.reducer import Reducer
 
 
 def compare_with_ddp(device: str) -> None:

@@ -116,8 +116,8 @@ def run(
             environment = base | _rank_environment(rank)
             again = idle is not None
             process.start(_Task(fn, tuple(args), environment, initialized, namespace, again))
-        awaited = set(range(size)).difference(may_die)
-        outcomes = _collect(processes, awaited, time.monotonic() + deadline_s)
+        blocking = set(range(size)).difference(may_die)
+        outcomes = _collect(processes, blocking, time.monotonic() + deadline_s)
         failures = [
             f"--- rank {i} ---\n{outcome.failure}"
             for i, outcome in enumerate(outcomes)
@@ -212,11 +212,11 @@ def _end_idle() -> None:
             processes.pop().end()
 
 
-def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> list[Outcome]:
-    """Return how the ranks ended, after all awaited ranks have ended or at the deadline."""
+def _collect(ranks: Sequence[_Process], blocking: set[int], deadline: float) -> list[Outcome]:
+    """Return how the ranks ended, after all blocking ranks have ended or at the deadline."""
     outcomes: dict[int, Outcome] = {}
     by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
-    while awaited - outcomes.keys():
+    while blocking - outcomes.keys():
         missing = [pipe for pipe, i in by_pipe.items() if i not in outcomes]
         ready = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -224,8 +224,8 @@ def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> l
         for pipe in ready:
             outcomes[by_pipe[pipe]] = ranks[by_pipe[pipe]].outcome()
     for i, rank in enumerate(ranks):
-        if i not in outcomes and i not in awaited:
-            outcomes[i] = Outcome(failure="had not ended, and was not awaited")
+        if i not in outcomes and i not in blocking:
+            outcomes[i] = Outcome(failure="had not ended, and was not blocking")
         elif i not in outcomes:
             outcomes[i] = rank.hung("still running at the deadline")
     return [outcomes[i] for i in range(len(ranks))]

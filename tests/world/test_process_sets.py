@@ -15,7 +15,7 @@ from process_set_use import (
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.process_set import engine_of, root_in
+from torch_ring.world.process_set import engine_of, root_in
 
 on_larger_worlds = pytest.mark.parametrize(
     ("transport", "size"), [(t, s) for t in ("shm", "tcp") for s in (2, 3, 4)]
