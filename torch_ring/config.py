@@ -1,4 +1,4 @@
-"""The settings: the only place that reads TORCH_RING_* from the environment."""
+"""Config: the settings, read from the environment here and nowhere else."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Config:
     interface: str = ""
     connections: int = 1
     nccl_library: str = ""
+    nccl_problem: str = ""  # why NCCL must not be used in this process
     secret: str = field(default="", repr=False)
     log_level: str = "info"
 
@@ -51,6 +52,10 @@ class Config:
                 if value is not None:
                     values[setting.field] = value
                     break
+        if environment.get("NCCL_COMM_BLOCKING", "0") != "0":
+            values["nccl_problem"] = (
+                "NCCL_COMM_BLOCKING is set: NCCL would wait without a deadline; unset it"
+            )
         return cls(**values)
 
     def common(self) -> dict[str, Any]:

@@ -37,12 +37,19 @@ class DeviceChoice {
   std::optional<c10::Device> preferred_;
 };
 
+/// NCCL as Python's config describes it: the path of the library, or empty; why it must not be used
+/// in this process, or empty.
+struct NcclSettings {
+  std::string library;
+  std::string problem;
+};
+
 /// Makes a device as DeviceExecutor::Make says. `timeout`: after which a collective that makes no
-/// progress fails, also on the stream. `labels`: by rank. `library`: the path of NCCL, or empty.
+/// progress fails, also on the stream. `labels`: by rank.
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
                                          std::chrono::milliseconds timeout,
                                          const std::vector<std::string>& labels,
-                                         const std::string& library);
+                                         const NcclSettings& settings);
 
 }  // namespace torch_ring

@@ -31,6 +31,7 @@ def make_engine(rank: int, mesh: FullMesh, config: Config) -> Engine:
         fusion_window_s=config.fusion_window_s,
         fusion_threshold_bytes=config.fusion_threshold_bytes,
         nccl_library=config.nccl_library,
+        nccl_problem=config.nccl_problem,
         log=_log.warning,
     )
 
