@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Config"]
+__all__ = ["Config", "nccl_is_blocking"]
 
 _MOST = 1e8  # seconds or milliseconds: what the engine can count
 _LEVELS = ("debug", "info", "warning", "error")
@@ -33,7 +33,6 @@ class Config:
     interface: str = ""
     connections: int = 1
     nccl_library: str = ""
-    nccl_problem: str = ""  # why NCCL must not be used in this process
     secret: str = field(default="", repr=False)
     log_level: str = "info"
 
@@ -52,15 +51,16 @@ class Config:
                 if value is not None:
                     values[setting.field] = value
                     break
-        if environment.get("NCCL_COMM_BLOCKING", "0") != "0":
-            values["nccl_problem"] = (
-                "NCCL_COMM_BLOCKING is set: NCCL would wait without a deadline; unset it"
-            )
         return cls(**values)
 
     def common(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by variable."""
         return {s.variable: getattr(self, s.field) for s in SETTINGS if s.common}
+
+
+def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether NCCL's own variable makes its communicators blocking: without a deadline."""
+    return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
 
 
 @dataclass(frozen=True)
