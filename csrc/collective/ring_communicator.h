@@ -7,6 +7,7 @@
 #include "collective/communicator.h"
 #include "collective/plan.h"
 #include "collective/tcp_board.h"
+#include "core/at.h"
 #include "transport/connection.h"
 
 namespace torch_ring {
@@ -62,7 +63,7 @@ class RingCommunicator : public Communicator {
   Connection* next() const { return neighbour(1); }
   Connection* prev() const { return neighbour(size() - 1); }
   Connection* neighbour(int distance) const {
-    return connections_[static_cast<std::size_t>((rank_ + distance) % size())].get();
+    return at(connections_, (rank_ + distance) % size()).get();
   }
 
   const int rank_;

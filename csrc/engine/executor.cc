@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 namespace {
@@ -173,13 +175,12 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
 
   const int size = communicator_.size();
   for (int rank = 0; rank < size; ++rank) {
-    const auto index = static_cast<std::size_t>(rank);
+    const std::size_t sent = at(decision.payloads, rank).size();
     const std::size_t expected = expected_bytes(f, decision, size, rank);
-    if (decision.payloads[index].size() != expected) {
+    if (sent != expected) {
       throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank) + " sent " +
-                                            std::to_string(decision.payloads[index].size()) +
-                                            " bytes of " + f.describe() + ", not " +
-                                            std::to_string(expected));
+                                            std::to_string(sent) + " bytes of " + f.describe() +
+                                            ", not " + std::to_string(expected));
     }
   }
 
@@ -201,13 +202,13 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
       const std::int64_t* rows = decision.rows.data() + rank * size;
       const auto before = std::accumulate(rows, rows + communicator_.rank(), std::int64_t{0});
       received.push_back(rows[communicator_.rank()]);
-      parts.push_back(decision.payloads[static_cast<std::size_t>(rank)].subspan(
-          static_cast<std::size_t>(before) * row_bytes_of(f),
-          static_cast<std::size_t>(received.back()) * row_bytes_of(f)));
+      parts.push_back(at(decision.payloads, rank)
+                          .subspan(static_cast<std::size_t>(before) * row_bytes_of(f),
+                                   static_cast<std::size_t>(received.back()) * row_bytes_of(f)));
     }
     concatenate(request.allocate(received), parts);
   } else if (f.collective == Collective::kBroadcast) {
-    const ByteSpan payload = decision.payloads[static_cast<std::size_t>(f.root)];
+    const ByteSpan payload = at(decision.payloads, f.root);
     if (!payload.empty()) std::memcpy(request.output, payload.data(), payload.size());
   } else {
     concatenate(request.allocate(decision.rows), decision.payloads);
@@ -239,7 +240,7 @@ void Executor::alltoall(const Request& request, const Decision& decision) {
 std::size_t Executor::scattered_count(const Fingerprint& f, int rank) const {
   const std::vector<std::int64_t> rows = scattered_rows(f.shape[0], communicator_.size());
   const std::size_t row = f.shape[0] == 0 ? 0 : f.count() / static_cast<std::size_t>(f.shape[0]);
-  return static_cast<std::size_t>(rows[static_cast<std::size_t>(rank)]) * row;
+  return static_cast<std::size_t>(at(rows, rank)) * row;
 }
 
 void Executor::reducescatter(const Request& request) {

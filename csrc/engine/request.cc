@@ -3,6 +3,8 @@
 #include <iterator>
 #include <sstream>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 const char* name_of(Collective collective) {
@@ -42,7 +44,7 @@ std::string Fingerprint::describe() const {
 
 std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size) {
   std::vector<std::int64_t> shares(static_cast<std::size_t>(size), rows / size);
-  for (std::int64_t rank = 0; rank < rows % size; ++rank) ++shares[static_cast<std::size_t>(rank)];
+  for (int rank = 0; rank < rows % size; ++rank) ++at(shares, rank);
   return shares;
 }
 

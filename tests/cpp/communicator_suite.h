@@ -118,7 +118,7 @@ inline void allreduce_same_bits(const Layout& layout, int size) {
       for (std::size_t i = 0; i < kCount; ++i) data.set(i, normal(random));
       communicator.allreduce(data.data(), data.data(), kCount,
                              {DType::kFloat32, ReduceOp::kSum, {.divisor = size}});
-      result[static_cast<std::size_t>(communicator.rank())] = data.bytes();
+      at(result, communicator.rank()) = data.bytes();
     });
   }
   for (const auto& result : results) {
@@ -152,7 +152,7 @@ inline void allgather_ragged(const Layout& layout, int size) {
           expected.insert(expected.end(), part.begin(), part.end());
         }
         const int rank = communicator.rank();
-        const auto input = bytes_of(rank, bytes[static_cast<std::size_t>(rank)]);
+        const auto input = bytes_of(rank, at(bytes, rank));
         Bytes output(expected.size());
         communicator.allgather(input.data(), output.data(), bytes);
         CHECK(same(output, expected));

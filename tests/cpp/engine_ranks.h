@@ -91,7 +91,7 @@ inline void run_engines(const std::vector<int>& host_of, const std::function<voi
                         const EngineConfig& config = patient()) {
   std::vector<World> worlds = make_worlds(host_of);
   run_ranks(static_cast<int>(host_of.size()), [&](int rank) {
-    Rank self(worlds[static_cast<std::size_t>(rank)], config);
+    Rank self(at(worlds, rank), config);
     fn(self);
   });
 }

@@ -16,6 +16,7 @@
 
 #include "collective/make_communicator.h"
 #include "core/abort.h"
+#include "core/at.h"
 #include "harness.h"
 #include "transport/doorbell.h"
 #include "transport/shared_memory.h"
@@ -173,7 +174,7 @@ inline void run_world(const Layout& layout, int size,
                       const EngineConfig& config = patient()) {
   std::vector<World> worlds = make_worlds(layout.host_of(size), layout.sockets, layout.connections);
   run_ranks(size, [&](int rank) {
-    World& world = worlds[static_cast<std::size_t>(rank)];
+    World& world = at(worlds, rank);
     world.may_spin = layout.may_spin;
     Abort abort;
     std::shared_ptr<Communicator> communicator = make_communicator(world, config, abort);
