@@ -96,8 +96,7 @@ class Accelerator final : public Device, public Buffers {
                                                   const Scaling& scaling) {
       scale_result(view_of(data, count, dtype, device), scaling);
     };
-    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort,
-                          timeout,
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
                           nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
   }
 

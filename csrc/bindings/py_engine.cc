@@ -186,8 +186,9 @@ class PyEngine {
         at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
     const std::size_t bytes =
         static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
-    std::shared_ptr<void> memory = communicator_ ? communicator_->allocate_shared(bytes) : nullptr;
-    if (!memory) return at::empty(shape, options);
+    SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;
+    if (!shared) return at::empty(shape, options);
+    std::shared_ptr<void> memory = shared->allocate(bytes);
     void* data = memory.get();
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
@@ -198,7 +199,7 @@ class PyEngine {
     if (!blocks_ && communicator_ && has_shared_memory() && !overlaps()) {
       blocks_ = BlockPool::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
         const auto alive = communicator.lock();
-        return alive ? alive->allocate_shared(bytes) : nullptr;
+        return alive ? alive->shared_buffers()->allocate(bytes) : nullptr;
       });
     }
     return blocks_;
@@ -241,7 +242,7 @@ class PyEngine {
     }
     connections_.clear();
     if (engine_) new std::shared_ptr<Engine>(std::move(engine_));
-    if (communicator_) new std::shared_ptr<Communicator>(std::move(communicator_));
+    if (communicator_) new std::shared_ptr<HostCommunicator>(std::move(communicator_));
   }
 
  private:
@@ -309,7 +310,7 @@ class PyEngine {
   const int hosts_;
   const std::shared_ptr<DeviceChoice> device_ = DeviceChoice::of_process();
   std::vector<std::pair<int, ino_t>> connections_;
-  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<BlockPool> blocks_;
 };

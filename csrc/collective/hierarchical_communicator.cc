@@ -24,8 +24,8 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       lanes_(world.topology.lanes()),
       routes_(ranks_of_host_, lanes_),
       shm_(world, config, abort),
-      staging_(shm_.allocate_shared(kRoundBytes)),
-      staging_offset_(shm_.shared_offset(staging_.get(), kRoundBytes)) {
+      staging_(shm_.shared_buffers()->allocate(kRoundBytes)),
+      staging_offset_(shm_.shared_buffers()->offset_of(staging_.get(), kRoundBytes)) {
   const int lane = shm_.rank();
   if (lane < lanes_) {
     std::vector<std::unique_ptr<Connection>> connections;

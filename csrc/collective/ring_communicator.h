@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "collective/communicator.h"
+#include "collective/host_communicator.h"
 #include "collective/plan.h"
 #include "collective/tcp_board.h"
 #include "core/at.h"
@@ -22,7 +22,7 @@ namespace torch_ring {
 ///   reducescatter, allgather, alltoall   n - 1 steps, S (n - 1) / n bytes
 ///   broadcast   n - 2 + segments steps, S bytes
 ///   barrier     ceil(log2(n)) steps, one byte each
-class RingCommunicator : public Communicator {
+class RingCommunicator : public HostCommunicator {
  public:
   /// `connections[r]` leads to rank r, null at `rank` itself; `waiter` outlives this.
   /// `board_capacity`: see TcpBoard.

@@ -37,7 +37,7 @@ ShmCommunicator::ShmCommunicator(World& world, const EngineConfig& config, const
       board_(host_),
       arena_(std::make_shared<SharedArena>(host_.own_memory())) {}
 
-std::shared_ptr<void> ShmCommunicator::allocate_shared(std::size_t bytes) {
+std::shared_ptr<void> ShmCommunicator::allocate(std::size_t bytes) {
   return {arena_->allocate(bytes), [arena = arena_](void* data) { arena->free(data); }};
 }
 

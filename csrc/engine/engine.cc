@@ -45,7 +45,7 @@ double seconds(Clock::duration duration) { return std::chrono::duration<double>(
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort,
+Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<Abort> abort,
                Options options)
     : communicator_(std::move(communicator)),
       abort_(std::move(abort)),

@@ -1,6 +1,7 @@
 #include "engine/request.h"
 
 #include <iterator>
+#include <numeric>
 #include <sstream>
 
 #include "core/at.h"
@@ -40,6 +41,15 @@ std::string Fingerprint::describe() const {
   if (device == 1) text << " on cuda";
   if (device > 1) text << " on device type " << int{device};
   return text.str();
+}
+
+std::size_t Request::input_bytes() const {
+  const Fingerprint& f = fingerprint;
+  const bool has_rows =
+      f.collective == Collective::kAllgather || f.collective == Collective::kAlltoall;
+  const std::int64_t count =
+      has_rows ? std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) : 1;
+  return static_cast<std::size_t>(count) * f.count() * size_of(f.dtype);
 }
 
 std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size) {

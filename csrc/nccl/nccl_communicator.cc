@@ -73,12 +73,11 @@ class NcclCommunicator::Group {
 };
 
 NcclCommunicator::NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size,
-                                   Board& board, const Abort& abort,
-                                   std::chrono::milliseconds timeout, Device device)
+                                   const Abort& abort, std::chrono::milliseconds timeout,
+                                   Device device)
     : api_(api),
       rank_(rank),
       size_(size),
-      board_(board),
       abort_(abort),
       timeout_(timeout),
       device_(std::move(device)) {

@@ -173,7 +173,7 @@ inline void barrier_holds_all(const Layout& layout, int size) {
 }
 
 inline void everything_in_turns(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     for (int round = 0; round < (kSanitized ? 9 : 20); ++round) {
       board.post(entry_of(communicator.rank(), round, 1000));
@@ -213,7 +213,7 @@ inline void silence_is_a_timeout(const Layout& layout, int size) {
 
 inline void an_abort_ends_a_wait(const Layout& layout, int size) {
   std::latch failed(size - 1);
-  run_world(layout, size, [&](Communicator& communicator, Abort& abort) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort& abort) {
     if (communicator.rank() == 0) return failed.wait();
     std::thread watchdog([&] {
       abort.raise(Error(ErrorKind::kPeerLost, "rank 0 was killed"));

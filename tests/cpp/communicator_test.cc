@@ -113,7 +113,7 @@ TEST(shm_stages_while_slots_are_free) {
 TEST(shm_board_spins_for_as_long_as_it_is_told) {
   Layout layout{"shm", one_host};
   layout.may_spin = true;
-  run_world(layout, 2, [](Communicator& communicator, Abort&) {
+  run_world(layout, 2, [](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     const auto& waiting = dynamic_cast<ShmCommunicator&>(communicator).host().header(0);
     for (const std::chrono::microseconds spin :

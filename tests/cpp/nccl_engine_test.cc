@@ -16,7 +16,7 @@ class StreamDevice final : public Device, public Buffers {
   StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
                std::chrono::milliseconds timeout)
       : api_(rendezvous.api),
-        communicator_(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort, timeout,
+        communicator_(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
                       {stream_.handle, {}}) {}
 
   Communicator& communicator() override { return communicator_; }
