@@ -67,6 +67,12 @@ def test_nothing_below_bindings_makes_a_communicator():
         assert "collective/make_communicator.h" not in path.read_text(), path.name
 
 
+def test_nothing_reads_the_environment():
+    """Settings come from Python (torch_ring/config.py), which checks and documents them."""
+    for path in FILES:
+        assert not re.search(r"\b(secure_)?getenv\b|\benviron\b", path.read_text()), path.name
+
+
 def test_every_source_is_in_a_layer_and_short():
     for path in FILES:
         lines = len(path.read_text().splitlines())
