@@ -8,9 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
-#include <cstdlib>
 #include <deque>
-#include <string_view>
 #include <utility>
 
 #include "bindings/scaling.h"
@@ -96,8 +94,7 @@ class Accelerator final : public Device, public Buffers {
                                                   const Scaling& scaling) {
       scale_result(view_of(data, count, dtype, device), scaling);
     };
-    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort,
-                          timeout,
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
                           nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
   }
 
@@ -263,7 +260,10 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
                                          const NcclSettings& settings) {
   std::optional<c10::Stream> stream;
   const auto load = [&] {
-    if (!settings.problem.empty()) throw Error(ErrorKind::kInvalidArgument, settings.problem);
+    if (settings.blocking) {
+      throw Error(ErrorKind::kInvalidArgument,
+                  "NCCL_COMM_BLOCKING is set: NCCL would wait without a deadline; unset it");
+    }
     try {
       const c10::Device device = choice.get(type);
       stream = c10::impl::VirtualGuardImpl(type).getStreamFromGlobalPool(device, true);

@@ -37,11 +37,10 @@ class DeviceChoice {
   std::optional<c10::Device> preferred_;
 };
 
-/// NCCL as Python's config describes it: the path of the library, or empty; why it must not be used
-/// in this process, or empty.
+/// NCCL as the program's environment wants it.
 struct NcclSettings {
-  std::string library;
-  std::string problem;
+  std::string library;    // its path, or empty
+  bool blocking = false;  // NCCL_COMM_BLOCKING is set, which cannot be used here
 };
 
 /// Makes a device as DeviceExecutor::Make says. `timeout`: after which a collective that makes no
