@@ -131,7 +131,7 @@ def test_silent_and_noisy_strangers_are_ignored(monkeypatch):
 
     for name in listen:
         monkeypatch.setattr(connect, name, besieged(name))
-    monkeypatch.setattr(connector, "_STRANGER_S", 1e6)  # nobody is dropped for being silent
+    monkeypatch.setattr(connector, "_STRANGER_S", 1e6)  # no stranger is dropped for silence
     for transport in ("shm", "tcp"):
         for m in connect_all_ranks(3, config=replace(CONFIG, transport=transport)):
             assert len(m.control) == 2

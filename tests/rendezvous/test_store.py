@@ -113,7 +113,7 @@ def fork_and_shut_down() -> None:
     child = os.fork()
     if child == 0:
         try:
-            assert hvd.is_initialized()  # it can ask who its parent is
+            assert hvd.is_initialized()  # it can ask for its parent's rank
             hvd.shutdown()
             assert not hvd.is_initialized()
         except BaseException:

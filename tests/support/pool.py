@@ -265,7 +265,7 @@ def _rank_environment(rank: int) -> dict[str, str]:
 def _main(tasks: Connection, stacks: str) -> None:
     os.setpgid(0, 0)
     _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
-    gc.freeze()  # a collection shall not look at, and so copy, what torch has brought along
+    gc.freeze()  # garbage collection must not touch, and so copy, the objects of torch
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         environment = dict(os.environ)
@@ -286,7 +286,7 @@ def _main(tasks: Connection, stacks: str) -> None:
             os.environ.update(environment)
             tasks.send_bytes(message)
         tasks.close()
-        # What the interpreter would run: torch_ring's shutdown is part of what is tested.
+        # As the interpreter does at its end: tests cover torch_ring's shutdown, too.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -305,7 +305,7 @@ def _call(task: _Task) -> Any:
     if task.initialized:
         hvd.shutdown()
     if task.again:
-        gc.collect()  # of what the test has left in cycles: optimizers, hooks, buckets
+        gc.collect()  # cycles that the test has left: optimizers, hooks, buckets
     return value
 
 

@@ -145,7 +145,7 @@ def test_an_interrupted_member(transport):
 
 
 def shut_down_in_another_thread() -> str:
-    if hvd.rank() == 0:  # waits for the others, who never come
+    if hvd.rank() == 0:  # waits for the other rank, which never comes
         threading.Timer(0.1, hvd.shutdown).start()
         return error_of(lambda: hvd.add_process_set([0]))[0]
     return error_of(hvd.barrier)[0]

@@ -121,7 +121,7 @@ def come_and_go() -> None:
         process_set = hvd.add_process_set([0, hvd.size() - 1])
         check_process_set(process_set, [0, hvd.size() - 1])
         assert hvd.remove_process_set(process_set)
-        if number == 1:  # the first ones bring what stays
+        if number == 1:  # the first two open what stays open
             before = resources()
     assert_no_more_than(before)
 
