@@ -161,13 +161,13 @@ class Engine:
         blocking: bool = False,
     ) -> list[Work]: ...
     def finalize_dense(
-        self, finalizer: DenseFinalizer, entry: bytes, number: int, /
+        self, finalizer: DenseFinalizer, report: bytes, number: int, /
     ) -> bytes | None:
-        """End a backward pass if all gradients are due here, and the ranks all say `entry`.
+        """End a backward pass if all gradients are due here, and all ranks report the same.
 
         Returns:
-            None if not all are due, and nothing was sent; the ranks' entries, one after the other,
-            if they differ, and nothing was reduced; nothing, b"", if all is done.
+            None if not all are due: nothing was sent. The reports of all ranks, one after the
+            other, if they differ: nothing was reduced. b"" if all is done.
         """
 
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
@@ -237,13 +237,16 @@ class GradientHooks:
         """
 
     def pending(self, everything: bool) -> tuple[bytes, bytes, bool]:
-        """Return the bitmap of what is due, of what is sparse of it, and whether more accumulates."""
+        """Return the bitmaps of what is due and what of it is sparse; whether more accumulates."""
 
     def move_into_buckets(self, touched: bytes) -> None:
         """Prepare the parameters of the bitmap to be reduced: gradients move, or become zero."""
 
     def memory(self, bucket: int) -> Tensor:
         """Return the memory to reduce, when all of a bucket has arrived or been moved into it."""
+
+    def bucket_view(self, index: int) -> Tensor:
+        """Return a new tensor over the part of a bucket in which a parameter's gradient lies."""
 
     def local_gradient(self, index: int) -> Tensor | None:
         """Return the gradient of a parameter that is to be reduced outside the buckets."""
@@ -268,19 +271,37 @@ class GradientHooks:
         """Make the hooks do nothing any more."""
 
 class DenseFinalizer:
-    """All gradients of an optimizer, as `Engine.finalize_dense` reduces them.
+    """The fast path of one optimizer, which `Engine.finalize_dense` takes.
 
-    `everything` is the bitmap of all parameters. A bucket is its index, and the text before and
-    after a pass's number in its name.
+    Args:
+        hooks: of the optimizer.
+        optimizer: its index on the process set.
+        everything: the bitmap of all parameters.
+        buckets: those with elements.
+        op, prescale, postscale: of the allreduces.
     """
 
     def __init__(
         self,
         hooks: GradientHooks,
+        optimizer: int,
         everything: bytes,
-        buckets: Sequence[tuple[int, str, str]],
+        buckets: Sequence[int],
         op: int,
         prescale: float,
         postscale: float,
         /,
     ) -> None: ...
+
+def backward_name(number: int, /) -> str:
+    """Return the name of the allgather of reports at the end of a backward pass.
+
+    `number` counts the agreements of the process set. On the fast path C++ asks for the same name
+    (csrc/bindings/backward_messages.h).
+    """
+
+def bucket_name(optimizer: int, number: int, bucket: int, begin: int, /) -> str:
+    """Return the name of the allreduce of a bucket, or of its part from element `begin` on."""
+
+def all_sent(gathered: bytes, own: bytes, /) -> bool:
+    """Return whether `gathered` is `own` once or several times: all ranks have sent the same."""

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/backward_messages.h"
 #include "bindings/finalize_dense.h"
 #include "bindings/gradient_hooks.h"
 
@@ -77,6 +78,7 @@ void bind_gradients(py::module_& module) {
           py::arg("everything"))
       .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
       .def("memory", &GradientHooks::memory, py::arg("bucket"), Release())
+      .def("bucket_view", &GradientHooks::bucket_view, py::arg("index"), Release())
       .def(
           "local_gradient",
           [](GradientHooks& hooks, std::size_t index) -> std::optional<at::Tensor> {
@@ -97,14 +99,12 @@ void bind_gradients(py::module_& module) {
       .def("disable", &GradientHooks::disable);
 
   py::class_<DenseFinalizer>(module, "DenseFinalizer")
-      .def(py::init([](std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
-                       std::vector<std::tuple<std::size_t, std::string, std::string>> buckets,
-                       int op, double prescale, double postscale) {
-        std::vector<DenseFinalizer::Bucket> named;
-        for (auto& [index, before, after] : buckets) named.push_back({index, before, after});
-        return std::make_unique<DenseFinalizer>(std::move(hooks), std::move(everything),
-                                                std::move(named), op, prescale, postscale);
-      }));
+      .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, GradientHooks::Bitmap,
+                    std::vector<std::size_t>, int, double, double>());
+
+  module.def("backward_name", &backward_name);
+  module.def("bucket_name", &bucket_name);
+  module.def("all_sent", &all_sent);
 }
 
 }  // namespace torch_ring

@@ -3,6 +3,7 @@
 #include <numeric>
 #include <utility>
 
+#include "bindings/backward_messages.h"
 #include "bindings/requests.h"
 
 namespace torch_ring {
@@ -34,43 +35,34 @@ std::string gather(Engine& engine, std::string name, const std::string& bytes,
   return std::move(buffers->all);
 }
 
-bool all_are(const std::string& gathered, const std::string& entry) {
-  if (entry.empty() || gathered.size() % entry.size() != 0) return false;
-  for (std::size_t begin = 0; begin < gathered.size(); begin += entry.size()) {
-    if (gathered.compare(begin, entry.size(), entry) != 0) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
-DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks,
-                               GradientHooks::Bitmap everything, std::vector<Bucket> buckets,
+DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
+                               GradientHooks::Bitmap everything, std::vector<std::size_t> buckets,
                                int op, double prescale, double postscale)
     : hooks_(std::move(hooks)),
+      optimizer_(optimizer),
       everything_(std::move(everything)),
       buckets_(std::move(buckets)),
       op_(op),
       prescale_(prescale),
       postscale_(postscale) {}
 
-std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, const std::string& entry,
+std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, const std::string& report,
                                                std::uint64_t number,
                                                const Engine::Interrupt& interrupt) const {
   const GradientHooks::Pending pending = hooks_->pending(false);
   const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
   if (pending.due != everything_ || any_sparse || pending.accumulating) return std::nullopt;
-  const std::string count = std::to_string(number);
-  std::string gathered = gather(engine, "backward." + count, entry, interrupt);
-  if (!all_are(gathered, entry)) return gathered;
+  std::string gathered = gather(engine, backward_name(number), report, interrupt);
+  if (!all_sent(gathered, report)) return gathered;
 
   hooks_->move_into_buckets(everything_);
   std::vector<Request> requests;
-  for (const Bucket& bucket : buckets_) {
-    const at::Tensor memory = hooks_->memory(bucket.index);
-    requests.push_back(allreduce_request(memory, memory,
-                                         bucket.name_before + count + bucket.name_after, op_,
-                                         prescale_, postscale_, size));
+  for (const std::size_t bucket : buckets_) {
+    const at::Tensor memory = hooks_->memory(bucket);
+    requests.push_back(allreduce_request(memory, memory, bucket_name(optimizer_, number, bucket, 0),
+                                         op_, prescale_, postscale_, size));
   }
   for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kBlocking)) {
     engine.wait(*work, interrupt);

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,30 +22,25 @@ namespace torch_ring {
 /// Errors: the engine's.
 class DenseFinalizer {
  public:
-  /// A bucket's index, and the text before and after the pass's number in the names of its
-  /// allreduces.
-  struct Bucket {
-    std::size_t index;
-    std::string name_before;
-    std::string name_after;
-  };
+  /// `optimizer`: its index on the process set. `everything` has all parameters, `buckets` those
+  /// with elements. `op`, `prescale` and `postscale` are the allreduces'.
+  DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
+                 GradientHooks::Bitmap everything, std::vector<std::size_t> buckets, int op,
+                 double prescale, double postscale);
 
-  /// `everything` has all parameters; `op`, `prescale` and `postscale` are the allreduces'.
-  DenseFinalizer(std::shared_ptr<GradientHooks> hooks, GradientHooks::Bitmap everything,
-                 std::vector<Bucket> buckets, int op, double prescale, double postscale);
-
-  /// Tells the other ranks `entry`, and reduces the gradients if all say the same.
+  /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
   ///
   /// Returns nothing if not all gradients are due here: then nothing was sent. Returns the ranks'
-  /// entries, one after the other, if they differ: then nothing was reduced, and Python goes on.
+  /// reports, one after the other, if they differ: then nothing was reduced, and Python goes on.
   /// Returns an empty string if all is done.
-  std::optional<std::string> run(Engine& engine, int size, const std::string& entry,
+  std::optional<std::string> run(Engine& engine, int size, const std::string& report,
                                  std::uint64_t number, const Engine::Interrupt& interrupt) const;
 
  private:
   const std::shared_ptr<GradientHooks> hooks_;
+  const std::size_t optimizer_;
   const GradientHooks::Bitmap everything_;
-  const std::vector<Bucket> buckets_;
+  const std::vector<std::size_t> buckets_;
   const int op_;
   const double prescale_;
   const double postscale_;

@@ -262,6 +262,11 @@ at::Tensor GradientHooks::memory(std::size_t bucket) {
   return first.view.bucket;
 }
 
+at::Tensor GradientHooks::bucket_view(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  return parameters_.at(index).view.tensor();
+}
+
 at::Tensor GradientHooks::local_gradient(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);

@@ -82,6 +82,10 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// The memory to reduce of a bucket: all its gradients have arrived or been moved into it.
   at::Tensor memory(std::size_t bucket);
 
+  /// A new tensor over the part of a bucket in which the gradient of a parameter lies: its shape,
+  /// its strides and its complex numbers. Not of a gradient that lies in a block.
+  at::Tensor bucket_view(std::size_t index);
+
   /// The gradient of a parameter that is reduced outside the buckets; undefined if there is none.
   at::Tensor local_gradient(std::size_t index);
 

@@ -7,20 +7,20 @@ from training import grads, weights
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.gradient_report import Entry
+from torch_ring.optimizer.gradient_report import GradientReport
 
 
 def train_and_count_exchanges() -> None:
     """Backward with all gradients takes the fast path; if one rank lacks some, all leave it."""
     exchanges: list[int] = []
-    exchange = BackwardSync._exchange
+    agree = BackwardSync._agree
 
-    def counted(passes: BackwardSync, entry: Entry) -> list[Entry]:
-        exchanges.append(passes.number)
-        return exchange(passes, entry)
+    def counted(sync: BackwardSync, reports: tuple[GradientReport, ...]) -> None:
+        exchanges.append(sync.number)
+        agree(sync, reports)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BackwardSync, "_exchange", counted)
+        patch.setattr(BackwardSync, "_agree", counted)
         train_with_and_without_b(exchanges)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_ring import world
+from torch_ring._C import all_sent
 from torch_ring.collectives.allgather import allgather
 from torch_ring.collectives.broadcast import broadcast_
 from torch_ring.errors import MismatchError
@@ -89,7 +90,7 @@ def require_same(
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = allgather(own, process_set=process_set)
-    if bytes(digests.numpy()) == digest * process_set.size():
+    if all_sent(bytes(digests.numpy()), digest):
         return
     (rank, first), *others = allgather_object((world.rank(), list(lines)), None, process_set)
     for other_rank, other in others:

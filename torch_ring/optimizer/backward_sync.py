@@ -1,44 +1,50 @@
-"""Backward synchronisation: after each backward pass the ranks agree which gradients exist, and
-reduce them.
-"""
+"""BackwardSync: after each backward pass the ranks agree which gradients exist, and reduce them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
-from torch_ring._C import DenseFinalizer, Engine
+from torch_ring._C import DenseFinalizer, Engine, all_sent, backward_name
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, membership
+from torch_ring.world.process_set_table import ProcessSetRecord
 
-__all__ = ["BackwardSync", "Participant", "backward_sync_of", "finalize_backward"]
+__all__ = ["BackwardSync", "FastPath", "Participant", "backward_sync_of"]
+
+
+class FastPath(NamedTuple):
+    """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
+
+    finalizer: DenseFinalizer
+    report: GradientReport  # which all ranks send then
 
 
 class Participant(Protocol):
-    """One optimizer's part in the reduction (:class:`torch_ring.gradients.Reducer`)."""
+    """One optimizer's side of backward synchronisation (`torch_ring.optimizer.reducer.Reducer`)."""
 
     settled: bool
     """Whether the last agreement left nothing to reduce before the step, on any rank."""
 
-    fast_path: tuple[DenseFinalizer, GradientReport] | None
-    """What ends a pass in which all gradients are due, and what is then said of it; or None."""
+    fast_path: FastPath | None
+    """The fast path, once the buckets are in their final order and where there is one."""
 
     def report(self, everything: bool) -> GradientReport | None:
-        """Return what is due here, with `everything` whatever there is; None: nothing to say."""
+        """Return which gradients are due here, or with `everything` which exist; None: none."""
 
     def start(self, touched: int, sparse: int, number: int) -> None:
-        """Start to reduce parameters; `number` is the agreement's.
+        """Start to reduce parameters.
 
         Args:
             touched: those that have a gradient on some rank, as a bitmap.
             sparse: those of them whose gradients are sparse wherever there is one.
-            number: a part of the names of all that is sent.
+            number: the agreement's, a part of the names of the operations.
         """
 
     def start_bucket(self, bucket: int) -> None:
@@ -50,19 +56,19 @@ class Participant(Protocol):
 
 @dataclass
 class BackwardSync:
-    """All wrapped optimizers of this process on one process set.
+    """Backward synchronisation of all wrapped optimizers of this process on one process set.
 
-    A backward pass may touch the parameters of several optimizers (GAN), or on this rank of other
-    ones than elsewhere. So each pass ends with one agreement about all of them: what has a gradient
-    on any rank is reduced on all, in the order of the optimizers' indices. It costs one allgather
-    of a few bytes an optimizer and a bit a parameter.
+    A backward pass may touch several optimizers' parameters (GANs), and not the same ones on every
+    rank. So each pass ends with one agreement about all of them: a gradient that exists on any rank
+    is reduced on all, in the order of the optimizers' indices. The agreement is one allgather, of a
+    few bytes an optimizer and a bit a parameter.
 
-    A step must not begin before the gradients of all ranks are reduced. Usually the pass before it
-    has left nothing behind anywhere, every rank knows that from the pass's agreement, and `settle`
-    does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more; where
+    A step must not begin before the gradients of all ranks are reduced. Usually the last pass has
+    left no gradient behind on any rank; its agreement has told all of them, and `settle` does
+    nothing. Otherwise (accumulation, a rank that skipped backward) `settle` agrees once more. If
     only this rank has accumulated since, the next agreement finds the ranks in different steps.
 
-    Ranks that have called join() take no part in agreements; in what is reduced they are zeros.
+    Ranks that have called join() take no part in agreements; reductions count them as zeros.
 
     Thread: the one that runs backward(). Blocking: until every rank has agreed.
 
@@ -70,7 +76,7 @@ class BackwardSync:
         process_set: the ranks.
         engine: the set's.
         size: the number of ranks.
-        number: agreements so far: a part of the names of all that follows from the next one.
+        number: agreements so far; a part of the names of the operations up to the next one.
         steps: steps that the optimizers have taken, all together.
     """
 
@@ -79,6 +85,8 @@ class BackwardSync:
     size: int = field(init=False)
     number: int = 0
     steps: int = 0
+    _world_engine: Engine = field(default_factory=current.engine)
+    _record: ProcessSetRecord = field(init=False)
     _registered: int = 0
     _participants: WeakValueDictionary[int, Participant] = field(
         default_factory=WeakValueDictionary
@@ -87,8 +95,30 @@ class BackwardSync:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
+        self._record = membership(self.process_set)
         if self.process_set is global_process_set:  # no other can be joined
             current.world().on_rejoin.append(self.resynchronize)
+
+    def on_backward_end(self) -> None:
+        """End a backward pass on all process sets. Autograd calls it for each optimizer.
+
+        It calls in an order that may differ between ranks, so the first call does it all, in the
+        order of the sets' ids: two ranks with two sets in common never wait for each other. If this
+        set has been removed, its closed engine raises.
+
+        After shutdown() this is left to the next step(), which will fail: the parameters may belong
+        to an optimizer of a newer world by now.
+        """
+        if not current.is_initialized():
+            return
+        table = current.world().process_sets
+        for record in table.records():
+            sync = record.owned.get(BackwardSync)
+            if sync is not None:
+                sync.finalize()
+        is_of_this_world = current.world().engine is self._world_engine
+        if is_of_this_world and table.find(self._record.ranks) is not self._record:
+            self.finalize()
 
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
@@ -102,7 +132,7 @@ class BackwardSync:
         self._participants[participant].start_bucket(bucket)
 
     def finalize(self) -> None:
-        """End a pass."""
+        """End a backward pass: agree with the other ranks, and reduce what is due on any."""
         if len(self._participants) == 1 and self._finalize_dense(*self._participants.values()):
             return
         reports = self._reports()
@@ -113,17 +143,16 @@ class BackwardSync:
             self._agree(reports)
 
     def _finalize_dense(self, participant: Participant) -> bool:
-        """Take the short way, if this is the usual pass; return whether it was."""
-        if not participant.fast_path:
+        """Take the fast path if all gradients are due here; return whether the pass has ended."""
+        if participant.fast_path is None:
             return False
         finalizer, report = participant.fast_path
-        said = self.engine.finalize_dense(
-            finalizer, BackwardReport(self.steps, (report,)).encode(), self.number
-        )
-        if said is None:
+        own = BackwardReport(self.steps, (report,)).encode()
+        differing = self.engine.finalize_dense(finalizer, own, self.number)
+        if differing is None:
             return False
-        if said:
-            self._carry_out(list(BackwardReport.decode_all(memoryview(said))))
+        if differing:
+            self._reduce(list(BackwardReport.decode_all(memoryview(differing))))
         else:
             self.number += 1
             participant.settled = True
@@ -146,45 +175,41 @@ class BackwardSync:
         return tuple(report for report in reports if report)
 
     def _agree(self, reports: tuple[GradientReport, ...]) -> None:
-        """Tell the other ranks, and reduce what is due on any of them."""
-        self._carry_out(self._exchange(BackwardReport(self.steps, reports)))
+        """Tell the other ranks, and reduce the gradients that are due on any of them."""
+        report = BackwardReport(self.steps, reports)
+        own = report.encode()
+        work = self.engine.allgather(
+            torch.frombuffer(bytearray(own), dtype=torch.uint8),
+            backward_name(self.number),
+            blocking=True,
+            joinable=True,
+        )
+        gathered = bytes(work.wait().numpy())
+        if all_sent(gathered, own):  # the usual case: nothing to decode
+            self._reduce([report] * (len(gathered) // len(own)))
+        else:
+            self._reduce(list(BackwardReport.decode_all(memoryview(gathered))))
 
-    def _carry_out(self, entries: Sequence[BackwardReport]) -> None:
-        """Reduce what is due on any rank, by what all of them have said."""
+    def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
+        """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number, self.number = self.number, self.number + 1
-        self._check_steps([entry.steps for entry in entries])
+        self._check_steps([rank.steps for rank in ranks])
         touched: dict[int, int] = {}
         dense: dict[int, int] = {}
-        for report in (report for entry in entries for report in entry.gradients):
+        for report in (report for rank in ranks for report in rank.gradients):
             index = report.participant
             touched[index] = touched.get(index, 0) | report.due
             dense[index] = dense.get(index, 0) | report.due & ~report.sparse
-        accumulating = {
-            r.participant for entry in entries for r in entry.gradients if r.accumulating
-        }
+        accumulating = {r.participant for rank in ranks for r in rank.gradients if r.accumulating}
         # A rank that has joined does not hear of an order, and must keep the same plan.
-        everybody = len(entries) == self.size
-        orders = {r.participant: r.order for r in entries[0].gradients} if everybody else {}
+        everybody = len(ranks) == self.size
+        orders = {r.participant: r.order for r in ranks[0].gradients} if everybody else {}
         participants = [(index, self._participant(index)) for index in sorted(touched)]
         for index, participant in participants:
             participant.start(touched[index], touched[index] & ~dense[index], number)
         for index, participant in participants:
             participant.finish(orders.get(index, ()))
             participant.settled = index not in accumulating
-
-    def _exchange(self, entry: BackwardReport) -> list[BackwardReport]:
-        mine = entry.encode()
-        work = self.engine.allgather(
-            torch.frombuffer(bytearray(mine), dtype=torch.uint8),
-            f"backward.{self.number}",
-            blocking=True,
-            joinable=True,
-        )
-        gathered = bytes(work.wait().numpy())
-        ranks = len(gathered) // len(mine)
-        if gathered == mine * ranks:  # the usual case: nothing to decode
-            return [entry] * ranks
-        return list(BackwardReport.decode_all(memoryview(gathered)))
 
     def _check_steps(self, steps: Sequence[int]) -> None:
         who = "rank" if len(steps) == self.size else "of the ranks that have not joined, number"
@@ -214,20 +239,3 @@ def backward_sync_of(process_set: ProcessSet) -> BackwardSync:
         owned[BackwardSync] = BackwardSync(process_set)
     sync: BackwardSync = owned[BackwardSync]
     return sync
-
-
-def finalize_backward() -> None:
-    """End a backward pass on all process sets. Called by autograd after it has run our hooks.
-
-    Autograd calls it once for each optimizer, in an order that may differ between ranks; the first
-    call does it all, in the order of ids: two ranks with two sets in common never wait for each
-    other.
-
-    After shutdown() this is left to the next step(), which will fail: the parameters may belong to
-    an optimizer of a newer world by now.
-    """
-    if current.is_initialized():
-        for record in current.world().process_sets.records():
-            sync = record.owned.get(BackwardSync)
-            if sync is not None:
-                sync.finalize()

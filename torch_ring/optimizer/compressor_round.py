@@ -1,4 +1,4 @@
-"""CompressorRound: packs what compressors ask for, sends it to all ranks, hands back the answers."""
+"""CompressorRound: packs compressors' requests, sends them to all ranks, hands back the answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine, Work, empty_result_like
+from torch_ring._C import Engine, Work, all_sent, empty_result_like
 from torch_ring.collectives.reduce_op import ReduceOp
 from torch_ring.compression.stateful import Gather, Reduce, Request
 from torch_ring.errors import MismatchError, RingError
@@ -79,9 +79,8 @@ class CompressorRound:
 
     def _wait_for_headers(self) -> Sequence[Header]:
         received = bytes(self._headers.wait().numpy())
-        ranks = len(received) // len(self._encoded)
-        if received == self._encoded * ranks:  # the usual case: nothing to decode
-            return [self._header] * ranks
+        if all_sent(received, self._encoded):  # the usual case: nothing to decode
+            return [self._header] * (len(received) // len(self._encoded))
         return Header.decode_all(received)
 
     def _wait_for_messages(self, headers: Sequence[Header]) -> list[list[tuple[Tensor, ...]]]:

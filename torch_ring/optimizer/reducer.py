@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, GradientHooks, Work
+from torch_ring._C import DenseFinalizer, GradientHooks, Work, bucket_name
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.optimizer.backward_sync import BackwardSync, finalize_backward
+from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
-from torch_ring.optimizer.compressed_bucket import BucketCompression
 from torch_ring.optimizer.compressor_round import Collectives
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.settings import ReductionSettings
+from torch_ring.optimizer.stateful_bucket import BucketCompression
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
@@ -66,29 +66,30 @@ class Reducer:
         self._sparse_as_dense = reduction.sparse_as_dense
         self._arguments = reduction.arguments(size)
         self._compression = reduction.compression
-        self._bucket_compression: BucketCompression | None = None
-        if isinstance(reduction.compression, StatefulCompressor):
-            self._bucket_compression = BucketCompression(
-                reduction.compression,
-                tuple(zip(names, parameters, strict=True)),
-                Collectives(sync.engine, reduction.mean_arguments(size)),
-                scale=size if reduction.op == Sum else 1,
-            )
         self._bucket_bytes = reduction.bucket_bytes
         direct = reduction.direct_bytes > 0 and reduction.compression is Compression.none
         blocks = sync.engine.gradient_blocks() if direct else None
         self._direct = self._large_ones(reduction.direct_bytes) if blocks else frozenset[int]()
         self.settled = False
-        self.fast_path: tuple[DenseFinalizer, GradientReport] | None = None
+        self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.hooks = GradientHooks(
             parameters,
             names,
             reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
-            on_backward_end=finalize_backward,
+            on_backward_end=sync.on_backward_end,
             on_bucket_full=functools.partial(sync.start_bucket, self.index),
             blocks=blocks,
         )
+        self._bucket_compression: BucketCompression | None = None
+        if isinstance(reduction.compression, StatefulCompressor):
+            self._bucket_compression = BucketCompression(
+                reduction.compression,
+                tuple(zip(names, parameters, strict=True)),
+                self.hooks,
+                Collectives(sync.engine, reduction.mean_arguments(size)),
+                scale=size if reduction.op == Sum else 1,
+            )
         self._plan: tuple[Bucket, ...] = ()
         self._cast_buffers: list[Tensor | None] = []
         self._started: dict[int, Callable[[], object]] = {}  # whole buckets, sent during the pass
@@ -143,7 +144,7 @@ class Reducer:
         name, memory = self._name(self._sync.number, index), self.hooks.memory(index)
         if self._bucket_compression:
             bucket = self._plan[index]
-            exchange = self._bucket_compression.start(name, bucket, memory, bucket.parameters)
+            exchange = self._bucket_compression.start(name, bucket, bucket.parameters)
             self._started[index] = exchange.advance
         else:
             self._started[index] = self._send(
@@ -173,8 +174,9 @@ class Reducer:
                 continue
             if self._bucket_compression:
                 if touched & bucket.parameters:
-                    name, memory = self._name(number, index), self.hooks.memory(index)
-                    exchange = self._bucket_compression.start(name, bucket, memory, touched)
+                    exchange = self._bucket_compression.start(
+                        self._name(number, index), bucket, touched
+                    )
                     self._unfinished.append(exchange.advance)
                 continue
             for begin, end in bucket.runs(touched):
@@ -206,20 +208,18 @@ class Reducer:
         """Return whether reducing during backward leaves it the processor."""
         return device.type != "cpu" or self._engine.overlaps()
 
-    def _make_fast_path(self) -> tuple[DenseFinalizer, GradientReport] | None:
+    def _make_fast_path(self) -> FastPath | None:
         """Return the short way to end a pass, where nothing happens to gradients but a sum."""
         if self._compression is not Compression.none or any(
             self._overlaps(bucket.device) for bucket in self._plan
         ):
             return None
-        buckets = [
-            (index, f"gradients.{self.index}.", f".{index}.0")
-            for index, bucket in enumerate(self._plan)
-            if bucket.numel
-        ]
+        buckets = [index for index, bucket in enumerate(self._plan) if bucket.numel]
         everything = (1 << len(self._specs)) - 1
-        whole = DenseFinalizer(self.hooks, self._bitmap(everything), buckets, *self._arguments)
-        return whole, GradientReport(self.index, everything)
+        finalizer = DenseFinalizer(
+            self.hooks, self.index, self._bitmap(everything), buckets, *self._arguments
+        )
+        return FastPath(finalizer, GradientReport(self.index, everything))
 
     def _finish_sparse(self) -> None:
         sums, self._sparse_sums = self._sparse_sums, {}
@@ -249,7 +249,7 @@ class Reducer:
         return self._engine.allreduce(tensor, tensor, name, *self._arguments, blocking)
 
     def _name(self, number: int, bucket: int, begin: int = 0) -> str:
-        return f"gradients.{self.index}.{number}.{bucket}.{begin}"
+        return bucket_name(self.index, number, bucket, begin)
 
     def _bitmap(self, touched: int) -> bytes:
         return touched.to_bytes((len(self._specs) + 7) // 8, "little")

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ring._C import GradientHooks
 from torch_ring.compression.stateful import Gather, Reduce, Request, State, StatefulCompressor
 from torch_ring.errors import RingError
 from torch_ring.optimizer.buckets import Bucket
 from torch_ring.optimizer.compressor_round import Collectives, CompressorRound
 
-__all__ = ["CompressedBucket", "BucketCompression"]
+__all__ = ["BucketCompression", "CompressedBucket"]
 
 
 @dataclass(frozen=True)
@@ -24,35 +25,29 @@ class BucketCompression:
     Attributes:
         compressor: serves this optimizer alone.
         parameters: with their names, in the order of their indices.
+        hooks: of these parameters.
         collectives: answer its requests.
         scale: multiplies the means: the number of ranks for op=Sum, else 1.
     """
 
     compressor: StatefulCompressor
     parameters: Sequence[tuple[str, Tensor]]
+    hooks: GradientHooks
     collectives: Collectives
     scale: int
 
     def __post_init__(self) -> None:
         self.compressor.serve(dict(self.parameters))
 
-    def start(self, name: str, bucket: Bucket, memory: Tensor, touched: int) -> CompressedBucket:
-        """Start to reduce the gradients of the bitmap that lie in a bucket's `memory`."""
+    def start(self, name: str, bucket: Bucket, touched: int) -> CompressedBucket:
+        """Start to reduce the gradients of the bitmap that lie in a bucket."""
         gradients: dict[str, Tensor] = {}
         for slot in bucket.slots:
             if touched >> slot.parameter & 1 and slot.numel:
-                parameter_name, parameter = self.parameters[slot.parameter]
-                gradients[parameter_name] = _gradient_view(memory, slot.offset, parameter.detach())
+                parameter_name, _ = self.parameters[slot.parameter]
+                view = self.hooks.bucket_view(slot.parameter)
+                gradients[parameter_name] = torch.view_as_real(view) if view.is_complex() else view
         return CompressedBucket(self, name, gradients)
-
-
-def _gradient_view(memory: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return the gradient at `offset`, laid out as the native hooks do (bindings/gradient_view.cc)."""
-    if parameter.is_complex():
-        parameter = torch.view_as_real(parameter)
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return memory.as_strided(parameter.shape, parameter.stride(), offset)
-    return memory[offset : offset + parameter.numel()].view(parameter.shape)
 
 
 class CompressedBucket:

@@ -1,0 +1,82 @@
+"""Names and bytes at the end of a backward pass: the same on the fast path and on the slow one."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from pool import run
+from torch.optim import SGD
+from training import grads, weights
+
+import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import BackwardSync
+
+ALIGNED = 16  # float32 elements from the beginning of one gradient to that of the next
+
+
+def leave_fast_path(optimizer: torch.optim.Optimizer) -> None:
+    """Make this rank end its backward passes on the slow path."""
+    optimizer._reducer.fast_path = None
+
+
+def train_on_both_paths() -> None:
+    """Rank 0 takes the fast path while the others take the slow one."""
+    agreements: list[int] = []
+    agree = BackwardSync._agree
+    a, b = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
+    ranks = range(hvd.size())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            BackwardSync,
+            "_agree",
+            lambda sync, reports: (agreements.append(sync.number), agree(sync, reports)),
+        )
+        for step in range(4):
+            if step == 1 and hvd.rank() != 0:
+                leave_fast_path(optimizer)
+            optimizer.zero_grad()
+            (a * (hvd.rank() + step) + b * hvd.rank()).backward()
+            assert grads(parameters) == [sum(rank + step for rank in ranks), sum(ranks)]
+            optimizer.step()
+    # On rank 0 only the first pass, which finds the order, was agreed on by Python.
+    assert agreements == ([0] if hvd.rank() == 0 else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_different_paths_agree(size):
+    run(train_on_both_paths, size)
+
+
+def train_with_a_peer_by_hand(path: str) -> None:
+    """Rank 1 sends by hand what a pass of two parameters consists of: literal names and bytes."""
+    a, b = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
+    (a * 2 + b * 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if path == "slow":
+        leave_fast_path(optimizer)
+    if hvd.rank() == 0:
+        (a * 2 + b * 4).backward()
+        assert grads(parameters) == [2 + 300, 4 + 50]
+        return
+    engine = hvd.world.current.engine()
+    steps, reports, optimizer_index, due = 1, 1, 0, b"\x03"
+    body = struct.pack("<I?III", optimizer_index, False, len(due), 0, 0) + due
+    report = struct.pack("<IQI", 16 + len(body), steps, reports) + body
+    own = torch.frombuffer(bytearray(report), dtype=torch.uint8)
+    gathered = engine.allgather(own, "backward.1", blocking=True, joinable=True).wait()
+    assert bytes(gathered.numpy()) == 2 * report
+    bucket = torch.zeros(ALIGNED + 1)  # b's gradient was ready first
+    bucket[0], bucket[ALIGNED] = 50, 300
+    name = "gradients.0.1.0.0"
+    engine.allreduce(bucket, bucket, name, hvd.Sum, 1.0, 1.0, blocking=True).wait()
+    assert bucket[[0, ALIGNED]].tolist() == [4 + 50, 2 + 300]
+
+
+@pytest.mark.parametrize("path", ["fast", "slow"])
+def test_messages_of_a_pass_are_these(path):
+    run(train_with_a_peer_by_hand, 2, args=(path,))
