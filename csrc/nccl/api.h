@@ -1,5 +1,5 @@
 // NCCL's C interface, as far as it is used here: NCCL is found at run time, so that nothing of CUDA
-// is needed to build. tests/nccl_header_check.cc holds these declarations against the real nccl.h.
+// is needed to build. tests/device/nccl_check.cc holds these declarations against the real nccl.h.
 #pragma once
 
 #include <climits>

@@ -1,5 +1,5 @@
 // What the usual ways cost, without a clock: rounds, segments that are staged, barriers. And the
-// one whose instructions tests/test_hot_path.py counts.
+// one whose instructions tests/collectives/test_hot_path.py counts.
 #include <algorithm>
 
 #include "collective/shm_communicator.h"
