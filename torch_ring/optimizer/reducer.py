@@ -1,25 +1,23 @@
-"""The gradients of one optimizer: where they lie, and how they are reduced."""
+"""Reducer: keeps the gradients of one optimizer in buckets, and averages them over the ranks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, GradientHooks, Work, bucket_name
+from torch_ring._C import DenseFinalizer, GradientHooks, bucket_name
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
+from torch_ring.optimizer.bucket_wire import BucketWire, Pending, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
-from torch_ring.optimizer.compressor_round import Collectives
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.stateful_bucket import BucketCompression
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
@@ -29,18 +27,19 @@ _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reducer:
-    """Keeps the gradients of one optimizer's parameters in buckets and reduces those.
+    """Keeps the gradients of one optimizer's parameters in buckets, and reduces those.
 
-    Making one is collective: all ranks make theirs in the same order, of the same parameters.
+    Making one is collective: all ranks make theirs in the same order, for the same parameters.
 
-    Thread: the one that runs backward(), but for `start_bucket`. Errors: MismatchError, naming the
-    first parameter that is not the same on two ranks; ValueError for one that cannot be reduced.
+    Thread: the one that runs backward(); `start_bucket` any of autograd's. Errors: MismatchError,
+    naming the first parameter that differs between two ranks; ValueError for one that cannot be
+    reduced.
 
     Args:
         sync: synchronises all reducers of this process set.
         parameters: leaves, whether they require grad now or not.
-        names: what errors call them.
-        reduction: how to combine the gradients.
+        names: the parameters' names in errors.
+        settings: how to reduce the gradients.
         groups: indices of parameters whose gradients stay together (`plan_buckets`).
     """
 
@@ -49,53 +48,40 @@ class Reducer:
         sync: BackwardSync,
         parameters: Sequence[Tensor],
         names: Sequence[str],
-        reduction: ReductionSettings,
+        settings: ReductionSettings,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        size = sync.size
-        _require_same_parameters(sync.process_set, parameters, names, reduction, groups)
-        self._parameters = parameters
-        self._names = names
-        self._groups = groups
-        self._specs = [
-            _spec(name, parameter) for name, parameter in zip(names, parameters, strict=True)
-        ]
+        _require_same_parameters(sync.process_set, parameters, names, settings, groups)
+        named = tuple(zip(names, parameters, strict=True))
         self._sync = sync
         self._engine = sync.engine
-        self._op = reduction.op
-        self._sparse_as_dense = reduction.sparse_as_dense
-        self._arguments = reduction.arguments(size)
-        self._compression = reduction.compression
-        self._bucket_bytes = reduction.bucket_bytes
-        direct = reduction.direct_bytes > 0 and reduction.compression is Compression.none
+        self._parameters = parameters
+        self._names = names
+        self._settings = settings
+        self._groups = groups
+        self._specs = [_spec(name, parameter) for name, parameter in named]
+        self._is_plain = settings.compression is Compression.none
+        direct = settings.direct_bytes > 0 and self._is_plain
         blocks = sync.engine.gradient_blocks() if direct else None
-        self._direct = self._large_ones(reduction.direct_bytes) if blocks else frozenset[int]()
+        self._direct = self._large_ones(settings.direct_bytes) if blocks else frozenset[int]()
         self.settled = False
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.hooks = GradientHooks(
             parameters,
             names,
-            reduced_scale=1.0 / size if reduction.op == Sum else 1.0,
+            reduced_scale=1.0 / sync.size if settings.op == Sum else 1.0,
             on_backward_end=sync.on_backward_end,
             on_bucket_full=functools.partial(sync.start_bucket, self.index),
             blocks=blocks,
         )
-        self._bucket_compression: BucketCompression | None = None
-        if isinstance(reduction.compression, StatefulCompressor):
-            self._bucket_compression = BucketCompression(
-                reduction.compression,
-                tuple(zip(names, parameters, strict=True)),
-                self.hooks,
-                Collectives(sync.engine, reduction.mean_arguments(size)),
-                scale=size if reduction.op == Sum else 1,
-            )
+        self._make_wire = wire_maker(settings, sync.engine, sync.size, self.hooks, named)
         self._plan: tuple[Bucket, ...] = ()
-        self._cast_buffers: list[Tensor | None] = []
-        self._started: dict[int, Callable[[], object]] = {}  # whole buckets, sent during the pass
-        self._unfinished: list[Callable[[], object]] = []  # each returns whether to call it again
-        self._touched = 0  # what is reduced in buckets
-        self._sparse = 0  # what becomes sparse again after that
+        self._wires: list[BucketWire] = []
+        self._started: dict[int, list[Pending]] = {}  # whole buckets, sent during the pass
+        self._unfinished: list[Pending] = []
+        self._touched = 0  # parameters that are reduced in buckets
+        self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
         self._order_is_real = False
         self._rebuild_buckets(range(len(parameters) - 1, -1, -1))
@@ -120,7 +106,9 @@ class Reducer:
         """Return the loss of all ranks together: combined as the gradients are."""
         reduced = loss.detach().clone()
         name = f"loss.{self.index}.{self._sync.number}"
-        work = self._engine.allreduce(reduced, reduced, name, self._op, 1.0, 1.0, blocking=True)
+        work = self._engine.allreduce(
+            reduced, reduced, name, self._settings.op, 1.0, 1.0, blocking=True
+        )
         return work.wait()
 
     def report(self, everything: bool) -> GradientReport | None:
@@ -141,26 +129,20 @@ class Reducer:
                 "a backward pass failed after part of its gradients had been sent: "
                 "call shutdown() and init(), and wrap the optimizer again"
             )
-        name, memory = self._name(self._sync.number, index), self.hooks.memory(index)
-        if self._bucket_compression:
-            bucket = self._plan[index]
-            exchange = self._bucket_compression.start(name, bucket, bucket.parameters)
-            self._started[index] = exchange.advance
-        else:
-            self._started[index] = self._send(
-                name, memory, self._cast_buffers[index], blocking=False
-            )
+        self._started[index] = self._start_wire(
+            index, self._plan[index].parameters, self._sync.number, blocking=False
+        )
 
     def start(self, touched: int, sparse: int, number: int) -> None:
         """See `Participant`."""
-        self._sparse = sparse if self._sparse_as_dense else 0
+        self._sparse = sparse if self._settings.sparse_as_dense else 0
         sparse ^= self._sparse
         for parameter in _members(sparse):
             self._sparse_sums[parameter] = start_sparse_sum(
                 self._engine,
                 self._sync.process_set.ranks or [],
                 f"gradients.{self.index}.{number}.sparse.{self._names[parameter]}",
-                self._op,
+                self._settings.op,
                 self._parameters[parameter],
                 _coalesced(self.hooks.local_gradient(parameter)),
                 joinable=True,
@@ -168,28 +150,21 @@ class Reducer:
         touched ^= sparse
         self._touched = touched
         self.hooks.move_into_buckets(self._bitmap(touched))
-        for index, bucket in enumerate(self._plan):
-            if index in self._started:
-                self._unfinished.append(self._started.pop(index))
-                continue
-            if self._bucket_compression:
-                if touched & bucket.parameters:
-                    exchange = self._bucket_compression.start(
-                        self._name(number, index), bucket, touched
-                    )
-                    self._unfinished.append(exchange.advance)
-                continue
-            for begin, end in bucket.runs(touched):
-                name = self._name(number, index, begin)
-                wire = self._cast_buffers[index]
-                self._unfinished.append(
-                    self._send(
-                        name,
-                        self.hooks.memory(index)[begin:end],
-                        None if wire is None else wire[begin:end],
-                        blocking=True,
-                    )
-                )
+        for index in range(len(self._plan)):
+            started = self._started.pop(index, None)
+            if started is None:
+                started = self._start_wire(index, touched, number, blocking=True)
+            self._unfinished += started
+
+    def _start_wire(
+        self, index: int, touched: int, number: int, *, blocking: bool
+    ) -> list[Pending]:
+        """Start to reduce what of a bucket is touched."""
+        if not touched & self._plan[index].parameters:
+            return []
+        name = functools.partial(bucket_name, self.index, number, index)
+        memory = self.hooks.memory(index)
+        return self._wires[index].start(name, memory, touched, blocking=blocking)
 
     def finish(self, order: Sequence[int]) -> None:
         """See `Participant`."""
@@ -209,15 +184,14 @@ class Reducer:
         return device.type != "cpu" or self._engine.overlaps()
 
     def _make_fast_path(self) -> FastPath | None:
-        """Return the short way to end a pass, where nothing happens to gradients but a sum."""
-        if self._compression is not Compression.none or any(
-            self._overlaps(bucket.device) for bucket in self._plan
-        ):
+        """Return the fast path, where gradients are summed as they are and after the pass."""
+        if not self._is_plain or any(self._overlaps(bucket.device) for bucket in self._plan):
             return None
         buckets = [index for index, bucket in enumerate(self._plan) if bucket.numel]
         everything = (1 << len(self._specs)) - 1
+        arguments = self._settings.arguments(self._sync.size)
         finalizer = DenseFinalizer(
-            self.hooks, self.index, self._bitmap(everything), buckets, *self._arguments
+            self.hooks, self.index, self._bitmap(everything), buckets, *arguments
         )
         return FastPath(finalizer, GradientReport(self.index, everything))
 
@@ -230,40 +204,19 @@ class Reducer:
             assert gradient is not None, "it has just been reduced"
             self.hooks.set_sparse_result(parameter, gradient.to_sparse(1))
 
-    def _send(
-        self, name: str, region: Tensor, wire: Tensor | None, blocking: bool
-    ) -> Callable[[], None]:
-        """Start to reduce `region` in place; return what waits for it, soon if `blocking`."""
-        if self._compression is Compression.none:
-            work = self._allreduce(name, region, blocking)
-            return lambda: _wait(work)
-        if wire is not None:
-            wire.copy_(region)
-            work = self._allreduce(name, wire, blocking)
-            return lambda: _copy(region, work.wait())
-        compressed, ctx = self._compression.compress(region)
-        work = self._allreduce(name, compressed.contiguous(), blocking)
-        return lambda: _copy(region, self._compression.decompress(work.wait(), ctx))
-
-    def _allreduce(self, name: str, tensor: Tensor, blocking: bool) -> Work:
-        return self._engine.allreduce(tensor, tensor, name, *self._arguments, blocking)
-
-    def _name(self, number: int, bucket: int, begin: int = 0) -> str:
-        return bucket_name(self.index, number, bucket, begin)
-
     def _bitmap(self, touched: int) -> bytes:
         return touched.to_bytes((len(self._specs) + 7) // 8, "little")
 
     def _rebuild_buckets(self, order: Sequence[int]) -> None:
-        """Plan the buckets, and give every gradient its place in one."""
+        """Plan the buckets by the order of readiness, and move every gradient into its own."""
         plan = plan_buckets(
-            self._specs, order, self._bucket_bytes, groups=self._groups, alone=self._direct
+            self._specs, order, self._settings.bucket_bytes, groups=self._groups, alone=self._direct
         )
         if plan == self._plan:
             return
         self._plan = plan
-        self._cast_buffers = [self._wire(bucket) for bucket in plan]
-        places: dict[int, tuple[int, int]] = {
+        self._wires = [self._make_wire(bucket) for bucket in plan]
+        slots: dict[int, tuple[int, int]] = {
             slot.parameter: (index, slot.offset)
             for index, bucket in enumerate(plan)
             for slot in bucket.slots
@@ -272,10 +225,10 @@ class Reducer:
             [
                 torch.empty(0, dtype=bucket.dtype)
                 if bucket.slots[0].parameter in self._direct
-                else self._memory(bucket, bucket.dtype)
+                else bucket_memory(self._engine, bucket, bucket.dtype)
                 for bucket in plan
             ],
-            [places[i] for i in range(len(self._specs))],
+            [slots[i] for i in range(len(self._specs))],
             [self._overlaps(bucket.device) for bucket in plan],
         )
 
@@ -290,18 +243,6 @@ class Reducer:
             and parameter not in grouped
         )
 
-    def _memory(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-        if bucket.device.type != "cpu":
-            return torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
-        return self._engine.empty_shared((bucket.numel,), dtype).zero_()
-
-    def _wire(self, bucket: Bucket) -> Tensor | None:
-        """Return memory for the bucket in the dtype in which it travels, if that is known."""
-        dtype: torch.dtype | None = getattr(self._compression, "wire_dtype", None)
-        if dtype is None or dtype == bucket.dtype:
-            return None
-        return self._memory(bucket, dtype)
-
 
 def _members(bitmap: int) -> list[int]:
     """Return the parameters of a bitmap."""
@@ -314,14 +255,6 @@ def _coalesced(gradient: Tensor | None) -> Tensor | None:
         return None
     gradient = gradient.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-
-
-def _wait(work: Work) -> None:
-    work.wait()
-
-
-def _copy(region: Tensor, reduced: Tensor) -> None:
-    region.copy_(reduced)
 
 
 def _spec(name: str, parameter: Tensor) -> TensorSpec:
@@ -339,10 +272,10 @@ def _require_same_parameters(
     process_set: ProcessSet,
     parameters: Sequence[Tensor],
     names: Sequence[str],
-    reduction: ReductionSettings,
+    settings: ReductionSettings,
     groups: Sequence[Sequence[int]],
 ) -> None:
-    lines = [reduction.describe()]
+    lines = [settings.describe()]
     group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         dtype = str(parameter.dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""CompressedBucket: a stateful compressor on the gradients of a bucket, round by round."""
+"""StatefulBucket: a bucket whose gradients a stateful compressor reduces, round by round."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch_ring.errors import RingError
 from torch_ring.optimizer.buckets import Bucket
 from torch_ring.optimizer.compressor_round import Collectives, CompressorRound
 
-__all__ = ["BucketCompression", "CompressedBucket"]
+__all__ = ["BucketCompression", "StatefulBucket"]
 
 
 @dataclass(frozen=True)
@@ -24,33 +24,53 @@ class BucketCompression:
 
     Attributes:
         compressor: serves this optimizer alone.
-        parameters: with their names, in the order of their indices.
+        named_parameters: of the optimizer, in the order of their indices.
         hooks: of these parameters.
         collectives: answer its requests.
         scale: multiplies the means: the number of ranks for op=Sum, else 1.
     """
 
     compressor: StatefulCompressor
-    parameters: Sequence[tuple[str, Tensor]]
+    named_parameters: Sequence[tuple[str, Tensor]]
     hooks: GradientHooks
     collectives: Collectives
     scale: int
 
     def __post_init__(self) -> None:
-        self.compressor.serve(dict(self.parameters))
+        self.compressor.serve(dict(self.named_parameters))
 
-    def start(self, name: str, bucket: Bucket, touched: int) -> CompressedBucket:
-        """Start to reduce the gradients of the bitmap that lie in a bucket."""
+
+class StatefulBucket:
+    """A `BucketWire` whose gradients a stateful compressor reduces.
+
+    Args:
+        compression: shared by the buckets of an optimizer.
+        bucket: this one.
+    """
+
+    def __init__(self, compression: BucketCompression, bucket: Bucket) -> None:
+        self._compression = compression
+        self._bucket = bucket
+
+    def start(
+        self,
+        name: Callable[[int], str],
+        memory: Tensor,  # noqa: ARG002
+        touched: int,
+        *,
+        blocking: bool,  # noqa: ARG002  every round waits
+    ) -> list[Callable[[], bool]]:
+        """Start to reduce the touched gradients of the bucket."""
         gradients: dict[str, Tensor] = {}
-        for slot in bucket.slots:
+        for slot in self._bucket.slots:
             if touched >> slot.parameter & 1 and slot.numel:
-                parameter_name, _ = self.parameters[slot.parameter]
-                view = self.hooks.bucket_view(slot.parameter)
+                parameter_name, _ = self._compression.named_parameters[slot.parameter]
+                view = self._compression.hooks.bucket_view(slot.parameter)
                 gradients[parameter_name] = torch.view_as_real(view) if view.is_complex() else view
-        return CompressedBucket(self, name, gradients)
+        return [_StatefulReduction(self._compression, name(0), gradients).advance]
 
 
-class CompressedBucket:
+class _StatefulReduction:
     """Gradients of one bucket that a stateful compressor reduces in place.
 
     All generators run to their next request, the requests of all are answered, and so on until
@@ -62,13 +82,13 @@ class CompressedBucket:
     """
 
     def __init__(
-        self, owner: BucketCompression, name: str, gradients: Mapping[str, Tensor]
+        self, compression: BucketCompression, name: str, gradients: Mapping[str, Tensor]
     ) -> None:
-        self._collectives = owner.collectives
+        self._collectives = compression.collectives
         self._name = name
         self._rounds = 0
         self._failures: list[Exception] = []  # not more than one, until it is raised
-        started = [_CompressedGradient(owner, *item) for item in gradients.items()]
+        started = [_CompressedGradient(compression, *item) for item in gradients.items()]
         self._begin((gradient, None) for gradient in started)
 
     def advance(self) -> bool:
@@ -113,16 +133,18 @@ class CompressedBucket:
 class _CompressedGradient:
     """One gradient and its generator."""
 
-    def __init__(self, owner: BucketCompression, name: str, gradient: Tensor) -> None:
+    def __init__(self, compression: BucketCompression, name: str, gradient: Tensor) -> None:
         self.name = name
-        self._states = owner.compressor.states
-        self._scale = owner.scale
+        self._states = compression.compressor.states
+        self._scale = compression.scale
         self._gradient = gradient
         self._state: State = dict(self._states.get(name, {}))
         wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
-        self._generator = owner.compressor.reduce(wide, self._state)
+        self._generator = compression.compressor.reduce(wide, self._state)
         if not isinstance(self._generator, Generator):
-            raise TypeError(f"reduce() of {owner.compressor} is no generator: it does not yield")
+            raise TypeError(
+                f"reduce() of {compression.compressor} is no generator: it does not yield"
+            )
 
     def resume(self, answer: Any) -> Request | None:
         """Return the next request; None when the gradient is reduced."""

@@ -1,0 +1,176 @@
+"""BucketWire: how the gradients of a bucket are sent: as they are, cast, or compressed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_ring._C import Engine, GradientHooks, Work
+from torch_ring.collectives.reduce_op import Sum
+from torch_ring.compression import Compression, Compressor
+from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.optimizer.buckets import Bucket
+from torch_ring.optimizer.compressor_round import Collectives
+from torch_ring.optimizer.settings import ReductionSettings
+from torch_ring.optimizer.stateful_bucket import BucketCompression, StatefulBucket
+
+__all__ = [
+    "BucketWire",
+    "CastBucket",
+    "CompressedBucket",
+    "Pending",
+    "PlainBucket",
+    "bucket_memory",
+    "wire_maker",
+]
+
+Pending = Callable[[], bool]
+"""Waits for a stage of a reduction; returns whether another stage follows: then call it again."""
+
+Allreduce = Callable[[str, Tensor, bool], Work]
+"""Starts an allreduce in place, of that name; the last argument: the caller is about to wait."""
+
+
+class BucketWire(Protocol):
+    """How one bucket is reduced in place."""
+
+    def start(
+        self, name: Callable[[int], str], memory: Tensor, touched: int, *, blocking: bool
+    ) -> list[Pending]:
+        """Start to reduce the touched gradients of the bucket.
+
+        Args:
+            name: returns the name of the operation that begins at an element of the bucket.
+            memory: the bucket's, flat.
+            touched: the bitmap of the parameters to reduce, in this and other buckets.
+            blocking: whether the caller is about to wait.
+        """
+
+
+class _RunBucket(ABC):
+    """A bucket each of whose runs of touched gradients is sent on its own."""
+
+    def __init__(self, bucket: Bucket, allreduce: Allreduce) -> None:
+        self._bucket = bucket
+        self._allreduce = allreduce
+
+    def start(
+        self, name: Callable[[int], str], memory: Tensor, touched: int, *, blocking: bool
+    ) -> list[Pending]:
+        """See `BucketWire`."""
+        return [
+            self._send(name(begin), memory, slice(begin, end), blocking)
+            for begin, end in self._bucket.runs(touched)
+        ]
+
+    @abstractmethod
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending: ...
+
+    def _part(self, memory: Tensor, run: slice) -> Tensor:
+        is_whole = run.stop - run.start == self._bucket.numel
+        return memory if is_whole else memory[run]
+
+
+class PlainBucket(_RunBucket):
+    """A bucket that is sent as it is."""
+
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending:
+        work = self._allreduce(name, self._part(memory, run), blocking)
+
+        def finish() -> bool:
+            work.wait()
+            return False
+
+        return finish
+
+
+class CastBucket(_RunBucket):
+    """A bucket that is sent in another dtype, from a buffer of its own."""
+
+    def __init__(self, bucket: Bucket, allreduce: Allreduce, buffer: Tensor) -> None:
+        super().__init__(bucket, allreduce)
+        self._buffer = buffer
+
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending:
+        part, buffer = self._part(memory, run), self._part(self._buffer, run)
+        buffer.copy_(part)
+        work = self._allreduce(name, buffer, blocking)
+
+        def finish() -> bool:
+            part.copy_(work.wait())
+            return False
+
+        return finish
+
+
+class CompressedBucket(_RunBucket):
+    """A bucket that a compressor without a state compresses anew in each pass."""
+
+    def __init__(self, bucket: Bucket, allreduce: Allreduce, compressor: Compressor) -> None:
+        super().__init__(bucket, allreduce)
+        self._compressor = compressor
+
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending:
+        part = self._part(memory, run)
+        compressed, context = self._compressor.compress(part)
+        work = self._allreduce(name, compressed.contiguous(), blocking)
+
+        def finish() -> bool:
+            part.copy_(self._compressor.decompress(work.wait(), context))
+            return False
+
+        return finish
+
+
+def wire_maker(
+    settings: ReductionSettings,
+    engine: Engine,
+    size: int,
+    hooks: GradientHooks,
+    named_parameters: Sequence[tuple[str, Tensor]],
+) -> Callable[[Bucket], BucketWire]:
+    """Return the function that makes the wire of each bucket of one optimizer.
+
+    Args:
+        settings: choose the kind of wire.
+        engine: of the process set.
+        size: the number of its ranks.
+        hooks: of the optimizer's parameters.
+        named_parameters: of the optimizer, in the order of their indices.
+
+    Raises:
+        ValueError: a stateful compressor serves another optimizer already.
+    """
+    arguments = settings.arguments(size)
+    compression = settings.compression
+
+    def allreduce(name: str, tensor: Tensor, blocking: bool) -> Work:
+        return engine.allreduce(tensor, tensor, name, *arguments, blocking)
+
+    if isinstance(compression, StatefulCompressor):
+        collectives = Collectives(engine, settings.mean_arguments(size))
+        scale = size if settings.op == Sum else 1
+        shared = BucketCompression(compression, named_parameters, hooks, collectives, scale)
+        return lambda bucket: StatefulBucket(shared, bucket)
+    if compression is Compression.none:
+        return lambda bucket: PlainBucket(bucket, allreduce)
+    stateless = compression  # known not to be stateful, in the function below too
+    wire_dtype: torch.dtype | None = getattr(compression, "wire_dtype", None)
+
+    def make(bucket: Bucket) -> BucketWire:
+        if wire_dtype is None or wire_dtype == bucket.dtype:
+            return CompressedBucket(bucket, allreduce, stateless)
+        return CastBucket(bucket, allreduce, bucket_memory(engine, bucket, wire_dtype))
+
+    return make
+
+
+def bucket_memory(engine: Engine, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+    """Return zeroed memory for a bucket: on its device, on the CPU shared by the host's ranks."""
+    if bucket.device.type != "cpu":
+        return torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
+    return engine.empty_shared((bucket.numel,), dtype).zero_()
