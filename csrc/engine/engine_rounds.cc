@@ -112,7 +112,7 @@ Error Engine::describe(const Work& work, const Error& error) const {
 
 void Engine::complete(Work& work, std::optional<Error> error) {
   if (!error && work.request_.finish) work.request_.finish();
-  // What they hold belongs to a device's stream, if any: it is let go of here.
+  // Their tensors may belong to a device's stream: they are released here.
   work.request_.begin = work.request_.finish = nullptr;
   const Lock lock(mutex_);
   in_flight_.erase(work.key_);

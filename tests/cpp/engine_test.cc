@@ -9,7 +9,7 @@
 namespace torch_ring::test {
 namespace {
 
-const bool kBlocking = on_all_layouts("awaited requests of many sizes", [](Rank& rank) {
+const bool kBlocking = on_all_layouts("blocking requests of many sizes", [](Rank& rank) {
   for (const std::size_t count :
        {1u, 100u, 1000u, 5000u, 100'000u, kSanitized ? 200'001u : 700'001u}) {
     std::vector<float> values = rank.input(count);

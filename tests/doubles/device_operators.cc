@@ -1,0 +1,173 @@
+// The device double's operators: those that its memory and its streams need, and the CPU's.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_local_scalar_dense_cpu_dispatch.h>
+#include <ATen/ops/_reshape_alias_cpu_dispatch.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/unfold_cpu_dispatch.h>
+#include <ATen/ops/view_cpu_dispatch.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "device_double.h"
+
+namespace device_double {
+namespace {
+
+/// The same memory as a CPU tensor, which does not keep it.
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(c10::kCPU).requires_grad(false));
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(*device);
+  return at::detail::empty_generic(size, &device_memory(),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef strides,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(*device);
+  return at::detail::empty_strided_generic(size, strides, &device_memory(),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+/// Within the device, and from pinned memory, on its current stream, which the caller does not wait
+/// for.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const c10::DeviceGuard guard(to.is_cpu() ? from.device() : to.device());
+  if (from.device() == to.device()) {
+    enqueue([source = on_host(from), target = on_host(to)] { target.copy_(source); });
+  } else if (non_blocking && from.is_cpu() && from.is_pinned()) {
+    // As torch's own allocator of pinned memory, it keeps `from` until it has been copied.
+    enqueue([source = from.detach(), target = on_host(to)] { target.copy_(source); });
+  } else {
+    synchronize();
+    on_host(to).copy_(on_host(from));
+  }
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  to.resize_(from.sizes());
+  return to.copy_(from);
+}
+
+at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  const c10::DeviceGuard guard(self.device());
+  enqueue([=, host = on_host(self)] { host.fill_(value); });
+  return self;
+}
+
+at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
+
+at::Scalar item(const at::Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
+  synchronize();
+  return at::cpu::_local_scalar_dense(on_host(self));
+}
+
+void record_stream(at::Tensor& self, at::Stream stream) {
+  c10::impl::VirtualGuardImpl(stream.device_type())
+      .recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
+/// The device of an operator's first tensor that is on one, or the current device.
+c10::Device device_of(const torch::jit::Stack& arguments) {
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensorList() && argument.toTensorList().empty()) continue;
+    if (!argument.isTensor() && !argument.isTensorList()) continue;
+    const at::Tensor tensor =
+        argument.isTensor() ? argument.toTensor() : argument.toTensorList().get(0);
+    if (tensor.defined() && tensor.is_privateuseone()) return tensor.device();
+  }
+  return current_device();
+}
+
+/// Everything else runs on the CPU when the current stream, and no other, has come so far.
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::DeviceGuard guard(device_of(*stack));
+  synchronize();
+  at::native::cpu_fallback(op, stack);
+}
+
+void delay(std::int64_t milliseconds) {
+  enqueue([=] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+}
+
+/// Stops the current stream until the gate is opened, once.
+std::int64_t close_gate() {
+  auto* const gate = new std::promise<void>;
+  enqueue([opened = std::shared_future<void>(gate->get_future())] { opened.wait(); });
+  return reinterpret_cast<std::int64_t>(gate);
+}
+
+void open_gate(std::int64_t gate) {
+  const std::unique_ptr<std::promise<void>> owned(reinterpret_cast<std::promise<void>*>(gate));
+  owned->set_value();
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  using at::IntArrayRef;
+  using at::Tensor;
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("fill_.Scalar", fill);
+  library.impl("zero_", zero);
+  library.impl("_local_scalar_dense", item);
+  library.impl("record_stream", record_stream);
+  library.impl("resize_", TORCH_FN(at::native::resize_));
+  // The generic ones ask for a kernel of the device's own.
+  for (const char* name : {"convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+  }
+  // Views do not look at memory: the CPU's will do.
+  library.impl("as_strided", TORCH_FN(at::cpu::as_strided));
+  library.impl("view", TORCH_FN(at::cpu::view));
+  library.impl("unfold", TORCH_FN(at::cpu::unfold));
+  library.impl("_reshape_alias", TORCH_FN(at::cpu::_reshape_alias));
+  library.impl("set_.source_Tensor", [](Tensor& self, const Tensor& source) -> Tensor& {
+    return at::cpu::set_(self, source);
+  });
+  library.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& {
+    return at::cpu::set_(self, std::move(source));
+  });
+  library.impl("set_.source_Storage_storage_offset",
+               [](Tensor& self, at::Storage source, std::int64_t offset, IntArrayRef size,
+                  IntArrayRef strides) -> Tensor& {
+                 return at::cpu::set_(self, std::move(source), offset, size, strides);
+               });
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+}
+
+TORCH_LIBRARY(ringdouble, library) {
+  library.def("delay(int milliseconds) -> ()", delay);
+  library.def("close_gate() -> int", close_gate);
+  library.def("open_gate(int gate) -> ()", open_gate);
+}
+
+}  // namespace
+}  // namespace device_double
