@@ -1,4 +1,4 @@
-"""torch_ring: one PyTorch model on many processes.
+"""torch_ring: data-parallel training of a PyTorch model on many processes.
 
 ``import torch_ring as hvd`` runs scripts written for ``horovod.torch``.
 """

@@ -1,4 +1,4 @@
-"""Horovod's questions about what is built in, with answers that suit the scripts that ask."""
+"""mpi_built, nccl_built, ...: Horovod's capability queries, answered as its scripts expect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def mpi_built() -> bool:
-    """Return False: no collective goes over MPI, also where mpirun started the ranks."""
+    """Return False: no collective uses MPI, even if mpirun started the ranks."""
     return False
 
 
@@ -44,9 +44,9 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return True: there are collectives on the CPU that need no MPI, which is what scripts mean.
+    """Return True: CPU collectives work without MPI, which is what scripts ask this for.
 
-    They are torch_ring's own, not Gloo's.
+    The collectives are torch_ring's own, not Gloo's.
     """
     return True
 
@@ -59,7 +59,7 @@ def gloo_enabled() -> bool:
 def nccl_built() -> int:
     """Return NCCL's version code, as Horovod does (22703 is 2.27.3), or 0.
 
-    It is 0 where this torch has no CUDA, or NCCL cannot be found: NCCL is looked for at run time.
+    0 means that this torch has no CUDA, or that NCCL was not found: it is loaded at run time.
     """
     if not cuda_built():
         return 0
@@ -70,7 +70,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Return whether this torch has CUDA: the GPUs' collectives need nothing else built in."""
+    """Return whether this torch has CUDA: collectives on GPUs need nothing else built in."""
     return torch.version.cuda is not None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: rank 0 writes and reads them, and all ranks know how that went."""
+"""save and load: one rank writes and reads checkpoints, and all ranks learn the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REQUIRED = object()
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; says which, and why. The same on all ranks."""
+    """A checkpoint could not be written or read. All ranks get its path and the same reason."""
 
 
 def save(
@@ -30,17 +30,17 @@ def save(
 ) -> None:
     """Write a checkpoint on the first rank. A collective of all ranks of the set.
 
-    The file appears when it is complete, and is on the disk when this returns: a job that is
-    killed meanwhile leaves the one that was there before.
+    The file appears under its name when it is complete, and is on the disk when save() returns. A
+    job that is killed meanwhile leaves the previous file.
 
     Args:
-        path: missing folders are made.
-        state: what ``torch.save`` takes and `load` can read: tensors, numbers, strings, in dicts
-            and lists, such as state dicts; looked at on the first rank only.
+        path: the file; missing folders are made.
+        state: tensors, numbers and strings, in dicts and lists, such as state dicts: a value that
+            ``torch.save`` writes and `load` can read. Read on the first rank only.
         process_set: the ranks that take part; the lowest writes.
 
     Raises:
-        CheckpointError: on all ranks: it could not be written.
+        CheckpointError: on all ranks: the file could not be written.
     """
     path = Path(path)
     _on_root(lambda: _write(path, state), f"cannot save the checkpoint {path}", process_set)
@@ -58,16 +58,16 @@ def load(
     (``weights_only=True``).
 
     Args:
-        path: where `save` put it.
-        default: what to return, on all ranks, if there is no such file; if not given, that is an
+        path: the file that `save` wrote.
+        default: returned on all ranks if there is no such file; if not given, a missing file is an
             error.
         process_set: the ranks that take part; the lowest reads.
 
     Returns:
-        What was saved, with all tensors on the CPU.
+        The saved state, with all tensors on the CPU.
 
     Raises:
-        CheckpointError: on all ranks: it is not there, is damaged, or holds more than data.
+        CheckpointError: on all ranks: the file is missing or damaged, or holds more than data.
     """
     path = Path(path)
     may_miss = default is not _REQUIRED
@@ -79,13 +79,13 @@ def load(
 
 
 def _on_root(call: Callable[[], T], problem: str, process_set: ProcessSet) -> T | None:
-    """Return what `call` returns on the root, None elsewhere; raise its error on all ranks."""
+    """Return `call()` on the root and None elsewhere; raise its error on all ranks."""
     result, cause, complaint = None, None, ""
     root = _root(process_set)
     if world.rank() == root:
         try:
             result = call()
-        except Exception as error:  # whatever it is, the others wait for word of it
+        except Exception as error:  # of any type: the other ranks wait to hear of it
             cause = error
             complaint = f"{problem}: {type(error).__name__}: {first_line(error)}"
     complaint = broadcast_object(complaint, root, None, process_set)
@@ -118,7 +118,7 @@ def _write(path: Path, state: Any) -> None:
 
 
 def _read(path: Path, may_miss: bool) -> tuple[bool, Any]:
-    """Return whether there is a checkpoint, and what it holds."""
+    """Return whether there is a checkpoint, and its state."""
     try:
         return True, torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

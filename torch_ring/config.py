@@ -12,7 +12,7 @@ from torch_ring.errors import InvalidArgumentError
 
 __all__ = ["Config", "nccl_is_blocking"]
 
-_MOST = 1e8  # seconds or milliseconds: what the engine can count
+_MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -41,7 +41,8 @@ class Config:
         """Read the settings.
 
         Raises:
-            InvalidArgumentError: a variable has a value that it cannot have; names all three.
+            InvalidArgumentError: a variable's value is not allowed; names the variable, its value
+                and the allowed values.
         """
         values: dict[str, Any] = {}
         for setting in SETTINGS:
@@ -54,7 +55,7 @@ class Config:
         return cls(**values)
 
     def common(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by variable."""
+        """Return the settings that must be the same on all ranks, by variable."""
         return {s.variable: getattr(self, s.field) for s in SETTINGS if s.common}
 
 
@@ -65,7 +66,7 @@ def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of `Config`, its variable, and what else sets it when that is unset.
+    """One field of `Config`, its variable, and the aliases to read when that is unset.
 
     `parse` returns None for a value that leaves the setting to the next alias.
     """
@@ -129,7 +130,7 @@ def _horovod_level(text: str) -> str:
 
 
 def _stall_shutdown(text: str) -> float | None:
-    return _number(0.0)(text) or None  # 0, its default: never
+    return _number(0.0)(text) or None  # 0, Horovod's default, means never
 
 
 def _disables_stall_check(text: str) -> float | None:
@@ -141,8 +142,8 @@ SETTINGS = (
         "transport",
         "TORCH_RING_TRANSPORT",
         _one_of("auto", "shm", "tcp"),
-        "auto: shared memory inside hosts, TCP between them; shm: one host or an error; "
-        "tcp: between all ranks",
+        "auto: shared memory inside hosts, TCP between them; shm: shared memory, an error on "
+        "several hosts; tcp: TCP between all ranks",
         common=True,
     ),
     Setting(
@@ -159,7 +160,8 @@ SETTINGS = (
         "heartbeat_timeout_s",
         "TORCH_RING_HEARTBEAT_TIMEOUT",
         _number(0.1),
-        "seconds of silence after which a process is given up (stopped, or cut off)",
+        "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
+        "cut off)",
         common=True,
     ),
     Setting(
@@ -176,7 +178,7 @@ SETTINGS = (
         "fusion_threshold_bytes",
         "TORCH_RING_FUSION_THRESHOLD",
         _bytes(0),
-        "bytes of asynchronous allreduces that travel as one; 0: each alone",
+        "most bytes of asynchronous allreduces that are fused into one; 0: none are fused",
         (("HOROVOD_FUSION_THRESHOLD", _bytes(0)),),
         common=True,
     ),
@@ -184,42 +186,43 @@ SETTINGS = (
         "fusion_window_s",
         "TORCH_RING_FUSION_WINDOW",
         _number(0.0, 1e-3),
-        "milliseconds for which asynchronous operations are collected, unless somebody waits",
+        "milliseconds for which asynchronous operations are collected, unless a thread waits for "
+        "one",
         (("HOROVOD_CYCLE_TIME", _number(0.0, 1e-3)),),
     ),
     Setting(
         "bucket_bytes",
         "TORCH_RING_BUCKET_BYTES",
         _bytes(1),
-        "bytes of gradients that DistributedOptimizer reduces together",
+        "most bytes of gradients in a bucket, which DistributedOptimizer reduces together",
         common=True,
     ),
     Setting(
         "direct_gradient_bytes",
         "TORCH_RING_DIRECT_GRADIENT_BYTES",
         _bytes(0),
-        "bytes from which on a gradient is computed in the shared memory in which it is reduced, "
-        "where all ranks are on one host; 0: it is copied there",
+        "bytes from which on backward writes a gradient straight into the shared memory in which "
+        "it is reduced, if all ranks are on one host; 0: all gradients are copied there",
         common=True,
     ),
     Setting(
         "kept_result_bytes",
         "TORCH_RING_KEPT_RESULT_BYTES",
         _bytes(0),
-        "bytes of memory of large results that a process keeps for the next ones, and that the "
-        "system may take back; 0: none",
+        "bytes of freed memory of large results that a process keeps for later results; the system "
+        "may take it back; 0: none",
     ),
     Setting(
         "interface",
         "TORCH_RING_INTERFACE",
         str,
-        "network interface of the job, by its name or its address",
+        "name or address of the network interface that the job uses",
     ),
     Setting(
         "connections",
         "TORCH_RING_CONNECTIONS",
         _count(1, 64),
-        "TCP connections between two ranks that exchange data: more than 1 where a single one does "
+        "TCP connections between two ranks that exchange data; more than 1 if a single one does "
         "not fill the network",
         common=True,
     ),
@@ -233,7 +236,7 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "what ranks prove to one another to know; made by rank 0 if unset",
+        "shared secret with which ranks authenticate one another; generated by rank 0 if unset",
     ),
     Setting(
         "log_level",

@@ -1,4 +1,4 @@
-"""The exceptions of torch_ring, typed by what the caller can do about them."""
+"""RingError and the other exceptions of torch_ring; the type says what a caller can do."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ __all__ = [
 
 
 class RingError(RuntimeError):
-    """A collective failed. Unless it is a MismatchError: shut down and init again, or exit."""
+    """A collective has failed. After any but a MismatchError: shutdown() and init(), or exit."""
 
 
 HorovodInternalError = RingError
-"""Horovod's name for it."""
+"""Horovod's name for RingError."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """The hosts of an elastic job have changed: Horovod's name, which handlers catch."""
+    """The hosts of an elastic job have changed. Scripts for Horovod catch it by this name."""
 
 
 class MismatchError(RingError):
-    """The ranks asked for different things; no data was moved, and the job may go on."""
+    """The ranks disagree on an operation or a setting; no data was moved, the job may go on."""
 
 
 class PeerLostError(RingError):
-    """A rank died, left early, or is not heard any more."""
+    """A rank has died, has left early, or has been silent for too long."""
 
 
 class TimeoutError(RingError, builtins.TimeoutError):
-    """A rank is alive and did not take part in time."""
+    """A rank is alive but did not take part before the deadline."""
 
 
 class InvalidArgumentError(ValueError):
-    """The program is wrong on this rank; nothing was sent."""
+    """An argument or a setting is wrong on this rank; nothing was sent."""
 
 
 class NotInitializedError(ValueError, RuntimeError):
@@ -54,7 +54,7 @@ class NotInitializedError(ValueError, RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message: that of a store or of torch may have thirty."""
+    """Return the first line of an error's message: torch's and its store's may have thirty."""
     return str(error).partition("\n")[0]
 
 
@@ -62,7 +62,7 @@ _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
 
 
 def build_problem(built_for: str, running: str) -> str | None:
-    """Return why a module built for one torch version cannot run with another, in one line.
+    """Return why a module built for one torch cannot run with another, in one line, or None.
 
     Torch's C++ interface changes with every minor version, and only then.
     """

@@ -1,4 +1,4 @@
-"""What makes ranks alike where horovod.torch keeps it; :mod:`torch_ring.state` is its home here."""
+"""broadcast_parameters and the like, under the module name that horovod.torch gives them."""
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.state import broadcast_optimizer_state, broadcast_parameters

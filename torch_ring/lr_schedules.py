@@ -1,4 +1,4 @@
-"""Learning rates for many ranks: warm-up, scaling, and what comes after."""
+"""WarmupLR: learning rates for many ranks, with scaling, warm-up and decay."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Factor = Callable[[float], float]
 class WarmupLR(LambdaLR):
     """Raises the learning rate from the optimizer's to `scale` times that, then lets it decay.
 
-    Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677): a step that averages over
-    `size` batches may be `size` times as long, once the first ones, in which the weights change
-    fast, have been taken with a rate that grows linearly. During a warm-up of w epochs it is
-    ``lr * (1 + (scale - 1) * epoch / w)``, and afterwards ``lr * scale * after(epoch)``::
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677). A step that
+    averages over `size` batches may be `size` times as long, if the rate grows linearly during the
+    first epochs, in which the weights change fast. During a warm-up of w epochs the rate is
+    ``lr * (1 + (scale - 1) * epoch / w)``, afterwards it is ``lr * scale * after(epoch)``::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # right for one rank
         scheduler = WarmupLR(
@@ -34,21 +34,21 @@ class WarmupLR(LambdaLR):
         optimizer.step()
         scheduler.step()  # after each batch
 
-    A state that is loaded on another number of ranks goes on at the same epoch, with the rate that
-    is right for this number.
+    A state loaded on another number of ranks continues at the same epoch, with the rate for the
+    new number.
 
     Args:
-        optimizer: wrapped or not, with the learning rates that are right for one rank.
-        warmup: epochs; 0: none.
-        after: the factor of the decay, by the number of epochs since the beginning, such as
-            :func:`step_decay` or :func:`cosine_decay`; None: 1.
-        steps_per_epoch: how many calls of ``step()`` make an epoch, not necessarily whole:
-            ``len(loader)`` before a :class:`ShardedSampler` has loaded its state, as it is what is
-            left of the epoch afterwards. 1: call it once an epoch, or let `warmup` and `after`
-            count steps, whatever the number of ranks.
-        scale: None: the number of ranks. Another where a step averages over more batches
-            (``backward_passes_per_step``), or where rates do not add up (1 with Adasum; its square
-            root is common with Adam).
+        optimizer: wrapped or not; its learning rates are those for one rank.
+        warmup: length of the warm-up in epochs; 0: none.
+        after: the decay factor as a function of the epochs since the beginning, such as
+            :func:`step_decay` or :func:`cosine_decay`; None: no decay.
+        steps_per_epoch: calls of ``step()`` in an epoch, not necessarily a whole number: usually
+            ``len(loader)``, read before a :class:`ShardedSampler` loads its state, because it
+            counts only the rest of the epoch afterwards. With 1, call ``step()`` once an epoch, or
+            give `warmup` and `after` in steps, whatever the number of ranks.
+        scale: the factor that the warm-up reaches; None: the number of ranks. Give another if a
+            step averages over more batches (``backward_passes_per_step``), or if the rate must not
+            grow linearly with the ranks (1 with Adasum; their square root is common with Adam).
         last_epoch: as in torch's schedulers; it counts the calls of ``step()``.
 
     Raises:
@@ -65,7 +65,7 @@ class WarmupLR(LambdaLR):
         scale: float | None = None,
         last_epoch: int = -1,
     ) -> None:
-        # `scale` and the others are no attributes: a state must not bring those of another run.
+        # `scale` and the others are no attributes: state_dict() must not carry them to another run.
         scale = world.size() if scale is None else scale
         if warmup < 0 or not scale > 0 or not steps_per_epoch > 0:
             raise ValueError(
@@ -83,7 +83,7 @@ class WarmupLR(LambdaLR):
         super().__init__(optimizer, factor, last_epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the state was taken; sets the rates of the optimizer, so load that first."""
+        """Continue at the state's epoch. Sets the optimizer's rates, so load that one first."""
         steps_per_epoch = self.steps_per_epoch
         super().load_state_dict(state_dict)
         self.last_epoch = round(self.last_epoch * steps_per_epoch / self.steps_per_epoch)
@@ -103,8 +103,8 @@ def step_decay(milestones: Sequence[float], gamma: float = 0.1) -> Factor:
     """Return a factor that is multiplied by `gamma` at each milestone.
 
     Args:
-        milestones: ascending, in epochs since the beginning, or in what `WarmupLR` counts.
-        gamma: Goyal et al. 2017 have 0.1, at epochs 30, 60 and 80.
+        milestones: ascending, in epochs since the beginning, or in the unit that `WarmupLR` counts.
+        gamma: Goyal et al. 2017 use 0.1 at epochs 30, 60 and 80.
     """
     return lambda epoch: gamma ** bisect_right(milestones, epoch)
 
@@ -113,9 +113,9 @@ def cosine_decay(begin: float, end: float, floor: float = 0.0) -> Factor:
     """Return a factor that falls from 1 to `floor` along half a cosine (arXiv:1608.03983).
 
     Args:
-        begin: in epochs, such as the end of the warm-up; it is 1 until then.
-        end: in epochs, such as the end of the training; it is `floor` from then on.
-        floor: from 0 to 1.
+        begin: the epoch until which the factor is 1, such as the end of the warm-up.
+        end: the epoch from which on the factor is `floor`, such as the end of the training.
+        floor: the smallest factor, from 0 to 1.
 
     Raises:
         ValueError: `end` is not after `begin`.

@@ -1,4 +1,4 @@
-"""Means over the samples of all ranks."""
+"""Mean and Means: averages over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Means:
             means.update(len(images), loss=loss, accuracy=accuracy)
         values = means.compute()  # on all ranks
 
-    Every sample counts the same, however the ranks' batches and shares differ. Sums are kept in
-    float64, on the device of the values: `update` does not wait for a GPU.
+    Every sample has the same weight, even if ranks have different numbers of samples. Sums are
+    kept in float64, on the device of the values: `update` does not wait for a GPU.
 
     Args:
-        names: of the quantities, the same on all ranks.
-        process_set: the ranks over whose samples they are taken.
+        names: the names of the quantities, the same on all ranks.
+        process_set: the ranks whose samples count.
 
     Raises:
-        ValueError: there is no name.
+        ValueError: no name is given.
     """
 
     def __init__(self, *names: str, process_set: ProcessSet = global_process_set) -> None:
@@ -46,12 +46,13 @@ class Means:
         """Add this rank's means over some samples; a quantity may be left out.
 
         Args:
-            count: of the samples; 0 is allowed, and the values are ignored then. A tensor of one
-                element where only the device knows.
+            count: the number of samples; with 0 the values are ignored. A tensor of one element
+                if only the device knows the number.
             values: means over these samples, each a number or a tensor of one element.
 
         Raises:
-            ValueError: a quantity that has no name here, or a tensor of more elements.
+            ValueError: a name was not given to the constructor, or a tensor does not have exactly
+                one element.
         """
         weight = _scalar("count", count)
         for name, given in values.items():
@@ -62,13 +63,13 @@ class Means:
             self._sums[name] = (total + product, samples + weight)
 
     def compute(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks; NaN where there were none at all.
+        """Return the means over the samples of all ranks; NaN for a quantity without samples.
 
-        A collective of all ranks of the set, also of those without samples. What has been added
-        stays; see `reset`.
+        A collective of all ranks of the set, even of those without samples. The sums stay until
+        `reset`.
         """
         sums = [[float(part) for part in pair] for pair in self._sums.values()]
-        # On the host: a rank without samples does not know on which device the others have theirs.
+        # On the host: a rank without samples does not know the device of the others' sums.
         totals = allreduce(
             torch.tensor(sums, dtype=torch.float64), op=Sum, process_set=self.process_set
         )
@@ -76,7 +77,7 @@ class Means:
         return dict(zip(self._sums, means.tolist(), strict=True))
 
     def reset(self) -> None:
-        """Forget what has been added."""
+        """Forget all samples."""
         self._sums = dict.fromkeys(self._sums, (0.0, 0.0))
 
 
@@ -84,7 +85,7 @@ class Mean:
     """The mean of one quantity over the samples of all ranks; see :class:`Means`.
 
     Args:
-        process_set: the ranks over whose samples it is taken.
+        process_set: the ranks whose samples count.
     """
 
     def __init__(self, process_set: ProcessSet = global_process_set) -> None:
@@ -95,16 +96,16 @@ class Mean:
         self._means.update(count, mean=value)
 
     def compute(self) -> float:
-        """Return the mean over the samples of all ranks, or NaN. A collective of all of them."""
+        """Return the mean over the samples of all ranks; NaN without samples. A collective."""
         return self._means.compute()["mean"]
 
     def reset(self) -> None:
-        """Forget what has been added."""
+        """Forget all samples."""
         self._means.reset()
 
 
 def _times(value: _Number, weight: _Number) -> _Number:
-    """Return the product; 0 for no weight, though the mean over no samples is NaN."""
+    """Return the product, 0 if the weight is 0: the mean over no samples may be NaN."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, value * weight, 0.0)
     return value * weight if weight > 0 else 0.0

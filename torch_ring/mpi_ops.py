@@ -1,4 +1,4 @@
-"""The operations where horovod.torch keeps them: for ``hvd.mpi_ops.Sum`` and imports from there."""
+"""allreduce and the other operations under horovod.torch's module name: ``hvd.mpi_ops.Sum``."""
 
 from torch_ring.capabilities import (
     ccl_built,

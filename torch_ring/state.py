@@ -1,4 +1,4 @@
-"""Makes ranks start alike: parameters, optimizer state and any picklable object."""
+"""broadcast_parameters, broadcast_optimizer_state: all ranks start with the root's values."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite tensors, in place, with those of the root.
+    """Overwrite tensors in place with the root's.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors: in the
-            same order or with the same names on all ranks. What is not a tensor is left alone.
-        root_rank: the rank whose values all get: its global rank, also in a process set.
+        params: ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors of any
+            dtype: in the same order or with the same names on all ranks. Values that are no
+            tensors are left alone.
+        root_rank: the global rank, even in a process set, whose values all ranks get.
         process_set: the ranks that take part; this one and the root must be among them.
 
     Raises:
-        MismatchError: a tensor has another shape or dtype on another rank, or another name.
+        ValueError: `params` is neither a mapping nor a list.
+        MismatchError: the name, shape or dtype of a tensor differs between ranks.
     """
     pairs = params.items() if isinstance(params, Mapping) else _named(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
@@ -68,7 +70,7 @@ def _broadcast_all(
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return the same memory in a dtype that can be sent: a broadcast only moves bytes."""
+    """Return a view of the same memory in a dtype that can be sent: broadcasts only move bytes."""
     tensor = tensor.detach()
     if tensor.dtype in _SENDABLE or tensor.is_quantized:
         return tensor
@@ -79,7 +81,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Stands for a tensor in a pickled structure."""
+    """The placeholder of a tensor in a pickled structure."""
 
     index: int
     like: Tensor  # on the meta device: shape, strides and dtype
@@ -92,15 +94,15 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give the optimizer of every rank the state and the hyper-parameters of the root's.
+    """Give every rank's optimizer the state and the hyper-parameters of the root's.
 
-    The other ranks need no state yet; no step is taken to make one. Hyper-parameters keep their
-    Python types, tensors their dtypes.
+    The other ranks need no state beforehand, and no step is taken to make one. Hyper-parameters
+    keep their Python types, tensors their dtypes.
 
     Args:
-        optimizer: with the same parameters on all ranks; wrapped or not.
-        root_rank: the rank whose state all get.
-        model: ignored; Horovod has it.
+        optimizer: wrapped or not, with the same parameters on all ranks.
+        root_rank: the global rank, even in a process set, whose state all ranks get.
+        model: ignored; an argument of Horovod's.
         process_set: the ranks that take part; this one and the root must be among them.
 
     Raises:
@@ -146,21 +148,20 @@ def broadcast_optimizer_state(
 def broadcast_nested(
     value: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's nested structure of tensors on every rank, such as a checkpoint.
+    """Return the root's nested structure of tensors, such as a checkpoint, on every rank.
 
-    Unlike `broadcast_object`, which pickles them, it sends tensors as they are.
+    Tensors are sent as they are; `broadcast_object` would pickle them.
 
     Args:
-        value: dicts, lists and tuples of tensors and of what can be pickled; looked at on the root
-            only. The root's own is returned there.
-        root_rank: the rank whose value all get.
+        value: dicts, lists and tuples of tensors and of picklable objects; read on the root only.
+        root_rank: the global rank, even in a process set, whose value all ranks get.
         process_set: the ranks that take part; this one and the root must be among them.
 
     Returns:
         `value` itself on the root; elsewhere a copy, with its tensors on the CPU.
 
     Raises:
-        Exception: the root cannot pickle what is no tensor, as in `broadcast_object`.
+        Exception: the root cannot pickle an object, as in `broadcast_object`.
     """
     if world.rank() == root_rank:
         tensors: list[Tensor] = []
@@ -176,7 +177,7 @@ def broadcast_nested(
 
 
 def _contents(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return state and hyper-parameters, with indices for the parameters."""
+    """Return the state and the hyper-parameters, with indices in place of parameters."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
     return {
         "state": {
@@ -191,7 +192,7 @@ def _contents(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) ->
 
 
 def _device(parameters: Sequence[Tensor]) -> torch.device:
-    """Return where the tensors that belong to `parameters` live."""
+    """Return the device of `parameters`; the CPU if there are none."""
     return parameters[0].device if parameters else torch.device("cpu")
 
 
@@ -200,7 +201,7 @@ def _numbered(tensors: Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _with(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict of the kind of `value`, with its attributes: state_dict() has `_metadata`."""
+    """Return `items` in a dict of `value`'s class and attributes: state_dict() has `_metadata`."""
     if type(value) is dict:
         return items
     same = copy.copy(value)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks."""
+"""SyncBatchNorm: batch normalisation over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 class SyncBatchNorm(_BatchNorm):
     """``torch.nn.BatchNorm`` with the statistics of the batches of all ranks together.
 
-    On the CPU and on GPUs. Ranks may have batches of different sizes, also empty ones. Output,
-    gradient of the input and running statistics are what one process would compute on the joined
-    batch; the gradients of weight and bias are this rank's part of them, which DistributedOptimizer
-    reduces like all others. Every rank must run forward, and backward, equally often. Gradients can
-    be differentiated again (``create_graph=True``).
+    It works on the CPU and on GPUs. Ranks may have batches of different sizes, even empty ones. The
+    output, the gradient of the input and the running statistics equal those of one process with the
+    joined batch. The gradients of weight and bias are this rank's part of the sum, which
+    DistributedOptimizer reduces like any other gradient. Every rank must run forward, and backward,
+    equally often. Gradients can be differentiated again (``create_graph=True``).
 
-    Cost: an allgather of 2 C + 1 numbers in forward, an allreduce of 2 C in backward.
+    Cost: an allgather of 2 C + 1 float64 numbers in forward, an allreduce of 2 C numbers in
+    backward, of float32, or float64 if the input is.
 
     Args:
         num_features: C of an input of shape [N, C, ...].
-        eps, momentum, affine, track_running_stats: as of ``torch.nn.BatchNorm2d``.
+        eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
         process_set: the ranks whose batches belong together; this one must be among them.
     """
 
@@ -59,7 +60,11 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of floating point, got {input.dtype}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Normalise `input`, shape [N, C, ...], floating point. Collective in training."""
+        """Normalise `input`, shape [N, C, ...], floating point. Collective in training.
+
+        Raises:
+            ValueError: another shape or dtype, or fewer than two values per channel over all ranks.
+        """
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or self.process_set.size() == 1:
             return super().forward(input)
@@ -105,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _of(cls, module: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
-        """Return a layer with the parameters and buffers of `module` themselves."""
+        """Return a SyncBatchNorm that shares the parameters and buffers of `module`."""
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise ValueError("run a batch through lazy layers before you convert them")
         converted = cls(
@@ -128,19 +133,23 @@ def convert_sync_batchnorm(
 ) -> torch.nn.Module:
     """Replace every batch normalisation in `module` by a :class:`SyncBatchNorm`.
 
-    Parameters and buffers stay the same objects, so that an optimizer made before still has them.
+    Parameters and buffers stay the same objects, so an optimizer made before still trains them.
+
+    Args:
+        module: changed in place, with all its submodules.
+        process_set: the ranks whose batches belong together; this one must be among them.
 
     Returns:
         `module`, or its replacement if it is a batch normalisation itself.
 
     Raises:
-        ValueError: a lazy layer that has seen no input.
+        ValueError: a lazy layer has not seen any input.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_set)
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns the normalised input, and the mean, biased variance and count that it went by."""
+    """Returns the normalised input, and the mean, biased variance and count behind it."""
 
     @staticmethod
     def forward(
@@ -190,7 +199,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which it is computed with: 16 bits are not enough."""
+    """Return the tensor in the dtype of the arithmetic, float32 or more: 16 bits are too few."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -203,13 +212,13 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _mean_of_ranks(sums: Tensor, ctx: Any) -> Tensor:
-    """Return the sum over ranks, divided by the values of a channel; differentiable."""
+    """Return the sum over ranks divided by the number of values in a channel; differentiable."""
     count: float = ctx.count
     return allreduce(sums, op=Sum, process_set=ctx.process_set) / count
 
 
 def _differentiable_statistics(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
-    """Return what forward has found, the mean and the scale of each channel, as functions of x."""
+    """Return forward's mean and scale of each channel, as differentiable functions of x."""
     dims = _all_but_channels(x)
     mean = _mean_of_ranks(x.sum(dims), ctx)
     variance = _mean_of_ranks((x - _per_channel(mean, x)).square().sum(dims), ctx)
@@ -217,11 +226,11 @@ def _differentiable_statistics(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
 
 
 def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, float]:
-    """Return mean and biased variance of each channel, and the values it has on all ranks.
+    """Return mean and biased variance of each channel, and the number of its values on all ranks.
 
-    From each rank's count, mean and sum of squared deviations (T. Chan, G. Golub and R. LeVeque,
-    "Updating formulae and a pairwise algorithm for computing sample variances", 1979), which loses
-    nothing when the mean is large.
+    They follow from each rank's count, mean and sum of squared deviations (T. Chan, G. Golub and R.
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979), a
+    method that stays exact when the mean is large.
     """
     channels = x.shape[1]
     own_count = x.numel() // channels if channels else 0

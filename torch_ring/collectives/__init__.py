@@ -8,8 +8,8 @@ float64 or bool.
 Raised by all of them, on every rank:
 
 * :class:`NotInitializedError` before :func:`torch_ring.init`;
-* ``ValueError`` for what is wrong on this rank alone, before anything is sent;
-* :class:`MismatchError` when the ranks ask for different things, or some have called
+* ``ValueError`` for an argument that is wrong on this rank, before anything is sent;
+* :class:`MismatchError` when the ranks call different operations, or some have called
   :func:`join` and the operation needs them; the job may go on;
-* :class:`PeerLostError`, :class:`TimeoutError` when a rank is gone or silent.
+* :class:`PeerLostError` when a rank is gone or silent, :class:`TimeoutError` when one is late.
 """

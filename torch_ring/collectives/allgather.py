@@ -27,12 +27,13 @@ def allgather_async(
     """Start to concatenate the ranks' tensors along their first dimension.
 
     Args:
-        tensor: at least one dimension; all but the first are equal on all ranks.
-        name: what identifies the operation on all ranks.
+        tensor: at least one dimension; dtype and all dimensions but the first are equal on all
+            ranks.
+        name: the operation's name on all ranks; None: a running number.
         process_set: the ranks that take part; this one must be among them.
 
     Returns:
-        A handle whose result has as many rows as all tensors together, in the order of ranks.
+        A handle whose result has the rows of all tensors, in the order of ranks.
     """
     require_tensor(tensor, "allgather_async")
     return Handle(engine_of(process_set).allgather(tensor, name or ""))
@@ -43,8 +44,8 @@ def allgather(
 ) -> Tensor:
     """Return the ranks' tensors, concatenated along the first dimension.
 
-    Differentiable: a rank's gradient is its rows of the gradient's average over ranks, as in
-    Horovod. See :func:`allgather_async`.
+    Differentiable: the result's gradient is averaged over the ranks, as in Horovod, and each rank
+    gets its rows of the average. See :func:`allgather_async`.
     """
     require_tensor(tensor, "allgather")
     if not needs_function(tensor):
@@ -73,7 +74,14 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to gather each of `tensors` from the ranks; see :func:`allgather_async`."""
+    """Start to gather each of `tensors` from the ranks; see :func:`allgather_async`.
+
+    Returns:
+        A handle whose result is the list of gathered tensors.
+
+    Raises:
+        ValueError: a tensor cannot be gathered, or the tensors are on several devices.
+    """
     tensors = checked_group(tensors)
     return GroupHandle(engine_of(process_set).grouped_allgather(tensors, name or ""))
 

@@ -46,9 +46,9 @@ def allreduce_async(
     Args:
         tensor: any shape; the same shape and dtype on every rank.
         average: deprecated, use `op`.
-        name: what identifies the operation on all ranks.
-        op: Average (the default), Sum, Min, Max, Product or Adasum; Min, Max or Product for bool,
-            Adasum for floating point on a power of two of ranks.
+        name: the operation's name on all ranks; None: a running number.
+        op: Average (the default), Sum, Min, Max, Product or Adasum. A bool tensor takes Min, Max or
+            Product only; Adasum takes floating point, on a power of two of ranks.
         prescale_factor: multiplies the tensor before it is reduced.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this one must be among them.
@@ -73,7 +73,7 @@ def allreduce_async_(
 ) -> Handle:
     """Start to reduce `tensor` over all ranks in place; see :func:`allreduce_async`.
 
-    `tensor` may be a leaf that requires grad. Its handle's result is `tensor` itself.
+    `tensor` may be a leaf that requires grad. The handle's result is `tensor` itself.
     """
     require_tensor(tensor, "allreduce_async_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -94,7 +94,7 @@ def allreduce(
 
     Differentiable: the gradient is the same allreduce of the result's gradient.
 
-    `compression` is what travels in place of `tensor`, such as ``Compression.fp16``.
+    `compression`, such as ``Compression.fp16``, makes the tensor that is sent in place of `tensor`.
     """
     require_tensor(tensor, "allreduce")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -171,10 +171,11 @@ def grouped_allreduce_async(
     """Start to reduce each of `tensors` over the ranks; see :func:`allreduce_async`.
 
     Returns:
-        A handle that is done when all are, and whose result is the list of reduced tensors.
+        A handle that is done when all tensors are reduced; its result is the list of them.
 
     Raises:
-        ValueError: a tensor cannot be reduced, or they are on several devices; nothing is sent.
+        ValueError: a tensor cannot be reduced, or the tensors are on several devices; nothing is
+            sent.
     """
     op = resolve_op(average, op)
     tensors = checked_group(tensors)

@@ -26,18 +26,19 @@ def alltoall_async(
     """Start to send some rows of `tensor` to each rank, and to receive some from each.
 
     Args:
-        tensor: at least one dimension; all but the first are equal on all ranks.
-        splits: integers, shape [ranks]: rows for rank 0, 1, ..., together at most those of
-            `tensor`; None: the same number for each.
-        name: what identifies the operation on all ranks.
+        tensor: at least one dimension; dtype and all dimensions but the first are equal on all
+            ranks.
+        splits: integers, shape [ranks]: the number of rows for rank 0, 1, ..., together at most
+            those of `tensor`; None: the same number for each.
+        name: the operation's name on all ranks; None: a running number.
         process_set: the ranks that take part; this one must be among them.
 
     Returns:
-        A handle whose result is the received rows in the order of ranks, with `splits` a pair of
-        them and how many came from each (int32, shape [ranks]).
+        A handle whose result is the received rows in the order of ranks. With `splits` it is a pair
+        of these rows and the number of rows from each rank (int32, shape [ranks]).
 
     Raises:
-        ValueError: the splits do not fit; a scalar.
+        ValueError: `splits` do not fit `tensor`, or `tensor` is a scalar.
     """
     require_tensor(tensor, "alltoall_async")
     engine = engine_of(process_set)
@@ -53,10 +54,10 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send some rows of `tensor` to each rank; return those received, see :func:`alltoall_async`.
 
-    Differentiable: the gradient goes back the way that the rows came.
+    Differentiable: each row's gradient goes back to the rank that sent the row.
     """
     require_tensor(tensor, "alltoall")
-    engine = engine_of(process_set)  # before anything else is looked at
+    engine = engine_of(process_set)  # its errors come before those of other arguments
     rows = _splits(tensor, splits, process_set.size())
     if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)

@@ -9,22 +9,23 @@ __all__ = ["barrier", "join"]
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until every rank of the set has called it.
+    """Block until every rank of the set has called this function.
 
-    After it, operations without a name are numbered from the start again on all ranks.
+    Afterwards the running numbers of operations without a name start again on all ranks.
     """
     engine_of(process_set).barrier("", blocking=True).wait()
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001
-    """Take part no more, until every rank has called it: for ranks that run out of data first.
+    """Block until every rank has called this function: for ranks that run out of data first.
 
-    Meanwhile this rank gives zeros to the others' sums, and ones, or an end of the dtype's range,
-    to their products, minima and maxima; an Average still divides by all ranks. Operations that
-    need every rank are a MismatchError on the ranks that call them. Of the global process set.
+    Meanwhile this rank contributes zeros to the others' sums, ones to their products, and an end of
+    the dtype's range to their minima and maxima; an Average still divides by the number of all
+    ranks. Operations that need every rank raise MismatchError on the ranks that call them.
+    A collective of the global process set.
 
     Args:
-        device: ignored; Horovod has it.
+        device: ignored; an argument of Horovod's.
 
     Returns:
         The last rank that joined.

@@ -32,9 +32,12 @@ def broadcast_async(
 
     Args:
         tensor: the same shape and dtype on every rank; its values matter on the root only.
-        root_rank: the rank whose values all get: its global rank, also in a process set.
-        name: what identifies the operation on all ranks.
+        root_rank: the global rank, even in a process set, whose values all ranks get.
+        name: the operation's name on all ranks; None: a running number.
         process_set: the ranks that take part; this one and the root must be among them.
+
+    Returns:
+        A handle whose result has the shape and dtype of `tensor`.
     """
     require_tensor(tensor, "broadcast_async")
     output = empty_result_like(tensor)

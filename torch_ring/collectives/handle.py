@@ -1,4 +1,4 @@
-"""Handles: the pending results of asynchronous operations."""
+"""Handle: the pending result of an asynchronous operation."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Handle:
             The result tensor the first time, None from then on.
 
         Raises:
-            MismatchError: the ranks asked for different things; the job may go on.
-            PeerLostError, TimeoutError: a rank is gone, or silent.
+            MismatchError: the ranks called different operations; the job may go on.
+            PeerLostError: a rank is gone or silent.
+            TimeoutError: a rank is late.
         """
         if self._work is None:
             return None
@@ -48,7 +49,7 @@ class Handle:
 
 
 class GroupHandle(Handle):
-    """The handle of operations that complete together; its result is made of all of theirs."""
+    """The handle of several operations; its result is made of all their results."""
 
     __slots__ = ("_finish_group", "_works")
 
@@ -87,11 +88,15 @@ def poll(handle: Handle) -> bool:
     """Return whether the operation is done, so that :func:`synchronize` would not block.
 
     Raises:
-        ValueError: `handle` is not one that an ``*_async`` operation returned.
+        ValueError: `handle` is not the handle of an ``*_async`` operation.
     """
     return _checked(handle).done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Block until the operation is done and return its result; see :meth:`Handle.wait`."""
+    """Block until the operation is done and return its result; see :meth:`Handle.wait`.
+
+    Raises:
+        ValueError: `handle` is not the handle of an ``*_async`` operation.
+    """
     return _checked(handle).wait()

@@ -1,4 +1,4 @@
-"""Collectives of Python objects, and descriptions that must be the same on all ranks."""
+"""broadcast_object, allgather_object, and require_same, which compares the ranks' descriptions."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def broadcast_object(
     """Return the root's object on every rank.
 
     Args:
-        obj: anything that pickle takes, or cloudpickle if it is installed, which takes lambdas and
-            local classes; looked at on the root only.
-        root_rank: the rank whose object all get: its global rank, also in a process set.
-        name: what identifies the operation on all ranks.
+        obj: any object that pickle takes, or cloudpickle if it is installed, which takes lambdas
+            and local classes; read on the root only.
+        root_rank: the global rank, even in a process set, whose object all ranks get.
+        name: the operation's name on all ranks; None: a running number.
         process_set: the ranks that take part; this one and the root must be among them.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
 
     Raises:
-        Exception: the root cannot pickle it: there what pickle says, elsewhere a RuntimeError.
+        Exception: the root cannot pickle `obj`: pickle's error there, a RuntimeError elsewhere.
     """
     is_root = world.rank() == root_rank
     payload, failure = _pickled(obj) if is_root else (_NOTHING, None)
@@ -60,12 +60,12 @@ def allgather_object(
     """Return the objects of all ranks of the set, by rank.
 
     Args:
-        obj: anything that pickle takes, or cloudpickle if it is installed.
-        name: what identifies the operation on all ranks.
+        obj: any object that pickle takes, or cloudpickle if it is installed.
+        name: the operation's name on all ranks; None: a running number.
         process_set: the ranks that take part; this one must be among them.
 
     Raises:
-        Exception: a rank cannot pickle its own: there what pickle says, elsewhere a RuntimeError.
+        Exception: a rank cannot pickle its object: pickle's error there, a RuntimeError elsewhere.
     """
     payload, failure = _pickled(obj)
     sizes = allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
@@ -77,15 +77,15 @@ def allgather_object(
 def require_same(
     lines: Sequence[str], complaint: str, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Check that all ranks of the set describe the same thing, at the price of one small allgather.
+    """Check that all ranks of the set give the same lines. Cost: an allgather of 32 bytes a rank.
 
     Args:
-        lines: the description.
-        complaint: what to say before the first difference.
+        lines: a description of this rank's state.
+        complaint: the beginning of the error message, before the first difference.
         process_set: the ranks that take part; this one must be among them.
 
     Raises:
-        MismatchError: on every rank, if the lines differ anywhere.
+        MismatchError: on every rank, if a line differs; names the first difference.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
@@ -99,11 +99,11 @@ def require_same(
                 raise MismatchError(f"{complaint}: rank {rank}: {left}; rank {other_rank}: {right}")
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # no object's pickle: those have a byte or more
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # sent after a failure: a pickle has a byte or more
 
 
 def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
-    """Return the bytes of `obj`; or nothing, and why: the other ranks wait for word of either."""
+    """Return the pickle of `obj`, or `_NOTHING` and the error: the other ranks wait for either."""
     try:
         data = _dumps(obj)
     except Exception as failure:
@@ -124,7 +124,7 @@ def _dumps(obj: Any) -> bytes:
 
 
 def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | None) -> None:
-    """Raise on every rank if one of `ranks` has nothing to send."""
+    """Raise on every rank if one of `ranks` could not pickle its object."""
     if failure is not None:
         raise failure
     failed = [rank for rank, size in zip(ranks, sizes.tolist(), strict=True) if size == 0]
@@ -133,5 +133,5 @@ def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | N
 
 
 def _unpickled(payload: Tensor) -> Any:
-    # From a rank that has proved the job's secret, as all that we are connected to have.
+    # The sender is trusted: every connected rank has proved that it knows the job's secret.
     return pickle.loads(payload.numpy().data)

@@ -1,4 +1,4 @@
-"""The reduction operators, by Horovod's names and numbers."""
+"""ReduceOp: the reduction operators, by Horovod's names and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum", "res
 
 
 class ReduceOp(IntEnum):
-    """How an allreduce combines the ranks' tensors, elementwise."""
+    """The operator that combines the ranks' tensors: elementwise, except for Adasum."""
 
     Average = 0
     Sum = 1

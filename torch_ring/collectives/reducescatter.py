@@ -36,15 +36,15 @@ def reducescatter_async(
 
     Args:
         tensor: at least one dimension; the same shape and dtype on every rank.
-        name: what identifies the operation on all ranks.
+        name: the operation's name on all ranks; None: a running number.
         op: Average or Sum.
         process_set: the ranks that take part; this one must be among them.
         prescale_factor: multiplies the tensor before it is reduced.
         postscale_factor: multiplies the result.
 
     Returns:
-        A handle whose result is this rank's rows. They are dealt out in the order of ranks; if they
-        do not divide evenly, the first ranks get one more.
+        A handle whose result is this rank's rows of the reduction. Rows are dealt out in the order
+        of ranks; if they do not divide evenly, the first ranks get one more each.
     """
     require_tensor(tensor, "reducescatter_async")
     return _reducescatter(
@@ -63,8 +63,8 @@ def reducescatter(
 ) -> Tensor:
     """Return this rank's rows of the reduction; see :func:`reducescatter_async`.
 
-    Differentiable: the gradient is the allgather of the ranks' gradients, for Sum times the number
-    of ranks, as in Horovod.
+    Differentiable: the gradient is the allgather of the ranks' gradients, times both factors and,
+    for Sum, the number of ranks, as in Horovod.
     """
     require_tensor(tensor, "reducescatter")
     compressed, context = compression.compress(tensor)
@@ -119,7 +119,7 @@ def _scattered(tensor: Tensor, process_set: ProcessSet) -> Tensor:
 
 
 def _gradient_factor(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> float:
-    """Return what multiplies the gathered gradients of a reducescatter, as in Horovod."""
+    """Return the factor of a reducescatter's gathered gradients, as in Horovod."""
     return prescale * postscale * (process_set.size() if op == Sum else 1)
 
 
@@ -131,7 +131,14 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> GroupHandle:
-    """Start to reduce and scatter each of `tensors`; see :func:`reducescatter_async`."""
+    """Start to reduce and scatter each of `tensors`; see :func:`reducescatter_async`.
+
+    Returns:
+        A handle whose result is the list of this rank's rows of each reduction.
+
+    Raises:
+        ValueError: a tensor cannot be reduced, or the tensors are on several devices.
+    """
     return _grouped_reducescatter(
         checked_group(tensors),
         name,

@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host share."""
+"""empty_shared: tensors in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def empty_shared(
     dtype: torch.dtype | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return an uninitialised CPU tensor, as ``torch.empty`` does, that the host's ranks can reach.
+    """Return an uninitialised CPU tensor, like ``torch.empty``, in memory shared within the host.
 
-    An allreduce of it in place (:func:`torch_ring.allreduce_`) copies nothing: every rank reduces
-    its part straight from the others' memory and writes the sum there. That holds for a contiguous
-    part of one, too. All ranks must have theirs there, else it is reduced as any other.
-    Optimizers keep their buckets there.
+    An allreduce of it in place (:func:`torch_ring.allreduce_`), or of a contiguous part of it,
+    copies nothing: every rank reduces its chunk straight from the others' memory and writes the sum
+    there. If one rank's tensor is not shared, the tensors are reduced like any others. Optimizers
+    keep their buckets in such memory.
 
-    Where there is no shared memory (one rank, each on a host of its own), it is an ordinary tensor.
-    No collective: each rank may call it when it likes. The memory stays as long as the tensor, also
-    after :func:`torch_ring.shutdown`.
+    Without shared memory (one rank, or each rank on a host of its own) it is an ordinary tensor.
+    The function is no collective: each rank may call it at any time. The memory lives as long as
+    the tensor, even after :func:`torch_ring.shutdown`.
 
     Args:
-        size: numbers, or one sequence of them.
+        size: the shape: integers, or one sequence of them.
         dtype: torch's default dtype if not given.
-        process_set: whose collectives it is for; this process must be among its ranks.
+        process_set: the set whose collectives will take the tensor; this process must be in it.
 
     Raises:
         NotInitializedError: before :func:`torch_ring.init`.
@@ -43,6 +43,6 @@ def empty_shared(
     if len(size) == 1 and isinstance(size[0], Sequence):
         shape = size[0]
     engine = engine_of(process_set)
-    # torch checks the shape, and says what is wrong with it.
+    # torch checks the shape, and raises its own errors.
     shape = torch.empty(tuple(shape), device="meta").shape
     return engine.empty_shared(tuple(shape), dtype or torch.get_default_dtype())

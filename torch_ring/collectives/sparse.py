@@ -37,16 +37,16 @@ def sparse_allreduce_async(
 
     Args:
         tensor: sparse COO; the same shape, dtype and number of sparse dimensions on every rank.
-        name: what identifies the operation on all ranks.
+        name: the operation's name on all ranks; None: a running number.
         op: Average or Sum.
         process_set: the ranks that take part; this one must be among them.
 
     Returns:
-        A handle, which may also be called, whose result is an uncoalesced sparse tensor. It raises
-        MismatchError, on every rank, if the shapes or the operators differ.
+        A handle, which may also be called. Its result is an uncoalesced sparse COO tensor; it
+        raises MismatchError, on every rank, if the shapes or the operators differ.
 
     Raises:
-        ValueError: the tensor is not sparse COO, or `op` is another.
+        ValueError: `tensor` is not sparse COO, or `op` is neither Average nor Sum.
     """
     engine = engine_of(process_set)
     if tensor.layout != torch.sparse_coo:
@@ -68,13 +68,13 @@ def start_sparse_sum(
 ) -> SparseHandle:
     """Start to sum the ranks' sparse tensors.
 
-    Each rank gathers a header and its indices, [sparse_dim, nnz, op, dim, *shape, *indices], and
-    its values. A rank without a tensor, or one that has joined, gives nothing.
+    One allgather is of headers with indices, int64 [sparse_dim, nnz, op, dim, *shape, *indices],
+    one of values. A rank without a tensor, or one that has joined, gives nothing.
 
     Args:
-        engine: of the ranks that take part.
+        engine: the engine of the ranks that take part.
         ranks: their ranks in the world, for errors.
-        name: what identifies the operation on all ranks; empty: numbered.
+        name: the operation's name on all ranks; empty: a running number.
         op: Average, which divides by the number of ranks, or Sum.
         like: a tensor with the shape, dtype and device of the sum.
         own: this rank's tensor; None if it has none.
@@ -134,7 +134,7 @@ class _Part:
 
 
 def _require_same(name: str, parts: Sequence[_Part]) -> None:
-    """Raise MismatchError if the ranks have asked for different things."""
+    """Raise MismatchError if the ranks' shapes or operators differ."""
     first = parts[0]
     for part in parts:
         for asked, other in ((first.request, part.request), (first.sparse_dim, part.sparse_dim)):

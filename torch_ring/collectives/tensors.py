@@ -1,4 +1,4 @@
-"""Checks of the tensors that collectives take, and memory for those that they return."""
+"""require_tensor, empty_result_like, ...: checks of arguments, and memory for results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def empty_result_like(tensor: Tensor) -> Tensor:
 
 
 def require_tensor(tensor: object, operation: str) -> None:
-    """Raise TypeError, in the name of an operation, for what is no tensor."""
+    """Raise TypeError, with the operation's name, if `tensor` is no tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation} takes a torch.Tensor, not {type(tensor).__name__}")
 
@@ -41,7 +41,7 @@ def is_recorded(tensor: Tensor) -> bool:
 def needs_function(tensor: Tensor) -> bool:
     """Return whether an operation on the tensor must be an autograd.Function.
 
-    It must be inside of ``torch.func``, too, which refuses it there before anything is sent.
+    It must be one inside ``torch.func`` too: torch refuses it there, before anything is sent.
     """
     return is_recorded(tensor) or torch._C._are_functorch_transforms_active()
 
@@ -50,7 +50,7 @@ def checked_group(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors of a group as a list.
 
     Raises:
-        ValueError: the group is no sequence of tensors, or they are on several devices.
+        ValueError: the group is no sequence of tensors, or its tensors are on several devices.
     """
     is_group = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
     group = list(tensors) if is_group else []
@@ -63,6 +63,6 @@ def checked_group(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def written_in_place(handle: Handle, tensor: Tensor) -> Handle:
-    """Tell autograd that `tensor` changes, so that the use of a stale copy is an error."""
+    """Tell autograd that `tensor` changes, so that backward with its old value is an error."""
     torch.autograd.graph.increment_version(tensor)
     return handle

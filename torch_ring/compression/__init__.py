@@ -13,7 +13,7 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compression:
-    """The compressors to choose from. ``int8`` and ``powersgd`` keep a state: call them."""
+    """The compressors to choose from. ``int8()`` and ``powersgd()`` make instances with a state."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

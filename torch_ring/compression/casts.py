@@ -1,4 +1,4 @@
-"""Compressors without a state: none, fp16 and bf16, and the interface for your own."""
+"""Compressor: the interface of compressors without a state; none, fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["BF16Compressor", "Compressor", "FP16Compressor", "NoneCompressor"]
 class Compressor(Protocol):
     """The interface of a compressor without a state: two static methods, as in Horovod.
 
-    A bucket of gradients is compressed at once: `tensor` is flat, and what `compress` returns is
-    reduced element by element.
+    A whole bucket of gradients is compressed at once: `tensor` is flat, and the compressed tensor
+    is reduced element by element.
     """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what to send instead of `tensor`, and what `decompress` needs to know."""
+        """Return the tensor to send instead of `tensor`, and the context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor that the reduced `tensor` stands for."""
+        """Return the decompressed `tensor`, which was reduced; `ctx` is `compress`'s context."""
 
 
 class NoneCompressor:
@@ -49,23 +49,23 @@ class _CastCompressor:
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return `tensor` in the wire dtype, and its dtype; other than floats stay as they are."""
+        """Return `tensor` in the wire dtype, and its dtype; only floating point is cast."""
         wire = tensor.to(cls.wire_dtype) if tensor.is_floating_point() else tensor
         return wire, tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Return `tensor` in the dtype that it had before."""
+        """Return `tensor` in its original dtype, `ctx`."""
         return tensor.to(ctx)
 
 
 class FP16Compressor(_CastCompressor):
-    """Half the bytes, 11 bits of precision, numbers up to 65504."""
+    """float16: half the bytes of float32, 11 bits of precision, numbers up to 65504."""
 
     wire_dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
-    """Half the bytes, 8 bits of precision, the range of float32."""
+    """bfloat16: half the bytes of float32, 8 bits of precision, the range of float32."""
 
     wire_dtype = torch.bfloat16

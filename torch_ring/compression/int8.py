@@ -18,10 +18,10 @@ _LARGEST_CODE = 127
 
 
 class Int8Compressor(ErrorFeedback):
-    """Sends 8-bit integers, with a scale for every so many elements, and error feedback.
+    """Sends 8-bit integers, a scale for every `elements_per_scale` of them, and error feedback.
 
-    A scale is the largest magnitude among its elements over 127; elements are rounded to the
-    nearest multiple of it. Every rank gets all integers and adds up what they stand for in the
+    A scale is the largest magnitude among its elements divided by 127; elements are rounded to its
+    nearest multiple. Every rank gets the integers of all ranks and adds up their values in the
     order of ranks, so that no sum is rounded to 8 bits.
 
     Source: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
@@ -29,7 +29,10 @@ class Int8Compressor(ErrorFeedback):
     stochastic, which error feedback makes unnecessary).
 
     Args:
-        elements_per_scale: fewer are more exact, and cost more scales.
+        elements_per_scale: elements that share a scale; fewer are more exact, and cost more scales.
+
+    Raises:
+        ValueError: `elements_per_scale` is less than 1.
     """
 
     def __init__(self, elements_per_scale: int = 256) -> None:
@@ -54,7 +57,7 @@ class Int8Compressor(ErrorFeedback):
 def quantize(tensor: Tensor, elements_per_scale: int) -> tuple[Tensor, Tensor]:
     """Return int8 codes, a row for each scale (the last one filled up), and a column of scales.
 
-    An element that is not finite makes its scale so, and what is made of it again.
+    An element that is not finite makes its scale not finite, and so the dequantized row.
     """
     width = min(elements_per_scale, tensor.numel())
     flat, missing = tensor.flatten(), -tensor.numel() % width
@@ -66,6 +69,6 @@ def quantize(tensor: Tensor, elements_per_scale: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """Return the tensor that `quantize` has been given, up to half a scale."""
+    """Return the argument of `quantize`, each element to within half a scale."""
     values = codes.to(scales.dtype).mul_(scales)  # a product of two dtypes takes ten times as long
     return values.flatten()[: prod(shape)].view(shape)

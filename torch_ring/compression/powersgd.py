@@ -17,20 +17,23 @@ __all__ = ["PowerSGDCompressor"]
 class PowerSGDCompressor(ErrorFeedback):
     """Sends gradients as products of two thin matrices, with error feedback.
 
-    A gradient is a matrix with the rows of the parameter's first dimension. One step of the power
-    iteration, which goes on from where the last one of this parameter ended, finds the space of
-    its `rank` largest directions; what lies in it is sent. A tensor for which the two matrices
-    would have as many elements as itself is sent whole: all vectors are.
+    A gradient is a matrix whose rows are the parameter's first dimension. One step of the power
+    iteration, which continues from the last one of this parameter, finds the space of its `rank`
+    largest directions; the gradient's projection onto this space is sent. A tensor is sent whole
+    if the two matrices would have as many elements, as is every vector.
 
-    The two products are the machine's own: ranks with unlike processors or numbers of threads
+    Each rank computes the products itself: ranks with different processors or numbers of threads
     may differ in the last bits of the result.
 
     Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient
     Compression for Distributed Optimization", NeurIPS 2019, algorithms 1 and 2.
 
     Args:
-        rank: columns of the two matrices.
-        seed: of the first right matrix.
+        rank: the number of columns of the two matrices.
+        seed: the seed of the first right matrix; the same on all ranks.
+
+    Raises:
+        ValueError: `rank` is less than 1.
     """
 
     def __init__(self, rank: int = 4, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Compressors that keep a state for each parameter and send what they like: the interface."""
+"""StatefulCompressor: the interface of compressors with a state and a wire format of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 __all__ = ["ErrorFeedback", "Gather", "Reduce", "Request", "State", "StatefulCompressor"]
 
 State: TypeAlias = dict[str, Any]
-"""What a compressor remembers of one parameter; empty at first, and its own on every rank."""
+"""A compressor's state of one parameter; empty at first; every rank has its own."""
 
 
 class Gather:
     """Asks for the `tensors` of all ranks: any number of them, of any shapes and dtypes.
 
-    ``yield Gather(a, b)`` gives a list with a tuple ``(a, b)`` for each rank, in their order.
+    ``yield Gather(a, b)`` gives a list with a tuple ``(a, b)`` for each rank, in rank order.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -28,8 +28,11 @@ class Gather:
 class Reduce:
     """Asks for the mean of `tensor` over all ranks.
 
-    ``yield Reduce(a)`` gives a new tensor of the shape and dtype of `a`, a float's, equal on all
-    ranks bit by bit.
+    ``yield Reduce(a)`` gives a new tensor of the shape and dtype of `a`, equal on all ranks bit by
+    bit.
+
+    Raises:
+        ValueError: `tensor` is not of floating point.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -44,21 +47,21 @@ CompressorT = TypeVar("CompressorT", bound="StatefulCompressor")
 
 
 class StatefulCompressor(ABC):
-    """How the gradient of a parameter becomes its mean over the ranks.
+    """The interface of a compressor that computes a gradient's mean over the ranks.
 
     Give an instance to ``DistributedOptimizer(compression=...)``, one to each optimizer. The
-    requests of all gradients of a bucket travel together, a round for each ``yield``.
+    requests of all gradients of a bucket travel together, in one round for each ``yield``.
 
-    A subclass with settings keeps them in attributes: the ranks check that they have the same.
+    A subclass keeps its settings in attributes: the ranks check that theirs are equal.
     """
 
     states: dict[str, State]
-    """By the names of their parameters."""
+    """The states by parameter name."""
 
     _served: WeakValueDictionary[str, Tensor]
 
     def __new__(cls: type[CompressorT], *_args: Any, **_kwargs: Any) -> CompressorT:
-        """Make what a subclass needs even if its `__init__` does not call this class's."""
+        """Make the attributes even if a subclass's `__init__` does not call this class's."""
         self = super().__new__(cls)
         self.states = {}
         self._served = WeakValueDictionary()
@@ -66,24 +69,24 @@ class StatefulCompressor(ABC):
 
     @abstractmethod
     def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:
-        """Return the mean of `gradient` over all ranks, or what stands for it.
+        """Return the mean of `gradient` over all ranks, or an approximation.
 
         A generator: ``answer = yield Gather(...)`` or ``yield Reduce(...)``, as often as it takes,
-        but equally often on all ranks. The result must be the same on all ranks, so make it of
+        but equally often on all ranks. The result must be the same on all ranks, so compute it from
         the answers alone. With op=Sum it is multiplied by the number of ranks afterwards.
 
         Args:
-            gradient: this rank's, in the shape of the parameter, float32 or float64; a complex
-                one has a last dimension of 2. It may be overwritten: clone what is to be kept.
-            state: this parameter's. What is put there is kept if the result is finite, else the
-                step is one that ``GradScaler`` skips: so replace tensors, do not write into them.
+            gradient: this rank's gradient in the shape of the parameter, float32 or float64; a
+                complex one has a last dimension of 2. It may be overwritten: clone it to keep it.
+            state: this parameter's state. Changes are kept if the result is finite; otherwise
+                ``GradScaler`` skips the step. So replace tensors, do not write into them.
 
         Raises:
-            Exception: whatever it raises ends the pass on all ranks.
+            Exception: any exception ends the backward pass on all ranks.
         """
 
     def state_dict(self) -> dict[str, State]:
-        """Return the states by the names of their parameters. They are this rank's alone."""
+        """Return the states by parameter name. They are this rank's alone."""
         return {name: dict(state) for name, state in self.states.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, State]) -> None:
@@ -94,7 +97,7 @@ class StatefulCompressor(ABC):
         """Keep the states of `parameters` from now on.
 
         Raises:
-            ValueError: another parameter has the name of one of them.
+            ValueError: the compressor already serves another parameter of the same name.
         """
         for name, parameter in parameters.items():
             if self._served.get(name, parameter) is not parameter:
@@ -106,7 +109,7 @@ class StatefulCompressor(ABC):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> NoReturn:  # noqa: ARG003
-        """Refuse: this is what operations other than an optimizer's call."""
+        """Raise ValueError: operations other than an optimizer's call this method."""
         raise ValueError(
             f"{cls.__name__} keeps a state for each parameter, so that it works in "
             "DistributedOptimizer only"
@@ -114,7 +117,7 @@ class StatefulCompressor(ABC):
 
     @classmethod
     def decompress(cls, tensor: Tensor, ctx: Any) -> NoReturn:  # noqa: ARG003
-        """Refuse, as `compress`."""
+        """Raise ValueError, as `compress`."""
         cls.compress(tensor)
 
     def __repr__(self) -> str:
@@ -126,14 +129,14 @@ class StatefulCompressor(ABC):
         return f"{type(self).__qualname__}({settings})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the parameters out: a copy serves others."""
+        """Leave the served parameters out: a copy serves others."""
         return {key: value for key, value in vars(self).items() if key != "_served"}
 
 
 class ErrorFeedback(StatefulCompressor):
-    """Adds to each gradient what earlier ones lost on their way, so that it arrives later.
+    """Adds the compression error of earlier gradients to each gradient, so that it arrives later.
 
-    On each rank, all that was sent and what is still owed add up to all gradients.
+    On each rank, the sum of all sent tensors and of the current error is the sum of all gradients.
 
     Source: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
     Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014; S. P. Karimireddy et al.,
@@ -144,9 +147,9 @@ class ErrorFeedback(StatefulCompressor):
     def send(
         self, gradient: Tensor, state: State
     ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
-        """As `reduce`, but return in addition what of `gradient` this rank has sent.
+        """As `reduce`, but return the mean and the part of `gradient` that this rank has sent.
 
-        The mean of what the ranks have sent is the result. `gradient` must not be overwritten.
+        The mean is that of the parts that the ranks have sent. `gradient` must not be overwritten.
         """
 
     def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:

@@ -1,5 +1,6 @@
-"""Connections: authenticated connections between ranks, and what ranks learn of one another.
+"""Connections: authenticated connections between ranks, and the peer info that ranks exchange.
 
 `connect` makes a `full_mesh` of connections: each rank publishes its `peer_info`, `topology`
-derives who shares a host, `connector` opens the sockets, and `handshake` authenticates both ends.
+derives which ranks share a host, `connector` opens the sockets, and `handshake` authenticates both
+ends.
 """

@@ -1,8 +1,9 @@
-"""Connecting the ranks of a world: a full mesh of sockets, and shared memory inside hosts.
+"""connect_full_mesh: sockets between all ranks of a world, and shared memory inside hosts.
 
 Of two ranks the lower one accepts and the higher one connects. Every pair has a control connection:
 TCP between hosts, inside a host a Unix socket, over which memory and doorbells are passed. Pairs on
-the same lane of different hosts have data connections, too: one, or TORCH_RING_CONNECTIONS.
+the same lane (index within the host) of different hosts have data connections, too: as many as
+TORCH_RING_CONNECTIONS says.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def connect_full_mesh(
         rendezvous: the store's host, and the secret of the job.
         exchange: gathers the ranks' `PeerInfo`.
         labels: the ranks' names in messages; by default made of their `PeerInfo`.
-        common: what must be the same on all ranks besides settings, by name.
+        common: values besides the settings that must be the same on all ranks, by name.
 
     Returns:
-        The mesh, when every rank has all of its connections.
+        The mesh; every rank has all of its connections by then.
 
     Raises:
         TimeoutError: ranks did not arrive, or did not connect, before the deadline; names them.
@@ -96,7 +97,7 @@ def sit_out(exchange: SetupExchange) -> None:
     exchange.gather(_CONNECTED, "")
 
 
-# --- what this rank offers to the others
+# --- this rank's memory, peer info and listeners
 
 
 def _make_memory(identity: Identity, mesh: FullMesh, config: Config) -> bool:
@@ -130,8 +131,8 @@ def _require_address_space(needed: int) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if limit != resource.RLIM_INFINITY and used + needed > limit:
         raise RingError(
-            f"`ulimit -v` allows {limit - used >> 20} MiB of addresses more, and to map the memory "
-            f"of all ranks of the host takes {needed >> 20} MiB"
+            f"`ulimit -v` allows {limit - used >> 20} MiB of address space more, but the memory of "
+            f"all ranks of the host needs {needed >> 20} MiB"
         )
 
 

@@ -23,12 +23,12 @@ __all__ = ["Connector", "run"]
 
 _log = logging.getLogger("torch_ring")
 
-_STRANGER_S = 5.0  # a connection must prove who it is within this
-_STRANGERS = 256  # connections that have not proved it, at a time
+_STRANGER_S = 5.0  # seconds within which an accepted connection must authenticate itself
+_STRANGERS = 256  # accepted connections that may be unauthenticated at a time
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, also where an event loop runs already (a notebook, a Ray actor)."""
+    """Run `work` to its end, even if an event loop runs already (a notebook, a Ray actor)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -55,14 +55,14 @@ def _run_here(work: Coroutine[Any, Any, None]) -> None:
 class Connector:
     """Opens and accepts the connections of one rank.
 
-    Each has a task of its own, so that a silent peer delays no other.
+    Each connection has a task of its own, so that a silent peer delays no other.
 
     Args:
         rank: this process.
-        key: shared by the ranks of this world; proves who they are.
+        key: the key with which the ranks of this world authenticate one another.
         mesh: takes the connections.
         exchange: reports failures of other ranks, and has the deadline.
-        data_connections: to each rank on the same lane of another host.
+        data_connections: the number of them to each rank on the same lane of another host.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Connector:
                 return
 
     def _socket_for(self, peer: int) -> tuple[socket.socket, Any]:
-        """Return an unconnected socket, and what to connect it to."""
+        """Return an unconnected socket, and the address to connect it to."""
         info = self._mesh.peers[peer]
         address: Any = (info.address, info.port)
         family = socket.AF_INET6 if ":" in info.address else socket.AF_INET
@@ -201,7 +201,7 @@ class Connector:
         mesh = self._mesh
         own = [mesh.memory[self._rank], mesh.doorbells[self._rank]]
         received: list[int] = []
-        with contextlib.suppress(ConnectionError):  # treated as if nothing came
+        with contextlib.suppress(ConnectionError):  # treated like too few descriptors
             socket.send_fds(connection, [b"M"], own)
             await handshake.readable(connection)
             received = receive_fds(connection, 2)

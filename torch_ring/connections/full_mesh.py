@@ -38,7 +38,7 @@ class FullMesh:
     def release(self) -> dict[str, list[Any]]:
         """Return the descriptors by rank; the caller owns them now.
 
-        A missing descriptor is -1. Of `data`, each rank has a list.
+        A missing descriptor is -1. `data` has a list for each rank.
         """
         ranks = range(len(self.host_of))
         by_channel = [sorted(self.data.pop(r, {}).items()) for r in ranks]

@@ -1,10 +1,10 @@
-"""Authentication of a connection: both ends prove that they know the key of this world.
+"""connect and accept: mutual authentication of the two ends of a connection, by this world's key.
 
-The connecting side sends a hello: who it is, whom it wants, for which channel, and a nonce. The
+The connecting side sends a hello: its rank, the peer's rank, the channel, and a nonce. The
 accepting side answers with a nonce of its own and a proof, the connecting side with its proof, the
 accepting side with a welcome. A proof is an HMAC-SHA256, under the key of this world, of the hello,
-the nonce, and a tag for the side, so that it serves nobody else, at no other time, and not in the
-other direction. Data sent afterwards is not encrypted.
+the accepting side's nonce, and a tag for the side, so that it is valid in this handshake and
+direction only. Data sent afterwards is not encrypted.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ async def accept(connection: socket.socket, key: bytes, rank: int) -> tuple[int,
     """Authenticate a peer of `rank`; return its rank and the channel of the connection.
 
     Raises:
-        OSError, ValueError: the other end is no peer; do not use what it sent.
+        OSError, ValueError: the other end is no peer; do not use its data.
     """
     loop = asyncio.get_running_loop()
     hello = await _receive(connection, _HELLO.size)
     magic, channel, peer, wanted, _ = _HELLO.unpack(hello)
     if magic != _MAGIC or wanted != rank:
-        raise ValueError("a stranger")
+        raise ValueError("its hello is not torch_ring's, or is for another rank")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     await loop.sock_sendall(connection, nonce + _proof(key, b"accept", hello, nonce))
     proof = await _receive(connection, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(key, b"connect", hello, nonce)):
-        raise ValueError("a stranger who knows our ways, but not the secret")
+        raise ValueError("the peer knows the protocol, but not the secret")
     await loop.sock_sendall(connection, _WELCOME)
     return peer, channel
 
 
 async def readable(connection: socket.socket) -> None:
-    """Wait until there is something to receive."""
+    """Wait until `connection` has data to receive."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(connection, ready.set)

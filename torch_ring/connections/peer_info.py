@@ -1,4 +1,4 @@
-"""PeerInfo: what a rank tells the others about itself before they connect to it."""
+"""PeerInfo: a rank's description of itself, published before the others connect to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PeerInfo"]
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """What a rank tells the others about itself.
+    """A rank's description of itself for the others.
 
     Attributes:
         machine: "<kernel>/<network namespace>": ranks with the same one can pass descriptors to one
@@ -25,7 +25,7 @@ class PeerInfo:
         socket: the name of the abstract Unix socket for ranks on its own host.
         cpus: the CPUs the rank may run on, as a hexadecimal bit mask.
         nonce: random bytes in hexadecimal; rank 0's is part of this world's key.
-        settings: what must be the same on all ranks, by variable.
+        settings: the settings that must be the same on all ranks, by variable.
     """
 
     rank: int
@@ -44,11 +44,11 @@ class PeerInfo:
 
     @property
     def kernel(self) -> str:
-        """The kernel, shared by ranks that share CPUs: also by containers with own networks."""
+        """The kernel's boot id: ranks that share CPUs share it, even in different containers."""
         return self.machine.partition("/")[0]
 
     def to_json(self) -> str:
-        """Return the text that is published."""
+        """Return the text to publish."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Feeds every rank its share of the data, and tells what that costs a step."""
+"""Input pipeline: each rank's share of the data, and the time that steps wait for it."""
 
 from torch_ring.data.pipeline import MODES, InputPipeline
 from torch_ring.data.prefetcher import DevicePrefetcher

@@ -1,4 +1,4 @@
-"""Hands out batches, real or not, and measures what waiting for them costs."""
+"""InputPipeline: real, cached or synthetic batches, and the time that steps wait for them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torch_ring.world.process_set import ProcessSet, global_process_set
 __all__ = ["MODES", "InputPipeline"]
 
 MODES = ("real", "cached", "synthetic")
-"""For a script's ``--data``."""
+"""The modes of an InputPipeline, for a script's ``--data``."""
 
 
 class InputPipeline:
-    """Iterates over a loader's batches, on a device, and tells what waiting for them costs.
+    """Iterates over a loader's batches on a device, and measures how long steps wait for them.
 
     ::
 
@@ -42,23 +42,25 @@ class InputPipeline:
         if hvd.rank() == 0:
             print(report)
 
-    An epoch has equally many batches in each mode. A batch may come again, so a step must not write
-    to it. The loader's :class:`ShardedSampler` is advanced with every batch that the loop gets, and
-    by the last one to the next epoch: its state, taken after a step, is right. (Not that of a
-    ``batch_sampler=``, which alone knows how large its batches are.)
+    An epoch has the same number of batches in every mode. A batch may be handed out again, so a
+    step must not write to it. Every batch that the loop gets advances the loader's
+    :class:`ShardedSampler`, the last one to the next epoch, so the sampler's state may be saved
+    after any step. (A ``batch_sampler=`` is not advanced: it alone knows how large its batches
+    are.)
 
     Args:
         loader: a DataLoader, or an iterable of batches; see :class:`DevicePrefetcher`.
-        device: where the batches are to go.
-        mode: ``"real"``: what the loader yields; ``"cached"``: its first batches again and again,
-            copied to the device each time; ``"synthetic"``: its first batch alone, which lies on
-            the device.
-        cached_batches: how many there are of those.
-        process_set: the ranks that train together, and report together.
+        device: the device on which batches are handed out.
+        mode: ``"real"``: the loader's batches; ``"cached"``: its first batches again and again,
+            copied to the device each time; ``"synthetic"``: its first batch only, kept on the
+            device.
+        cached_batches: the number of batches that mode ``"cached"`` repeats.
+        process_set: the ranks that train and report together.
 
     Raises:
-        ValueError: there is no such mode; in an iteration: there is no batch that could come again.
-        TypeError: in an iteration that is not of real data: the loader has no length.
+        ValueError: `mode` is unknown, or `cached_batches` less than 1; in an iteration: the loader
+            has no batch to repeat.
+        TypeError: in an iteration of cached or synthetic data: the loader has no length.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class InputPipeline:
                 advance(index)
                 yield batch
                 begun = time.perf_counter()
-            if index < 0:  # after a resume: what was left did not fill a batch
+            if index < 0:  # after a resume: the rest of the epoch did not fill a batch
                 advance(index)
         finally:
             self._log.add_elapsed(time.perf_counter() - counted)
@@ -138,18 +140,21 @@ class InputPipeline:
         steps: int = 20,
         rounds: int = 5,
     ) -> InputReport:
-        """Tell what the run waited for, and compare real data with cached and synthetic data.
+        """Return the run's waits for data, and the speeds with real, cached and synthetic data.
 
-        A collective of all ranks of the set. To compare, the ranks take some 3 x `rounds` x `steps`
-        more steps, so do it when the run is over: each round has some with each kind of data, and
-        counts as the slowest rank's; the medians of the rounds are compared. The loader's workers
-        are started for each round, and fill their queue during steps that do not count.
+        A collective of all ranks of the set. The comparison takes about 3 x `rounds` x `steps` more
+        steps, so call it when the run is over. Each round takes `steps` steps with each kind of
+        data and counts the slowest rank's time; the medians of the rounds are compared. The
+        loader's workers start anew in each round, and fill their queue during untimed steps.
 
         Args:
-            step: does a whole training step with a batch, and changes the weights accordingly.
-                None: no comparison.
-            steps: in a round, with each kind of data; the same on all ranks, as `rounds`.
-            rounds: how many.
+            step: takes a whole training step with a batch, and so changes the weights. None: no
+                comparison.
+            steps: steps of a round with each kind of data; the same on all ranks, as `rounds`.
+            rounds: the number of rounds.
+
+        Returns:
+            The report, the same on all ranks.
 
         Raises:
             ValueError: `steps` or `rounds` is less than 1.
@@ -164,12 +169,12 @@ class InputPipeline:
         return InputReport(self.mode, self.process_set.size(), num_workers, spare, waits, rates)
 
     def _compare(self, step: Callable[[Any], object], steps: int, rounds: int) -> Rates:
-        # Equally many on all ranks, as each step has collectives, though loaders may differ.
+        # The same number of steps on all ranks: a step has collectives, and loaders may differ.
         queued = torch.tensor(_queue_of(self.loader))
         queue = int(allreduce(queued, op=Max, process_set=self.process_set))
         settling = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
-            _ = self._synthetic  # it is loaded now, and not while something is timed
+            _ = self._synthetic  # loaded now, not while steps are timed
             self._end_workers()
             rows = [
                 [self._time(mode, step, settling[mode], steps) for mode in MODES]
@@ -179,7 +184,7 @@ class InputPipeline:
         return Rates.of(allreduce(seconds, op=Max, process_set=self.process_set), steps)
 
     def _time(self, mode: str, step: Callable[[Any], object], settling: int, steps: int) -> float:
-        """Return what `steps` steps take, in seconds, after some that do not count."""
+        """Return the seconds that `steps` steps take, after `settling` steps that do not count."""
         batches = self._endless(mode)
         try:
             for batch in islice(batches, settling):
@@ -196,7 +201,7 @@ class InputPipeline:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """End the workers that stay; they would fill their queue while other data are timed."""
+        """End persistent workers: they would fill their queue while other data are timed."""
         if getattr(self.loader, "persistent_workers", False):
             self.loader._iterator = None  # type: ignore[attr-defined]
 
@@ -219,16 +224,16 @@ class InputPipeline:
 
 
 def _advancing(loader: Iterable[Any]) -> Callable[[int], None]:
-    """Return what advances the loader's sampler, called with the index of each batch."""
+    """Return a function that advances the loader's sampler; call it with each batch's index."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, ShardedSampler):
         return lambda _index: None
-    sampler.load_state_dict(sampler.state_dict())  # len(loader) is now what is left of the epoch
+    sampler.load_state_dict(sampler.state_dict())  # len(loader) now counts the rest of the epoch
     last, next_epoch = len(loader) - 1, sampler.epoch + 1  # type: ignore[arg-type]
-    samples = loader.batch_size or 1  # type: ignore[attr-defined]  # without batches: one at a time
+    samples = loader.batch_size or 1  # type: ignore[attr-defined]  # None: single samples
 
     def advance(index: int) -> None:
-        if index == last:  # also where the loader leaves out a batch that is not full
+        if index == last:  # even if the loader drops an incomplete batch
             sampler.set_epoch(next_epoch)
         else:
             sampler.advance(samples)
@@ -237,13 +242,13 @@ def _advancing(loader: Iterable[Any]) -> Callable[[int], None]:
 
 
 def _queue_of(loader: Iterable[Any]) -> int:
-    """Return how many batches the loader's workers make in advance."""
+    """Return the number of batches that the loader's workers make in advance."""
     return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 
 @contextmanager
 def _whole_epochs(loader: Iterable[Any]) -> Iterator[None]:
-    """Have the loader's sampler begin at the beginning, and put it back."""
+    """Make iterations inside the context begin at an epoch's start; restore the sampler after."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, ShardedSampler):
         yield

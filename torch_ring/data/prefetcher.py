@@ -1,4 +1,4 @@
-"""Brings batches to the device while it works on the one before."""
+"""DevicePrefetcher: copies of batches to the device, made while it works on the one before."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ __all__ = ["DevicePrefetcher"]
 
 
 class DevicePrefetcher:
-    """Iterates over the batches of a loader, on a device.
+    """Iterates over the batches of a loader on a device.
 
-    The copy of the next batch is under way, on a stream of its own, while the model works on this
-    one; so there are two batches in the device's memory, and three while the loop asks for the
-    next. On a CPU the batches are passed on as they are.
+    A stream of its own copies the next batch while the model works on this one. The device's memory
+    holds two batches, and three while the loop asks for the next. On a CPU the batches are passed
+    on as they are.
 
-    Copies run beside the model's work only from pinned memory: ``DataLoader(pin_memory=True)``
-    pins in a thread of its own; what is not pinned is pinned here, which takes this thread's time.
+    Copies run beside the model's work only from pinned memory. ``DataLoader(pin_memory=True)`` pins
+    batches in a thread of its own; a tensor that is not pinned is pinned here, in the caller's
+    thread.
 
     Args:
-        loader: yields batches: a tensor, or tensors in tuples, namedtuples, lists and dicts,
-            nested at will. What else is in them is passed on.
-        device: where they are to go.
+        loader: yields batches: a tensor, or tensors in tuples, namedtuples, lists and dicts, in any
+            nesting. Other values in a batch are passed on as they are.
+        device: the device of the copies.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str) -> None:
@@ -53,9 +54,9 @@ class DevicePrefetcher:
             yield self._arrived(*ahead.pop())
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch on the device: a copy that the current stream makes.
+        """Return a batch on the device, copied by the current stream.
 
-        The host does not wait for it, unless it has to pin the batch.
+        The host does not wait for the copy, unless it has to pin the batch.
         """
         return tree_map_only(Tensor, self._to_device, batch)
 
@@ -65,10 +66,10 @@ class DevicePrefetcher:
         return tensor.to(self.device, non_blocking=True)
 
     def _arrived(self, batch: Any, copied: torch.Event) -> Any:
-        """Let the current stream wait for the copy, and have it kept until that is done with it."""
+        """Make the current stream wait for the copy; keep the batch until that stream is done."""
         current = torch.accelerator.current_stream(self.device)
         current.wait_event(copied)
-        # Its memory is the copying stream's: without this, freed by the loop, it would be given to
-        # a later batch while the model's work on this one is still in the queue.
+        # The batch's memory belongs to the copying stream. Without record_stream(), memory that the
+        # loop frees would hold a later batch while the model's work on this one is still queued.
         tree_map_only(Tensor, lambda tensor: tensor.record_stream(current), batch)
         return batch

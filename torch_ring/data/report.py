@@ -1,4 +1,4 @@
-"""What the input pipeline costs a step, in numbers and in a line of advice."""
+"""InputReport: the cost of the input pipeline to a step, in numbers and a line of advice."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch_ring.data.waits import Waits
 
 __all__ = ["InputReport", "Rates"]
 
-_SMALL = 0.02  # of a step's time: less is not worth anybody's
-_FEW = 50  # steps: what is measured over fewer is mostly noise
+_SMALL = 0.02  # fraction of a step below which a gap is not worth fixing
+_FEW = 50  # steps; measurements over fewer are mostly noise
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Steps a second of all ranks together, compared.
+    """Steps a second with each kind of data, of all ranks together.
 
     Attributes:
-        real: with what the loader yields.
+        real: with the loader's batches.
         cached: with a few of its batches again and again: no loader.
-        synthetic: with one batch that lies on the device: no loader and no copy.
+        synthetic: with one batch kept on the device: no loader and no copy.
         spread: half the distance from the smallest to the largest gap of the rounds.
-        steps: how many were measured, of each kind.
+        steps: the number of steps measured with each kind.
     """
 
     real: float
@@ -35,22 +35,22 @@ class Rates:
 
     @property
     def gap(self) -> float:
-        """1 - real / synthetic: what part of the speed the data costs."""
+        """1 - real / synthetic: the part of the speed that the data costs."""
         return 1 - self.real / self.synthetic
 
     @property
     def loader_share(self) -> float:
-        """1 - real / cached: what part of it the loader costs; the rest is the copy's."""
+        """1 - real / cached: the part that the loader costs; the rest of the gap is the copy's."""
         return 1 - self.real / self.cached
 
     @classmethod
     def of(cls, seconds: Tensor, steps: int) -> Rates:
-        """Return the rates of rounds.
+        """Return the rates measured in some rounds.
 
         Args:
-            seconds: shape [rounds, 3]: what the steps of a round took with each kind of data, in
+            seconds: shape [rounds, 3]: the duration of a round's steps with each kind of data, in
                 the order of the attributes.
-            steps: of a round, with each kind.
+            steps: steps of a round with each kind.
         """
         real, cached, synthetic = (steps / seconds.median(0).values).tolist()
         gaps = 1 - seconds[:, 2] / seconds[:, 0]
@@ -60,15 +60,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class InputReport:
-    """What :meth:`InputPipeline.report` measured: the same on all ranks. Print it.
+    """The measurements of :meth:`InputPipeline.report`, the same on all ranks. Print it.
 
     Attributes:
-        mode: of the run: real, cached or synthetic.
-        ranks: their number.
-        num_workers: of a rank's loader; the fewest.
-        spare_workers: how many more :func:`default_num_workers` would have; the fewest.
-        waits: for data, in the run.
-        rates: with each kind of data, measured after the run; None if they were not.
+        mode: the run's data: real, cached or synthetic.
+        ranks: the number of ranks.
+        num_workers: workers of a rank's loader; the fewest of any rank.
+        spare_workers: workers that :func:`default_num_workers` would add; the fewest of any rank.
+        waits: the run's waits for data.
+        rates: the speeds with each kind of data, measured after the run; None without `step`.
     """
 
     mode: str
@@ -80,17 +80,17 @@ class InputReport:
 
     @property
     def gap(self) -> float:
-        """1 - real / synthetic, of the steps a second; NaN if they were not measured."""
+        """1 - real / synthetic, of the steps a second; NaN if they were not compared."""
         return self.rates.gap if self.rates else math.nan
 
     @property
     def loader_share(self) -> float:
-        """1 - real / cached, of the steps a second; NaN if they were not measured."""
+        """1 - real / cached, of the steps a second; NaN if they were not compared."""
         return self.rates.loader_share if self.rates else math.nan
 
     @property
     def advice(self) -> str:
-        """What to try first, in one line."""
+        """The first thing to try, in one line."""
         waits, rates = self.waits, self.rates
         if (rates or waits).steps < _FEW:
             return f"too few steps to tell: measure {_FEW} or more"

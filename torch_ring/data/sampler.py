@@ -1,4 +1,4 @@
-"""Which samples this rank takes, and how far the ranks have come."""
+"""ShardedSampler: each rank's share of the samples, and the ranks' progress in the epoch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["ShardedSampler"]
 
 
 class ShardedSampler(Sampler[int]):
-    """Deals the samples of a data set to the ranks, like cards: one to each, then again.
+    """Deals the samples of a data set to the ranks in turn, one sample at a time.
 
-    In training, take ``drop_last=True``: all ranks get equally many samples, so equally many
-    batches; a rank with one more would wait there for the others. In evaluation, take the default:
-    every sample is taken once, by one rank, so shares may differ by one, and a loop over them must
-    not call a collective. No sample is ever taken twice to fill up.
+    For training, use ``drop_last=True``: all ranks get the same number of samples and of batches; a
+    rank with one batch more would wait there for the others. For evaluation, use the default: every
+    sample is taken once, by one rank. Shares may then differ by one sample, so a loop over them
+    must not call a collective. No sample is ever repeated to even out the shares.
 
     An epoch's order follows from `seed` and the epoch, and is the same on all ranks. After k
     batches of b samples on each rank, the first ``k * b * size`` samples of that order have been
-    taken; so one number says how far the ranks are, on any number of them. `advance` counts it:
-    what the DataLoader's workers have fetched ahead is not what the model was trained on.
+    taken, so one number is the progress of all ranks, whatever their number. `advance` counts it,
+    because the DataLoader's workers fetch samples before the model is trained on them.
     :class:`InputPipeline` calls `advance`; without one, call it after each step::
 
         sampler = ShardedSampler(train_set, drop_last=True)
@@ -36,17 +36,17 @@ class ShardedSampler(Sampler[int]):
                 ...
                 sampler.advance(len(images))
 
-    The state may be taken after any step, and loaded on another number of ranks: the rest of the
-    epoch repeats and misses none (of what ``drop_last`` does not drop). The size and the rank are
-    read when an iteration begins: after a change of the size within a process (``shutdown()`` and
-    ``init()``), it is enough to give all ranks the same state.
+    The state may be saved after any step, and loaded on another number of ranks: the rest of the
+    epoch repeats no sample and misses none, except those that ``drop_last`` drops. Size and rank
+    are read when an iteration begins: after a change of the size within a process (``shutdown()``
+    and ``init()``), it is enough to give all ranks the same state.
 
     Args:
-        dataset: what has a length, or the length itself.
-        shuffle: whether each epoch has an order of its own; otherwise the data set's.
-        seed: of the orders; the same on all ranks.
-        drop_last: whether the last samples of an epoch are left out, fewer than there are ranks,
-            that do not go round; others in each epoch if shuffled.
+        dataset: a data set with a length, or the length itself.
+        shuffle: whether each epoch has a random order of its own, or the data set's.
+        seed: the seed of the orders; the same on all ranks.
+        drop_last: whether to leave out an epoch's last samples, fewer than there are ranks, that
+            cannot be dealt evenly; with `shuffle` they are others in each epoch.
         process_set: the ranks among which the samples are dealt.
 
     Raises:
@@ -70,32 +70,32 @@ class ShardedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.process_set = process_set
         self._epoch = 0
-        self._begin = 0  # how many samples of the epoch had been taken when this pass began
-        self._advanced = 0  # by this rank, since
-        self._taken = 0  # by all ranks, since: their number may be another when it is asked for
+        self._begin = 0  # samples of the epoch that were taken before this iteration began
+        self._advanced = 0  # samples that this rank has taken since
+        self._taken = 0  # samples that all ranks have taken since; the size may change later
 
     @property
     def epoch(self) -> int:
-        """The epoch that comes next, or goes on, when an iteration begins."""
+        """The epoch that the next iteration begins or continues."""
         return self._epoch
 
     @property
     def consumed(self) -> int:
-        """How many samples of the epoch all ranks together have taken."""
+        """The number of samples of the epoch that all ranks together have taken."""
         return min(self._begin + self._taken, self.length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; stay where it is if it is in that epoch already."""
+        """Go to the beginning of an epoch; keep the position if `epoch` is the current one."""
         if epoch != self._epoch:
             self._go_to(epoch, 0)
 
     def advance(self, samples: int) -> None:
-        """Count what this rank has taken, the same number as on the other ranks.
+        """Count samples that this rank has taken, the same number as on the other ranks.
 
-        With the last sample of the epoch, the next one is due: `epoch` is one more.
+        The last sample of the epoch increases `epoch` by one.
 
         Args:
-            samples: a batch's, usually; more than are left count as those.
+            samples: the number of samples, usually a batch's; at most the rest of the epoch counts.
         """
         self._advanced += samples
         self._taken += samples * self.process_set.size()
@@ -103,7 +103,7 @@ class ShardedSampler(Sampler[int]):
             self.set_epoch(self._epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far all ranks are, if all have advanced alike; plain numbers."""
+        """Return the progress of all ranks, in plain numbers; all must have advanced alike."""
         return {
             "epoch": self._epoch,
             "consumed": self.consumed,
@@ -113,10 +113,10 @@ class ShardedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the ranks were, however many those were; call it on all.
+        """Continue where the ranks were, whatever their number was; call it on all ranks.
 
         Raises:
-            ValueError: it is the state of a sampler with another order.
+            ValueError: the state is that of a sampler with another length, `shuffle` or `seed`.
         """
         for name in ("length", "shuffle", "seed"):
             if state[name] != getattr(self, name):
@@ -127,7 +127,7 @@ class ShardedSampler(Sampler[int]):
         self._go_to(state["epoch"], state["consumed"])
 
     def __len__(self) -> int:
-        """Return how many samples this rank takes in the pass that is under way, or is next."""
+        """Return the number of samples that this rank takes in the current or next iteration."""
         return len(range(self.length)[self._mine()])
 
     def __iter__(self) -> Iterator[int]:
@@ -136,7 +136,7 @@ class ShardedSampler(Sampler[int]):
         if not self.shuffle:
             return iter(range(self.length)[mine])
         generator = torch.Generator()
-        # Mixed, so that the epochs of a seed are not those of the next one, shifted.
+        # Hashed: with seed + epoch, the orders of a seed would be those of the next one, shifted.
         generator.manual_seed(zlib.crc32(f"{self.seed} {self._epoch}".encode()))
         order = torch.randperm(self.length, generator=generator)
         return iter(order[mine].tolist())
@@ -150,6 +150,6 @@ class ShardedSampler(Sampler[int]):
         return slice(begin, self._end(), self.process_set.size())
 
     def _end(self) -> int:
-        """Return where in the order the epoch ends."""
+        """Return the index in the order at which the epoch ends."""
         left = self.length - self._begin
         return self.length - (left % self.process_set.size() if self.drop_last else 0)

@@ -1,4 +1,4 @@
-"""How long each rank's steps wait for their batches."""
+"""WaitLog: the time that each rank's steps wait for their batches."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from torch_ring.world.process_set import ProcessSet
 
 __all__ = ["WaitLog", "Waits"]
 
-_KEPT = 4096  # of the last steps: enough for a p95, and 32 KiB a rank to gather
+_KEPT = 4096  # last steps that are kept at least: enough for a p95, and 32 KiB a rank to gather
 
 
 @dataclass(frozen=True)
 class Waits:
-    """What the steps of a run waited for; NaN if there were none. The same on all ranks.
+    """The waits of a run's steps for their batches, in seconds. The same on all ranks.
 
-    The first steps of epochs count as `steps`, and in `first_s` only.
+    An epoch's first step counts in `steps` and in `first_s` only. Means over no steps are NaN.
 
     Attributes:
-        steps: on the rank with the fewest.
-        steps_per_s: what is done outside the loops over the batches is left out.
-        mean_s, p95_s, max_s: over all ranks and the last steps (4096 or more, if there were), in
-            seconds.
-        latest_s: the longest wait of any rank in a step, the mean over the steps: what a step
-            loses, as each waits for the latest rank.
-        slowest_rank, slowest_rank_s: the rank that waits longest on average, and how long.
-        others_s: how long the other ranks wait on average, their median.
-        first_s: for the first batch of an epoch, when the workers start: the mean over the epochs
-            of the rank where it is longest.
+        steps: the number of steps on the rank with the fewest.
+        steps_per_s: the rate of the slowest rank; time outside the loops over batches is left out.
+        mean_s, p95_s, max_s: over all ranks and the last 4096 steps or more.
+        latest_s: the longest wait of any rank in a step, averaged over the steps: the time that a
+            step loses, because all ranks wait for the latest.
+        slowest_rank, slowest_rank_s: the rank that waits longest on average, and its mean wait.
+        others_s: the median of the other ranks' mean waits.
+        first_s: the wait for an epoch's first batch, while the workers start: the mean over the
+            epochs, of the rank where it is longest.
     """
 
     steps: int
@@ -51,7 +50,7 @@ class Waits:
 
 
 class WaitLog:
-    """The waits of one rank; the caller takes the time."""
+    """The waits of one rank, as its caller has timed them."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -60,7 +59,7 @@ class WaitLog:
         self._first_s = array("d")
 
     def add(self, wait_s: float, *, is_first: bool) -> None:
-        """Add the wait for a batch, which is or is not the first of its epoch."""
+        """Add the wait for a batch; `is_first` marks the first batch of an epoch."""
         self._steps += 1
         if is_first:
             self._first_s.append(wait_s)
@@ -70,15 +69,15 @@ class WaitLog:
             del self._last_s[:_KEPT]
 
     def add_elapsed(self, seconds: float) -> None:
-        """Add what a loop over batches took, waits and all."""
+        """Add the duration of a loop over batches, its waits included."""
         self._elapsed_s += seconds
 
     def gather(self, process_set: ProcessSet) -> Waits:
-        """Return the waits of all ranks of the set, which all call it."""
+        """Return the waits of all ranks of the set. A collective of them."""
         counts = torch.tensor([self._steps, len(self._last_s)])
         steps, kept = allreduce(counts, op=Min, process_set=process_set).tolist()
         rate = steps / self._elapsed_s if steps else torch.nan
-        mine = self._last_s[len(self._last_s) - kept :]  # on all ranks of the same steps
+        mine = self._last_s[len(self._last_s) - kept :]  # the same steps on all ranks
         row = _tensor([rate, _tensor(self._first_s).mean().item(), *mine])
         table = allgather(row[None], process_set=process_set)  # [ranks, 2 + kept]
         return summary(steps, table[:, 0], table[:, 1], table[:, 2:], process_set.ranks or [])
@@ -87,14 +86,14 @@ class WaitLog:
 def summary(
     steps: int, rates: Tensor, firsts_s: Tensor, waits_s: Tensor, ranks: list[int]
 ) -> Waits:
-    """Return what the ranks' measurements come to.
+    """Return the `Waits` that follow from the ranks' measurements.
 
     Args:
-        steps: of the rank with the fewest.
-        rates: of each rank, in steps a second.
-        firsts_s: of each rank, the mean wait for an epoch's first batch.
-        waits_s: shape [ranks, steps]; of the other steps.
-        ranks: the number of each rank.
+        steps: the number of steps on the rank with the fewest.
+        rates: shape [ranks]; steps a second.
+        firsts_s: shape [ranks]; mean waits for an epoch's first batch.
+        waits_s: shape [ranks, steps]; waits of the other steps.
+        ranks: the ranks of the set, ascending.
     """
     first_s, rate = firsts_s.max().item(), rates.min().item()
     if waits_s.shape[1] == 0:

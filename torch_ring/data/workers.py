@@ -1,4 +1,4 @@
-"""How many worker processes a rank's DataLoader may have."""
+"""default_num_workers: the number of worker processes for a rank's DataLoader."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["default_num_workers"]
 
 
 def default_num_workers(limit: int = 16) -> int:
-    """Return how many workers use the CPUs that are this rank's: for ``DataLoader(num_workers=)``.
+    """Return the number of workers that this rank has CPUs for: ``DataLoader(num_workers=...)``.
 
-    They are the CPUs on which the process may run, divided by the ranks on this kernel that may
-    run there too, less one for the rank itself; or its part of what the container may take, if that
-    is less. Before init() nobody knows what the launcher has bound the other ranks to, and all of
-    this host are taken to share.
+    The CPUs of a rank are those on which its process may run, divided by the ranks on this kernel
+    that may run there too; or its part of the container's quota, if that is less. One CPU is left
+    to the rank itself. Before init() the CPUs of the other ranks are unknown, so all ranks of this
+    host are taken to share theirs.
 
     Args:
-        limit: the most; each has the data set and some batches in memory.
+        limit: the most workers; each has the data set and some batches in memory.
 
     Returns:
         0 or more; with 0 the rank loads its data itself, between the steps.
@@ -36,7 +36,7 @@ def default_num_workers(limit: int = 16) -> int:
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Return how many CPUs' time this container may take: "200000 100000" are two."""
+    """Return this container's quota in CPUs: "200000 100000" is two."""
     try:
         quota, period = path.read_text().split()
         return int(quota) / int(period)

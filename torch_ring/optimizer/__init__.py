@@ -1,4 +1,4 @@
-"""DistributedOptimizer, and what averages the gradients behind it."""
+"""DistributedOptimizer, and the reduction of gradients behind it."""
 
 from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer
 

@@ -1,4 +1,4 @@
-"""AdasumOptimizer: ranks step for themselves, and the changes of the parameters are combined."""
+"""AdasumOptimizer: each rank takes its own step, and the parameters' changes are combined."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["AdasumOptimizer", "wrap_adasum"]
 
 
 class AdasumOptimizer(Wrapped):
-    """What a wrapped optimizer's class has in addition with ``op=Adasum``.
+    """The methods that a wrapped optimizer has in addition with ``op=Adasum``.
 
-    Each ``step()`` is taken with this rank's own gradients. The change of every parameter is then
-    combined over the ranks by adaptive summation (S. Maleki et al., "Scaling Distributed Training
-    with Adaptive Summation", MLSys 2021), so that Adam's change counts and not its gradient. Under
-    ``GradScaler`` a rank that skips its step would leave the others waiting: scale by hand.
+    Each ``step()`` uses this rank's own gradients. The change of every parameter is then combined
+    over the ranks by adaptive summation (S. Maleki et al., "Scaling Distributed Training with
+    Adaptive Summation", MLSys 2021), so that the change that Adam makes counts, not its gradient.
+    Under ``GradScaler`` a rank that skips its step would leave the others waiting: scale by hand.
     """
 
     _parameter_names: dict[Tensor, str]
@@ -40,7 +40,7 @@ class AdasumOptimizer(Wrapped):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise AssertionError, as in Horovod: it is the step that is reduced."""
+        """Raise AssertionError, as in Horovod: ``step()`` itself reduces."""
         raise AssertionError("skip_synchronize() is not possible with op=Adasum")
         yield
 
@@ -50,7 +50,7 @@ class AdasumOptimizer(Wrapped):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Note `passes`: gradients add up on this rank until ``step()``, however many they are."""
+        """Store `passes`, to no effect: gradients add up on this rank until ``step()``."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
         self.backward_passes_per_step = passes
@@ -73,7 +73,8 @@ def wrap_adasum(
     """Make `optimizer` an :class:`AdasumOptimizer`. Collective.
 
     Raises:
-        ValueError: the number of ranks is no power of two, or a parameter is no real number.
+        ValueError: the number of ranks is no power of two, a parameter is not of floating point, or
+            `compression` keeps a state.
         MismatchError: the parameters differ between ranks.
     """
     if isinstance(compression, StatefulCompressor):
@@ -97,7 +98,7 @@ def wrap_adasum(
     wrapped._before = None
     wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
-        # Hooks and not a method: a scheduler may have put the class's `step` into the instance.
+        # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         wrapped.register_step_pre_hook(_remember)
         wrapped.register_step_post_hook(_combine)
 
@@ -108,7 +109,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step pre-hook. Called twice for one step where a `step` calls its base class's."""
+    """Step pre-hook; called twice for one step if a `step` calls its base class's."""
     assert isinstance(optimizer, AdasumOptimizer)
     if optimizer._before is None:
         optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
@@ -116,7 +117,7 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
 
 @torch.no_grad()
 def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step post-hook; called twice where `_remember` is."""
+    """Step post-hook; called as often as `_remember`."""
     assert isinstance(optimizer, AdasumOptimizer)
     before, optimizer._before = optimizer._before, None
     if before is None:

@@ -1,4 +1,4 @@
-"""Buckets: gradients that are reduced together, planned without tensors or communication."""
+"""Bucket: gradients that are reduced together, planned without tensors or communication."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 __all__ = ["Bucket", "Slot", "TensorSpec", "plan_buckets", "split_evenly"]
 
 ALIGNMENT_BYTES = 64
-"""Every gradient begins on a cache line: ranks that write neighbours do not share one."""
+"""Every gradient begins on a cache line, so that ranks that write neighbours share no line."""
 
 LAST_BUCKET_BYTES = 1 << 20
-"""The most that is left to reduce when backward ends, where buckets are reduced while it runs."""
+"""The most bytes of the last bucket: these are left to reduce when backward ends."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class TensorSpec:
 
     @property
     def aligned_numel(self) -> int:
-        """Elements up to the next multiple of `ALIGNMENT_BYTES`."""
+        """The number of elements, rounded up to a multiple of `ALIGNMENT_BYTES`."""
         alignment = ALIGNMENT_BYTES // self.dtype.itemsize
         return -(-self.numel // alignment) * alignment
 
     @property
     def aligned_bytes(self) -> int:
-        """The same in bytes."""
+        """The size in bytes of `aligned_numel` elements."""
         return self.aligned_numel * self.dtype.itemsize
 
 
@@ -58,14 +58,14 @@ class Bucket:
 
     @cached_property
     def parameters(self) -> int:
-        """The bitmap of the parameters in here: bit i is parameter i."""
+        """The bitmap of the bucket's parameters: bit i is parameter i."""
         return sum(1 << slot.parameter for slot in self.slots)
 
     def runs(self, touched: int) -> list[tuple[int, int]]:
         """Return (begin, end) of each longest range of touched gradients, in elements.
 
-        What is not touched keeps its value because it is not sent: a gradient from an earlier step
-        would be multiplied by a Sum.
+        Other gradients are not sent, so that they keep their values: a Sum would multiply a
+        gradient of an earlier step.
 
         Args:
             touched: the bitmap of the parameters to reduce.
@@ -95,14 +95,14 @@ def plan_buckets(
 
     A bucket holds one dtype on one device. The gradients that are ready last get a bucket of at
     most `last_bytes`; a gradient that is larger than a limit gets a bucket of its own. A group of
-    gradients gets a bucket of its own for each dtype and device, whatever its size. So does each of
-    those that stay alone.
+    gradients gets a bucket of its own for each dtype and device, whatever its size. So does each
+    gradient of `alone`.
 
     Args:
         specs: the gradients, by parameter index.
         order: a permutation of the parameter indices.
-        capacity_bytes: the most that goes into one bucket.
-        last_bytes: the same for the last bucket, if that is less.
+        capacity_bytes: the most bytes of a bucket.
+        last_bytes: the most bytes of the last bucket, if that is less.
         groups: parameters that stay together; each is in one group or in none.
         alone: parameters that share a bucket with no other; in no group.
 
@@ -163,7 +163,7 @@ def _fitting(specs: Sequence[TensorSpec], limit_bytes: int) -> int:
 
 
 def _lay_out(specs: Sequence[TensorSpec], parameters: Sequence[int]) -> Bucket:
-    """Topology gradients of one kind one after the other."""
+    """Return a bucket with gradients of one kind laid out one after the other."""
     slots: list[Slot] = []
     offset = 0
     for parameter in parameters:

@@ -44,57 +44,58 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
     The gradients in ``p.grad`` are averaged when ``backward()`` returns: clipping, ``GradScaler``
-    and anything else that looks at them needs no special call. A parameter that has a gradient on
-    any rank gets one on all (a rank without counts as zero); one that has none keeps ``p.grad`` as
-    it is. ``p.grad`` is memory that the next backward pass uses again: clone what you keep.
+    and other readers of gradients need no special call. A parameter with a gradient on any rank
+    gets one on all; a rank without one counts as zero. A parameter without a gradient on any rank
+    keeps its ``p.grad``. The next backward pass reuses the memory of ``p.grad``: clone a gradient
+    to keep it.
 
-    A gradient that is sparse on all ranks that have it (``Embedding(sparse=True)``) is gathered and
-    is the uncoalesced sum of all ranks' rows, divided by the size for Average; compression does
-    not apply to it. If it is dense on some rank it is dense on all.
+    Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
+    has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
+    compression does not apply to it. A gradient that is dense on one rank becomes dense on all.
 
-    The optimizer itself becomes one of a subclass of its class that has in addition
+    The optimizer becomes an instance of a subclass of its class, which has in addition
 
-    * ``synchronize()``: reduce whatever any rank has accumulated (``step()`` does that too);
+    * ``synchronize()``: reduce the gradients that any rank has accumulated, as ``step()`` does;
     * ``no_sync()``: a context in which backward only accumulates, as DDP's;
     * ``skip_synchronize()``: a context in which ``step()`` reduces nothing;
     * ``set_backward_passes_per_step(passes)``, and ``backward_passes_per_step``.
 
     Its state, hyper-parameters, hooks and schedulers stay; ``state_dict()``, pickle and deepcopy
-    give what they would give without torch_ring. A closure given to ``step`` returns the loss of
-    all ranks together, so that LBFGS does on every rank what one process would do.
+    give the same as without torch_ring. A closure given to ``step`` returns the loss reduced over
+    the ranks as gradients are, so LBFGS takes the step of one process on every rank.
 
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
     order, and call ``add_param_group`` alike. On one rank it costs nothing.
 
     Args:
         optimizer: any torch optimizer, fresh or with state.
-        named_parameters: ``model.named_parameters()``: what errors call the parameters. It must
-            have all parameters of the optimizer, and may have more.
+        named_parameters: the names of parameters in errors, as ``model.named_parameters()``. All
+            parameters of the optimizer must be among them.
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
-            an own Compressor or StatefulCompressor (docs/compression.md).
-        backward_passes_per_step: gradients of so many passes are added up (not averaged) before
-            they are averaged over ranks. One pass more before ``step()`` is an AssertionError.
-            With 1, the gradients of each pass are averaged and added to what is there. Under
-            ``GradScaler``, call ``synchronize()`` before a step after fewer passes than this.
-        op: Average or Sum, of gradients; or Adasum, which makes another kind of optimizer: each
-            rank steps with its own gradients, and what has changed is combined
+            a Compressor or StatefulCompressor of your own (docs/compression.md).
+        backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
+            before they are averaged over ranks. One more pass before ``step()`` raises
+            AssertionError. With 1, the gradients of each pass are averaged and added to ``p.grad``.
+            Under ``GradScaler``, call ``synchronize()`` before a step that follows fewer passes.
+        op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
+            gradients and the changes of the parameters are combined
             (:class:`torch_ring.optimizer.adasum_optimizer.AdasumOptimizer`).
-        gradient_predivide_factor: Average divides by this before it sums, and by the size over
-            this afterwards.
+        gradient_predivide_factor: Average divides by this before the sum, by size / this after it.
         num_groups: deprecated, use `groups`.
-        groups: which gradients are always reduced together, whatever their size, and apart from
-            others: lists of parameters (of which those of one dtype and device make one reduction),
-            or into how many groups of consecutive parameters to split them all. 0 or None: the
-            library packs them by size and readiness.
+        groups: gradients that are reduced together, whatever their size, and apart from others:
+            lists of parameters (those of one dtype and device in a list make one bucket), or the
+            number of groups of consecutive parameters into which to split all. 0 or None: gradients
+            are packed into buckets by size and readiness.
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
-        process_set: the ranks that train this model together. On other ranks the optimizer can be
-            wrapped too, and steps with its own gradients.
+        process_set: the ranks that train this model together. On other ranks the wrapped optimizer
+            steps with its own gradients.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ValueError: an argument is wrong, or a parameter cannot be reduced.
+        TypeError: `optimizer` is not a torch optimizer.
+        ValueError: another argument is wrong, or a parameter cannot be reduced.
         MismatchError: the parameters differ between ranks; the first difference is named.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -133,15 +134,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a reducer is made with, now and when parameters are added."""
+    """The arguments of a reducer, kept for the next one when parameters are added."""
 
     reduction: ReductionSettings
     groups: Groups
     process_set: ProcessSet
 
     def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
-        """Return what reduces the parameters; None where there is nobody else. Collective."""
-        is_set = self.process_set.process_set_id is not None  # else backward_sync_of() tells
+        """Return a reducer of the parameters; None if there is no other rank. Collective."""
+        is_set = self.process_set.process_set_id is not None  # else backward_sync_of() raises
         if is_set and (not self.process_set.included() or self.process_set.size() == 1):
             return None
         parameters = list(names)
@@ -157,7 +158,7 @@ class _Settings:
 
 
 class _DistributedOptimizer(Wrapped):
-    """What a wrapped optimizer's class adds to the user's class."""
+    """The methods that a wrapped optimizer has in addition to those of the user's class."""
 
     _parameter_names: dict[Tensor, str]
     _reducer: Reducer | None  # None on one rank, and outside the process set
@@ -165,7 +166,7 @@ class _DistributedOptimizer(Wrapped):
     _passes_per_step: int
     _skip_synchronize: bool
     _step_is_open: bool
-    _checked_lists: list[tuple[list[Tensor], int]]  # of parameters, by group, and their lengths
+    _checked_lists: list[tuple[list[Tensor], int]]  # of each group: parameters, length
 
     def _start(
         self,
@@ -181,18 +182,18 @@ class _DistributedOptimizer(Wrapped):
         self._skip_synchronize = False
         self._step_is_open = False
         self._checked_lists = []
-        # Hooks and not a method: a scheduler may have put the class's `step` into the instance.
+        # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
 
     def synchronize(self) -> None:
-        """Reduce whatever any rank has accumulated since the last reduction. Collective."""
+        """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
         if self._reducer:
             self._reducer.settle()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, ``step()`` uses the gradients as they are."""
+        """Context in which ``step()`` uses the gradients as they are."""
         self._skip_synchronize = True
         try:
             yield
@@ -201,7 +202,7 @@ class _DistributedOptimizer(Wrapped):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes accumulate on this rank; the next one outside reduces all."""
+        """Context in which backward passes only accumulate; the next one outside reduces all."""
         if self._reducer:
             self._reducer.hooks.set_synchronizing(False)
         try:
@@ -212,7 +213,7 @@ class _DistributedOptimizer(Wrapped):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Over how many backward passes gradients are accumulated."""
+        """The number of backward passes over which gradients are accumulated."""
         return self._passes_per_step
 
     @backward_passes_per_step.setter
@@ -238,9 +239,9 @@ class _DistributedOptimizer(Wrapped):
             self._reducer.hooks.reset(gradients=False)
 
     def _require_known_parameters(self) -> None:
-        """Refuse a parameter that is not reduced: one put into a group's list by hand.
+        """Raise ValueError for a parameter that is not reduced: one put into a group by hand.
 
-        Only a list that is another one, or has another length, is looked into.
+        Parameters are compared only when a group's list is another one, or has another length.
         """
         lists = [(group["params"], len(group["params"])) for group in self.param_groups]
         if len(lists) == len(self._checked_lists) and all(
@@ -264,14 +265,14 @@ class _DistributedOptimizer(Wrapped):
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = _unnamed(group, index)
-        self._reducer = None  # its buckets are freed before there are new ones
+        self._reducer = None  # frees its buckets before new ones are made
         self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Step pre-hook. May be called twice for one step, where a `step` calls its base class's."""
+    """Step pre-hook; called twice for one step if a `step` calls its base class's."""
     assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
     reducer = optimizer._reducer
@@ -289,7 +290,7 @@ def _before_step(
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step post-hook; called twice where `_before_step` is."""
+    """Step post-hook; called as often as `_before_step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
     if optimizer._step_is_open and optimizer._reducer:
         optimizer._reducer.finish_step()
@@ -297,7 +298,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 
 
 class _JointClosure:
-    """A closure whose gradients and loss are those of all ranks together."""
+    """A closure whose gradients and loss are reduced over all ranks."""
 
     def __init__(self, closure: Callable[[], Any], reducer: Reducer) -> None:
         self._closure = closure
@@ -305,7 +306,7 @@ class _JointClosure:
 
     @classmethod
     def of(cls, closure: Callable[[], Any], reducer: Reducer) -> Callable[[], Any]:
-        """Return `closure` as one, unless it is one."""
+        """Return `closure` as a _JointClosure, or itself if it is one."""
         return closure if isinstance(closure, cls) else cls(closure, reducer)
 
     def __call__(self) -> Any:

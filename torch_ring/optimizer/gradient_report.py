@@ -1,4 +1,4 @@
-"""BackwardReport: what a rank tells the others at the end of a backward pass, and its bytes."""
+"""BackwardReport: a rank's message at the end of a backward pass, and its byte layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class GradientReport:
         due: the parameters to reduce now, as a bitmap (bit i is parameter i).
         sparse: those of them whose gradient is sparse here.
         accumulating: whether there are gradients that will be reduced later in this step.
-        order: parameters in the order in which their gradients became ready; empty if known.
+        order: parameters in the order in which their gradients became ready; empty if the ranks
+            know it already.
     """
 
     participant: int
@@ -30,11 +31,11 @@ class GradientReport:
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What one rank tells the others at the end of a backward pass.
+    """One rank's message to the others at the end of a backward pass.
 
     Attributes:
-        steps: steps that its optimizers have taken, all together.
-        gradients: of each optimizer that has some.
+        steps: the sum of the steps that its optimizers have taken.
+        gradients: the report of each optimizer that has gradients.
     """
 
     steps: int

@@ -15,11 +15,11 @@ Groups = int | Sequence[Sequence[Tensor]] | None
 
 
 def check_groups(groups: Groups, num_groups: int, parameters: Sequence[Tensor]) -> Groups:
-    """Return what is asked for by `groups`, or else by its deprecated alias.
+    """Return the checked value of `groups`, or of its deprecated alias `num_groups`.
 
     Raises:
-        ValueError: a number is negative; something is no tensor, is in `groups` twice, or is none
-            of `parameters`.
+        ValueError: a number is negative; an element of a group is no tensor, is in `groups` twice,
+            or is none of `parameters`.
     """
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
@@ -47,7 +47,7 @@ def check_groups(groups: Groups, num_groups: int, parameters: Sequence[Tensor]) 
 
 
 def resolve_groups(groups: Groups, parameters: Sequence[Tensor]) -> list[Sequence[int]]:
-    """Return the same as indices of parameters: a number means so many consecutive groups."""
+    """Return the groups as parameter indices; a number means so many consecutive groups."""
     if isinstance(groups, int):
         return list(split_evenly(len(parameters), groups)) if groups else []
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}

@@ -19,9 +19,10 @@ class ReductionSettings:
         op: Average or Sum.
         predivide_factor: Average divides by this before the sum, by size / this after it.
         compression: compresses a bucket, or each gradient, before it is sent.
-        bucket_bytes: the most bytes that are reduced together.
-        direct_bytes: a gradient of so many bytes or more is computed where it is reduced, inside a
-            host, if it is in no group and not compressed; 0: no gradient is.
+        bucket_bytes: the most bytes of a bucket, whose gradients are reduced together.
+        direct_bytes: inside a host, backward writes a gradient of so many bytes or more straight
+            into the memory in which it is reduced, if it is in no group and not compressed; 0: no
+            gradient.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
     """
 
@@ -44,7 +45,7 @@ class ReductionSettings:
         return Sum, 1.0 / self.predivide_factor, self.predivide_factor / size
 
     def mean_arguments(self, size: int) -> tuple[ReduceOp, float, float]:
-        """Return the same for a mean, whatever `op` is."""
+        """Return the arguments of a mean, whatever `op` is."""
         return replace(self, op=Average).arguments(size)
 
     def describe(self) -> str:

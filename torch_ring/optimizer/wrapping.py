@@ -1,4 +1,4 @@
-"""Adds methods to an optimizer in place, by subclassing its class."""
+"""wrap: adds methods to an optimizer in place, by subclassing its class."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ WrappedT = TypeVar("WrappedT", bound="Wrapped")
 
 
 class Wrapped(torch.optim.Optimizer):
-    """The base of what :func:`wrap` adds to a user's class."""
+    """The base class of methods that :func:`wrap` adds to a user's class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as an optimizer of the user's class: another process may have no ranks."""
+        """Pickle as an optimizer of the user's class: the reading process may have no world."""
         return object.__new__, (type(self).__bases__[1],), self.__getstate__()
 
 
 def wrap(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> WrappedT:
-    """Make `optimizer` an instance of a subclass of its class that has `addition`, too.
+    """Make `optimizer` an instance of a subclass of `addition` and of its own class.
 
     Its state, hyper-parameters, hooks and schedulers stay; the class keeps its name.
     """

@@ -1,4 +1,4 @@
-"""SetupExchange: how ranks that are not connected yet tell one another values and failures."""
+"""SetupExchange: values and failures that ranks exchange before they are connected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def failing_together(exchange: SetupExchange) -> Iterator[None]:
 
     Raises:
         RingError: another rank's failure, where a lost connection is only its consequence.
-        BaseException: whatever was raised inside; the other ranks have been told.
+        BaseException: the exception raised inside; the other ranks have been told.
     """
     try:
         yield

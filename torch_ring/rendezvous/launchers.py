@@ -19,7 +19,8 @@ class Identity:
 
     Attributes:
         rank, size: 0-based index of this process; number of processes.
-        local_rank, local_size: the same within its node; None if the launcher does not set them.
+        local_rank, local_size: index and number within its node; None if the launcher does not set
+            them.
         node: the launcher's name of this node; None: the host.
         nodes: the number of nodes, where the launcher tells.
         launcher: a key of `LAUNCHERS`; "python" for a process that no launcher started, "init" for
@@ -72,8 +73,8 @@ class Launcher:
     Of a tuple of names, the first variable that is set counts.
 
     Attributes:
-        node, nodes: the name of a node; how many there are.
-        job: together they name one start of a job.
+        node, nodes: variables of the node's name and of the number of nodes.
+        job: variables that together name one start of a job.
         requires: a variable that must be set too: without it the others were only inherited.
     """
 
@@ -87,7 +88,7 @@ class Launcher:
     requires: str | None = None
 
 
-# In order of precedence, the innermost first: horovodrun's variables are set for us by somebody;
+# In order of precedence, the innermost first: horovodrun's variables are set for this library only;
 # torchrun and mpirun may run inside a Slurm step, and Hydra starts its proxies with srun.
 LAUNCHERS: dict[str, Launcher] = {
     "horovodrun": Launcher(
@@ -109,7 +110,7 @@ LAUNCHERS: dict[str, Launcher] = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
     ),
-    # Not for ranks that srun started through its PMI: srun says more.
+    # Not for ranks that srun started through its PMI: srun's own variables tell more.
     "Hydra": Launcher(
         "PMI_RANK",
         ("PMI_SIZE",),
@@ -117,7 +118,7 @@ LAUNCHERS: dict[str, Launcher] = {
         "MPI_LOCALNRANKS",
         requires="MPI_LOCALNRANKS",
     ),
-    # In the shell of an salloc or in an sbatch script there are tasks, but it is none of them.
+    # The shell of an salloc and an sbatch script have the job's variables, but are no task of it.
     "srun": Launcher(
         "SLURM_PROCID",
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -132,7 +133,7 @@ LAUNCHERS: dict[str, Launcher] = {
     "env": Launcher("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 
-# The step of an interactive shell and its like, which runs beside the job's tasks (slurm.h).
+# Steps from this number on, such as an interactive shell's, run beside the job's tasks (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
@@ -146,7 +147,7 @@ def discover(
 ) -> Identity:
     """Return the identity of this process; without a launcher it is rank 0 of 1.
 
-    Arguments go before the environment. `LAUNCHERS` is in order of precedence.
+    Arguments take precedence over the environment. `LAUNCHERS` is in order of precedence.
 
     Raises:
         InvalidArgumentError: a launcher's variables, or the arguments, are incomplete or
@@ -161,7 +162,7 @@ def discover(
         with contextlib.suppress(InvalidArgumentError):
             launched = _launched(environment)
             if (rank, size) == (launched.rank, launched.size):
-                identity = launched  # it knows more
+                identity = launched  # it has the node and the job, too
     if local_rank is not None:
         identity = replace(identity, local_rank=local_rank, node=None)
     if local_size is not None:
@@ -181,7 +182,7 @@ def first_host(hostlist: str) -> str:
 
 
 def _launched(environment: Mapping[str, str]) -> Identity:
-    """Return what the first launcher of the table says whose variables are complete."""
+    """Return the identity from the first launcher of the table whose variables are complete."""
     identity = None
     halves: list[tuple[str, str]] = []  # (set, not set)
     for name, launcher in LAUNCHERS.items():

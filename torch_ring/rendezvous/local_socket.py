@@ -1,4 +1,4 @@
-"""A Unix socket by whose name the ranks of one host find rank 0 without an address.
+"""serve and ask: a Unix socket by whose name one host's ranks find rank 0 without an address.
 
 The name is derived from the launcher's name for this start of the job, or from the process that
 started all the ranks, so that no other job has it. It is an abstract name: no file is left behind.

@@ -1,4 +1,4 @@
-"""Addresses of this host; credentials and descriptors that come over a Unix socket."""
+"""own_address, receive_fds, ...: this host's addresses; credentials and descriptors of peers."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ def require_same_user(connection: socket.socket) -> None:
 def receive_fds(connection: socket.socket, count: int) -> list[int]:
     """Receive one byte and the descriptors that come with it, `count` at most.
 
-    Unlike socket.recv_fds(), which ignores its flags, it does not leave them to processes that
-    this one will start.
+    Child processes do not inherit the descriptors; socket.recv_fds() ignores the flag for that.
     """
     received = array.array("i")
     _, ancillary, _, _ = connection.recvmsg(
@@ -98,12 +97,12 @@ def receive_fds(connection: socket.socket, count: int) -> list[int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is one by which a host reaches itself only."""
+    """Return whether an address is one by which a host reaches only itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def is_loopback_name(host: str) -> bool:
-    """Return whether `host` means the loopback interface on every host, whoever resolves it."""
+    """Return whether `host` means the loopback interface on every host that resolves it."""
     try:
         return host == "localhost" or is_loopback(host)
     except ValueError:

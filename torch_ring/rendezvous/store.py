@@ -1,4 +1,4 @@
-"""Finding and serving the store of a job, through which its ranks find one another."""
+"""find_store: finds or serves the store of a job, through which its ranks find one another."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Rendezvous:
     """The store of a job, as one rank has found it.
 
     Attributes:
-        store: seen by the ranks of this start of the job only.
-        host: the host that serves it, if known.
-        serves: whether this process serves it.
-        secret: known to the ranks of this job alone; empty where only the store could carry it.
+        store: seen only by the ranks of this start of the job.
+        host: the host that serves the store, if known.
+        serves: whether this process serves the store.
+        secret: known only to the ranks of this job; empty if the store is their only channel.
     """
 
     store: Store
@@ -57,8 +57,8 @@ class Rendezvous:
     secret: str = ""
 
 
-# Connections to stores outlive a world, and so does rank 0's own store: an init() after a
-# shutdown() then finds no store of a process that is about to exit.
+# Connections to stores, and rank 0's own store, outlive a world: an init() after a shutdown() must
+# not find the store of a process that is about to exit.
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
 _local_stores: dict[str, tuple[int, str]] = {}  # socket name -> port and secret
@@ -83,13 +83,13 @@ def find_store(
     1. at MASTER_ADDR and MASTER_PORT (default 29400);
     2. by `comm`, an mpi4py communicator;
     3. if they are on one host, by a Unix socket whose name only this job's processes know;
-    4. under Slurm, on the first host of the step, at MASTER_PORT or one made of job and step;
+    4. under Slurm, on the first host of the step, at MASTER_PORT or one derived from job and step;
     5. by MPI, if mpi4py is installed.
 
     Raises:
         TimeoutError: the store did not answer before the deadline.
         RingError: rank 0 cannot serve it.
-        InvalidArgumentError: no way to find it is left; says what to set.
+        InvalidArgumentError: none of these ways is open; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
     rank = identity.launched_rank()
@@ -117,7 +117,7 @@ def find_store(
 
 
 def store_of_part(store: Store, identity: Identity) -> Store:
-    """Return the view that one part of the ranks has of a store that all of them share."""
+    """Return this part's view of a store that all parts of the ranks share."""
     return PrefixStore("-".join(map(str, identity.part)), store) if identity.part else store
 
 
@@ -183,7 +183,7 @@ def _slurm_host(environment: Mapping[str, str]) -> str:
 
 
 def _slurm_port(identity: Identity) -> int:
-    """Return the same port on all ranks, another one for another step; no ephemeral one."""
+    """Return a port: the same on all ranks, another one for another step, not ephemeral."""
     return 10_000 + zlib.crc32(identity.job.encode()) % 20_000
 
 
@@ -245,7 +245,7 @@ def _serve(
     if address not in _stores:
         listener = listener or _listen(address, one_host)
         try:
-            # Tenants: torch.distributed may serve the same address from this process, or want to.
+            # multi_tenant: torch.distributed may serve the same address from this process, too.
             _stores[address] = TCPStore(
                 *address,
                 is_master=True,
@@ -263,7 +263,7 @@ def _serve(
 
 
 def _listen(address: Address, one_host: bool) -> socket.socket | None:
-    """Listen at the address at which the others look for rank 0, on no other if possible.
+    """Listen at the address at which the others look for rank 0, and if possible at no other.
 
     Returns:
         None if the port is in use: a store of this process may have it.
@@ -272,13 +272,13 @@ def _listen(address: Address, one_host: bool) -> socket.socket | None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         own = str(found[4][0])
-        # What other hosts take for this one's name may be another address than it does itself.
+        # Other hosts may resolve this host's name to another address than it does itself.
         if one_host or is_loopback_name(host) or not is_loopback(own):
             return socket.create_server((own, port), family=found[0])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        # Not an address of this host: the others see it through a translation of addresses.
+        # Not an address of this host: the others reach it through address translation (NAT).
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -22,28 +22,28 @@ from torch_ring.rendezvous.deadline import Deadline
 __all__ = ["StoreExchange", "name_ranks"]
 
 # Keys. "inits/<rank>" counts the worlds that a rank has begun to join. Under a world's number:
-_SIZE = "size"  # the number of ranks, as the first one to arrive counts
-_FAILURE = "failure"  # why this world will not come about
+_SIZE = "size"  # the number of ranks, according to the first to arrive
+_FAILURE = "failure"  # the failure that ends this init()
 _SEEN = "failure_seen"  # the number of ranks that know of the failure
 _FINISHED = "finished"  # this world needs the store no more
 
-_LINGER_S = 2.0  # a store stays so long for the others to learn of a failure
+_LINGER_S = 2.0  # seconds that a store's server waits for the others to learn of a failure
 
 
 class StoreExchange:
-    """One rank's side of the exchange by which one world comes about; a `SetupExchange`.
+    """One rank's side of the exchange that makes one world; a `SetupExchange`.
 
     Its methods raise PeerLostError if the store is gone.
 
     Args:
-        store: seen by the ranks of this start of the job only.
-        rank, size: this process.
-        deadline: of the whole init().
+        store: seen only by the ranks of this start of the job.
+        rank, size: the index of this process; the number of processes.
+        deadline: the deadline of the whole init().
         serves: whether this process serves the store.
 
     Raises:
         RingError: another process has this rank, too.
-        InvalidArgumentError: another rank counts another number of ranks.
+        InvalidArgumentError: another rank has another size.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StoreExchange:
         """Remove the keys that nobody reads any more. Call when all ranks have joined."""
         if self._rank != 0:
             return
-        # The keys left of the world before showed that no rank is there twice.
+        # The keys of the previous world were kept to detect two processes with the same rank.
         old = [(self._before, key) for key in (_SIZE, _FAILURE, _SEEN, _FINISHED)]
         new = [
             (self._store, key)

@@ -47,7 +47,7 @@ class _Inherited(Protocol):
 
 _world: World | None = None
 _is_parents = False  # this process was forked, and _world is its parent's
-_changing = threading.RLock()  # held by init() and shutdown(), of a signal handler too
+_changing = threading.RLock()  # held by init() and shutdown(), even in a signal handler
 _disabled_in_child: WeakSet[_Inherited] = WeakSet()
 
 
@@ -61,24 +61,24 @@ def init(
     local_size: int | None = None,
     store: Store | None = None,
 ) -> None:
-    """Join the other ranks. A process that no launcher has started is alone.
+    """Join the other ranks. A process that no launcher has started is a world of one.
 
     Does nothing in a process that has joined already; after shutdown() it joins anew.
 
     Args:
         comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
             anew in the order of their ranks. Usually None: all ranks.
-        process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks. More
-            can always be added; "dynamic" says so, and means none.
-        rank: this process, if the launcher does not tell it.
+        process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks.
+            "dynamic", Horovod's word, adds none; sets can always be added later.
+        rank: the rank of this process, if the launcher does not tell it.
         size: the number of processes; goes with `rank`.
-        local_rank: this process within its node.
+        local_rank: the index of this process within its node.
         local_size: the number of processes of its node.
         store: the store of the rendezvous, instead of the one that the launcher's variables name.
 
     Raises:
         InvalidArgumentError: a variable or argument is wrong; names it.
-        MismatchError: a setting differs between ranks; names it.
+        MismatchError: a setting or `process_sets` differs between ranks; names it.
         TimeoutError: ranks did not arrive within TORCH_RING_INIT_TIMEOUT; names them.
         RingError: another rank could not join; says why.
     """
@@ -94,7 +94,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the other ranks: say goodbye, stop all threads, free all memory.
+    """Leave the world: tell the other ranks, stop all threads, free all memory.
 
     Operations in flight fail; later operations of other ranks that need this one fail too. Does
     nothing without a world. Called at exit.
@@ -111,15 +111,15 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Return whether this process has a world: after init(), and not after shutdown().
 
-    A process that was forked from one that has (a worker of a DataLoader) has it as well. It can
-    ask for its parent's rank, to pick its part of the data, say; it cannot communicate.
+    A process forked from one with a world (a worker of a DataLoader) has its parent's world. It can
+    read the parent's rank, for example to pick its part of the data, but cannot communicate.
     """
     return _world is not None
 
 
 def engine() -> Engine:
     """Return the engine of all ranks. Raises NotInitializedError."""
-    if _is_parents:  # asked here, not there: every collective comes this way
+    if _is_parents:  # tested here to save the call: every collective comes this way
         require_own()
     if _world is None:
         raise NotInitializedError
@@ -148,37 +148,45 @@ def config() -> Config:
 
 
 def rank() -> int:
-    """Return the index of this process among all, from 0."""
+    """Return the index of this process among all, from 0. Raises NotInitializedError."""
     return world().rank
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of processes. Raises NotInitializedError."""
     return world().size
 
 
 def local_rank() -> int:
-    """Return the index of this process among those of its node, from 0."""
+    """Return the index of this process within its node, from 0. Raises NotInitializedError."""
     return world().topology.local_rank
 
 
 def local_size() -> int:
-    """Return the number of processes of this node."""
+    """Return the number of processes of this node. Raises NotInitializedError."""
     return world().topology.local_size
 
 
 def cross_rank() -> int:
-    """Return the index of this node among those that have a process with this local rank."""
+    """Return the index of this node among those that have a process with this local rank.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a process with this local rank."""
+    """Return the number of nodes that have a process with this local rank.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().topology.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have the same number of processes."""
+    """Return whether all nodes have the same number of processes. Raises NotInitializedError."""
     return world().topology.is_homogeneous
 
 
@@ -206,7 +214,7 @@ def disable_in_child(inherited: _Inherited) -> None:
 
 
 def _leave_parents_world() -> None:
-    """Keep of the parent's world what can be asked, in a forked child (a DataLoader worker)."""
+    """Keep only the readable part of the parent's world in a forked child (a DataLoader worker)."""
     global _is_parents, _changing
     if _world is not None:
         _world.process_sets.abandon()

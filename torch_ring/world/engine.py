@@ -1,4 +1,4 @@
-"""Starting the engines of a world or of a process set."""
+"""make_engine, wait_for_all: the start of the engines of a world or of a process set."""
 
 from __future__ import annotations
 

@@ -27,16 +27,16 @@ _KINDS: dict[str, type[RingError]] = {
 
 
 class EngineExchange:
-    """One rank's side of the exchange by which one process set comes about; a `SetupExchange`.
+    """One rank's side of the exchange that makes one process set; a `SetupExchange`.
 
     All ranks of the world take part, and gather equally often. Its methods raise PeerLostError and
     TimeoutError as the world's engine does.
 
     Args:
-        engine: the world's.
+        engine: the world's engine.
         rank: this process in the world.
         members: the set's ranks in the world.
-        deadline: of the whole.
+        deadline: the deadline of the whole exchange.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EngineExchange:
         self._pending: Work | None = None  # the round that this rank has entered
         self._over = False  # there will be no more rounds
 
-    def gather(self, name: str, value: str) -> list[str]:  # noqa: ARG002  the order says which
+    def gather(self, name: str, value: str) -> list[str]:  # noqa: ARG002  the order identifies it
         """Return the values that the members give, by rank in the set.
 
         Cost: one allgather of the world; more while a rank is late.

@@ -1,4 +1,4 @@
-"""Joining a world: identity, rendezvous, connections, engine, process sets."""
+"""join_world: identity, rendezvous, connections, engine and process sets of a new World."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _log = logging.getLogger("torch_ring")
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, as one of them has joined them, and everything that ends with them.
+    """The world of one rank, and everything that ends with it.
 
     Attributes:
-        rank, size: this process.
+        rank, size: the index of this process; the number of processes.
         topology: its position among nodes.
         cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
         config: the settings.
@@ -90,7 +90,7 @@ def join_world(
     return world
 
 
-# --- who this process is
+# --- the identity of this process
 
 
 def _identity_in_list(ranks: Sequence[int], given: dict[str, Any]) -> Identity:

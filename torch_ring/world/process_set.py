@@ -1,4 +1,4 @@
-"""ProcessSet: some of the ranks, with collectives of their own."""
+"""ProcessSet: a subset of the ranks, with collectives of its own."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some ranks, which can be given to :func:`init` or :func:`add_process_set`.
+    """A subset of the ranks, for :func:`init` or :func:`add_process_set`.
 
-    It names the set of these ranks, whenever there is one: two of the same ranks are equal, and
-    mean the same set; one that was pickled, or used in the world before, can be used again.
+    Its ranks identify the set: two objects with the same ranks are equal and mean the same set, and
+    an object that was pickled, or used in an earlier world, can be used again.
 
-    Operations of two sets may be in flight in any order, but on GPUs of sets that share ranks: NCCL
-    asks for one order of its communicators on a device, so finish those of one set first.
+    Operations of two sets may be in flight in any order, except on GPUs if the sets share ranks:
+    NCCL needs one order of its communicators on a device, so finish one set's operations first.
 
     Args:
         ranks_or_comm: ranks in any order, or an mpi4py communicator of them.
 
     Raises:
-        InvalidArgumentError: these are no ranks.
+        InvalidArgumentError: there is no rank, or one is no integer, negative or repeated.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -59,13 +59,13 @@ class ProcessSet:
         """Return the index of this process among the members.
 
         Raises:
-            InvalidArgumentError: it is none of them, or the set has not been added.
+            InvalidArgumentError: this process is no member, or the set has not been added.
             NotInitializedError: there is no world.
         """
         return membership(self).ranks.index(current.rank())
 
     def included(self) -> bool:
-        """Return whether this process is a member; not if the set has not been added."""
+        """Return whether the set has been added and this process is a member."""
         record = self._record()
         return record is not None and record.engine is not None
 
@@ -90,7 +90,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of the world that there is."""
+    """All ranks of the current world."""
 
     def __init__(self) -> None:
         self._ranks = ()
@@ -121,14 +121,15 @@ def add_process_set(process_set: Any) -> ProcessSet:
     """Make a process set. A collective of all ranks, members or not.
 
     Args:
-        process_set: a ProcessSet or what makes one; the same on all ranks.
+        process_set: a ProcessSet, or the argument of its constructor; the same on all ranks.
 
     Returns:
-        The set; it is there until it is removed, or until shutdown().
+        The set; it exists until it is removed, or until shutdown().
 
     Raises:
-        InvalidArgumentError: on all ranks: there is a set of these ranks, or no such rank.
+        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
+        NotInitializedError: there is no world, or only the one of this process's parent.
         RingError: on all ranks: a member could not connect to the others; says why.
     """
     current.require_own()
@@ -144,10 +145,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Synchronize its operations first: those in flight fail. Another set may get its id.
 
     Returns:
-        Whether it was there. The global set stays: False.
+        Whether the set existed; False for the global set, which stays.
 
     Raises:
+        InvalidArgumentError: `process_set` is not a ProcessSet.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
+        NotInitializedError: there is no world, or only the one of this process's parent.
     """
     current.require_own()
     _require_process_set(process_set)
@@ -159,7 +162,7 @@ def engine_of(process_set: ProcessSet) -> Engine:
 
     Raises:
         InvalidArgumentError: the set has not been added, or this process is no member.
-        NotInitializedError: there is no world, or it is the one of this process's parent.
+        NotInitializedError: there is no world, or only the one of this process's parent.
     """
     if process_set is global_process_set:
         return current.engine()
@@ -170,10 +173,10 @@ def engine_of(process_set: ProcessSet) -> Engine:
 
 
 def root_in(process_set: ProcessSet, root_rank: int) -> int:
-    """Return the index among the members of the process whose rank is `root_rank`.
+    """Return the index of the global rank `root_rank` among the members.
 
     Raises:
-        InvalidArgumentError: it is no member, or neither is this process.
+        InvalidArgumentError: `root_rank` or this process is no member.
         NotInitializedError: there is no world.
     """
     ranks = membership(process_set).ranks
@@ -202,7 +205,7 @@ def _require_process_set(process_set: object) -> None:
 
 
 class _Basics:
-    """What programs written for Horovod read of its inner parts."""
+    """The part of Horovod's internals, ``hvd._basics``, that programs read."""
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of all sets, by id."""

@@ -54,12 +54,12 @@ class ProcessSetTable:
     Args:
         identity: this process in the world.
         config: the world's settings.
-        rendezvous: how the world was joined; None in a world of one.
-        engine: the world's.
+        rendezvous: the rendezvous of the world; None in a world of one.
+        engine: the world's engine.
         labels: the ranks' names in messages.
 
     Attributes:
-        everyone: set 0.
+        everyone: set 0, of all ranks.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class ProcessSetTable:
         """Make a set.
 
         Raises:
-            InvalidArgumentError: on all ranks: there is such a set, or there is no such rank.
-            MismatchError: on all ranks: they do not all add this set.
+            InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
+            MismatchError: on all ranks: not all of them add this set.
             RingError: on all ranks: a member could not connect; says why.
         """
         with self._in_collective:
@@ -115,10 +115,10 @@ class ProcessSetTable:
             raise NotInitializedError
 
     def remove(self, ranks: Ranks) -> bool:
-        """End a set and fail its operations in flight. Return whether there was one; set 0 stays.
+        """End a set and fail its operations in flight. Return whether it existed; set 0 stays.
 
         Raises:
-            MismatchError: on all ranks: they do not all remove this set.
+            MismatchError: on all ranks: not all of them remove this set.
         """
         with self._in_collective:
             self._agree("remove_process_set", ranks)
@@ -143,7 +143,7 @@ class ProcessSetTable:
 
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""
-        self._changing = threading.RLock()  # the parent's thread that held it is not here
+        self._changing = threading.RLock()  # the child lacks the parent's thread that held it
         self._rendezvous = None
         for record in self._records.values():
             if record.engine is not None:
@@ -167,7 +167,7 @@ class ProcessSetTable:
         return EngineExchange(self._engine, identity.rank, ranks, deadline)
 
     def _join(self, ranks: Ranks, exchange: EngineExchange) -> Engine | None:
-        """Return a running engine, or None in a process that is no member."""
+        """Return the set's running engine, or None in a process that is no member."""
         engine = None
         with contextlib.ExitStack() as cleanup:
             with failing_together(exchange):

@@ -1,4 +1,4 @@
-"""Which ranks somebody means: a list of them, or an mpi4py communicator."""
+"""ranks_of: the ranks of a list, a process set or an mpi4py communicator."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch_ring.errors import InvalidArgumentError
 __all__ = ["Ranks", "ranks_of", "require_below"]
 
 Ranks = tuple[int, ...]
-"""Some ranks of the world, ascending."""
+"""Ranks of the world, ascending."""
 
 
 def ranks_of(group: Any, size: int | None = None) -> Ranks:
     """Return the ranks of `group`.
 
     Args:
-        group: ranks in any order, what has them as ``.ranks``, or an mpi4py communicator.
-        size: the number of ranks there are, if that is known.
+        group: ranks in any order, an object with ``.ranks``, or an mpi4py communicator.
+        size: the number of ranks in the world, if known.
 
     Raises:
-        InvalidArgumentError: these are no ranks.
+        InvalidArgumentError: `group` is empty, or a rank is no integer, negative, repeated or too
+            large.
     """
     if hasattr(group, "Get_group"):
         group = _ranks_in_mpi_world(group)
@@ -44,7 +45,7 @@ def ranks_of(group: Any, size: int | None = None) -> Ranks:
 
 
 def require_below(ranks: Ranks, size: int) -> None:
-    """Raise InvalidArgumentError if one of `ranks` is none of `size`."""
+    """Raise InvalidArgumentError if one of `ranks` is not below `size`."""
     if ranks[-1] >= size:
         raise InvalidArgumentError(f"{list(ranks)}: the last of {size} ranks is {size - 1}")
 
