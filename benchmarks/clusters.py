@@ -10,7 +10,7 @@ import torch
 from layers import Job
 from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_ring_step
 
-from torch_ring.reports import Entry, Report
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 
 # What the fit to Horovod's curves finds of 25 Gbit/s: the share of a line's rate that a ring gets.
 LINE_SHARE = 0.82
@@ -133,7 +133,7 @@ def entry_bytes(parameters: int) -> tuple[int, int]:
     the second adds a report about the gradients.
     """
     announcement = 8 + 8 + 24 + 64
-    report = Entry(1, (Report(0, (1 << parameters) - 1),)).encode()
+    report = BackwardReport(1, (GradientReport(0, (1 << parameters) - 1),)).encode()
     return announcement, announcement + len(report)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from layers import Job
 
-from torch_ring.buckets import TensorSpec, plan_buckets
 from torch_ring.config import Config
+from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
 
 FUSION_BYTES = 64 << 20  # Horovod's buffer
 CYCLE_S = 0.005  # in which Horovod's ranks ask each other what is ready

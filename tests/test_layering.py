@@ -1,12 +1,17 @@
-"""The layers of csrc: who may include whom."""
+"""The layers of csrc and the rooms of torch_ring: which may include or import which."""
 
+from __future__ import annotations
+
+import ast
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parent.parent / "csrc"
+ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
 
 # folder -> the folders, or single headers, that it may include besides itself
 MAY_INCLUDE: dict[str, set[str]] = {
@@ -14,7 +19,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "memory": {"core"},
     "transport": {"core", "memory"},
     "collective": {"core", "memory", "transport"},
-    "engine": {"core", "collective/communicator.h", "collective/board.h"},
+    "engine": {"core", "collective/communicator.h", "collective/host_communicator.h"},
     "nccl": {"core", "collective/communicator.h"},
     "bindings": {"core", "memory", "transport", "collective", "engine", "nccl"},
 }
@@ -67,7 +72,114 @@ def test_nothing_below_bindings_makes_a_communicator():
         assert "collective/make_communicator.h" not in path.read_text(), path.name
 
 
+def test_nothing_reads_the_environment():
+    """Variables are read in torch_ring/config.py and torch_ring/rendezvous/ only (a ruff rule)."""
+    for path in FILES:
+        assert not re.search(r"\b(secure_)?getenv\b|\benviron\b", path.read_text()), path.name
+
+
 def test_every_source_is_in_a_layer_and_short():
     for path in FILES:
         lines = len(path.read_text().splitlines())
         assert lines <= 400, f"{path.name} has {lines} lines: two ideas?"
+
+
+# --- torch_ring/
+
+# Room (a package or a module on top) -> the rooms that it may import besides itself, in the order
+# of the house: from the ground up.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": {"_build"},
+    "config": {"errors"},
+    "compression": set(),
+    "rendezvous": {"config", "errors"},
+    "connections": {"_C", "config", "errors", "rendezvous"},
+    "world": {"_C", "config", "connections", "errors", "rendezvous"},
+    "capabilities": {"_C", "config", "errors", "world"},
+    "lr_schedules": {"world"},
+    "collectives": {"_C", "compression", "errors", "world"},
+    "metrics": {"collectives", "world"},
+    "sync_batch_norm": {"collectives", "world"},
+    "state": {"collectives", "world"},
+    "data": {"collectives", "rendezvous", "world"},
+    "optimizer": {"_C", "collectives", "compression", "errors", "world"},
+    "checkpoint": {"collectives", "errors", "state", "world"},
+    "mpi_ops": {"capabilities", "collectives", "compression", "errors", "world"},
+    "functions": {"collectives", "state"},
+}
+DEEPEST_ROOM = 9  # imports from the package's __init__ down to the ground
+
+PACKAGE = ROOT / "torch_ring"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "_build.py"
+}
+
+
+def room_of(module: str) -> str:
+    """Return the room of "torch_ring.world.join": "world"; of the package itself "__init__"."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported_modules(module: str) -> set[str]:
+    """Return what a module imports of the package, wherever in its text: modules, _C and _build."""
+    names = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                names.add(submodule if submodule in MODULES else str(node.module))
+    return {name for name in names if name.split(".")[0] == "torch_ring"}
+
+
+def test_every_room_has_a_rule_and_a_newcomer_sees_few():
+    assert {room_of(module) for module in MODULES} == {*MAY_IMPORT, "__init__"}
+    others = {"__init__.py", "_C.pyi", "py.typed"}
+    assert len(MAY_IMPORT) + len(others) <= 20
+
+
+def test_no_rule_points_upward():
+    """A room may import only rooms that stand before it in the table."""
+    below = {"_build", "_C"}
+    for room, allowed in MAY_IMPORT.items():
+        assert allowed <= below, f"{room} would import upward: {allowed - below}"
+        below.add(room)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "torch_ring"])
+def test_imports(module):
+    room = room_of(module)
+    for name in imported_modules(module):
+        assert name != "torch_ring", f"{module}: the package's __init__ is for users"
+        assert room_of(name) in MAY_IMPORT[room] | {room}, f"{module} sees {name}"
+
+
+def test_nothing_imports_in_a_circle():
+    graph = {module: imported_modules(module) - {module} for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("imports run in a circle: " + " -> ".join(error.args[1]))
+
+
+def test_rooms_are_few_imports_deep():
+    rooms: dict[str, set[str]] = {}
+    for module in MODULES:
+        rooms.setdefault(room_of(module), set()).update(map(room_of, imported_modules(module)))
+
+    @cache
+    def depth(room: str) -> int:
+        below = rooms.get(room, set()) - {room, "_C", "_build"}
+        return 1 + max((depth(other) for other in below), default=0)
+
+    assert depth("__init__") <= DEEPEST_ROOM
+
+
+def test_modules_are_short():
+    for module, path in MODULES.items():
+        lines = len(path.read_text().splitlines())
+        assert lines <= 400, f"{module} has {lines} lines: two ideas?"

@@ -50,6 +50,7 @@ class Engine:
         memory, doorbells: per rank of this host (self included) its memfd and eventfd; else -1.
         control: per rank a connected authenticated socket for the watchdog; -1 for self.
         timeout_s ...: see torch_ring.config.
+        nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         fusion_window_s: float,
         fusion_threshold_bytes: int,
         nccl_library: str,
+        nccl_blocking: bool,
         log: Callable[[str], None],
     ) -> None: ...
     def allreduce(

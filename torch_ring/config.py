@@ -1,4 +1,4 @@
-"""The settings: the only place that reads TORCH_RING_* from the environment."""
+"""Config: the settings, read from the environment here and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Config"]
+__all__ = ["Config", "nccl_is_blocking"]
 
 _MOST = 1e8  # seconds or milliseconds: what the engine can count
 _LEVELS = ("debug", "info", "warning", "error")
@@ -56,6 +56,11 @@ class Config:
     def common(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by variable."""
         return {s.variable: getattr(self, s.field) for s in SETTINGS if s.common}
+
+
+def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether NCCL's own variable makes its communicators blocking: without a deadline."""
+    return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
 
 
 @dataclass(frozen=True)

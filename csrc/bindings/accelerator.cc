@@ -8,9 +8,7 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
-#include <cstdlib>
 #include <deque>
-#include <string_view>
 #include <utility>
 
 #include "bindings/scaling.h"
@@ -96,8 +94,7 @@ class Accelerator final : public Device, public Buffers {
                                                   const Scaling& scaling) {
       scale_result(view_of(data, count, dtype, device), scaling);
     };
-    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort,
-                          timeout,
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
                           nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
   }
 
@@ -260,11 +257,10 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
                                          Communicator& host, const Abort& abort,
                                          std::chrono::milliseconds timeout,
                                          const std::vector<std::string>& labels,
-                                         const std::string& library) {
+                                         const NcclSettings& settings) {
   std::optional<c10::Stream> stream;
   const auto load = [&] {
-    const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
-    if (blocking && std::string_view(blocking) != "0") {
+    if (settings.blocking) {
       throw Error(ErrorKind::kInvalidArgument,
                   "NCCL_COMM_BLOCKING is set: NCCL would wait without a deadline; unset it");
     }
@@ -274,7 +270,7 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     } catch (const c10::Error& error) {
       throw Error(ErrorKind::kInvalidArgument, error.what_without_backtrace());
     }
-    return nccl::load(library);
+    return nccl::load(settings.library);
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
   return std::make_unique<Accelerator>(*stream, host, abort, timeout, rendezvous);

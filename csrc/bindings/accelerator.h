@@ -37,12 +37,18 @@ class DeviceChoice {
   std::optional<c10::Device> preferred_;
 };
 
+/// NCCL as the program's environment wants it.
+struct NcclSettings {
+  std::string library;    // its path, or empty
+  bool blocking = false;  // NCCL_COMM_BLOCKING is set, which cannot be used here
+};
+
 /// Makes a device as DeviceExecutor::Make says. `timeout`: after which a collective that makes no
-/// progress fails, also on the stream. `labels`: by rank. `library`: the path of NCCL, or empty.
+/// progress fails, also on the stream. `labels`: by rank.
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
                                          std::chrono::milliseconds timeout,
                                          const std::vector<std::string>& labels,
-                                         const std::string& library);
+                                         const NcclSettings& settings);
 
 }  // namespace torch_ring

@@ -38,7 +38,7 @@ std::vector<Fd> own(const std::vector<int>& fds) {
 
 class PyEngine {
  public:
-  PyEngine(World world, const EngineConfig& config, std::string nccl_library, py::function log)
+  PyEngine(World world, const EngineConfig& config, NcclSettings settings, py::function log)
       : pid_(::getpid()),
         rank_(world.topology.rank),
         size_(world.topology.size()),
@@ -57,10 +57,10 @@ class PyEngine {
                             }};
     communicator_ = make_communicator(world, config, *abort);
     options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
-                           library = std::move(nccl_library)](std::uint8_t type, Communicator& host,
-                                                              const Abort& abort) {
+                           settings = std::move(settings)](std::uint8_t type, Communicator& host,
+                                                           const Abort& abort) {
       return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, timeout,
-                              labels, library);
+                              labels, settings);
     };
     engine_ = std::make_shared<Engine>(communicator_, abort, std::move(options));
   }
@@ -186,8 +186,9 @@ class PyEngine {
         at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
     const std::size_t bytes =
         static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
-    std::shared_ptr<void> memory = communicator_ ? communicator_->allocate_shared(bytes) : nullptr;
-    if (!memory) return at::empty(shape, options);
+    SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;
+    if (!shared) return at::empty(shape, options);
+    std::shared_ptr<void> memory = shared->allocate(bytes);
     void* data = memory.get();
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
@@ -198,7 +199,7 @@ class PyEngine {
     if (!blocks_ && communicator_ && has_shared_memory() && !overlaps()) {
       blocks_ = BlockPool::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
         const auto alive = communicator.lock();
-        return alive ? alive->allocate_shared(bytes) : nullptr;
+        return alive ? alive->shared_buffers()->allocate(bytes) : nullptr;
       });
     }
     return blocks_;
@@ -241,7 +242,7 @@ class PyEngine {
     }
     connections_.clear();
     if (engine_) new std::shared_ptr<Engine>(std::move(engine_));
-    if (communicator_) new std::shared_ptr<Communicator>(std::move(communicator_));
+    if (communicator_) new std::shared_ptr<HostCommunicator>(std::move(communicator_));
   }
 
  private:
@@ -309,7 +310,7 @@ class PyEngine {
   const int hosts_;
   const std::shared_ptr<DeviceChoice> device_ = DeviceChoice::of_process();
   std::vector<std::pair<int, ino_t>> connections_;
-  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<BlockPool> blocks_;
 };
@@ -319,7 +320,8 @@ std::unique_ptr<PyEngine> make_engine(
     const std::vector<std::vector<int>>& data, const std::vector<int>& memory,
     const std::vector<int>& doorbells, const std::vector<int>& control, double timeout_s,
     double heartbeat_timeout_s, double stall_warning_s, double fusion_window_s,
-    std::size_t fusion_threshold_bytes, std::string nccl_library, py::function log) {
+    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
+    py::function log) {
   World world;
   for (const auto& fds : data) world.data.push_back(own(fds));  // first: now they get closed
   world.memory = own(memory);
@@ -336,7 +338,8 @@ std::unique_ptr<PyEngine> make_engine(
   config.fusion_window =
       std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
   config.fusion_threshold_bytes = fusion_threshold_bytes;
-  return std::make_unique<PyEngine>(std::move(world), config, std::move(nccl_library),
+  return std::make_unique<PyEngine>(std::move(world), config,
+                                    NcclSettings{std::move(nccl_library), nccl_blocking},
                                     std::move(log));
 }
 
@@ -353,7 +356,8 @@ void bind_engine(py::module_& module) {
            py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
            py::arg("doorbells"), py::arg("control"), py::kw_only(), py::arg("timeout_s"),
            py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("log"))
+           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
+           py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // By position alone: pybind11 looks up names for the price of a small allreduce.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collective/plan.h"
+#include "core/at.h"
 #include "core/error.h"
 
 namespace torch_ring {
@@ -67,7 +68,7 @@ void swap_halves(Communicator& communicator, const T* data, T* received, std::si
   const int bit = 1 << level;
   std::vector<std::size_t> bytes(static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) {
-    bytes[static_cast<std::size_t>(rank * size + (rank ^ bit))] =
+    at(bytes, rank * size + (rank ^ bit)) =
         adasum_range(count, rank ^ bit, level + 1).count * sizeof(T);
   }
   const Range given = adasum_range(count, communicator.rank() ^ bit, level + 1);

@@ -3,10 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 
-#include "collective/board.h"
 #include "core/reduce.h"
 
 namespace torch_ring {
@@ -23,11 +21,10 @@ class Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual Board& board() = 0;
 
   /// output[i] = the reduction of input[i] over the ranks; `input` may be `output`.
-  /// `shared_offsets`: empty, or every rank's shared_offset() of its buffer (then input == output
-  /// and nothing is staged).
+  /// `shared_offsets`: empty, or the SharedBuffers::offset_of() of every rank's buffer (then input
+  /// == output and nothing is staged).
   virtual void allreduce(const void* input, void* output, std::size_t count,
                          const Reduction& reduction,
                          std::span<const std::int64_t> shared_offsets = {}) = 0;
@@ -53,14 +50,6 @@ class Communicator {
   void adasum(void* data, std::span<const std::size_t> counts, DType dtype);
 
   virtual void barrier() = 0;
-
-  /// Memory from which allreduce() in place needs no copy, freed with its last owner (which may
-  /// outlive the communicator); null if there is no such memory. Thread: any.
-  /// Errors: Error(kInternal) when there is none left.
-  virtual std::shared_ptr<void> allocate_shared(std::size_t) { return nullptr; }
-
-  /// Where [data, data + bytes) lies in such memory of this rank, or -1. Thread: any.
-  virtual std::int64_t shared_offset(const void*, std::size_t) const { return -1; }
 };
 
 }  // namespace torch_ring

@@ -100,17 +100,17 @@ void HierarchicalBoard::publish() {
 /// Finds every rank's entry in the leader's world slot; what came from other hosts is checked.
 void HierarchicalBoard::index() {
   const std::byte* slot = world_slot(host_.memory(0), local_.round());
-  std::size_t at = 0;
+  std::size_t offset = 0;
   for (const auto& ranks : ranks_of_host_) {
     for (const int rank : ranks) {
       std::uint64_t bytes = 0;
-      std::memcpy(&bytes, slot + at, kSizeBytes);
-      if (bytes > capacity() || at + framed_bytes(bytes) > SharedMemory::kWorldSlotBytes) {
+      std::memcpy(&bytes, slot + offset, kSizeBytes);
+      if (bytes > capacity() || offset + framed_bytes(bytes) > SharedMemory::kWorldSlotBytes) {
         throw Error(ErrorKind::kInternal,
                     "rank " + std::to_string(rank) + " posted an entry that does not fit");
       }
-      entries_[static_cast<std::size_t>(rank)] = {slot + at + kSizeBytes, bytes};
-      at += framed_bytes(bytes);
+      at(entries_, rank) = {slot + offset + kSizeBytes, bytes};
+      offset += framed_bytes(bytes);
     }
   }
 }
@@ -119,7 +119,7 @@ std::vector<int> HierarchicalBoard::missing() const {
   std::vector<int> ranks = local_.missing();
   if (leaders_ == nullptr || !gathered_) return ranks;
   for (const int host : leaders_->missing()) {
-    const auto& theirs = ranks_of_host_[static_cast<std::size_t>(host)];
+    const auto& theirs = at(ranks_of_host_, host);
     ranks.insert(ranks.end(), theirs.begin(), theirs.end());
   }
   return ranks;

@@ -8,6 +8,7 @@
 #include "collective/host.h"
 #include "collective/shm_board.h"
 #include "collective/tcp_board.h"
+#include "core/at.h"
 
 namespace torch_ring {
 
@@ -32,9 +33,7 @@ class HierarchicalBoard : public Board {
   void post(std::span<const std::byte> entry) override;
   bool peer_posted() override;
   bool complete() override;
-  std::span<const std::byte> entry(int rank) const override {
-    return entries_[static_cast<std::size_t>(rank)];
-  }
+  std::span<const std::byte> entry(int rank) const override { return at(entries_, rank); }
   std::vector<int> missing() const override;
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 namespace {
@@ -22,22 +24,22 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       lanes_(world.topology.lanes()),
       routes_(ranks_of_host_, lanes_),
       shm_(world, config, abort),
-      staging_(shm_.allocate_shared(kRoundBytes)),
-      staging_offset_(shm_.shared_offset(staging_.get(), kRoundBytes)) {
+      staging_(shm_.shared_buffers()->allocate(kRoundBytes)),
+      staging_offset_(shm_.shared_buffers()->offset_of(staging_.get(), kRoundBytes)) {
   const int lane = shm_.rank();
   if (lane < lanes_) {
     std::vector<std::unique_ptr<Connection>> connections;
     for (const auto& ranks : ranks_of_host_) {
-      const auto peer = static_cast<std::size_t>(ranks[static_cast<std::size_t>(lane)]);
-      connections.push_back(
-          static_cast<int>(peer) == rank_
-              ? nullptr
-              : std::make_unique<Connection>(std::move(world.data[peer]), world.labels[peer]));
+      const int peer = at(ranks, lane);
+      connections.push_back(peer == rank_
+                                ? nullptr
+                                : std::make_unique<Connection>(std::move(at(world.data, peer)),
+                                                               at(world.labels, peer)));
     }
     std::size_t longest_host = 0;
     for (const auto& ranks : ranks_of_host_) longest_host = std::max(longest_host, ranks.size());
     lane_ = std::make_unique<RingCommunicator>(
-        host_of_[static_cast<std::size_t>(rank_)], std::move(connections), shm_.host().waiter(),
+        at(host_of_, rank_), std::move(connections), shm_.host().waiter(),
         HierarchicalBoard::host_capacity(size_, static_cast<int>(longest_host)));
   }
   board_ = std::make_unique<HierarchicalBoard>(shm_.host(), ranks_of_host_,
@@ -63,7 +65,7 @@ void HierarchicalCommunicator::reducescatter(const void* input, void* output,
                                              std::span<const std::size_t> counts,
                                              const Reduction& reduction) {
   const std::vector<Range> parts = ranges_of(counts);
-  const Range own = parts[static_cast<std::size_t>(rank_)];
+  const Range own = at(parts, rank_);
   const std::size_t item = size_of(reduction.dtype);
   allreduce_in_rounds(input, parts.back().begin + parts.back().count, reduction, [&](Range round) {
     const Range part = overlap(own, round);
@@ -93,9 +95,8 @@ std::vector<std::byte*> HierarchicalCommunicator::buffers_of_host(
   const Host& host = shm_.host();
   std::vector<std::byte*> buffers;
   for (int peer = 0; peer < host.size(); ++peer) {
-    const std::int64_t offset = shared_offsets.empty()
-                                    ? staging_offset_
-                                    : shared_offsets[static_cast<std::size_t>(host.rank_of(peer))];
+    const std::int64_t offset =
+        shared_offsets.empty() ? staging_offset_ : at(shared_offsets, host.rank_of(peer));
     buffers.push_back(host.memory(peer).at(static_cast<std::size_t>(offset)));
   }
   return buffers;
@@ -121,10 +122,10 @@ void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> bu
 
 void HierarchicalCommunicator::broadcast(void* data, std::size_t bytes, int root) {
   if (bytes == 0) return;
-  const int root_host = host_of_[static_cast<std::size_t>(root)];
-  const bool at_root = host_of_[static_cast<std::size_t>(rank_)] == root_host;
+  const int root_host = at(host_of_, root);
+  const bool at_root = at(host_of_, rank_) == root_host;
   if (at_root) {
-    const auto& ranks = ranks_of_host_[static_cast<std::size_t>(root_host)];
+    const auto& ranks = at(ranks_of_host_, root_host);
     const auto index = std::find(ranks.begin(), ranks.end(), root) - ranks.begin();
     shm_.broadcast(data, bytes, static_cast<int>(index));
   }
@@ -138,11 +139,11 @@ void HierarchicalCommunicator::allgather(const void* input, void* output,
   // the hosts', every host takes them all from its leader.
   std::vector<std::size_t> host_bytes(ranks_of_host_.size(), 0);
   std::vector<std::size_t> local_bytes;
-  const int own_host = host_of_[static_cast<std::size_t>(rank_)];
+  const int own_host = at(host_of_, rank_);
   std::size_t own_begin = 0;
   for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
     for (const int rank : ranks_of_host_[host]) {
-      const std::size_t part = bytes[static_cast<std::size_t>(rank)];
+      const std::size_t part = at(bytes, rank);
       host_bytes[host] += part;
       if (static_cast<int>(host) == own_host) local_bytes.push_back(part);
     }
@@ -158,11 +159,9 @@ void HierarchicalCommunicator::allgather(const void* input, void* output,
   const std::byte* from = all.data();
   for (const auto& ranks : ranks_of_host_) {
     for (const int rank : ranks) {
-      const auto index = static_cast<std::size_t>(rank);
-      if (bytes[index] > 0) {
-        std::memcpy(static_cast<std::byte*>(output) + begins[index], from, bytes[index]);
-      }
-      from += bytes[index];
+      const std::size_t part = at(bytes, rank);
+      if (part > 0) std::memcpy(static_cast<std::byte*>(output) + at(begins, rank), from, part);
+      from += part;
     }
   }
 }

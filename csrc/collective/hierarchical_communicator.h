@@ -18,7 +18,7 @@ namespace torch_ring {
 ///
 /// A reducescatter is such an allreduce, of which each rank copies its part only: the network
 /// carries up to twice the bytes that it needs. An alltoall takes three hops (routed_alltoall.h).
-class HierarchicalCommunicator : public Communicator {
+class HierarchicalCommunicator : public HostCommunicator {
  public:
   HierarchicalCommunicator(World& world, const EngineConfig& config, const Abort& abort);
 
@@ -33,12 +33,7 @@ class HierarchicalCommunicator : public Communicator {
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
   void barrier() override;
-  std::shared_ptr<void> allocate_shared(std::size_t bytes) override {
-    return shm_.allocate_shared(bytes);
-  }
-  std::int64_t shared_offset(const void* data, std::size_t bytes) const override {
-    return shm_.shared_offset(data, bytes);
-  }
+  SharedBuffers* shared_buffers() override { return shm_.shared_buffers(); }
 
  private:
   bool leads() const { return shm_.rank() == 0; }

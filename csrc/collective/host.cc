@@ -8,8 +8,7 @@ std::vector<std::shared_ptr<const SharedMemory>> map_memories(World& world,
                                                               const std::vector<int>& ranks) {
   std::vector<std::shared_ptr<const SharedMemory>> memories;
   for (const int rank : ranks) {
-    memories.push_back(
-        std::make_shared<const SharedMemory>(std::move(world.memory[static_cast<size_t>(rank)])));
+    memories.push_back(std::make_shared<const SharedMemory>(std::move(at(world.memory, rank))));
   }
   return memories;
 }
@@ -19,8 +18,7 @@ std::vector<Doorbell> make_doorbells(
     const std::vector<std::shared_ptr<const SharedMemory>>& memories) {
   std::vector<Doorbell> doorbells;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    doorbells.emplace_back(std::move(world.doorbells[static_cast<size_t>(ranks[i])]),
-                           &memories[i]->header().asleep);
+    doorbells.emplace_back(std::move(at(world.doorbells, ranks[i])), &memories[i]->header().asleep);
   }
   return doorbells;
 }
@@ -35,10 +33,10 @@ Host::Host(World& world, const EngineConfig& config, const Abort& abort)
     : ranks_(world.topology.ranks_of_host(world.topology.host())),
       memories_(map_memories(world, ranks_)),
       doorbells_(make_doorbells(world, ranks_, memories_)),
-      waiter_(abort, doorbells_[static_cast<std::size_t>(index_in(ranks_, world.topology.rank))],
-              world.may_spin, config.timeout) {
+      waiter_(abort, at(doorbells_, index_in(ranks_, world.topology.rank)), world.may_spin,
+              config.timeout) {
   index_ = index_in(ranks_, world.topology.rank);
-  for (const int rank : ranks_) labels_.push_back(world.labels[static_cast<std::size_t>(rank)]);
+  for (const int rank : ranks_) labels_.push_back(at(world.labels, rank));
 }
 
 void Host::wait_all(Counter counter, std::uint64_t value, const char* doing) const {

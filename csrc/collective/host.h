@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collective/world.h"
+#include "core/at.h"
 #include "core/config.h"
 #include "transport/shared_memory.h"
 #include "transport/waiter.h"
@@ -21,15 +22,11 @@ class Host {
 
   int index() const { return index_; }  // of this rank among the ranks of its host
   int size() const { return static_cast<int>(memories_.size()); }
-  int rank_of(int index) const { return ranks_[static_cast<std::size_t>(index)]; }
-  const std::string& label(int index) const { return labels_[static_cast<std::size_t>(index)]; }
+  int rank_of(int index) const { return at(ranks_, index); }
+  const std::string& label(int index) const { return at(labels_, index); }
 
-  const SharedMemory& memory(int index) const {
-    return *memories_[static_cast<std::size_t>(index)];
-  }
-  std::shared_ptr<const SharedMemory> own_memory() const {
-    return memories_[static_cast<std::size_t>(index_)];
-  }
+  const SharedMemory& memory(int index) const { return *at(memories_, index); }
+  std::shared_ptr<const SharedMemory> own_memory() const { return at(memories_, index_); }
   SegmentHeader& header(int index) const { return memory(index).header(); }
   SegmentHeader& own() const { return header(index_); }
   const Waiter& waiter() const { return waiter_; }
@@ -39,7 +36,7 @@ class Host {
     // The seq_cst store is a Doorbell's first half; it also releases what was written before.
     counter.store(value, std::memory_order_seq_cst);
     for (int peer = 0; peer < size(); ++peer) {
-      if (peer != index_) doorbells_[static_cast<std::size_t>(peer)].ring();
+      if (peer != index_) at(doorbells_, peer).ring();
     }
   }
 
@@ -65,7 +62,7 @@ class Host {
   void barrier();
 
   /// Ends this rank's sleep. Thread: any.
-  void wake() const { doorbells_[static_cast<std::size_t>(index_)].ring(); }
+  void wake() const { at(doorbells_, index_).ring(); }
 
  private:
   std::string silent(int peer, const char* doing) const;

@@ -5,12 +5,12 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "collective/communicator.h"
+#include "collective/host_communicator.h"
 
 namespace torch_ring {
 
 /// Every round is complete when it is posted; every reduction has one input.
-class LocalCommunicator : public Communicator, private Board {
+class LocalCommunicator : public HostCommunicator, private Board {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }

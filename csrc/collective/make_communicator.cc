@@ -37,8 +37,8 @@ struct Ring {
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_communicator(World& world, const EngineConfig& config,
-                                                const Abort& abort) {
+std::shared_ptr<HostCommunicator> make_communicator(World& world, const EngineConfig& config,
+                                                    const Abort& abort) {
   const int size = world.topology.size();
   const int hosts = world.topology.host_count();
   if (size == 1) return std::make_shared<LocalCommunicator>();

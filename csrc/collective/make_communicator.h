@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "collective/communicator.h"
+#include "collective/host_communicator.h"
 #include "collective/world.h"
 #include "core/abort.h"
 #include "core/config.h"
@@ -13,7 +13,7 @@ namespace torch_ring {
 /// The communicator that fits: one rank, one host (shared memory), one rank a host (ring), or
 /// shared memory inside hosts and rings across them. Takes `data`, `memory` and `doorbells`.
 /// The references must outlive it.
-std::shared_ptr<Communicator> make_communicator(World& world, const EngineConfig& config,
-                                                const Abort& abort);
+std::shared_ptr<HostCommunicator> make_communicator(World& world, const EngineConfig& config,
+                                                    const Abort& abort);
 
 }  // namespace torch_ring

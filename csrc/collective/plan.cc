@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 namespace {
@@ -48,7 +50,7 @@ std::span<const std::size_t> row_of(std::span<const std::size_t> matrix, int siz
 std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size, int to) {
   std::vector<std::size_t> column;
   for (int from = 0; from < size; ++from) {
-    column.push_back(matrix[static_cast<std::size_t>(from * size + to)]);
+    column.push_back(at(matrix, from * size + to));
   }
   return column;
 }

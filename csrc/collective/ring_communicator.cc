@@ -93,9 +93,8 @@ void RingCommunicator::allreduce_gathered(const void* input, void* output, std::
   std::size_t gathered = bytes;
   for (const BruckStep& step : bruck_steps(rank(), size())) {
     const std::size_t moving = static_cast<std::size_t>(step.count) * bytes;
-    exchange(connections_[static_cast<std::size_t>(step.to)].get(), {inputs, moving},
-             connections_[static_cast<std::size_t>(step.from)].get(), {inputs + gathered, moving},
-             waiter_);
+    exchange(at(connections_, step.to).get(), {inputs, moving}, at(connections_, step.from).get(),
+             {inputs + gathered, moving}, waiter_);
     gathered += moving;
   }
   std::vector<const void*> by_rank;
@@ -132,7 +131,7 @@ void RingCommunicator::reducescatter(const void* input, void* output,
     }
     std::byte* partial = at_least(partials_, to * partial_item);
     reduce_scatter(partial, bytes_of(input), chunks, reduction);
-    const Chunk& own = chunks[static_cast<std::size_t>(rank())];
+    const Chunk& own = at(chunks, rank());
     if (own.count == 0) continue;  // other ranks' parts are longer
     const std::array<void*, 1> finished{bytes_of(output) + round.begin * item};
     finish_partial(finished, partial + own.to * partial_item, own.count, reduction);
@@ -145,7 +144,7 @@ void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input
                                       std::span<const Chunk> chunks, const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const auto chunk = [&](int index) { return chunks[static_cast<std::size_t>(index)]; };
+  const auto chunk = [&](int index) { return at(chunks, index); };
 
   // This rank's own values, read when they are first needed.
   const auto load = [&](Chunk part) {
@@ -181,7 +180,7 @@ void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input
 /// Brings every rank every chunk of `data`; at first it holds its own.
 void RingCommunicator::gather_chunks(std::byte* data, std::span<const Range> chunks) {
   const auto chunk = [&](int index) {
-    const Range range = chunks[static_cast<std::size_t>(index)];
+    const Range range = at(chunks, index);
     return std::span(data + range.begin, range.count);
   };
   for (const RingStep& step : allgather_steps(rank(), size())) {
@@ -192,7 +191,7 @@ void RingCommunicator::gather_chunks(std::byte* data, std::span<const Range> chu
 void RingCommunicator::allgather(const void* input, void* output,
                                  std::span<const std::size_t> bytes) {
   const std::vector<Range> chunks = ranges_of(bytes);
-  const Range own = chunks[static_cast<std::size_t>(rank())];
+  const Range own = at(chunks, rank());
   std::byte* const to = bytes_of(output) + own.begin;
   if (to != input && own.count > 0) std::memcpy(to, input, own.count);
   gather_chunks(bytes_of(output), chunks);
@@ -238,8 +237,8 @@ void RingCommunicator::barrier() {
   std::byte token{};
   for (const BruckStep& step : bruck_steps(rank(), size())) {
     std::byte arrived{};
-    exchange(connections_[static_cast<std::size_t>(step.to)].get(), {&token, 1},
-             connections_[static_cast<std::size_t>(step.from)].get(), {&arrived, 1}, waiter_);
+    exchange(at(connections_, step.to).get(), {&token, 1}, at(connections_, step.from).get(),
+             {&arrived, 1}, waiter_);
   }
 }
 

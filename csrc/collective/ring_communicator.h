@@ -4,9 +4,10 @@
 #include <memory>
 #include <vector>
 
-#include "collective/communicator.h"
+#include "collective/host_communicator.h"
 #include "collective/plan.h"
 #include "collective/tcp_board.h"
+#include "core/at.h"
 #include "transport/connection.h"
 
 namespace torch_ring {
@@ -21,7 +22,7 @@ namespace torch_ring {
 ///   reducescatter, allgather, alltoall   n - 1 steps, S (n - 1) / n bytes
 ///   broadcast   n - 2 + segments steps, S bytes
 ///   barrier     ceil(log2(n)) steps, one byte each
-class RingCommunicator : public Communicator {
+class RingCommunicator : public HostCommunicator {
  public:
   /// `connections[r]` leads to rank r, null at `rank` itself; `waiter` outlives this.
   /// `board_capacity`: see TcpBoard.
@@ -62,7 +63,7 @@ class RingCommunicator : public Communicator {
   Connection* next() const { return neighbour(1); }
   Connection* prev() const { return neighbour(size() - 1); }
   Connection* neighbour(int distance) const {
-    return connections_[static_cast<std::size_t>((rank_ + distance) % size())].get();
+    return at(connections_, (rank_ + distance) % size()).get();
   }
 
   const int rank_;

@@ -65,7 +65,7 @@ Routes::Routes(std::vector<std::vector<int>> ranks_of_host, int lanes)
   positions_.resize(size);
   for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
     for (std::size_t index = 0; index < ranks_of_host_[host].size(); ++index) {
-      positions_[static_cast<std::size_t>(ranks_of_host_[host][index])] = {host, index};
+      at(positions_, ranks_of_host_[host][index]) = {host, index};
     }
   }
 }
@@ -92,7 +92,7 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
   const std::vector<int> members = routes.members(rank, hop);
   std::vector<std::size_t> member_of(static_cast<std::size_t>(routes.size()), kNone);
   for (std::size_t i = 0; i < members.size(); ++i) {
-    member_of[static_cast<std::size_t>(members[i])] = i;
+    at(member_of, members[i]) = i;
   }
 
   Hop plan;
@@ -104,10 +104,10 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
     for (int to = 0; to < routes.size(); ++to) {
       const Part part{from, to, *next++};
       const int sender = routes.holder(from, to, hop - 1);
-      const std::size_t row = member_of[static_cast<std::size_t>(sender)];
+      const std::size_t row = at(member_of, sender);
       if (part.bytes == 0 || row == kNone) continue;  // no hop leads out of the members
       const int receiver = routes.holder(from, to, hop);
-      const std::size_t column = member_of[static_cast<std::size_t>(receiver)];
+      const std::size_t column = at(member_of, receiver);
       plan.bytes[row * members.size() + column] += part.bytes;
       if (sender == rank) sent[column].push_back(part);
       if (receiver == rank) received[row].push_back(part);
@@ -123,12 +123,12 @@ void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communi
   std::vector<Part> own;
   const auto row = row_of(bytes, routes.size(), rank);
   for (int to = 0; to < routes.size(); ++to) {
-    own.push_back({rank, to, row[static_cast<std::size_t>(to)]});
+    own.push_back({rank, to, at(row, to)});
   }
   Parts parts = Parts::consecutive(own, static_cast<const std::byte*>(input));
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
   for (int hop = 1; hop <= Routes::kHops; ++hop) {
-    Communicator* const communicator = hops[static_cast<std::size_t>(hop - 1)];
+    Communicator* const communicator = at(hops, hop - 1);
     if (!communicator) continue;  // a rank that serves no network has nothing now
     parts = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(parts));
   }

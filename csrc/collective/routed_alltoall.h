@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/communicator.h"
+#include "core/at.h"
 
 namespace torch_ring {
 
@@ -32,7 +33,7 @@ class Routes {
     std::size_t host;
     std::size_t index;  // among the ranks of the host
   };
-  const Position& position_of(int rank) const { return positions_[static_cast<std::size_t>(rank)]; }
+  const Position& position_of(int rank) const { return at(positions_, rank); }
 
   std::vector<std::vector<int>> ranks_of_host_;
   std::size_t lanes_;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "collective/plan.h"
+#include "core/at.h"
 #include "memory/cache_lines.h"
 
 namespace torch_ring {
@@ -36,7 +37,7 @@ ShmCommunicator::ShmCommunicator(World& world, const EngineConfig& config, const
       board_(host_),
       arena_(std::make_shared<SharedArena>(host_.own_memory())) {}
 
-std::shared_ptr<void> ShmCommunicator::allocate_shared(std::size_t bytes) {
+std::shared_ptr<void> ShmCommunicator::allocate(std::size_t bytes) {
   return {arena_->allocate(bytes), [arena = arena_](void* data) { arena->free(data); }};
 }
 
@@ -91,7 +92,7 @@ void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::s
 
   std::vector<const void*> inputs;
   for (int peer = 0; peer < size(); ++peer) inputs.push_back(slot(peer, segment));
-  inputs[static_cast<std::size_t>(rank())] = input;
+  at(inputs, rank()) = input;
   const std::array<void*, 1> outputs{output};
   reduce(outputs, inputs, count, reduction);
   for (int peer = 0; peer < size(); ++peer) {
@@ -209,12 +210,10 @@ void ShmCommunicator::allgather(const void* input, void* output,
 
   for (std::size_t done = 0; done < longest; done += SharedMemory::kSegmentBytes) {
     const auto part_of = [&](int peer) {
-      const std::size_t all = bytes[static_cast<std::size_t>(peer)];
+      const std::size_t all = at(bytes, peer);
       return std::min(SharedMemory::kSegmentBytes, all - std::min(all, done));
     };
-    const auto target = [&](int peer) {
-      return bytes_of(output) + begins[static_cast<std::size_t>(peer)] + done;
-    };
+    const auto target = [&](int peer) { return bytes_of(output) + at(begins, peer) + done; };
     const std::uint64_t segment = ++segment_;
     const std::byte* own = bytes_of(input) + done;
     const std::size_t own_bytes = part_of(rank());
@@ -258,7 +257,7 @@ void ShmCommunicator::alltoall(const void* input, void* output,
   std::size_t longest = 0;
   for (int peer = 0; peer < size(); ++peer) {
     const std::vector<Range> staged = rotated_ranges(row_of(bytes, size(), peer), peer);
-    staged_at.push_back(staged[static_cast<std::size_t>(rank())]);
+    staged_at.push_back(at(staged, rank()));
     for (const Range part : staged) longest = std::max(longest, part.begin + part.count);
   }
 

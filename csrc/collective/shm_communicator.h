@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "collective/communicator.h"
 #include "collective/host.h"
+#include "collective/host_communicator.h"
 #include "collective/shm_board.h"
 #include "transport/shared_arena.h"
 
@@ -37,7 +37,7 @@ namespace torch_ring {
 /// peer's segment before g - 1 any more, so that when all have published g + 2, the slot of segment
 /// g can take segment g + kSegments: its own rank has done with it before it comes to claim() that,
 /// which holds this rule.
-class ShmCommunicator : public Communicator {
+class ShmCommunicator : public HostCommunicator, private SharedBuffers {
  public:
   ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort);
 
@@ -52,15 +52,17 @@ class ShmCommunicator : public Communicator {
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
   void barrier() override { host_.barrier(); }
-  std::shared_ptr<void> allocate_shared(std::size_t bytes) override;
-  std::int64_t shared_offset(const void* data, std::size_t bytes) const override {
-    return arena_->offset_of(data, bytes);
-  }
+  SharedBuffers* shared_buffers() override { return this; }
 
   // For the hierarchical communicator, which adds a network to this host.
   Host& host() { return host_; }
 
  private:
+  std::shared_ptr<void> allocate(std::size_t bytes) override;
+  std::int64_t offset_of(const void* data, std::size_t bytes) const override {
+    return arena_->offset_of(data, bytes);
+  }
+
   struct Pipeline;
 
   void allreduce_shared(std::size_t count, const Reduction& reduction,

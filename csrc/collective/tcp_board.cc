@@ -82,9 +82,8 @@ bool TcpBoard::peer_posted() {
 
 std::span<const std::byte> TcpBoard::entry(int rank) const {
   const int size = static_cast<int>(connections_.size());
-  const std::byte* at =
-      entries_.data() + entry_offsets_[static_cast<std::size_t>((rank - rank_ + size) % size)];
-  return {at + kSizeBytes, load_size(at)};
+  const std::byte* entry = entries_.data() + at(entry_offsets_, (rank - rank_ + size) % size);
+  return {entry + kSizeBytes, load_size(entry)};
 }
 
 std::vector<int> TcpBoard::missing() const {

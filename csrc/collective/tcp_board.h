@@ -9,6 +9,7 @@
 
 #include "collective/board.h"
 #include "collective/plan.h"
+#include "core/at.h"
 #include "transport/connection.h"
 
 namespace torch_ring {
@@ -66,7 +67,7 @@ class TcpBoard : public Board {
   void begin_entries(const Connection& from, int count);
   void index_entries(const Connection& from, int count);
   void update_fds();
-  Connection& connection(int rank) const { return *connections_[static_cast<std::size_t>(rank)]; }
+  Connection& connection(int rank) const { return *at(connections_, rank); }
 
   const int rank_;
   const std::vector<Connection*> connections_;

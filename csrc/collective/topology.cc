@@ -9,7 +9,7 @@ int Topology::host_count() const { return *std::max_element(host_of.begin(), hos
 std::vector<int> Topology::ranks_of_host(int host) const {
   std::vector<int> ranks;
   for (int r = 0; r < size(); ++r) {
-    if (host_of[static_cast<std::size_t>(r)] == host) ranks.push_back(r);
+    if (at(host_of, r) == host) ranks.push_back(r);
   }
   return ranks;
 }
@@ -28,11 +28,10 @@ int Topology::lanes() const {
 
 bool Topology::needs_data(int peer) const {
   const auto lane_of = [&](int r) {
-    const auto ranks = ranks_of_host(host_of[static_cast<std::size_t>(r)]);
+    const auto ranks = ranks_of_host(at(host_of, r));
     return std::find(ranks.begin(), ranks.end(), r) - ranks.begin();
   };
-  return host_of[static_cast<std::size_t>(peer)] != host() && lane_of(peer) == lane_of(rank) &&
-         lane_of(rank) < lanes();
+  return at(host_of, peer) != host() && lane_of(peer) == lane_of(rank) && lane_of(rank) < lanes();
 }
 
 std::vector<int> Topology::lane_peers() const {

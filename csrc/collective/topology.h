@@ -3,6 +3,8 @@
 
 #include <vector>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 /// The layout of the ranks, as one of them sees it.
@@ -11,7 +13,7 @@ struct Topology {
   std::vector<int> host_of;  // rank -> host, hosts numbered in order of their first rank
 
   int size() const { return static_cast<int>(host_of.size()); }
-  int host() const { return host_of[static_cast<std::size_t>(rank)]; }
+  int host() const { return at(host_of, rank); }
   int host_count() const;
   std::vector<int> ranks_of_host(int host) const;
 

@@ -65,7 +65,7 @@ std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
   bool nothing_new = true;
   bool all_blocked = true;
   for (int rank = 0; rank < size_; ++rank) {
-    const Entry entry = parse_entry(entries[static_cast<std::size_t>(rank)]);
+    const Entry entry = parse_entry(at(entries, rank));
     nothing_new = nothing_new && entry.announcements.empty();
     all_blocked = all_blocked && entry.blocked;
     for (const Announcement& announcement : entry.announcements) announce(rank, announcement);
@@ -88,7 +88,7 @@ std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
 void Agreement::announce(int rank, const Announcement& a) {
   const Fingerprint fingerprint = decode(a.fingerprint);
   if (fingerprint.collective == Collective::kJoin) {
-    joined_[static_cast<std::size_t>(rank)] = true;
+    at(joined_, rank) = true;
     ++joined_count_;
     last_joined_ = rank;
     return;
@@ -99,7 +99,7 @@ void Agreement::announce(int rank, const Announcement& a) {
     pending.since = announcements_++;
     pending.by_rank.resize(static_cast<std::size_t>(size_));
   }
-  auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];
+  auto& announced = at(pending.by_rank, rank);
   if (announced) throw Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
   announced = Announced{copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows),
                         a.shared_offset, a.is_inline};
@@ -208,8 +208,7 @@ Decision Agreement::join() {
 std::vector<Decision> Agreement::deadlock() {
   std::string text = "the ranks wait for different collectives:";
   for (int rank = 0; rank < size_; ++rank) {
-    text +=
-        (rank > 0 ? "; " : " ") + labels_[static_cast<std::size_t>(rank)] + ": " + waits_for(rank);
+    text += (rank > 0 ? "; " : " ") + at(labels_, rank) + ": " + waits_for(rank);
   }
   std::vector<Decision> decisions;
   for (auto& [key, pending] : pending_) {
@@ -229,8 +228,7 @@ std::vector<int> Agreement::missing(const std::string& key) const {
   if (pending == pending_.end() && key != kJoinKey) return ranks;
   for (int rank = 0; rank < size_; ++rank) {
     if (has_joined(rank)) continue;
-    const bool announced =
-        key != kJoinKey && pending->second.by_rank[static_cast<std::size_t>(rank)].has_value();
+    const bool announced = key != kJoinKey && at(pending->second.by_rank, rank).has_value();
     if (!announced) ranks.push_back(rank);
   }
   return ranks;
@@ -240,7 +238,7 @@ std::string Agreement::waits_for(int rank) const {
   std::string text = has_joined(rank) ? kJoinKey : "";
   int more = 0;
   for (const auto& [key, pending] : pending_) {
-    const auto& announced = pending.by_rank[static_cast<std::size_t>(rank)];
+    const auto& announced = at(pending.by_rank, rank);
     if (!announced) continue;
     if (text.empty()) {
       text = decode(announced->fingerprint).describe();

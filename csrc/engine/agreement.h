@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/at.h"
 #include "engine/entry.h"
 
 namespace torch_ring {
@@ -55,7 +56,7 @@ class Agreement {
   /// Whether nothing is announced that is not decided.
   bool empty() const { return pending_.empty() && joined_count_ == 0; }
 
-  bool has_joined(int rank) const { return joined_[static_cast<std::size_t>(rank)]; }
+  bool has_joined(int rank) const { return at(joined_, rank); }
 
   /// The ranks that have not announced `key`.
   std::vector<int> missing(const std::string& key) const;

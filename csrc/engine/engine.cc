@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 namespace {
@@ -43,13 +45,13 @@ double seconds(Clock::duration duration) { return std::chrono::duration<double>(
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort,
+Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<Abort> abort,
                Options options)
     : communicator_(std::move(communicator)),
       abort_(std::move(abort)),
       config_(options.config),
       labels_(options.labels),
-      name_(name_in(labels_[static_cast<std::size_t>(communicator_->rank())])),
+      name_(name_in(at(labels_, communicator_->rank()))),
       log_(std::move(options.log)),
       board_(communicator_->board()),
       agreement_(labels_),
@@ -310,8 +312,7 @@ bool Engine::only_submitter() {
 }
 
 Error Engine::departed(int rank) const {
-  return {ErrorKind::kPeerLost,
-          labels_[static_cast<std::size_t>(rank)] + " has left: it called shutdown() or exited"};
+  return {ErrorKind::kPeerLost, at(labels_, rank) + " has left: it called shutdown() or exited"};
 }
 
 /// Why a transfer failed. A rank that fails closes its connections, so that its peers lose it; its
@@ -386,7 +387,7 @@ std::string Engine::late_ranks(const Work& work) const {
   if (late.empty() && round_open_) late = board_.missing();
   std::string text;
   for (const int rank : late) {
-    text += (text.empty() ? "" : ", ") + labels_[static_cast<std::size_t>(rank)] +
+    text += (text.empty() ? "" : ", ") + at(labels_, rank) +
             " has not submitted it (it waits for " + agreement_.waits_for(rank) + ")";
   }
   return text.empty() ? "not every rank has submitted it" : text;

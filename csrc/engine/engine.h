@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "collective/host_communicator.h"
 #include "core/config.h"
 #include "engine/agreement.h"
 #include "engine/device.h"
@@ -48,7 +49,8 @@ class Engine {
   };
 
   /// `abort` is the one that the communicator's waits see.
-  Engine(std::shared_ptr<Communicator> communicator, std::shared_ptr<Abort> abort, Options options);
+  Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<Abort> abort,
+         Options options);
   ~Engine() { close(); }
 
   /// Fails what is pending and whatever comes later, says goodbye to the peers, joins the threads.
@@ -113,7 +115,7 @@ class Engine {
   void poll_device();
   std::string late_ranks(const Work& work) const;
 
-  const std::shared_ptr<Communicator> communicator_;
+  const std::shared_ptr<HostCommunicator> communicator_;
   const std::shared_ptr<Abort> abort_;
   const EngineConfig config_;
   const std::vector<std::string> labels_;

@@ -2,6 +2,7 @@
 // the lock.
 #include <list>
 
+#include "engine/announce.h"
 #include "engine/engine.h"
 
 namespace torch_ring {
@@ -14,15 +15,7 @@ void Engine::announce_outbox(bool blocked) {
     const Request& request = work.request();
     // From here on no round is unanimous: those that follow say that the others get on.
     if (request.fingerprint.collective == Collective::kJoin) last_decision_ = Clock::now();
-    encode(request.fingerprint, fingerprint_);
-    Announcement announcement;
-    announcement.fingerprint = fingerprint_;
-    announcement.rows = std::as_bytes(std::span(request.rows));
-    announcement.is_inline = executor_.fits_inline(request, alone);
-    if (announcement.is_inline) {
-      announcement.payload = Executor::inline_payload(request, communicator_->rank());
-    }
-    announcement.shared_offset = executor_.shared_offset(request);
+    const Announcement announcement = announce(request, alone, *communicator_, fingerprint_);
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
     if (entry_.bytes().size() + needed > board_.capacity()) {
       if (entry_.count() > 0) break;  // the rest goes into the next round

@@ -5,24 +5,11 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/at.h"
+
 namespace torch_ring {
 
 namespace {
-
-constexpr std::size_t kInlineAmongOthers = 4u << 10;
-
-// Every rank reads the payloads of all: with many ranks they have to be smaller.
-constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
-
-/// Bytes of this rank's tensor.
-std::size_t bytes_of(const Request& request) {
-  const Fingerprint& f = request.fingerprint;
-  const bool has_rows =
-      f.collective == Collective::kAllgather || f.collective == Collective::kAlltoall;
-  const std::int64_t rows =
-      has_rows ? std::accumulate(request.rows.begin(), request.rows.end(), std::int64_t{0}) : 1;
-  return static_cast<std::size_t>(rows) * f.count() * size_of(f.dtype);
-}
 
 std::size_t row_bytes_of(const Fingerprint& f) { return f.count() * size_of(f.dtype); }
 
@@ -58,7 +45,7 @@ void check_rows(const Fingerprint& f, const Decision& decision, int size) {
 std::size_t bytes_of_all(std::span<const Request* const> requests) {
   return std::accumulate(
       requests.begin(), requests.end(), std::size_t{0},
-      [](std::size_t sum, const Request* request) { return sum + bytes_of(*request); });
+      [](std::size_t sum, const Request* request) { return sum + request->input_bytes(); });
 }
 
 void concatenate(void* to, std::span<const ByteSpan> parts) {
@@ -85,31 +72,6 @@ StandIn::StandIn(const Fingerprint& fingerprint, Buffers& buffers) {
     data = buffers.allocate(static_cast<std::size_t>(all) * row_bytes_of(request.fingerprint));
     return data.get();
   };
-}
-
-bool Executor::fits_inline(const Request& request, bool alone) const {
-  const Fingerprint& f = request.fingerprint;
-  if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
-  if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
-  const std::size_t bytes = bytes_of(request);
-  const std::size_t limit = communicator_.board().inline_limit();
-  return bytes <= (alone ? limit : std::min(limit, kInlineAmongOthers)) &&
-         bytes * static_cast<std::size_t>(communicator_.size()) <= kInlineBytesOfAllRanks;
-}
-
-ByteSpan Executor::inline_payload(const Request& request, int rank) {
-  const Fingerprint& f = request.fingerprint;
-  const bool silent = f.collective == Collective::kBarrier || f.collective == Collective::kJoin ||
-                      (f.collective == Collective::kBroadcast && f.root != rank);
-  if (silent) return {};
-  return {static_cast<const std::byte*>(request.input), bytes_of(request)};
-}
-
-std::int64_t Executor::shared_offset(const Request& request) const {
-  const Fingerprint& f = request.fingerprint;
-  const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
-                        f.on_host() && request.input == request.output;
-  return in_place ? communicator_.shared_offset(request.input, bytes_of(request)) : -1;
 }
 
 bool Executor::fuses(const Job& job) {
@@ -141,7 +103,7 @@ void Executor::run_one(const Job& job) {
                               job.decision->shared_offsets);
       break;
     case Collective::kBroadcast: {
-      const std::size_t bytes = bytes_of(request);
+      const std::size_t bytes = request.input_bytes();
       if (f.root == communicator_.rank() && request.output != request.input) {
         const Copy own{request.output, request.input, bytes};
         buffers_.copy({&own, 1}, DType::kUInt8);
@@ -173,13 +135,12 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
 
   const int size = communicator_.size();
   for (int rank = 0; rank < size; ++rank) {
-    const auto index = static_cast<std::size_t>(rank);
+    const std::size_t sent = at(decision.payloads, rank).size();
     const std::size_t expected = expected_bytes(f, decision, size, rank);
-    if (decision.payloads[index].size() != expected) {
+    if (sent != expected) {
       throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank) + " sent " +
-                                            std::to_string(decision.payloads[index].size()) +
-                                            " bytes of " + f.describe() + ", not " +
-                                            std::to_string(expected));
+                                            std::to_string(sent) + " bytes of " + f.describe() +
+                                            ", not " + std::to_string(expected));
     }
   }
 
@@ -201,13 +162,13 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
       const std::int64_t* rows = decision.rows.data() + rank * size;
       const auto before = std::accumulate(rows, rows + communicator_.rank(), std::int64_t{0});
       received.push_back(rows[communicator_.rank()]);
-      parts.push_back(decision.payloads[static_cast<std::size_t>(rank)].subspan(
-          static_cast<std::size_t>(before) * row_bytes_of(f),
-          static_cast<std::size_t>(received.back()) * row_bytes_of(f)));
+      parts.push_back(at(decision.payloads, rank)
+                          .subspan(static_cast<std::size_t>(before) * row_bytes_of(f),
+                                   static_cast<std::size_t>(received.back()) * row_bytes_of(f)));
     }
     concatenate(request.allocate(received), parts);
   } else if (f.collective == Collective::kBroadcast) {
-    const ByteSpan payload = decision.payloads[static_cast<std::size_t>(f.root)];
+    const ByteSpan payload = at(decision.payloads, f.root);
     if (!payload.empty()) std::memcpy(request.output, payload.data(), payload.size());
   } else {
     concatenate(request.allocate(decision.rows), decision.payloads);
@@ -239,7 +200,7 @@ void Executor::alltoall(const Request& request, const Decision& decision) {
 std::size_t Executor::scattered_count(const Fingerprint& f, int rank) const {
   const std::vector<std::int64_t> rows = scattered_rows(f.shape[0], communicator_.size());
   const std::size_t row = f.shape[0] == 0 ? 0 : f.count() / static_cast<std::size_t>(f.shape[0]);
-  return static_cast<std::size_t>(rows[static_cast<std::size_t>(rank)]) * row;
+  return static_cast<std::size_t>(at(rows, rank)) * row;
 }
 
 void Executor::reducescatter(const Request& request) {
@@ -289,13 +250,13 @@ void Executor::adasum_fused(std::span<const Request* const> requests) {
   for (const Request* request : requests) {
     counts.push_back(request->fingerprint.count());
     copy(at, request->input, counts.back(), first.prescale);
-    at += bytes_of(*request);
+    at += request->input_bytes();
   }
   communicator_.adasum(buffer, counts, first.dtype);
   at = buffer;
   for (const Request* request : requests) {
     copy(request->output, at, request->fingerprint.count(), first.postscale);
-    at += bytes_of(*request);
+    at += request->input_bytes();
   }
 }
 

@@ -40,15 +40,6 @@ class Executor {
         buffers_(buffers),
         fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
-  /// Whether the tensor of a request is so small that it travels with the agreement, as the inline
-  /// payload of an entry. Among others, which it can be fused with, it has to be smaller than
-  /// `alone`.
-  bool fits_inline(const Request& request, bool alone) const;
-  /// The bytes that travel with the agreement: this rank's tensor, or nothing.
-  static ByteSpan inline_payload(const Request& request, int rank);
-  /// Where the buffer of an in-place allreduce lies in shared memory, or -1.
-  std::int64_t shared_offset(const Request& request) const;
-
   /// Runs the jobs of one round in order, allreduces fused; calls done(index of the job) when its
   /// output is written.
   template <class Done>

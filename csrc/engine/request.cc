@@ -1,7 +1,10 @@
 #include "engine/request.h"
 
 #include <iterator>
+#include <numeric>
 #include <sstream>
+
+#include "core/at.h"
 
 namespace torch_ring {
 
@@ -40,9 +43,18 @@ std::string Fingerprint::describe() const {
   return text.str();
 }
 
+std::size_t Request::input_bytes() const {
+  const Fingerprint& f = fingerprint;
+  const bool has_rows =
+      f.collective == Collective::kAllgather || f.collective == Collective::kAlltoall;
+  const std::int64_t count =
+      has_rows ? std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) : 1;
+  return static_cast<std::size_t>(count) * f.count() * size_of(f.dtype);
+}
+
 std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size) {
   std::vector<std::int64_t> shares(static_cast<std::size_t>(size), rows / size);
-  for (std::int64_t rank = 0; rank < rows % size; ++rank) ++shares[static_cast<std::size_t>(rank)];
+  for (int rank = 0; rank < rows % size; ++rank) ++at(shares, rank);
   return shares;
 }
 

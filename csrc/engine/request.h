@@ -64,6 +64,9 @@ struct Request {
   const void* input = nullptr;
   void* output = nullptr;  // may be `input`; of an allgather or alltoall: see `allocate`
 
+  /// Bytes of this rank's input.
+  std::size_t input_bytes() const;
+
   /// On a device, called first: its stream waits for the input. Thread: the progress thread.
   std::function<void()> begin;
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/abort.h"
+#include "core/at.h"
 #include "core/clock.h"
 #include "core/config.h"
 #include "core/fd.h"
@@ -58,9 +59,7 @@ class Watchdog {
   void handle(Peer& peer, Message message, ErrorKind kind, const std::string& text);
   void lose(const Peer& peer, const std::string& how);
   void send_all(Message message, ErrorKind kind, const std::string& text);
-  const std::string& label(const Peer& peer) const {
-    return labels_[static_cast<std::size_t>(peer.rank)];
-  }
+  const std::string& label(const Peer& peer) const { return at(labels_, peer.rank); }
 
   const int rank_;
   const std::vector<std::string> labels_;

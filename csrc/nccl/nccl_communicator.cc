@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/at.h"
 #include "core/clock.h"
 #include "core/error.h"
 
@@ -30,10 +31,10 @@ RedOp red_op_of(const Reduction& reduction) {
   }
 }
 
-const std::byte* at(const void* data, std::size_t bytes) {
+const std::byte* bytes_at(const void* data, std::size_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
-std::byte* at(void* data, std::size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+std::byte* bytes_at(void* data, std::size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
 
 bool all_equal(std::span<const std::size_t> values) {
   return std::all_of(values.begin(), values.end(), [&](auto value) { return value == values[0]; });
@@ -72,12 +73,11 @@ class NcclCommunicator::Group {
 };
 
 NcclCommunicator::NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size,
-                                   Board& board, const Abort& abort,
-                                   std::chrono::milliseconds timeout, Device device)
+                                   const Abort& abort, std::chrono::milliseconds timeout,
+                                   Device device)
     : api_(api),
       rank_(rank),
       size_(size),
-      board_(board),
       abort_(abort),
       timeout_(timeout),
       device_(std::move(device)) {
@@ -134,9 +134,9 @@ void NcclCommunicator::allgather(const void* input, void* output,
   Group group(*this);
   std::size_t start = 0;
   for (int root = 0; root < size_; ++root) {
-    const std::size_t part = bytes[static_cast<std::size_t>(root)];
+    const std::size_t part = at(bytes, root);
     if (part > 0) {
-      group.add(api_.broadcast(input, at(output, start), part, DataType::kUInt8, root, comm_,
+      group.add(api_.broadcast(input, bytes_at(output, start), part, DataType::kUInt8, root, comm_,
                                device_.stream),
                 "ncclBroadcast");
     }
@@ -155,14 +155,15 @@ void NcclCommunicator::alltoall(const void* input, void* output,
   for (std::size_t peer = 0; peer < size; ++peer) {
     const auto other = static_cast<int>(peer);
     if (const std::size_t part = bytes[self * size + peer]; part > 0) {
-      group.add(api_.send(at(input, sent), part, DataType::kUInt8, other, comm_, device_.stream),
-                "ncclSend");
+      group.add(
+          api_.send(bytes_at(input, sent), part, DataType::kUInt8, other, comm_, device_.stream),
+          "ncclSend");
       sent += part;
     }
     if (const std::size_t part = bytes[peer * size + self]; part > 0) {
-      group.add(
-          api_.recv(at(output, received), part, DataType::kUInt8, other, comm_, device_.stream),
-          "ncclRecv");
+      group.add(api_.recv(bytes_at(output, received), part, DataType::kUInt8, other, comm_,
+                          device_.stream),
+                "ncclRecv");
       received += part;
     }
   }
@@ -181,17 +182,17 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
     Group group(*this);
     std::size_t start = 0;
     for (int root = 0; root < size_; ++root) {
-      const std::size_t part = counts[static_cast<std::size_t>(root)];
+      const std::size_t part = at(counts, root);
       if (part > 0) {
-        group.add(
-            api_.reduce(at(input, start), output, part, type, op, root, comm_, device_.stream),
-            "ncclReduce");
+        group.add(api_.reduce(bytes_at(input, start), output, part, type, op, root, comm_,
+                              device_.stream),
+                  "ncclReduce");
       }
       start += part * size_of(reduction.dtype);
     }
     group.end();
   }
-  finish(output, counts[static_cast<std::size_t>(rank_)], reduction);
+  finish(output, at(counts, rank_), reduction);
 }
 
 void NcclCommunicator::check() {

@@ -29,16 +29,15 @@ struct Device {
 /// Errors: as Communicator's. After one, or abort(), the destructor waits for nothing.
 class NcclCommunicator final : public Communicator {
  public:
-  /// `board` is the ranks' own, on the CPU. `timeout`: of each wait.
-  NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size, Board& board,
-                   const Abort& abort, std::chrono::milliseconds timeout, Device device);
+  /// `timeout`: of each wait.
+  NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size, const Abort& abort,
+                   std::chrono::milliseconds timeout, Device device);
   ~NcclCommunicator() override;
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  Board& board() override { return board_; }
 
   void allreduce(const void* input, void* output, std::size_t count, const Reduction& reduction,
                  std::span<const std::int64_t> shared_offsets = {}) override;
@@ -67,7 +66,6 @@ class NcclCommunicator final : public Communicator {
   const Api& api_;
   const int rank_;
   const int size_;
-  Board& board_;
   const Abort& abort_;
   const std::chrono::milliseconds timeout_;
   const Device device_;

@@ -130,7 +130,7 @@ def test_targets_of_all_results() -> None:
     }
     # The prototype takes 16 of the 12.5 us that four times Open MPI's speed would be.
     assert verdicts[("allreduce 64 MB", "Open MPI")] == "out of reach"
-    assert verdicts[("alltoall, worst: 64 MB", "gloo")] == "missed"  # nobody measured `touch`
+    assert verdicts[("alltoall, worst: 64 MB", "gloo")] == "missed"  # `touch` was not measured
     limits = {(t.what, t.peer): t.limit for t in targets.targets(made_up_reports())}
     assert limits[("allgather, worst: 64 MB", "gloo")] == 8  # where there is only `touch`
     assert limits[("allreduce 64 MB, shared", "private")] == 2  # 20 us, and `copy` takes 10

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layers import Job, Parameter, job_of, parameters_of
 from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_ring_step
 
-from torch_ring.buckets import LAST_BUCKET_BYTES
+from torch_ring.optimizer.buckets import LAST_BUCKET_BYTES
 
 # Two layers; the second has most of the elements, the first most of the work.
 JOB = Job((Parameter(1000, 3e6), Parameter(9_000_000, 1e6)), compute_s=0.6)

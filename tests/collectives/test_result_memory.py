@@ -63,7 +63,7 @@ def test_pages_are_reused(name, size):
 
 def page_faults_of_a_result() -> int:
     data = torch.ones(COUNT)
-    for _ in range(2):  # the second finds what the first has left
+    for _ in range(2):  # the second uses the pages of the first
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         hvd.allgather(data)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

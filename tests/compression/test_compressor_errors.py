@@ -43,7 +43,7 @@ class Faulty(hvd.StatefulCompressor):
         return mean
 
 
-FAULTS = {  # what the other ranks say, and what rank 1
+FAULTS = {  # the messages of the other ranks, and of rank 1
     "asks for less": [r"rank 0: reduce for '0.weight'.*; rank 1: nothing more"] * 2,
     "asks for more": [r"rank 0: nothing more; rank 1: reduce for '0.weight'"] * 2,
     "another shape": [r"float32 \[16, 8\]; rank 1: reduce for '0.weight' float32 \[8\]"] * 2,

@@ -11,7 +11,7 @@ from documented_topk import documented_compressor
 from torch import Tensor
 
 import torch_ring as hvd
-from torch_ring.compressors import dequantize, quantize
+from torch_ring.compression.int8 import dequantize, quantize
 
 
 def run_exchange(

@@ -12,7 +12,7 @@ def open_descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def _closed_descriptors():
-    socket.socketpair()[0].close()  # collect what earlier tests have dropped
+    socket.socketpair()[0].close()  # collects what earlier tests have dropped
     before = open_descriptors()
     yield
     assert open_descriptors() == before

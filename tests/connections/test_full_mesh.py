@@ -10,35 +10,30 @@ import pytest
 from threads import run_on_ranks
 from torch.distributed import HashStore
 
-from torch_ring import connector, handshake, mesh
 from torch_ring.config import Config
+from torch_ring.connections import connect, connector, handshake
+from torch_ring.connections.connect import connect_full_mesh
 from torch_ring.errors import (
     InvalidArgumentError,
     MismatchError,
-    PeerLostError,
     RingError,
     TimeoutError,
 )
-from torch_ring.launchers import Identity
-from torch_ring.meeting import Deadline, Meeting
-from torch_ring.mesh import connect
-from torch_ring.rendezvous import Rendezvous
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.exchange import failing_together
+from torch_ring.rendezvous.launchers import Identity
+from torch_ring.rendezvous.store import Rendezvous
+from torch_ring.rendezvous.store_exchange import StoreExchange
 
 CONFIG = Config(init_timeout_s=30.0)
 
 
 def connect_rank(store, rank, size, config=CONFIG, secret=""):
     """Connect one rank, as init() does."""
-    meeting = Meeting(store, rank, size, Deadline(config.init_timeout_s))
-    try:
-        return connect(
-            Identity(rank, size), config, Rendezvous(store, "127.0.0.1", secret=secret), meeting
-        )
-    except PeerLostError as error:
-        raise meeting.explain(error) from None
-    except BaseException as error:
-        meeting.fail(error)
-        raise
+    exchange = StoreExchange(store, rank, size, Deadline(config.init_timeout_s))
+    rendezvous = Rendezvous(store, "127.0.0.1", secret=secret)
+    with failing_together(exchange):
+        return connect_full_mesh(Identity(rank, size), config, rendezvous, exchange)
 
 
 def connect_all_ranks(size, **more):
@@ -51,10 +46,10 @@ def put_on_hosts(monkeypatch):
     """Return a function that puts the ranks on hosts, as far as the mesh can tell."""
 
     def put(hosts):
-        make = mesh._make_card
+        make = connect._own_info
         monkeypatch.setattr(
-            mesh,
-            "_make_card",
+            connect,
+            "_own_info",
             lambda identity, *rest: replace(
                 make(identity, *rest), machine=f"host {hosts[identity.rank]}"
             ),
@@ -119,7 +114,7 @@ def test_every_descriptor_arrives(put_on_hosts, hosts, transport, connections):
 
 def test_silent_and_noisy_strangers_are_ignored(monkeypatch):
     strangers = []
-    listen = {"_listen_tcp": mesh._listen_tcp, "_listen_unix": mesh._listen_unix}
+    listen = {"_listen_tcp": connect._listen_tcp, "_listen_unix": connect._listen_unix}
 
     def besieged(name):
         def make(*arguments):
@@ -135,8 +130,8 @@ def test_silent_and_noisy_strangers_are_ignored(monkeypatch):
         return make
 
     for name in listen:
-        monkeypatch.setattr(mesh, name, besieged(name))
-    monkeypatch.setattr(connector, "_STRANGER_S", 1e6)  # nobody is dropped for being silent
+        monkeypatch.setattr(connect, name, besieged(name))
+    monkeypatch.setattr(connector, "_STRANGER_S", 1e6)  # no stranger is dropped for silence
     for transport in ("shm", "tcp"):
         for m in connect_all_ranks(3, config=replace(CONFIG, transport=transport)):
             assert len(m.control) == 2
@@ -173,7 +168,7 @@ def test_ranks_without_shared_memory_use_tcp(monkeypatch, caplog):
     def refuse():
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(mesh._C, "make_memory", refuse)
+    monkeypatch.setattr(connect, "make_memory", refuse)
     for m in connect_all_ranks(2):
         assert m.host_of == [0, 1]
         assert m.data
@@ -253,5 +248,5 @@ def test_an_unknown_interface_is_named():
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.1"])
 def test_ranks_listen_on_the_chosen_interface_only(interface):
     for m in connect_all_ranks(2, config=replace(CONFIG, transport="tcp", interface=interface)):
-        assert {card.address for card in m.cards} == {"127.0.0.1"}
+        assert {peer.address for peer in m.peers} == {"127.0.0.1"}
         m.close()

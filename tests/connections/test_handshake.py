@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from torch_ring import handshake
+from torch_ring.connections import handshake
 
 
 @pytest.mark.parametrize("lie", ["wanted", "magic"])

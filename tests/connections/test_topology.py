@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from torch_ring import cards
-from torch_ring.cards import Card, Place
+from torch_ring.connections import topology
+from torch_ring.connections.peer_info import PeerInfo
+from torch_ring.connections.topology import Topology
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
 
 
-def made_up_peer(rank: int, machine: str = "a", **more) -> Card:
+def made_up_peer(rank: int, machine: str = "a", **more) -> PeerInfo:
     usual = {
         "shares": True,
         "node": None,
@@ -23,34 +24,34 @@ def made_up_peer(rank: int, machine: str = "a", **more) -> Card:
         "nonce": "00",
         "settings": {"TORCH_RING_TRANSPORT": "auto"},
     }
-    return Card(rank=rank, machine=machine, **(usual | more))
+    return PeerInfo(rank=rank, machine=machine, **(usual | more))
 
 
-def peers_on(machines: str) -> list[Card]:
+def peers_on(machines: str) -> list[PeerInfo]:
     return [made_up_peer(rank, machine) for rank, machine in enumerate(machines)]
 
 
 def test_peer_info_survives_json_and_nothing_else_is_accepted():
     mine = made_up_peer(3, node="7", local_rank=1)
-    assert Card.from_json(3, mine.to_json()) == mine
+    assert PeerInfo.from_json(3, mine.to_json()) == mine
     for text in ("", "{}", "[1]", made_up_peer(2).to_json(), replace(mine, cpus="x").to_json()):
         with pytest.raises(RingError, match="rank 3 runs another version"):
-            Card.from_json(3, text)
+            PeerInfo.from_json(3, text)
 
 
 @pytest.mark.parametrize(
     ("machines", "rank", "place"),
     [
-        ("aa", 1, Place(1, 2, 0, 1, True)),
-        ("ab", 1, Place(0, 1, 1, 2, True)),
-        ("aabb", 2, Place(0, 2, 1, 2, True)),
-        ("abab", 3, Place(1, 2, 1, 2, True)),
-        ("abb", 1, Place(0, 2, 1, 2, False)),
-        ("abb", 2, Place(1, 2, 0, 1, False)),
+        ("aa", 1, Topology(1, 2, 0, 1, True)),
+        ("ab", 1, Topology(0, 1, 1, 2, True)),
+        ("aabb", 2, Topology(0, 2, 1, 2, True)),
+        ("abab", 3, Topology(1, 2, 1, 2, True)),
+        ("abb", 1, Topology(0, 2, 1, 2, False)),
+        ("abb", 2, Topology(1, 2, 0, 1, False)),
     ],
 )
 def test_topology_of_a_rank(machines, rank, place):
-    assert cards.place(rank, peers_on(machines)) == place
+    assert topology.topology_of(rank, peers_on(machines)) == place
 
 
 def test_ranks_share_the_cpus_that_they_are_bound_to():
@@ -60,7 +61,7 @@ def test_ranks_share_the_cpus_that_they_are_bound_to():
         made_up_peer(2, cpus="c"),
         made_up_peer(3, "b", cpus="3"),
     ]
-    assert [cards.cpu_sharers(rank, everyone) for rank in range(4)] == [2, 2, 1, 1]
+    assert [topology.cpu_sharers(rank, everyone) for rank in range(4)] == [2, 2, 1, 1]
 
 
 def test_the_launcher_decides_the_local_ranks():
@@ -68,7 +69,7 @@ def test_the_launcher_decides_the_local_ranks():
         made_up_peer(rank, node=str(rank // 2), local_rank=rank % 2, local_size=2)
         for rank in range(4)
     ]
-    assert cards.place(3, two_agents) == Place(1, 2, 1, 2, True)
+    assert topology.topology_of(3, two_agents) == Topology(1, 2, 1, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -76,21 +77,21 @@ def test_the_launcher_decides_the_local_ranks():
     [("aaa", "auto", [0, 0, 0]), ("bab", "auto", [0, 1, 0]), ("aa", "tcp", [0, 1])],
 )
 def test_hosts_of_ranks(machines, transport, hosts):
-    assert cards.host_of(peers_on(machines), transport) == hosts
+    assert topology.host_of(peers_on(machines), transport) == hosts
 
 
 def test_a_rank_without_shared_memory_makes_all_use_tcp():
-    assert cards.host_of([*peers_on("aa"), made_up_peer(2, shares=False)], "auto") == [0, 1, 2]
+    assert topology.host_of([*peers_on("aa"), made_up_peer(2, shares=False)], "auto") == [0, 1, 2]
 
 
 def test_shared_memory_alone_cannot_serve_several_hosts():
     with pytest.raises(InvalidArgumentError, match=r"TORCH_RING_TRANSPORT=shm.* 2 hosts"):
-        cards.host_of(peers_on("ab"), "shm")
+        topology.host_of(peers_on("ab"), "shm")
 
 
 def test_labels_name_the_rank_and_its_host():
-    assert cards.labels(peers_on("aa"))[1] == "rank 1 (pid 101)"
-    assert cards.labels(peers_on("ab"))[1] == "rank 1 (10.0.0.2, pid 101)"
+    assert topology.labels(peers_on("aa"))[1] == "rank 1 (pid 101)"
+    assert topology.labels(peers_on("ab"))[1] == "rank 1 (10.0.0.2, pid 101)"
 
 
 @pytest.mark.parametrize(
@@ -98,23 +99,23 @@ def test_labels_name_the_rank_and_its_host():
 )
 def test_spinning_needs_a_cpu_for_every_rank_of_the_machine(cpus, spins):
     ranks = [made_up_peer(rank, cpus=mask) for rank, mask in enumerate(cpus)]
-    assert cards.may_spin(0, [*ranks, made_up_peer(2, "b", cpus="1")]) == spins
+    assert topology.may_spin(0, [*ranks, made_up_peer(2, "b", cpus="1")]) == spins
 
 
 def test_ranks_in_networks_of_their_own_share_a_kernels_cpus():
     ranks = [
         made_up_peer(rank, f"kernel/{network}", cpus="3") for rank, network in enumerate("abc")
     ]
-    assert cards.host_of(ranks, "auto") == [0, 1, 2]
-    assert cards.may_spin(0, ranks[:2])
-    assert not cards.may_spin(0, ranks)
-    assert cards.cpu_sharers(0, [*ranks, made_up_peer(3, "another/a", cpus="3")]) == 3
+    assert topology.host_of(ranks, "auto") == [0, 1, 2]
+    assert topology.may_spin(0, ranks[:2])
+    assert not topology.may_spin(0, ranks)
+    assert topology.cpu_sharers(0, [*ranks, made_up_peer(3, "another/a", cpus="3")]) == 3
 
 
 def test_settings_must_agree():
     same = peers_on("ab")
-    cards.require_agreement(same)
+    topology.require_agreement(same)
     with pytest.raises(MismatchError, match=r"TRANSPORT .* auto on rank 0 and tcp on rank 1"):
-        cards.require_agreement(
+        topology.require_agreement(
             [same[0], replace(same[1], settings={"TORCH_RING_TRANSPORT": "tcp"})]
         )

@@ -35,7 +35,7 @@ inline Bytes entry_at(const Board& board, int rank) {
 }
 
 inline void board_rounds(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     std::mt19937 random(static_cast<unsigned>(communicator.rank()));
     for (int round = 0; round < 100; ++round) {
@@ -51,7 +51,7 @@ inline void board_rounds(const Layout& layout, int size) {
 }
 
 inline void board_entries_are_aligned(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     board.post(Bytes(static_cast<std::size_t>(5 + communicator.rank())));
     wait_complete(board);
@@ -63,7 +63,7 @@ inline void board_entries_are_aligned(const Layout& layout, int size) {
 
 inline void board_rouses_the_idle(const Layout& layout, int size) {
   std::barrier all(size);
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     for (int round = 0; round < 10; ++round) {
       CHECK(!board.peer_posted());
@@ -81,7 +81,7 @@ inline void board_rouses_the_idle(const Layout& layout, int size) {
 inline void board_names_the_missing(const Layout& layout, int size) {
   const int late = size - 1;
   std::latch seen(late);
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     const auto misses = [&](int rank) {
       CHECK(!board.complete());
@@ -107,7 +107,7 @@ inline void board_names_the_missing(const Layout& layout, int size) {
 }
 
 inline void board_wakes(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     board.wake();
     board.wait_until(kNever, kSpin);  // the wake that came before

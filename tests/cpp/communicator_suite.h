@@ -118,7 +118,7 @@ inline void allreduce_same_bits(const Layout& layout, int size) {
       for (std::size_t i = 0; i < kCount; ++i) data.set(i, normal(random));
       communicator.allreduce(data.data(), data.data(), kCount,
                              {DType::kFloat32, ReduceOp::kSum, {.divisor = size}});
-      result[static_cast<std::size_t>(communicator.rank())] = data.bytes();
+      at(result, communicator.rank()) = data.bytes();
     });
   }
   for (const auto& result : results) {
@@ -152,7 +152,7 @@ inline void allgather_ragged(const Layout& layout, int size) {
           expected.insert(expected.end(), part.begin(), part.end());
         }
         const int rank = communicator.rank();
-        const auto input = bytes_of(rank, bytes[static_cast<std::size_t>(rank)]);
+        const auto input = bytes_of(rank, at(bytes, rank));
         Bytes output(expected.size());
         communicator.allgather(input.data(), output.data(), bytes);
         CHECK(same(output, expected));
@@ -173,7 +173,7 @@ inline void barrier_holds_all(const Layout& layout, int size) {
 }
 
 inline void everything_in_turns(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     for (int round = 0; round < (kSanitized ? 9 : 20); ++round) {
       board.post(entry_of(communicator.rank(), round, 1000));
@@ -213,7 +213,7 @@ inline void silence_is_a_timeout(const Layout& layout, int size) {
 
 inline void an_abort_ends_a_wait(const Layout& layout, int size) {
   std::latch failed(size - 1);
-  run_world(layout, size, [&](Communicator& communicator, Abort& abort) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort& abort) {
     if (communicator.rank() == 0) return failed.wait();
     std::thread watchdog([&] {
       abort.raise(Error(ErrorKind::kPeerLost, "rank 0 was killed"));

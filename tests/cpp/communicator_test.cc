@@ -113,7 +113,7 @@ TEST(shm_stages_while_slots_are_free) {
 TEST(shm_board_spins_for_as_long_as_it_is_told) {
   Layout layout{"shm", one_host};
   layout.may_spin = true;
-  run_world(layout, 2, [](Communicator& communicator, Abort&) {
+  run_world(layout, 2, [](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     const auto& waiting = dynamic_cast<ShmCommunicator&>(communicator).host().header(0);
     for (const std::chrono::microseconds spin :
@@ -152,11 +152,11 @@ TEST(shm_writes_large_results_past_the_caches) {
     const std::vector<std::size_t> lengths{kLarge, 5, 300'001};
     Bytes expected;
     for (int rank = 0; rank < communicator.size(); ++rank) {
-      const Bytes part = bytes_of(rank, lengths[static_cast<std::size_t>(rank)]);
+      const Bytes part = bytes_of(rank, at(lengths, rank));
       expected.insert(expected.end(), part.begin(), part.end());
     }
     const int rank = communicator.rank();
-    const Bytes input = bytes_of(rank, lengths[static_cast<std::size_t>(rank)]);
+    const Bytes input = bytes_of(rank, at(lengths, rank));
     Bytes output(expected.size());
     communicator.allgather(input.data(), output.data(), lengths);
     CHECK(same(output, expected));

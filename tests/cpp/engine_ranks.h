@@ -33,7 +33,7 @@ class Rank {
   int rank() const { return communicator_->rank(); }
   int size() const { return communicator_->size(); }
   Engine& engine() { return engine_; }
-  Communicator& communicator() { return *communicator_; }
+  HostCommunicator& communicator() { return *communicator_; }
   /// Before anything is submitted: what the log handler does besides.
   void on_log(std::function<void()> handler) { on_log_ = std::move(handler); }
   std::string log() {
@@ -83,7 +83,7 @@ class Rank {
   std::string log_;
   std::function<void()> on_log_;
   std::shared_ptr<Abort> abort_;
-  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<HostCommunicator> communicator_;
   Engine engine_;
 };
 
@@ -91,7 +91,7 @@ inline void run_engines(const std::vector<int>& host_of, const std::function<voi
                         const EngineConfig& config = patient()) {
   std::vector<World> worlds = make_worlds(host_of);
   run_ranks(static_cast<int>(host_of.size()), [&](int rank) {
-    Rank self(worlds[static_cast<std::size_t>(rank)], config);
+    Rank self(at(worlds, rank), config);
     fn(self);
   });
 }

@@ -130,8 +130,7 @@ const bool kReducescatter = on_all_layouts("reducescatter, small and large", [](
     const auto begin =
         row * std::accumulate(shares.begin(), shares.begin() + rank.rank(), std::int64_t{0});
     const std::vector<float> input = rank.input(static_cast<std::size_t>(rows * row));
-    std::vector<float> output(
-        static_cast<std::size_t>(row * shares[static_cast<std::size_t>(rank.rank())]));
+    std::vector<float> output(static_cast<std::size_t>(row * at(shares, rank.rank())));
     Request request;
     request.fingerprint.collective = Collective::kReducescatter;
     request.fingerprint.shape = {rows, row};

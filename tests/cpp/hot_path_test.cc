@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "collective/shm_communicator.h"
+#include "engine/announce.h"
 #include "engine_ranks.h"
 
 namespace torch_ring::test {
@@ -45,7 +46,8 @@ void check_costs(std::size_t count, bool shared, std::uint64_t staged, std::uint
   constexpr std::uint64_t kRepeats = 10;
   run_engines({0, 0}, [&](Rank& rank) {
     auto& communicator = dynamic_cast<ShmCommunicator&>(rank.communicator());
-    const std::shared_ptr<void> memory = communicator.allocate_shared(count * sizeof(float));
+    const std::shared_ptr<void> memory =
+        communicator.shared_buffers()->allocate(count * sizeof(float));
     std::vector<float> own(count, 1.0f);
     float* const data = shared ? static_cast<float*>(memory.get()) : own.data();
     std::fill_n(data, count, 1.0f);
@@ -71,7 +73,7 @@ void check_costs(std::size_t count, bool shared, std::uint64_t staged, std::uint
 
 constexpr std::size_t kSegment = SharedMemory::kSegmentBytes / sizeof(float);
 
-TEST(hot_path_a_small_tensor_rides_along_with_the_agreement) { check_costs(256, false, 0, 0, 0); }
+TEST(hot_path_a_small_tensor_is_inline_in_the_agreement) { check_costs(256, false, 0, 0, 0); }
 
 TEST(hot_path_a_small_tensor_in_shared_memory_does_too) { check_costs(256, true, 0, 0, 0); }
 
@@ -85,13 +87,11 @@ TEST(hot_path_a_tensor_in_shared_memory_is_never_copied) {
 
 void check_inline_limit(const std::vector<int>& host_of, std::size_t alone) {
   run_engines(host_of, [&](Rank& rank) {
-    HostBuffers buffers;
-    const Executor executor(rank.communicator(), buffers, 0);
     const auto fits = [&](std::size_t bytes, bool is_alone) {
       Request request;
       request.fingerprint.dtype = DType::kUInt8;
       request.fingerprint.shape = {static_cast<std::int64_t>(bytes)};
-      return executor.fits_inline(request, is_alone);
+      return fits_inline(request, is_alone, rank.communicator());
     };
     CHECK(fits(alone, true) && !fits(alone + 1, true));
     CHECK(fits(4096, false) && !fits(4097, false));

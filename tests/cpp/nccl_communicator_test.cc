@@ -13,9 +13,9 @@ namespace {
 
 /// One rank: its CPU communicator for agreement, a stream, and NCCL. Each call waits for the
 /// stream, so that the suites can be as they are.
-class OnStream final : public Communicator {
+class OnStream final : public HostCommunicator {
  public:
-  OnStream(std::shared_ptr<Communicator> host, const Abort& abort,
+  OnStream(std::shared_ptr<HostCommunicator> host, const Abort& abort,
            std::chrono::milliseconds timeout = patient().timeout)
       : host_(std::move(host)) {
     nccl::UniqueId id{};
@@ -28,8 +28,8 @@ class OnStream final : public Communicator {
         reduce(outputs, inputs, count, {dtype, ReduceOp::kSum, scaling});
       });
     };
-    nccl_ = std::make_unique<NcclCommunicator>(double_api(), id, rank(), size(), board(), abort,
-                                               timeout, nccl::Device{stream_.handle, scale});
+    nccl_ = std::make_unique<NcclCommunicator>(double_api(), id, rank(), size(), abort, timeout,
+                                               nccl::Device{stream_.handle, scale});
   }
 
   int rank() const override { return host_->rank(); }
@@ -63,7 +63,7 @@ class OnStream final : public Communicator {
   void barrier() override { host_->barrier(); }
 
  private:
-  std::shared_ptr<Communicator> host_;
+  std::shared_ptr<HostCommunicator> host_;
   Stream stream_;
   std::unique_ptr<NcclCommunicator> nccl_;
 };
@@ -75,7 +75,7 @@ Layout on_double(std::vector<int> sizes, std::chrono::milliseconds timeout = pat
           Sockets::kUnix,
           false,
           1,
-          [timeout](std::shared_ptr<Communicator> host, Abort& abort) {
+          [timeout](std::shared_ptr<HostCommunicator> host, Abort& abort) {
             return std::make_unique<OnStream>(std::move(host), abort, timeout);
           }};
 }
@@ -166,8 +166,8 @@ TEST(nccl_ranks_that_do_not_come_are_a_timeout) {
     const auto make = [&] {
       nccl::UniqueId id{};
       CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
-      NcclCommunicator(double_api(), id, host.rank(), 2, host.board(), abort,
-                       std::chrono::milliseconds(50), {stream.handle, nullptr});
+      NcclCommunicator(double_api(), id, host.rank(), 2, abort, std::chrono::milliseconds(50),
+                       {stream.handle, nullptr});
     };
     CHECK_THROWS(make(), ErrorKind::kTimeout, "ncclCommInitRankConfig was not taken within 0.05");
   });

@@ -16,7 +16,7 @@ class StreamDevice final : public Device, public Buffers {
   StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
                std::chrono::milliseconds timeout)
       : api_(rendezvous.api),
-        communicator_(api_, rendezvous.id, host.rank(), host.size(), host.board(), abort, timeout,
+        communicator_(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
                       {stream_.handle, {}}) {}
 
   Communicator& communicator() override { return communicator_; }
@@ -63,7 +63,7 @@ void run_with_device(
     const std::function<nccl::Api(int rank)>& load = [](int) { return double_api(); }) {
   std::vector<World> worlds = make_worlds(one_host(size));
   run_ranks(size, [&](int rank) {
-    World& world = worlds[static_cast<std::size_t>(rank)];
+    World& world = at(worlds, rank);
     const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
                                                  const Abort& abort) -> std::unique_ptr<Device> {
       const auto rendezvous = nccl::rendezvous(host, labels, [&] { return load(host.rank()); });

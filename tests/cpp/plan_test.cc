@@ -3,6 +3,7 @@
 #include <array>
 #include <set>
 
+#include "core/at.h"
 #include "harness.h"
 
 using namespace torch_ring;
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kLargest = 17;
 
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
+std::size_t as_count(int value) { return static_cast<std::size_t>(value); }
 
 }  // namespace
 
@@ -52,21 +53,21 @@ TEST(plan_ranges_cover_the_count) {
 TEST(plan_reduce_scatter_sums_each_rank_once) {
   for (int size = 1; size <= kLargest; ++size) {
     using Sums = std::vector<std::multiset<int>>;
-    std::vector<Sums> ranks(at(size));
-    for (int rank = 0; rank < size; ++rank) ranks[at(rank)].assign(at(size), {rank});
+    std::vector<Sums> ranks(as_count(size));
+    for (int rank = 0; rank < size; ++rank) at(ranks, rank).assign(as_count(size), {rank});
     for (int step = 0; step < size - 1; ++step) {
       const std::vector<Sums> before = ranks;
       for (int rank = 0; rank < size; ++rank) {
         const int prev = (rank + size - 1) % size;
-        const int chunk = reduce_scatter_steps(rank, size)[at(step)].receive;
-        CHECK_EQ(chunk, reduce_scatter_steps(prev, size)[at(step)].send);
-        const auto& sum = before[at(prev)][at(chunk)];
-        ranks[at(rank)][at(chunk)].insert(sum.begin(), sum.end());
+        const int chunk = at(reduce_scatter_steps(rank, size), step).receive;
+        CHECK_EQ(chunk, at(reduce_scatter_steps(prev, size), step).send);
+        const auto& sum = at(at(before, prev), chunk);
+        at(at(ranks, rank), chunk).insert(sum.begin(), sum.end());
       }
     }
     std::multiset<int> everybody;
     for (int rank = 0; rank < size; ++rank) everybody.insert(rank);
-    for (int rank = 0; rank < size; ++rank) CHECK_EQ(ranks[at(rank)][at(rank)], everybody);
+    for (int rank = 0; rank < size; ++rank) CHECK_EQ(at(at(ranks, rank), rank), everybody);
   }
 }
 
@@ -81,7 +82,7 @@ TEST(plan_allgather_passes_on_only_what_has_come) {
         CHECK_EQ(steps[i].receive, sent_to_us[i].send);
         CHECK(has.insert(steps[i].receive).second);
       }
-      CHECK_EQ(has.size(), at(size));
+      CHECK_EQ(has.size(), as_count(size));
     }
   }
 }

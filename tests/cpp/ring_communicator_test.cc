@@ -44,7 +44,7 @@ TEST(ring_a_rank_that_left_is_lost_to_all_others) {
 TEST(ring_a_rank_killed_in_a_transfer_is_named_with_the_progress) {
   std::vector<World> worlds = make_worlds(one_rank_a_host(2), Sockets::kTcp);
   run_ranks(2, [&](int rank) {
-    World& world = worlds[static_cast<std::size_t>(rank)];
+    World& world = at(worlds, rank);
     Elements data(DType::kFloat32, 1u << 20);
     Waiting waiting;
     if (rank == 0) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "core/at.h"
 #include "harness.h"
 
 using namespace torch_ring;
@@ -10,7 +11,7 @@ using namespace torch_ring::test;
 
 namespace {
 
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
+std::size_t as_count(int value) { return static_cast<std::size_t>(value); }
 
 struct Hosts {
   std::vector<std::vector<int>> ranks;
@@ -23,7 +24,7 @@ const std::vector<Hosts> kHosts{
 std::vector<std::size_t> matrix_of(int size) {
   std::vector<std::size_t> bytes;
   for (int i = 0; i < size * size; ++i) {
-    bytes.push_back(i % 3 == 0 ? 0 : at(1000 + i * i));
+    bytes.push_back(i % 3 == 0 ? 0 : as_count(1000 + i * i));
   }
   return bytes;
 }
@@ -65,17 +66,17 @@ TEST(hops_bring_every_part_to_its_receiver) {
     const Routes routes(hosts.ranks, hosts.lanes);
     const int size = routes.size();
     const std::vector<std::size_t> bytes = matrix_of(size);
-    std::vector<std::set<Part>> held(at(size));
+    std::vector<std::set<Part>> held(as_count(size));
     for (int i = 0; i < size * size; ++i) {
-      if (bytes[at(i)] > 0) held[at(i / size)].insert({i / size, i % size, bytes[at(i)]});
+      if (at(bytes, i) > 0) at(held, i / size).insert({i / size, i % size, at(bytes, i)});
     }
     for (int hop = 1; hop <= Routes::kHops; ++hop) {
       for (int rank = 0; rank < size; ++rank) {
         const std::vector<int> members = routes.members(rank, hop);
         const Hop plan = plan_hop(routes, rank, hop, bytes);
-        CHECK((std::set<Part>(plan.sent.begin(), plan.sent.end()) == held[at(rank)]));
-        const auto own =
-            at(static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin()));
+        CHECK((std::set<Part>(plan.sent.begin(), plan.sent.end()) == at(held, rank)));
+        const auto own = static_cast<std::size_t>(std::find(members.begin(), members.end(), rank) -
+                                                  members.begin());
         std::size_t sent = 0;
         for (std::size_t peer = 0; peer < members.size(); ++peer) {
           const Hop theirs = plan_hop(routes, members[peer], hop, bytes);
@@ -89,13 +90,13 @@ TEST(hops_bring_every_part_to_its_receiver) {
       }
       for (int rank = 0; rank < size; ++rank) {
         const Hop plan = plan_hop(routes, rank, hop, bytes);
-        held[at(rank)] = {plan.received.begin(), plan.received.end()};
+        at(held, rank) = {plan.received.begin(), plan.received.end()};
       }
     }
     for (int rank = 0; rank < size; ++rank) {
       for (int from = 0; from < size; ++from) {
-        const std::size_t part = bytes[at(from * size + rank)];
-        CHECK_EQ(held[at(rank)].contains({from, rank, part}), part > 0);
+        const std::size_t part = at(bytes, from * size + rank);
+        CHECK_EQ(at(held, rank).contains({from, rank, part}), part > 0);
       }
     }
   }

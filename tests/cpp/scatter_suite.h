@@ -17,7 +17,7 @@ void check_reducescatter(Communicator& communicator, const Reduction& reduction,
   const int size = communicator.size();
   std::vector<std::size_t> counts;
   for (int r = 0; r < size; ++r) counts.push_back(part_of(static_cast<std::size_t>(r)));
-  const Range own = ranges_of(counts)[static_cast<std::size_t>(communicator.rank())];
+  const Range own = at(ranges_of(counts), communicator.rank());
   const std::size_t count = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
   const double factor = reduction.scaling.prescale * reduction.scaling.postscale;
 

@@ -16,6 +16,7 @@
 
 #include "collective/make_communicator.h"
 #include "core/abort.h"
+#include "core/at.h"
 #include "harness.h"
 #include "transport/doorbell.h"
 #include "transport/shared_memory.h"
@@ -118,7 +119,8 @@ struct Layout {
   bool may_spin = false;
   int connections = 1;  // of two ranks
   /// Makes what is tested of that communicator and the rank's Abort; empty: it is tested itself.
-  std::function<std::shared_ptr<Communicator>(std::shared_ptr<Communicator>, Abort&)> over = {};
+  std::function<std::shared_ptr<HostCommunicator>(std::shared_ptr<HostCommunicator>, Abort&)> over =
+      {};
 };
 
 inline std::vector<int> one_host(int size) {
@@ -169,14 +171,14 @@ struct Waiting {
 
 /// Runs `fn` on every rank of a new world, each with its communicator and its Abort.
 inline void run_world(const Layout& layout, int size,
-                      const std::function<void(Communicator&, Abort&)>& fn,
+                      const std::function<void(HostCommunicator&, Abort&)>& fn,
                       const EngineConfig& config = patient()) {
   std::vector<World> worlds = make_worlds(layout.host_of(size), layout.sockets, layout.connections);
   run_ranks(size, [&](int rank) {
-    World& world = worlds[static_cast<std::size_t>(rank)];
+    World& world = at(worlds, rank);
     world.may_spin = layout.may_spin;
     Abort abort;
-    std::shared_ptr<Communicator> communicator = make_communicator(world, config, abort);
+    std::shared_ptr<HostCommunicator> communicator = make_communicator(world, config, abort);
     if (layout.over) communicator = layout.over(std::move(communicator), abort);
     fn(*communicator, abort);
   });

@@ -4,6 +4,7 @@
 #include <memory>
 #include <thread>
 
+#include "core/at.h"
 #include "test_world.h"
 
 namespace torch_ring::test {
@@ -43,8 +44,8 @@ TEST(who_misses_a_peer_tells_the_others_before_leaving) {
   const auto watch = [&](int rank, int peer, Fd socket, int other, Fd other_socket, Abort& abort,
                          std::atomic<bool>& raised) {
     std::vector<Fd> control(3);
-    control[static_cast<std::size_t>(peer)] = std::move(socket);
-    if (other_socket) control[static_cast<std::size_t>(other)] = std::move(other_socket);
+    at(control, peer) = std::move(socket);
+    if (other_socket) at(control, other) = std::move(other_socket);
     return std::make_unique<Watchdog>(rank, std::move(control), labels, std::chrono::minutes(1),
                                       abort, [&] { raised = true; });
   };

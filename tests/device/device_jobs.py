@@ -31,7 +31,7 @@ from training import (
 )
 
 import torch_ring as hvd
-from torch_ring.gradients import Reducer
+from torch_ring.optimizer.reducer import Reducer
 
 
 def compare_with_ddp(device: str) -> None:
@@ -115,7 +115,7 @@ def send_buckets_during_backward(device: str) -> None:
         patch.setattr(Reducer, "start", lambda self, *said: (sent.append(-1), start(self, *said)))
         train_like_one_process(device)
     if hvd.size() == 1:
-        assert sent == []  # there is nobody
+        assert sent == []  # there are no other ranks
         return
     one_pass = [*range(len(list(make_model().parameters()))), -1]
     assert sent[-len(one_pass) :] == one_pass  # in the order in which they become ready
@@ -143,7 +143,7 @@ def lose_a_rank(device: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     hvd.allreduce(mine, op=hvd.Sum)
     assert not torch.accelerator.current_stream().query()
-    torch.accelerator.synchronize()  # nobody completes the collective: it must be aborted
+    torch.accelerator.synchronize()  # the collective never completes: it must be aborted
     with pytest.raises(hvd.PeerLostError) as failure:
         hvd.allreduce(mine, name="next")
     return str(failure.value)

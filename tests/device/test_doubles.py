@@ -107,7 +107,7 @@ def check_streams() -> None:
         default.synchronize()
         assert not event.query()
     event.synchronize()
-    stream.synchronize()  # an event is over a little before what follows it
+    stream.synchronize()  # an event completes a little before its stream
     assert stream.query()
 
     begun = time.monotonic()

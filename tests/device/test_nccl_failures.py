@@ -79,7 +79,7 @@ def fail_inside_nccl(device: str) -> tuple[str, str]:
         failure = error_of(until_noticed)
         assert pool.eventually(
             lambda: faults.aborted == 1
-        )  # by the engine's thread, if nobody waits
+        )  # by the engine's thread, if no thread waits
     hvd.shutdown()
     hvd.init()
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3

@@ -72,7 +72,7 @@ def test_a_graph_cannot_have_collectives(size):
     run(check_that_capture_is_refused, size)
 
 
-# The stacked decorators make the size the outer loop: what takes longest comes last.
+# The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
     "program", [*JOBS, *TRAINING, *DATA, *OPERATIONS], ids=lambda program: program.__name__
 )

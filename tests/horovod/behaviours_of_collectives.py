@@ -45,7 +45,7 @@ def behaviour_02_asynchronous() -> None:
     late = threading.Event()
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="async")
-        assert not hvd.poll(handle)  # nobody else has submitted it
+        assert not hvd.poll(handle)  # no other rank has submitted it
         hvd.barrier()
         while not hvd.poll(handle):  # done by itself, without a waiting thread
             late.wait(0.001)
@@ -96,7 +96,7 @@ def behaviour_05_arithmetic() -> None:
     total = size * (size - 1) // 2
     for dtype in (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64):
         assert hvd.allreduce(torch.full((2,), rank, dtype=dtype), op=hvd.Sum)[0] == total
-    for asked in (False, 0, np.bool_(False)):  # whatever is false
+    for asked in (False, 0, np.bool_(False)):  # any false value
         assert hvd.allreduce(torch.tensor(float(rank)), average=asked) == total
     for asked in (None, True, 1):
         assert hvd.allreduce(torch.tensor(float(rank)), average=asked) == (size - 1) / 2

@@ -88,7 +88,7 @@ def behaviour_11_backward_passes() -> None:
         optimizer.step()
     optimizer.zero_grad()
     (x * hvd.rank()).sum().backward()
-    optimizer.step()  # fewer: what is there
+    optimizer.step()  # with fewer passes: reduces the gradients so far
     torch.testing.assert_close(x.detach(), torch.tensor([-5 * mean]))
     optimizer.zero_grad()
     for _ in range(2):

@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ring.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan_buckets, split_evenly
+from torch_ring.optimizer.buckets import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    TensorSpec,
+    plan_buckets,
+    split_evenly,
+)
 
 CPU = torch.device("cpu")
 CAPACITY_BYTES, LAST_BYTES = 1024, 256

@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_ring.rounds import Layout, pack, places
+from torch_ring.optimizer.compressor_wire import Layout, pack, unpack
 
 
 def test_packed_tensors_come_back_unchanged():
@@ -19,7 +19,7 @@ def test_packed_tensors_come_back_unchanged():
     layouts = [Layout.of(tensor) for tensor in tensors]
     # Two ranks' messages, one after the other, as an allgather gives them.
     received = torch.cat([pack(tensors), pack(tensors[:1])])
-    back = list(places(received, [*layouts, layouts[0]]))
+    back = list(unpack(received, [*layouts, layouts[0]]))
     for tensor, place in zip([*tensors, tensors[0]], back, strict=True):
         assert place.dtype == tensor.dtype
         assert torch.equal(place, tensor)

@@ -6,21 +6,21 @@ from torch.optim import SGD
 from training import grads, weights
 
 import torch_ring as hvd
-from torch_ring.passes import BackwardPasses
-from torch_ring.reports import Entry
+from torch_ring.optimizer.backward_sync import BackwardSync
+from torch_ring.optimizer.gradient_report import Entry
 
 
 def train_and_count_exchanges() -> None:
     """Backward with all gradients takes the fast path; if one rank lacks some, all leave it."""
     exchanges: list[int] = []
-    exchange = BackwardPasses._exchange
+    exchange = BackwardSync._exchange
 
-    def counted(passes: BackwardPasses, entry: Entry) -> list[Entry]:
+    def counted(passes: BackwardSync, entry: Entry) -> list[Entry]:
         exchanges.append(passes.number)
         return exchange(passes, entry)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BackwardPasses, "_exchange", counted)
+        patch.setattr(BackwardSync, "_exchange", counted)
         train_with_and_without_b(exchanges)
 
 

@@ -72,7 +72,7 @@ def skip_backward() -> None:
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
     reference = SGD(alone.parameters(), lr=0.1)
     for step, batch in enumerate(joined_batches(steps=6)):
-        working = step % (hvd.size() + 1)  # the last one is nobody
+        working = step % (hvd.size() + 1)  # one more than there are ranks: then all skip
         optimizer.zero_grad()
         if hvd.rank() == working:
             loss_of(together, batch).backward()

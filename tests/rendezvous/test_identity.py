@@ -3,7 +3,7 @@
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.launchers import Identity, discover, first_host
+from torch_ring.rendezvous.launchers import Identity, discover, first_host
 
 TORCHRUN = {
     "RANK": "3",

@@ -1,6 +1,6 @@
 """This host's address, as the other ranks can reach it."""
 
-from torch_ring import network
+from torch_ring.rendezvous import network
 
 
 def test_own_address(monkeypatch):

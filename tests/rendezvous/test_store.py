@@ -8,11 +8,11 @@ from pool import run
 from ports import free_port
 
 import torch_ring as hvd
-from torch_ring import rendezvous
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
-from torch_ring.launchers import Identity
-from torch_ring.meeting import Deadline
+from torch_ring.rendezvous import store as rendezvous_store
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.launchers import Identity
 
 
 def become_a_rank_of_horovodrun() -> int:
@@ -36,9 +36,9 @@ def join_repeatedly() -> None:
 def join_without_an_address() -> None:
     rank = become_a_rank_of_horovodrun()
     join_repeatedly()
-    ((_, secret),) = rendezvous._points.values()
+    ((_, secret),) = rendezvous_store._local_stores.values()
     assert len(secret) == 64
-    assert len(rendezvous._served) == (rank == 0)
+    assert len(rendezvous_store._served) == (rank == 0)
 
 
 def test_on_one_host_without_an_address():
@@ -113,7 +113,7 @@ def fork_and_shut_down() -> None:
     child = os.fork()
     if child == 0:
         try:
-            assert hvd.is_initialized()  # it can ask who its parent is
+            assert hvd.is_initialized()  # it can ask for its parent's rank
             hvd.shutdown()
             assert not hvd.is_initialized()
         except BaseException:
@@ -131,7 +131,9 @@ def test_a_child_does_not_disturb_its_parents_world():
 
 
 def meet(identity, environment):
-    with rendezvous.meet(identity, Config(), Deadline(5.0), environment=environment) as met:
+    with rendezvous_store.find_store(
+        identity, Config(), Deadline(5.0), environment=environment
+    ) as met:
         return met
 
 
@@ -151,7 +153,7 @@ def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
 
 def test_steps_of_a_slurm_job_have_ports_of_their_own():
     ports = [
-        rendezvous._slurm_port(Identity(rank, 2, job=job))
+        rendezvous_store._slurm_port(Identity(rank, 2, job=job))
         for job in ("4711/0", "4711/1", "4712/0")
         for rank in (0, 1)
     ]
@@ -163,7 +165,12 @@ def test_steps_of_a_slurm_job_have_ports_of_their_own():
 @pytest.fixture
 def _fresh_stores():
     yield
-    for known in (rendezvous._stores, rendezvous._served, rendezvous._points, rendezvous._by_mpi):
+    for known in (
+        rendezvous_store._stores,
+        rendezvous_store._served,
+        rendezvous_store._local_stores,
+        rendezvous_store._mpi_addresses,
+    ):
         known.clear()
 
 
@@ -184,10 +191,10 @@ def test_mpi_broadcasts_the_address():
     deadline = Deadline(5.0)
     comm = FakeCommunicator()
     identity = Identity(0, 2, 0, 1, launcher="Open MPI")
-    first = rendezvous._ask_mpi(comm, identity, Config(interface="lo"), deadline)
+    first = rendezvous_store._ask_mpi(comm, identity, Config(interface="lo"), deadline)
     assert comm.said == [first]
     assert first[0] == "127.0.0.1"
-    assert rendezvous._ask_mpi(comm, identity, Config(), deadline) == first
+    assert rendezvous_store._ask_mpi(comm, identity, Config(), deadline) == first
     assert len(comm.said) == 1
 
 
@@ -195,6 +202,6 @@ def test_mpi_broadcasts_the_address():
 def test_mpi_broadcasts_the_failure():
     comm = FakeCommunicator()
     with pytest.raises(RingError, match=r"cannot serve .* TORCH_RING_INTERFACE='nope0'"):
-        rendezvous._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
+        rendezvous_store._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
     with pytest.raises(RingError, match="TORCH_RING_INTERFACE='nope0'"):
-        rendezvous._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))
+        rendezvous_store._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))

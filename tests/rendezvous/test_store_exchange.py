@@ -13,13 +13,14 @@ from torch_ring.errors import (
     RingError,
     TimeoutError,
 )
-from torch_ring.meeting import Deadline, Meeting, name_ranks
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.store_exchange import StoreExchange, name_ranks
 
 SIZE = 3
 
 
 def exchange_on(store, rank, size=SIZE, timeout_s=30.0):
-    return Meeting(store, rank, size, Deadline(timeout_s))
+    return StoreExchange(store, rank, size, Deadline(timeout_s))
 
 
 def exchange_once(store, rank, barrier):

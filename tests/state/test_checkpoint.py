@@ -88,7 +88,7 @@ def save_and_load(folder: Path) -> list[str]:
     errors.append(text_of_error(lambda: load(mine / "code.pt")))
     errors.append(text_of_error(lambda: load(folder)))
 
-    # What cannot be written leaves what was there.
+    # A failed save leaves the old file.
     errors.append(
         text_of_error(lambda: save(path, {"cannot": text_of_error} if rank else {"f": lambda: 0}))
     )

@@ -33,7 +33,7 @@ def check_means() -> None:
     # A batch that has no samples: its means are not numbers.
     metrics.update(0, loss=torch.tensor(math.nan), accuracy=math.nan)
     metrics.update(torch.tensor(0), loss=torch.tensor(math.nan))
-    for _ in range(2):  # what has been added stays
+    for _ in range(2):  # compute() keeps the sums
         values = metrics.compute()
         assert list(values) == ["loss", "accuracy", "never"]
         assert math.isnan(values["never"])

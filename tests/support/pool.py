@@ -116,8 +116,8 @@ def run(
             environment = base | _rank_environment(rank)
             again = idle is not None
             process.start(_Task(fn, tuple(args), environment, initialized, namespace, again))
-        awaited = set(range(size)).difference(may_die)
-        outcomes = _collect(processes, awaited, time.monotonic() + deadline_s)
+        blocking = set(range(size)).difference(may_die)
+        outcomes = _collect(processes, blocking, time.monotonic() + deadline_s)
         failures = [
             f"--- rank {i} ---\n{outcome.failure}"
             for i, outcome in enumerate(outcomes)
@@ -212,11 +212,11 @@ def _end_idle() -> None:
             processes.pop().end()
 
 
-def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> list[Outcome]:
-    """Return how the ranks ended, after all awaited ranks have ended or at the deadline."""
+def _collect(ranks: Sequence[_Process], blocking: set[int], deadline: float) -> list[Outcome]:
+    """Return how the ranks ended, after all blocking ranks have ended or at the deadline."""
     outcomes: dict[int, Outcome] = {}
     by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
-    while awaited - outcomes.keys():
+    while blocking - outcomes.keys():
         missing = [pipe for pipe, i in by_pipe.items() if i not in outcomes]
         ready = wait(missing, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -224,8 +224,8 @@ def _collect(ranks: Sequence[_Process], awaited: set[int], deadline: float) -> l
         for pipe in ready:
             outcomes[by_pipe[pipe]] = ranks[by_pipe[pipe]].outcome()
     for i, rank in enumerate(ranks):
-        if i not in outcomes and i not in awaited:
-            outcomes[i] = Outcome(failure="had not ended, and was not awaited")
+        if i not in outcomes and i not in blocking:
+            outcomes[i] = Outcome(failure="had not ended, and was not blocking")
         elif i not in outcomes:
             outcomes[i] = rank.hung("still running at the deadline")
     return [outcomes[i] for i in range(len(ranks))]
@@ -265,7 +265,7 @@ def _rank_environment(rank: int) -> dict[str, str]:
 def _main(tasks: Connection, stacks: str) -> None:
     os.setpgid(0, 0)
     _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
-    gc.freeze()  # a collection shall not look at, and so copy, what torch has brought along
+    gc.freeze()  # garbage collection must not touch, and so copy, the objects of torch
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         environment = dict(os.environ)
@@ -286,7 +286,7 @@ def _main(tasks: Connection, stacks: str) -> None:
             os.environ.update(environment)
             tasks.send_bytes(message)
         tasks.close()
-        # What the interpreter would run: torch_ring's shutdown is part of what is tested.
+        # As the interpreter does at its end: tests cover torch_ring's shutdown, too.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -305,7 +305,7 @@ def _call(task: _Task) -> Any:
     if task.initialized:
         hvd.shutdown()
     if task.again:
-        gc.collect()  # of what the test has left in cycles: optimizers, hooks, buckets
+        gc.collect()  # cycles that the test has left: optimizers, hooks, buckets
     return value
 
 

@@ -8,7 +8,7 @@ import torch
 from pool import error_of
 
 import torch_ring as hvd
-from torch_ring.process_set import engine_of, root_in
+from torch_ring.world.process_set import engine_of, root_in
 
 
 def started_sum(process_set: hvd.ProcessSet, value: float, name: str = "sum") -> Any:

@@ -41,7 +41,7 @@ def limit_addresses() -> None:
     try:
         hvd.init()
         assert hvd.allreduce(torch.ones(10_000), op=hvd.Sum).sum() == 10_000 * hvd.size()
-        assert not hvd.world.engine().has_shared_memory()
+        assert not hvd.world.current.engine().has_shared_memory()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     hvd.shutdown()

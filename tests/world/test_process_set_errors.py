@@ -44,7 +44,8 @@ def test_different_process_sets_are_refused(transport):
 
 
 def fail_on_one_rank(broken: int) -> None:
-    from torch_ring import mesh, registry
+    from torch_ring.connections import connect
+    from torch_ring.world import process_set_table
 
     before = resources()
 
@@ -52,10 +53,10 @@ def fail_on_one_rank(broken: int) -> None:
         raise OSError("no descriptors left")
 
     for module, function in (
-        (mesh, "_listen_unix"),
-        (mesh, "run"),
-        (registry, "make_engine"),
-        (registry, "wait_for_all"),
+        (connect, "_listen_unix"),
+        (connect, "run"),
+        (process_set_table, "make_engine"),
+        (process_set_table, "wait_for_all"),
     ):
         kept = getattr(module, function)
         if hvd.rank() == broken:
@@ -105,10 +106,10 @@ def test_a_killed_member(transport):
 
 
 def die_while_joining() -> tuple[str, str]:
-    from torch_ring import mesh
+    from torch_ring.connections import connect
 
     if hvd.rank() == 2:
-        mesh.run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        connect.run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     return error_of(lambda: hvd.add_process_set([1, 2]))
 
 
@@ -119,19 +120,19 @@ def test_a_member_that_dies_while_it_joins(transport):
 
 
 def interrupt_a_member() -> None:
-    from torch_ring import mesh
+    from torch_ring.connections import connect
 
-    run_of_mesh = mesh.run
+    run_of_connect = connect.run
 
     def is_interrupted(work: Any) -> None:
         work.close()
         raise KeyboardInterrupt
 
     if hvd.rank() == 1:
-        mesh.run = is_interrupted
+        connect.run = is_interrupted
         with pytest.raises(KeyboardInterrupt):
             hvd.add_process_set([0, 1])
-        mesh.run = run_of_mesh
+        connect.run = run_of_connect
     else:
         kind, text = error_of(lambda: hvd.add_process_set([0, 1]))
         assert (kind, "KeyboardInterrupt" in text) == ("RingError", True), text
@@ -144,7 +145,7 @@ def test_an_interrupted_member(transport):
 
 
 def shut_down_in_another_thread() -> str:
-    if hvd.rank() == 0:  # waits for the others, who never come
+    if hvd.rank() == 0:  # waits for the other rank, which never comes
         threading.Timer(0.1, hvd.shutdown).start()
         return error_of(lambda: hvd.add_process_set([0]))[0]
     return error_of(hvd.barrier)[0]

@@ -15,7 +15,7 @@ from process_set_use import (
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.process_set import engine_of, root_in
+from torch_ring.world.process_set import engine_of, root_in
 
 on_larger_worlds = pytest.mark.parametrize(
     ("transport", "size"), [(t, s) for t in ("shm", "tcp") for s in (2, 3, 4)]
@@ -121,7 +121,7 @@ def come_and_go() -> None:
         process_set = hvd.add_process_set([0, hvd.size() - 1])
         check_process_set(process_set, [0, hvd.size() - 1])
         assert hvd.remove_process_set(process_set)
-        if number == 1:  # the first ones bring what stays
+        if number == 1:  # the first two open what stays open
             before = resources()
     assert_no_more_than(before)
 

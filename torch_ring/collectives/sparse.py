@@ -117,26 +117,29 @@ def start_sparse_sum(
 class _Part:
     """The header and the indices that one rank has sent."""
 
-    def __init__(self, rank: int, request: Sequence[int], indices: Tensor) -> None:
+    def __init__(self, rank: int, op: int, shape: Sequence[int], indices: Tensor) -> None:
         self.rank = rank
-        self.request = request  # op, dim, *shape, sparse_dim
+        self.request = f"{ReduceOp(op).name} of {list(shape)}"
         self.indices = indices  # [sparse_dim, nnz]
 
     @classmethod
     def of(cls, rank: int, sent: Tensor) -> _Part:
         sparse_dim, nnz, op, dim = sent[:4].tolist()
-        shape = sent[4 : 4 + dim].tolist()
-        return cls(rank, [op, dim, *shape, sparse_dim], sent[4 + dim :].view(sparse_dim, nnz))
+        indices = sent[4 + dim :].view(sparse_dim, nnz)
+        return cls(rank, op, sent[4 : 4 + dim].tolist(), indices)
 
-    def __str__(self) -> str:
-        op, _, *shape, sparse_dim = self.request
-        return f"rank {self.rank}: {ReduceOp(op).name} of {shape}, {sparse_dim} of them sparse"
+    @property
+    def sparse_dim(self) -> str:
+        return f"sparse_dim {len(self.indices)}"
 
 
 def _require_same(name: str, parts: Sequence[_Part]) -> None:
     """Raise MismatchError if the ranks have asked for different things."""
+    first = parts[0]
     for part in parts:
-        if part.request != parts[0].request:
-            raise MismatchError(
-                f"sparse_allreduce {name!r}: the ranks disagree: {parts[0]}; {part}"
-            )
+        for asked, other in ((first.request, part.request), (first.sparse_dim, part.sparse_dim)):
+            if asked != other:
+                raise MismatchError(
+                    f"sparse_allreduce {name!r}: the ranks disagree: rank {first.rank}: {asked}; "
+                    f"rank {part.rank}: {other}"
+                )

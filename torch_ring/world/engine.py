@@ -6,7 +6,7 @@ import logging
 import time
 
 from torch_ring._C import Engine
-from torch_ring.config import Config
+from torch_ring.config import Config, nccl_is_blocking
 from torch_ring.connections.full_mesh import FullMesh
 from torch_ring.errors import TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
@@ -31,6 +31,7 @@ def make_engine(rank: int, mesh: FullMesh, config: Config) -> Engine:
         fusion_window_s=config.fusion_window_s,
         fusion_threshold_bytes=config.fusion_threshold_bytes,
         nccl_library=config.nccl_library,
+        nccl_blocking=nccl_is_blocking(),
         log=_log.warning,
     )
 

@@ -1,0 +1,24 @@
+// SharedBuffers: memory that an allreduce in place reduces without a copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace torch_ring {
+
+/// Memory of this rank that the other ranks of its host have mapped too.
+/// Thread: any. Blocking: while the system looks for memory.
+class SharedBuffers {
+ public:
+  virtual ~SharedBuffers() = default;
+
+  /// New memory, freed with its last owner, which may outlive the communicator.
+  /// Errors: Error(kInternal) when there is none left.
+  virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
+
+  /// The offset of [data, data + bytes) in the rank's shared memory, or -1 if it lies elsewhere.
+  virtual std::int64_t offset_of(const void* data, std::size_t bytes) const = 0;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,59 @@
+#include "engine/announce.h"
+
+#include <algorithm>
+
+namespace torch_ring {
+
+namespace {
+
+constexpr std::size_t kInlineAmongOthers = 4u << 10;
+
+// Every rank reads the payloads of all: with many ranks they have to be smaller.
+constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
+
+/// The bytes that travel with the agreement: this rank's tensor, or nothing.
+ByteSpan inline_payload(const Request& request, int rank) {
+  const Fingerprint& f = request.fingerprint;
+  const bool silent = f.collective == Collective::kBarrier || f.collective == Collective::kJoin ||
+                      (f.collective == Collective::kBroadcast && f.root != rank);
+  if (silent) return {};
+  return {static_cast<const std::byte*>(request.input), request.input_bytes()};
+}
+
+/// The offset of the buffer of an in-place allreduce in shared memory, or -1.
+std::int64_t shared_offset(const Request& request, HostCommunicator& communicator) {
+  const Fingerprint& f = request.fingerprint;
+  const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
+                        f.on_host() && request.input == request.output;
+  if (!in_place) return -1;
+  const SharedBuffers* const shared = communicator.shared_buffers();
+  return shared ? shared->offset_of(request.input, request.input_bytes()) : -1;
+}
+
+}  // namespace
+
+Announcement announce(const Request& request, bool alone, HostCommunicator& communicator,
+                      Bytes& fingerprint) {
+  encode(request.fingerprint, fingerprint);
+  Announcement announcement;
+  announcement.fingerprint = fingerprint;
+  announcement.rows = std::as_bytes(std::span(request.rows));
+  announcement.is_inline = fits_inline(request, alone, communicator);
+  if (announcement.is_inline) {
+    announcement.payload = inline_payload(request, communicator.rank());
+  }
+  announcement.shared_offset = shared_offset(request, communicator);
+  return announcement;
+}
+
+bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator) {
+  const Fingerprint& f = request.fingerprint;
+  if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
+  if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
+  const std::size_t bytes = request.input_bytes();
+  const std::size_t limit = communicator.board().inline_limit();
+  return bytes <= (alone ? limit : std::min(limit, kInlineAmongOthers)) &&
+         bytes * static_cast<std::size_t>(communicator.size()) <= kInlineBytesOfAllRanks;
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,20 @@
+// announce(): a request as its rank announces it.
+#pragma once
+
+#include "collective/host_communicator.h"
+#include "engine/entry.h"
+
+namespace torch_ring {
+
+/// The announcement of a request: its fingerprint, and its data if that is inline. `alone`: it is
+/// the only one of its entry. The spans point into the request and into `fingerprint`, which
+/// becomes the encoded fingerprint. Thread: the progress thread. Blocking: no.
+Announcement announce(const Request& request, bool alone, HostCommunicator& communicator,
+                      Bytes& fingerprint);
+
+/// Whether the tensor of a request is so small that it travels with the agreement, as the inline
+/// payload of an entry. Among others, which it can be fused with, it has to be smaller than
+/// `alone`.
+bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator);
+
+}  // namespace torch_ring
