@@ -19,7 +19,7 @@ inline constexpr std::size_t kCacheLine = 64;
 ///
 /// A core that writes lines which lie in another core's cache too must make them exclusive one
 /// after the other; lines that it has lost it fetches many at a time. On two cores that share no
-/// cache this is 2 and 20 GB/s (csrc/README.md).
+/// cache this is 2 and 20 GB/s (docs/tuning.md).
 inline void own_cache_lines(std::byte* data, std::size_t bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   for (std::uintptr_t at = begin; at < begin + bytes; at = (at / kCacheLine + 1) * kCacheLine) {

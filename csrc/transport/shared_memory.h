@@ -38,7 +38,7 @@ class SharedMemory {
   static constexpr std::size_t kEntryBytes = 64u << 10;  // the largest entry of a board
   static constexpr std::size_t kEntrySlotBytes = kEntryBytes + 64;
   static constexpr std::size_t kWorldSlotBytes = 4u << 20;
-  // As measured (csrc/README.md).
+  // As measured (docs/tuning.md).
   static constexpr std::size_t kSegmentBytes = 256u << 10;
   static constexpr std::size_t kSegments = 6;
 
