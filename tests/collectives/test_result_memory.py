@@ -43,15 +43,15 @@ def check_reuse(name: str) -> None:
     second = call(second_input)
     assert torch.equal(first, expected(first_input))
     assert torch.equal(second, expected(second_input))
-    place = first.data_ptr()
-    assert place != second.data_ptr()
+    address = first.data_ptr()
+    assert address != second.data_ptr()
     view = first[1:]
     del first
-    assert call(second_input).data_ptr() != place  # a view holds the memory
+    assert call(second_input).data_ptr() != address  # a view holds the memory
     assert torch.equal(view, expected(first_input)[1:])
     del view
     again = call(second_input)
-    assert again.data_ptr() == place
+    assert again.data_ptr() == address
     assert torch.equal(again, expected(second_input))
 
 

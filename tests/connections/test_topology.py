@@ -40,7 +40,7 @@ def test_peer_info_survives_json_and_nothing_else_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("machines", "rank", "place"),
+    ("machines", "rank", "expected"),
     [
         ("aa", 1, Topology(1, 2, 0, 1, True)),
         ("ab", 1, Topology(0, 1, 1, 2, True)),
@@ -50,8 +50,8 @@ def test_peer_info_survives_json_and_nothing_else_is_accepted():
         ("abb", 2, Topology(1, 2, 0, 1, False)),
     ],
 )
-def test_topology_of_a_rank(machines, rank, place):
-    assert topology.topology_of(rank, peers_on(machines)) == place
+def test_topology_of_a_rank(machines, rank, expected):
+    assert topology.topology_of(rank, peers_on(machines)) == expected
 
 
 def test_ranks_share_the_cpus_that_they_are_bound_to():

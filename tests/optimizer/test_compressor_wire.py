@@ -20,7 +20,7 @@ def test_packed_tensors_come_back_unchanged():
     # Two ranks' messages, one after the other, as an allgather gives them.
     received = torch.cat([pack(tensors), pack(tensors[:1])])
     back = list(unpack(received, [*layouts, layouts[0]]))
-    for tensor, place in zip([*tensors, tensors[0]], back, strict=True):
-        assert place.dtype == tensor.dtype
-        assert torch.equal(place, tensor)
+    for tensor, view in zip([*tensors, tensors[0]], back, strict=True):
+        assert view.dtype == tensor.dtype
+        assert torch.equal(view, tensor)
     assert pack([]).numel() == 0

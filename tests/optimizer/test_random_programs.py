@@ -31,17 +31,17 @@ class Expected:
     share: float  # of one rank's gradient in the reduced one
     reduced: Tensor
     local: Tensor  # [rank, word]
-    held_back: bool = False
+    accumulating: bool = False
 
     def reduce(self) -> None:
         self.reduced = self.reduced + self.local.sum(0) * self.share
         self.local = torch.zeros_like(self.local)
-        self.held_back = False
+        self.accumulating = False
 
     def clear(self) -> None:
         self.reduced = torch.zeros_like(self.reduced)
         self.local = torch.zeros_like(self.local)
-        self.held_back = False
+        self.accumulating = False
 
 
 def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
@@ -79,13 +79,13 @@ def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
             else:
                 with optimizer.no_sync():
                     loss.backward()
-                expected.held_back = True
+                expected.accumulating = True
         elif "zero_grad" in action:
             whose = words if action == "model.zero_grad" else optimizer
             whose.zero_grad(set_to_none="in place" not in action)
             expected.clear()
         elif action == "halve":
-            if words.weight.grad is not None and not expected.held_back:
+            if words.weight.grad is not None and not expected.accumulating:
                 words.weight.grad.mul_(0.5)
                 expected.reduced = expected.reduced / 2
         else:
@@ -95,7 +95,7 @@ def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
         # Before they are reduced, each rank may hold its part of the sum as it likes.
         gradient = words.weight.grad
         found = torch.zeros(WORDS) if gradient is None else gradient.detach().to_dense()[:, 0]
-        if not expected.held_back:
+        if not expected.accumulating:
             torch.testing.assert_close(
                 found, expected.reduced, msg=lambda text: f"program {seed}: {text}\n{history[-8:]}"
             )

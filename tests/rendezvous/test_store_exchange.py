@@ -25,7 +25,7 @@ def exchange_on(store, rank, size=SIZE, timeout_s=30.0):
 
 def exchange_once(store, rank, barrier):
     mine = exchange_on(store, rank)
-    values = mine.gather("cards", f"of {rank}")
+    values = mine.gather("peer_info", f"of {rank}")
     mine.gather("connected", "")
     mine.finish()
     barrier.wait()  # stands for the engine's
@@ -59,7 +59,7 @@ def test_hundreds_of_worlds_leave_nothing_behind():
 
 def test_missing_ranks_are_named_on_all_ranks():
     store = HashStore()
-    errors = run_on_ranks(2, lambda rank: exchange_on(store, rank, 4, 0.5).gather("cards", ""))
+    errors = run_on_ranks(2, lambda rank: exchange_on(store, rank, 4, 0.5).gather("peer_info", ""))
     for error in errors:
         assert isinstance(error, TimeoutError)
         assert "ranks 2, 3 of 4 did not arrive within 0.5 s" in str(error)
@@ -73,7 +73,7 @@ def test_a_failure_reaches_waiting_ranks_but_not_the_next_world():
         if rank == 1:
             mine.fail(MismatchError("no two ranks are alike"))
             return None
-        return mine.gather("cards", "")
+        return mine.gather("peer_info", "")
 
     errors = run_on_ranks(SIZE, fail_or_wait)
     for error in (errors[0], errors[2]):

@@ -231,7 +231,7 @@ class _DistributedOptimizer(Wrapped):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         super().zero_grad(*args, **kwargs)
         if self._reducer:
-            self._reducer.forget()
+            self._reducer.drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

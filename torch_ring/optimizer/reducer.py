@@ -97,7 +97,7 @@ class Reducer:
         self.settled = False
         self.hooks.reset(gradients=False)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop what has been accumulated: the gradients are zero or gone."""
         self.settled = False
         self.hooks.reset(gradients=True)
