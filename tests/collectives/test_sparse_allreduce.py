@@ -35,6 +35,23 @@ def test_sparse_allreduce(transport, size):
     run(check_sparse_sums, size, transport=transport)
 
 
+def check_dtypes(dtype: torch.dtype) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    values = torch.full((1, 3), rank + 1, dtype=dtype)
+    mine = torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (size, 3))
+    summed = hvd.sparse_allreduce_async(mine, op=hvd.Sum)()
+    assert summed.dtype == dtype
+    assert summed.to_dense()[:, 0].tolist() == list(range(1, size + 1))
+    mean = hvd.sparse_allreduce_async(mine, op=hvd.Average)().to_dense()[:, 0]
+    exact = [(other + 1) / size for other in range(size)]
+    assert mean.tolist() == (exact if mean.is_floating_point() or mean.is_complex() else [0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64, torch.bfloat16])
+def test_dtypes_of_sparse_tensors(dtype):
+    run(check_dtypes, 2, args=(dtype,))
+
+
 def check_mismatches() -> None:
     rank = hvd.rank()
     row = torch.tensor([[0]])
