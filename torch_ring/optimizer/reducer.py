@@ -159,7 +159,7 @@ class Reducer:
     def _start_wire(
         self, index: int, touched: int, number: int, *, blocking: bool
     ) -> list[Pending]:
-        """Start to reduce what of a bucket is touched."""
+        """Start to reduce the touched gradients of a bucket."""
         if not touched & self._plan[index].parameters:
             return []
         name = functools.partial(bucket_name, self.index, number, index)
