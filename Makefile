@@ -3,11 +3,12 @@
 #   make mnist    trains MNIST on 2 processes
 #   make test     runs the whole test suite
 #
-# Both make a virtual environment first and build the extension there. Settings:
+# Both make a virtual environment first and build the extension there. Others: test-cpp,
+# test-python and test-mpi (parts of test), doubles, lint, bench, clean. Settings:
 #   TORCH=torch==2.13.0   another torch (default: the newest)
 #   VENV=.venv            another environment (default: one for each TORCH)
 #   PYTHON=python3        the Python that makes it
-#   ARGS="--dataset digits"   arguments for mnist, or for pytest
+#   ARGS="--dataset digits"   arguments for mnist, pytest or bench
 
 TORCH ?= torch
 VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))

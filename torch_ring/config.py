@@ -236,8 +236,8 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "shared secret with which ranks authenticate one another; if unset, rank 0 generates one for "
-        "ranks that it reaches over a Unix socket",
+        "shared secret with which ranks authenticate one another; if unset, rank 0 generates one "
+        "for ranks that it reaches over a Unix socket",
     ),
     Setting(
         "log_level",

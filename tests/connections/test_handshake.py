@@ -16,7 +16,7 @@ def test_a_false_hello_is_refused(lie):
     fields[lie] = {"wanted": 5, "magic": b"somebody"}[lie]
     hello = handshake._HELLO.pack(*fields.values())
 
-    async def meet():
+    async def shake_hands():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
@@ -30,13 +30,13 @@ def test_a_false_hello_is_refused(lie):
             await accepting
 
     with pytest.raises((OSError, ValueError)):
-        asyncio.run(meet())
+        asyncio.run(shake_hands())
 
 
 def test_the_proof_of_the_accepting_side_is_no_proof():
     """A peer that sends back the proof it received is refused."""
 
-    async def meet():
+    async def shake_hands():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
@@ -47,4 +47,4 @@ def test_the_proof_of_the_accepting_side_is_no_proof():
             await accepting
 
     with pytest.raises(ValueError, match="not the secret"):
-        asyncio.run(meet())
+        asyncio.run(shake_hands())

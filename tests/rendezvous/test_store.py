@@ -130,7 +130,7 @@ def test_a_child_does_not_disturb_its_parents_world():
 # --- the choice of an address
 
 
-def meet(identity, environment):
+def find(identity, environment):
     with rendezvous_store.find_store(
         identity, Config(), Deadline(5.0), environment=environment
     ) as met:
@@ -148,7 +148,7 @@ def meet(identity, environment):
 )
 def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        meet(Identity(1, 2, launcher=launcher), environment)
+        find(Identity(1, 2, launcher=launcher), environment)
 
 
 def test_steps_of_a_slurm_job_have_ports_of_their_own():

@@ -1,4 +1,4 @@
-"""barrier: ranks wait for one another; join: a rank without data takes part with zeros."""
+"""barrier: ranks wait for one another. join: a rank without data contributes neutral values."""
 
 from __future__ import annotations
 

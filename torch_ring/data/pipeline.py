@@ -172,22 +172,22 @@ class InputPipeline:
         # The same number of steps on all ranks: a step has collectives, and loaders may differ.
         queued = torch.tensor(_queue_of(self.loader))
         queue = int(allreduce(queued, op=Max, process_set=self.process_set))
-        settling = {"real": 1 + queue, "cached": 1, "synthetic": 1}
+        untimed = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
             _ = self._synthetic  # loaded now, not while steps are timed
             self._end_workers()
             rows = [
-                [self._time(mode, step, settling[mode], steps) for mode in MODES]
+                [self._time(mode, step, untimed[mode], steps) for mode in MODES]
                 for _ in range(rounds)
             ]
         seconds = torch.tensor(rows, dtype=torch.float64)
         return Rates.of(allreduce(seconds, op=Max, process_set=self.process_set), steps)
 
-    def _time(self, mode: str, step: Callable[[Any], object], settling: int, steps: int) -> float:
-        """Return the seconds that `steps` steps take, after `settling` steps that do not count."""
+    def _time(self, mode: str, step: Callable[[Any], object], untimed: int, steps: int) -> float:
+        """Return the seconds that `steps` steps take, after `untimed` steps that do not count."""
         batches = self._endless(mode)
         try:
-            for batch in islice(batches, settling):
+            for batch in islice(batches, untimed):
                 step(batch)
             self._synchronize()
             barrier(self.process_set)

@@ -29,7 +29,7 @@ class FastPath(NamedTuple):
 class Participant(Protocol):
     """One optimizer's side of backward synchronisation (`torch_ring.optimizer.reducer.Reducer`)."""
 
-    settled: bool
+    nothing_pending: bool
     """Whether the last agreement left nothing to reduce before the step, on any rank."""
 
     fast_path: FastPath | None
@@ -64,8 +64,8 @@ class BackwardSync:
     few bytes an optimizer and a bit a parameter.
 
     A step must not begin before the gradients of all ranks are reduced. Usually the last pass has
-    left no gradient behind on any rank; its agreement has told all of them, and `settle` does
-    nothing. Otherwise (accumulation, a rank that skipped backward) `settle` agrees once more. If
+    left no gradient behind on any rank; its agreement has told all of them, and `reduce_pending`
+    does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more. If
     only this rank has accumulated since, the next agreement finds the ranks in different steps.
 
     Ranks that have called join() take no part in agreements; reductions count them as zeros.
@@ -138,7 +138,7 @@ class BackwardSync:
         reports = self._reports()
         for report in reports:
             if report.accumulating:  # under no_sync(), say: only this rank knows
-                self._participants[report.participant].settled = False
+                self._participants[report.participant].nothing_pending = False
         if any(report.due for report in reports):
             self._agree(reports)
 
@@ -155,19 +155,19 @@ class BackwardSync:
             self._reduce(list(BackwardReport.decode_all(memoryview(differing))))
         else:
             self.number += 1
-            participant.settled = True
+            participant.nothing_pending = True
         return True
 
-    def settle(self, participant: Participant) -> None:
+    def reduce_pending(self, participant: Participant) -> None:
         """Reduce whatever a rank has accumulated for `participant`, due or not."""
-        while not participant.settled:
+        while not participant.nothing_pending:
             self._agree(self._reports(stepping=participant))
 
     def resynchronize(self) -> None:
         """Reset what the ranks may have counted differently: join() returns on all of them."""
         self.number = self.steps = 0
         for participant in self._participants.values():
-            participant.settled = False
+            participant.nothing_pending = False
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())
@@ -209,7 +209,7 @@ class BackwardSync:
             participant.start(touched[index], touched[index] & ~dense[index], number)
         for index, participant in participants:
             participant.finish(orders.get(index, ()))
-            participant.settled = index not in accumulating
+            participant.nothing_pending = index not in accumulating
 
     def _check_steps(self, steps: Sequence[int]) -> None:
         who = "rank" if len(steps) == self.size else "of the ranks that have not joined, number"

@@ -22,14 +22,14 @@ __all__ = [
     "BucketWire",
     "CastBucket",
     "CompressedBucket",
-    "Pending",
+    "FinishStage",
     "PlainBucket",
     "bucket_memory",
     "wire_maker",
 ]
 
-Pending = Callable[[], bool]
-"""Waits for a stage of a reduction; returns whether another stage follows: then call it again."""
+FinishStage = Callable[[], bool]
+"""Waits for a stage of a reduction; returns whether another one follows: then call it again."""
 
 Allreduce = Callable[[str, Tensor, bool], Work]
 """Starts an allreduce in place, of that name; the last argument: the caller is about to wait."""
@@ -40,7 +40,7 @@ class BucketWire(Protocol):
 
     def start(
         self, name: Callable[[int], str], memory: Tensor, touched: int, *, blocking: bool
-    ) -> list[Pending]:
+    ) -> list[FinishStage]:
         """Start to reduce the touched gradients of the bucket.
 
         Args:
@@ -60,7 +60,7 @@ class _RunBucket(ABC):
 
     def start(
         self, name: Callable[[int], str], memory: Tensor, touched: int, *, blocking: bool
-    ) -> list[Pending]:
+    ) -> list[FinishStage]:
         """See `BucketWire`."""
         return [
             self._send(name(begin), memory, slice(begin, end), blocking)
@@ -68,7 +68,7 @@ class _RunBucket(ABC):
         ]
 
     @abstractmethod
-    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending: ...
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> FinishStage: ...
 
     def _part(self, memory: Tensor, run: slice) -> Tensor:
         is_whole = run.stop - run.start == self._bucket.numel
@@ -78,7 +78,7 @@ class _RunBucket(ABC):
 class PlainBucket(_RunBucket):
     """A bucket that is sent as it is."""
 
-    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending:
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> FinishStage:
         work = self._allreduce(name, self._part(memory, run), blocking)
 
         def finish() -> bool:
@@ -95,7 +95,7 @@ class CastBucket(_RunBucket):
         super().__init__(bucket, allreduce)
         self._buffer = buffer
 
-    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending:
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> FinishStage:
         part, buffer = self._part(memory, run), self._part(self._buffer, run)
         buffer.copy_(part)
         work = self._allreduce(name, buffer, blocking)
@@ -114,7 +114,7 @@ class CompressedBucket(_RunBucket):
         super().__init__(bucket, allreduce)
         self._compressor = compressor
 
-    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> Pending:
+    def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> FinishStage:
         part = self._part(memory, run)
         compressed, context = self._compressor.compress(part)
         work = self._allreduce(name, compressed.contiguous(), blocking)

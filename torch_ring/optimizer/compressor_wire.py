@@ -1,4 +1,4 @@
-"""Wire format of a compressor round: headers of the ranks, and tensors packed into one message."""
+"""Header, pack, unpack: the wire format of a compressor round."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class _DistributedOptimizer(Wrapped):
     def synchronize(self) -> None:
         """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
         if self._reducer:
-            self._reducer.settle()
+            self._reducer.reduce_pending()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -285,7 +285,7 @@ def _before_step(
         return (*args[:position], closure, *args[position + 1 :]), kwargs
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _JointClosure.of(kwargs["closure"], reducer)}
-    reducer.settle()
+    reducer.reduce_pending()
     return None
 
 
@@ -310,14 +310,14 @@ class _JointClosure:
         return closure if isinstance(closure, cls) else cls(closure, reducer)
 
     def __call__(self) -> Any:
-        self._reducer.settled = False
+        self._reducer.nothing_pending = False
         loss = self._closure()
-        self._reducer.settle()
+        self._reducer.reduce_pending()
         if loss is None:
             return None
         if isinstance(loss, Tensor):
-            return self._reducer.average(loss)
-        return type(loss)(self._reducer.average(torch.tensor(loss, dtype=torch.float64)))
+            return self._reducer.reduce_loss(loss)
+        return type(loss)(self._reducer.reduce_loss(torch.tensor(loss, dtype=torch.float64)))
 
 
 def _check_passes(passes: int) -> None:

@@ -1,4 +1,4 @@
-"""Groups of gradients that are reduced together: the arguments `groups` and `num_groups`."""
+"""check_groups and resolve_groups: gradients that an optimizer's arguments keep together."""
 
 from __future__ import annotations
 

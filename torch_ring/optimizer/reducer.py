@@ -14,7 +14,7 @@ from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
-from torch_ring.optimizer.bucket_wire import BucketWire, Pending, bucket_memory, wire_maker
+from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.settings import ReductionSettings
@@ -64,7 +64,7 @@ class Reducer:
         direct = settings.direct_bytes > 0 and self._is_plain
         blocks = sync.engine.gradient_blocks() if direct else None
         self._direct = self._large_ones(settings.direct_bytes) if blocks else frozenset[int]()
-        self.settled = False
+        self.nothing_pending = False
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.hooks = GradientHooks(
@@ -78,8 +78,8 @@ class Reducer:
         self._make_wire = wire_maker(settings, sync.engine, sync.size, self.hooks, named)
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
-        self._started: dict[int, list[Pending]] = {}  # whole buckets, sent during the pass
-        self._unfinished: list[Pending] = []
+        self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
+        self._unfinished: list[FinishStage] = []
         self._touched = 0  # parameters that are reduced in buckets
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
@@ -87,23 +87,23 @@ class Reducer:
         self._rebuild_buckets(range(len(parameters) - 1, -1, -1))
         current.disable_in_child(self.hooks)
 
-    def settle(self) -> None:
-        """Reduce whatever any rank has accumulated; see `BackwardSync.settle`."""
-        self._sync.settle(self)
+    def reduce_pending(self) -> None:
+        """Reduce whatever any rank has accumulated; see `BackwardSync.reduce_pending`."""
+        self._sync.reduce_pending(self)
 
     def finish_step(self) -> None:
         """Begin the next step: nothing of it is reduced yet."""
         self._sync.steps += 1
-        self.settled = False
+        self.nothing_pending = False
         self.hooks.reset(gradients=False)
 
     def drop_gradients(self) -> None:
         """Drop what has been accumulated: the gradients are zero or gone."""
-        self.settled = False
+        self.nothing_pending = False
         self.hooks.reset(gradients=True)
 
-    def average(self, loss: Tensor) -> Tensor:
-        """Return the loss of all ranks together: combined as the gradients are."""
+    def reduce_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss of all ranks together, reduced as the gradients are."""
         reduced = loss.detach().clone()
         name = f"loss.{self.index}.{self._sync.number}"
         work = self._engine.allreduce(
@@ -158,7 +158,7 @@ class Reducer:
 
     def _start_wire(
         self, index: int, touched: int, number: int, *, blocking: bool
-    ) -> list[Pending]:
+    ) -> list[FinishStage]:
         """Start to reduce the touched gradients of a bucket."""
         if not touched & self._plan[index].parameters:
             return []

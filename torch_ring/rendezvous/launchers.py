@@ -1,4 +1,4 @@
-"""Identity of this process, read from the environment variables of its launcher."""
+"""Identity: rank, size and node of this process, from its launcher's environment variables."""
 
 from __future__ import annotations
 

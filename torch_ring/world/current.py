@@ -1,4 +1,4 @@
-"""The world of this process: init, shutdown, ranks and sizes."""
+"""init, shutdown, rank, size: the world of this process."""
 
 from __future__ import annotations
 

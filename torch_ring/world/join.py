@@ -43,7 +43,7 @@ class World:
         config: the settings.
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
-        on_rejoin: called when join() returns, on all ranks alike.
+        on_rejoin: called when the collective join() returns, on all ranks alike.
     """
 
     rank: int
