@@ -1,4 +1,4 @@
-"""Machines with many GPUs, and what a step of data-parallel training costs on them. Pure."""
+"""Clusters of GPUs, and the modelled cost of a data-parallel training step on them. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_
 
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 
-# What the fit to Horovod's curves finds of 25 Gbit/s: the share of a line's rate that a ring gets.
+# The share of a line's rate that a ring gets: the fit to Horovod's curves finds it, of 25 Gbit/s.
 LINE_SHARE = 0.82
 
 
@@ -21,9 +21,9 @@ class Cluster:
     """Hosts with several GPUs each.
 
     Attributes:
-        network: of a host, with all of its adapters.
+        network: of a host, with all its adapters.
         local: between GPUs of a host.
-        control: TCP between hosts, on which the ranks agree.
+        control: TCP between hosts, which the agreements use.
         speed: of a GPU, relative to the Pascal GPUs that Horovod used.
         images: in a batch of a GPU.
     """
@@ -37,7 +37,7 @@ class Cluster:
     images: int = 64
 
 
-# One TCP connection; 30 us: a message through both kernels.
+# One TCP connection; 30 us for a message through both kernels.
 TCP = Link(2.5e9, 30e-6)
 
 # Latencies (us): NCCL's own model (src/graph/tuning.cc), ring, protocol Simple: network 9.6,
@@ -54,7 +54,7 @@ A100 = Cluster(
     images=256,
 )
 # 8 adapters of 400 Gbit/s, NVLink of 450 GB/s. Speed: as much more as the tensor cores have, 989
-# over 312 Tflop/s; no training gains all of that, so the network has a harder time than a real one.
+# over 312 Tflop/s. No training gains all of that, so the model is hard on the network.
 H100 = replace(
     A100,
     name="H100",
@@ -65,7 +65,7 @@ H100 = replace(
 
 
 def on_pascal(network: Link) -> Cluster:
-    """Return Horovod's cluster, with the network that the fit has found."""
+    """Return Horovod's cluster, with the fitted network."""
     return Cluster("Pascal", 4, network, local=Link(10e9, 5.7e-6), control=TCP)
 
 
@@ -73,17 +73,17 @@ def on_pascal(network: Link) -> Cluster:
 
 
 def flat_ring_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
-    """A ring of all GPUs takes its steps together: as slowly as the network."""
+    """Return the time of a ring of all GPUs, whose steps are as slow as the network."""
     return ring_s(size_bytes, ranks, cluster.network)
 
 
 def hierarchical_s(
     size_bytes: float, cluster: Cluster, ranks: int, network_bytes: float | None = None
 ) -> float:
-    """Inside each host, then around rings of hosts, as many as a host has GPUs.
+    """Return the time inside each host, then around rings of hosts, one ring a GPU of a host.
 
     Args:
-        network_bytes: what goes around, if that is another size.
+        network_bytes: the bytes that go around the rings, if their number differs.
     """
     around = size_bytes if network_bytes is None else network_bytes
     around_s = ring_s(around, hosts_of(cluster, ranks), cluster.network)
@@ -91,12 +91,12 @@ def hierarchical_s(
 
 
 def own_hierarchical_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
-    """torch_ring's own: half of what goes around are partial sums, in float32, not in 16 bits."""
+    """Return torch_ring's time: half of its 16-bit data goes around as float32 partial sums."""
     return hierarchical_s(size_bytes, cluster, ranks, network_bytes=1.5 * size_bytes)
 
 
 def nccl_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
-    """NCCL takes the faster of a ring and a double binary tree.
+    """Return NCCL's time: the faster of a ring and a double binary tree.
 
     Through a tree of hosts all bytes go up once and down once. P. Sanders et al., "Two-tree
     algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
@@ -110,7 +110,7 @@ def nccl_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
 
 
 def inside_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
-    """Reduce to a part for each GPU of a host, and bring all parts to all of them afterwards."""
+    """Return the time to reduce a part on each GPU of a host, and later to gather all parts."""
     return ring_s(size_bytes, min(ranks, cluster.gpus_per_host), cluster.local)
 
 
@@ -119,7 +119,7 @@ def hosts_of(cluster: Cluster, ranks: int) -> int:
 
 
 def depth(hosts: int) -> int:
-    """Return the steps of a tree, or of Bruck's allgather."""
+    """Return the number of steps of a tree, or of Bruck's allgather."""
     return ceil(log2(hosts))
 
 
@@ -127,10 +127,10 @@ def depth(hosts: int) -> int:
 
 
 def entry_bytes(parameters: int) -> tuple[int, int]:
-    """Return what a rank says before a bucket, and at the end of backward.
+    """Return the bytes of a rank's board entry before a bucket, and at the end of backward.
 
-    csrc/engine/entry.h: the entry, its length, an announcement with the name of a bucket; to that
-    the second adds a report about the gradients.
+    The layout is csrc/engine/entry.h's: the entry, its length, an announcement with the name of a
+    bucket. The second entry adds a report about the gradients.
     """
     announcement = 8 + 8 + 24 + 64
     report = BackwardReport(1, (GradientReport(0, (1 << parameters) - 1),)).encode()
@@ -138,7 +138,7 @@ def entry_bytes(parameters: int) -> tuple[int, int]:
 
 
 def board_s(entry: int, cluster: Cluster, ranks: int) -> float:
-    """What torch_ring does: the entries of all ranks come to each host (Bruck's allgather)."""
+    """Return the time of torch_ring's agreement: Bruck's allgather of all entries to each host."""
     hosts = hosts_of(cluster, ranks)
     if hosts == 1:
         return 0.0
@@ -147,7 +147,7 @@ def board_s(entry: int, cluster: Cluster, ranks: int) -> float:
 
 
 def digest_s(_: int, cluster: Cluster, ranks: int) -> float:
-    """What it does not: a digest of the entries goes up a tree and down, whatever the ranks."""
+    """Return the time of an alternative: a digest of the entries goes up a tree and down."""
     return 2 * depth(hosts_of(cluster, ranks)) * cluster.control.latency_s
 
 
@@ -156,7 +156,7 @@ def digest_s(_: int, cluster: Cluster, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """How gradients are averaged."""
+    """One way to average gradients."""
 
     step: Callable[[Job], Step]
     allreduce_s: Callable[[float, Cluster, int], float]
@@ -164,7 +164,7 @@ class Variant:
 
 
 def planned(job: Job) -> Step:
-    """torch_ring's buckets, bfloat16 on the wire."""
+    """Return the step with torch_ring's buckets, bfloat16 on the wire."""
     return torch_ring_step(job, torch.bfloat16)
 
 
@@ -179,10 +179,10 @@ VARIANTS = {
 def efficiency(
     job: Job, cluster: Cluster, variant: Variant, ranks: int, slowdown: float = 0.0
 ) -> float:
-    """Return the time of a step on one GPU over that on `ranks`.
+    """Return the scaling efficiency: the time of a step on one GPU over that on `ranks`.
 
-    Agreements and transfers follow one another, as where torch_ring does both itself; with NCCL
-    they can overlap. The last agreement begins when the backward pass ends.
+    Agreements and transfers run one after the other, as they do without NCCL; with NCCL they can
+    overlap. The last agreement begins when the backward pass ends.
     """
     if ranks == 1:
         return 1.0

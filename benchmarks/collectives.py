@@ -26,7 +26,7 @@ import torch_ring as hvd
 
 OPS = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
 DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"]
-# busbw / algbw on so many ranks; README.md says why.
+# busbw / algbw by the number of ranks; README.md says why.
 BUS_SHARE: dict[str, Callable[[int], float]] = {
     "allreduce": lambda size: 2 * (size - 1) / size,
     "broadcast": lambda _: 1,
@@ -34,13 +34,13 @@ BUS_SHARE: dict[str, Callable[[int], float]] = {
     "reducescatter": lambda size: (size - 1) / size,
     "alltoall": lambda size: (size - 1) / size,
 }
-ROUND_BYTES = 32 << 20  # that a library moves in a round, if that is within the iterations
+ROUND_BYTES = 32 << 20  # moved by a library in a round, if the iterations allow
 MIN_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one library needed for one collective."""
+    """One library's result for one collective."""
 
     time_us: float
     algbw: float  # GB/s, as busbw; G is 10^9
@@ -50,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One collective on one kind of tensor."""
+    """The results of one collective on one kind of tensor."""
 
     collective: str
     bytes: int
@@ -81,7 +81,7 @@ def parse_args() -> argparse.Namespace:
 def make_case(
     collective: str, op: str, size_bytes: int, dtype: torch.dtype, memory: str
 ) -> tuple[Case, int]:
-    """Return what to run for so many bytes, and how many these really are."""
+    """Return the case for about `size_bytes` bytes, and its exact number of bytes."""
     size = hvd.size()
     gathers, divides = collective == "allgather", collective in ("reducescatter", "alltoall")
     count = size_bytes // dtype.itemsize  # of the larger of input and output
@@ -113,7 +113,7 @@ def expected(case: Case, data: list[Tensor]) -> Tensor:
 
 
 def wrong_elements(case: Case, runs: dict[str, Run]) -> dict[str, int]:
-    """Return, by library, how many elements of the results are wrong, on all ranks."""
+    """Return, by library, the number of wrong elements of the results, on all ranks."""
     data = inputs(case.tensor.numel(), case.tensor.dtype)
     want = expected(case, data)
     wrong = {}
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, collective: str, size_bytes: int) -> list[
         runs = runs_of(case, args.peers)
         cases[name, memory] = case, actual_bytes
         wrong[name, memory] = wrong_elements(case, runs)
-        case.tensor.zero_()  # however often zeros are summed, they stay finite
+        case.tensor.zero_()  # sums of zeros stay finite
         iterations = min(args.iterations, max(MIN_ITERATIONS, ROUND_BYTES // actual_bytes))
         timed |= {
             (name, memory, library): functools.partial(

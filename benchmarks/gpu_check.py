@@ -1,9 +1,9 @@
-"""Checks torch_ring on a GPU, and times what it adds to a training step there.
+"""Checks torch_ring on a GPU, and times its cost in a training step there.
 
     python benchmarks/gpu_check.py --json gpu.json
     python benchmarks/gpu_check.py --device cpu --steps 2    # tries the script itself
 
-One GPU will do, and no package but torch and numpy; the checks need pytest too.
+It needs one GPU, torch and numpy; the checks need pytest too.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from torch.optim import SGD
 import torch_ring as hvd
 
 ROOT = Path(__file__).parent.parent
-CHECKS_TIMEOUT_S = 480.0  # which leaves time to measure in ten minutes
-WARM_UP_ROUNDS = 2  # cuDNN chooses, DDP and torch_ring plan their buckets again
+CHECKS_TIMEOUT_S = 480.0  # leaves time to measure in ten minutes
+WARM_UP_ROUNDS = 2  # cuDNN chooses algorithms, DDP and torch_ring plan buckets again
 CLASSES = 1000
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a step of one variant takes; the ratios are to plain torch."""
+    """The time of a step of one variant; the ratios are to plain torch."""
 
     variant: str
     host_ms: float  # until it returns
-    step_ms: float  # until the device is done, of steps back to back
+    step_ms: float  # until the device is done, for steps back to back
     host_ratio: float
     step_ratio: float
 
@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def check() -> dict[str, str | list[str]]:
-    """Run the tests for GPUs, show what they print, and return it with how they ended."""
+    """Run the tests for GPUs, show their output, and return it with their verdict."""
     if importlib.util.find_spec("pytest") is None:
         verdict = f"not run: there is no pytest for {sys.executable}"
         print(f"# checks {verdict}", flush=True)
@@ -164,7 +164,7 @@ def steps_of(args: argparse.Namespace) -> dict[str, Step]:
 
 
 def host_ms(step: Step, steps: int, synchronize: Step) -> float:
-    """Return the median time until a step returns, when the device has nothing else to do."""
+    """Return the median time until a step returns, on an idle device."""
     times = []
     for _ in range(steps):
         synchronize()
@@ -175,7 +175,7 @@ def host_ms(step: Step, steps: int, synchronize: Step) -> float:
 
 
 def step_ms(step: Step, steps: int, synchronize: Step) -> float:
-    """Return the time of a step among many, between which nobody waits for the device."""
+    """Return the time of a step among many, without a wait for the device between them."""
     synchronize()
     begun = time.perf_counter()
     for _ in range(steps):
@@ -185,7 +185,7 @@ def step_ms(step: Step, steps: int, synchronize: Step) -> float:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """Time the variants in turns, so that whatever else the machine does meets all of them."""
+    """Time the variants in turns, so that other load on the machine slows all of them."""
     steps, synchronize = steps_of(args), torch.get_device_module(args.device).synchronize
     host: dict[str, list[float]] = {variant: [] for variant in steps}
     whole: dict[str, list[float]] = {variant: [] for variant in steps}
@@ -202,7 +202,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Return what the numbers depend on."""
+    """Return the facts on which the numbers depend."""
     nccl = "none"
     if device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))

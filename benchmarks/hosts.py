@@ -3,9 +3,9 @@
     python benchmarks/hosts.py --hosts 2 --json benchmarks/results/hosts-2.json
     python benchmarks/hosts.py --hosts 3 --rate 1gbit -- --collective allreduce --max-bytes 1048576
 
-What comes after -- goes to collectives.py. Before and after it the same traffic is measured without
-any library: every host sends to the next, all at once, with iperf3, or with plain sockets where
-there is none.
+Arguments after -- go to collectives.py. Before and after it the bare traffic is measured without
+any library: every host sends to the next, all at once, with iperf3, or with plain_sockets.py where
+there is no iperf3.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from namespaces import Host
 
 HERE = Path(__file__).parent
 PORT = 29533
-DEADLINE_S = 3600  # for collectives.py; a collective that hangs fails long before
+DEADLINE_S = 3600  # of collectives.py; a hanging collective fails long before
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 @contextmanager
 def started(commands: Sequence[list[str]], **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start processes; none is left afterwards."""
+    """Start processes; end all of them afterwards."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
@@ -90,7 +90,7 @@ def traffic(hosts: Sequence[Host], tool: str, seconds: int) -> float:
 
 
 def gigabytes_per_s(output: str) -> float:
-    """Return what iperf3 or plain_sockets.py says."""
+    """Return the rate that iperf3 or plain_sockets.py reports."""
     result = json.loads(output)
     if isinstance(result, float):
         return result
@@ -103,7 +103,7 @@ def gigabytes_per_s(output: str) -> float:
 
 
 def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str, str]:
-    """Return what torchrun would set, and gloo's interface."""
+    """Return the variables that torchrun would set, and gloo's interface."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(hosts) * ranks_per_host),
@@ -120,7 +120,7 @@ def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str
 
 
 def run_collectives(hosts: Sequence[Host], ranks_per_host: int, arguments: Sequence[str]) -> None:
-    """Run collectives.py on all ranks; rank 0 prints. When one fails, all are ended."""
+    """Run collectives.py on all ranks; rank 0 prints. If one rank fails, end all."""
     command = (sys.executable, str(HERE / "collectives.py"), *arguments)
     ranks = range(len(hosts) * ranks_per_host)
     commands = []
@@ -139,7 +139,7 @@ def run_collectives(hosts: Sequence[Host], ranks_per_host: int, arguments: Seque
 
 
 def conclusions(rows: Sequence[dict[str, Any]], without: float) -> Iterator[str]:
-    """Yield what each library's allreduce reaches of it, at the largest size."""
+    """Yield the share of the bare traffic that each library's largest allreduce reaches."""
     rows = [row for row in rows if row["collective"] == "allreduce"]
     largest = max((row["bytes"] for row in rows), default=0)
     for row in (row for row in rows if row["bytes"] == largest):

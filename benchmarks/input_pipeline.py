@@ -4,9 +4,9 @@
     srun --ntasks 32 python benchmarks/input_pipeline.py --device cuda --file pipeline.jsonl
     python benchmarks/input_pipeline.py --file pipeline.jsonl --plot pipeline.png --ranks
 
-Nobody having launched it, it starts torchrun for each number of ranks; in a launched job it
-measures that job. Either way a line a job is appended to the file, of which the table and the
-curves are made. benchmarks/README.md says what they show.
+In a launched job it measures that job; otherwise it starts torchrun for each number of ranks. Each
+job appends a line to the file, from which the table and the curves are made. benchmarks/README.md
+explains them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch_ring as hvd
 from torch_ring.data import InputPipeline, ShardedSampler, default_num_workers
 from torch_ring.rendezvous.launchers import discover
 
-FILES = 64  # different JPEGs, which are decoded again for each sample
+FILES = 64  # different JPEGs, decoded again for each sample
 JPEG_PIXELS = 256
 CLASSES = 10
 
@@ -119,9 +119,9 @@ def training_step(device: torch.device) -> Callable[[Any], None]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Train on this job's ranks, and append what rank 0 has to say to the file."""
+    """Train on this job's ranks; rank 0 appends its measurements to the file."""
     hvd.init()
-    torch.set_num_threads(1)  # the same for a rank, however many there are
+    torch.set_num_threads(1)  # the same for every number of ranks
     device = torch.device(args.device)
     if args.device == "cuda":
         torch.cuda.set_device(hvd.local_rank())
@@ -161,10 +161,10 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def series_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows that differ in nothing but the number of ranks, ascending; the last of each.
+    """Return series of rows that differ only in the number of ranks, by name, in ascending order.
 
-    With `efficiency`: steps a second over those with synthetic data on the fewest ranks, as each
-    rank has as much to do however many there are.
+    Of each number of ranks the last row counts. Adds `efficiency`: steps a second over those with
+    synthetic data on the fewest ranks. Each rank does the same work, whatever the number of ranks.
     """
     series: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in rows:

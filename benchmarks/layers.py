@@ -1,4 +1,4 @@
-"""What a model's gradients weigh and when they are ready: from torchvision, without computing."""
+"""Jobs: sizes and ready times of a model's gradients, from torchvision, without computing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What their constructors need not do here, or what the benchmarked variant does not have.
+# Constructor options that save work here, or that fit the benchmarked variant.
 OPTIONS: dict[str, dict[str, bool]] = {
     "inception_v3": {"init_weights": False, "aux_logits": False},
     "vgg16": {"init_weights": False},
@@ -55,7 +55,7 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """Training of one model on one GPU: where its time goes.
+    """Training of one model on one GPU: its parameters and its time.
 
     Attributes:
         parameters: in the order of the forward pass.
@@ -66,11 +66,11 @@ class Job:
     compute_s: float
 
     def faster(self, factor: float) -> Job:
-        """Return the same on a GPU that is so much faster."""
+        """Return the same job on a GPU that is `factor` times as fast."""
         return Job(self.parameters, self.compute_s / factor)
 
     def ready_s(self) -> list[float]:
-        """Return, by parameter, when its gradient is there, from the begin of the forward pass.
+        """Return, by parameter, when its gradient is ready, from the start of the forward pass.
 
         The forward pass takes a third of the time, as it multiplies once where the backward pass
         does twice. Backward visits the layers in reverse, for a time in proportion to their work.

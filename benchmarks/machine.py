@@ -1,4 +1,4 @@
-"""What a result depends on besides the program: the machine and the command."""
+"""Reports: results in JSON files, with the machine and the command that they depend on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Facts = dict[str, str | int]
 
 
 def machine() -> Facts:
-    """Return what the numbers depend on. After init()."""
+    """Return the facts on which the numbers depend. Call after init()."""
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -62,7 +62,7 @@ def write_report(path: Path | None, facts: Facts, rows: Sequence[Any], **others:
 
 
 def launcher() -> str:
-    """Return what has started the ranks, as one types it."""
+    """Return the command that has started the ranks."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return f"mpirun -np {hvd.size()} python"
     if hvd.cross_size() > 1:

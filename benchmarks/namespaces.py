@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces that veth pairs join to a bridge. As root."""
+"""Hosts on one machine: network namespaces that veth pairs join to a bridge. Needs root."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Host:
     address: str
 
     def command(self, *arguments: str) -> list[str]:
-        """Return what runs a command in here."""
+        """Return the command that runs another one in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
 
 def run(*arguments: str) -> None:
-    """Run a command; what it says is in the exception if it fails."""
+    """Run a command; if it fails, the exception has its output."""
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise OSError(f"{' '.join(arguments)}: {done.stderr.strip()}")
@@ -34,12 +34,12 @@ def run(*arguments: str) -> None:
 def hosts(
     count: int, rate: str | None = None, window: int | None = None
 ) -> Iterator[Sequence[Host]]:
-    """Make hosts that see each other; they are gone afterwards.
+    """Make hosts that see each other, and remove them afterwards.
 
     Args:
-        rate: what each may send, as tc understands it ("1gbit"); None: as fast as it goes.
-        window: the most bytes of a socket's buffers, which bound what a connection has under way;
-            None: the kernel's.
+        rate: each host's limit for sending, in tc's notation ("1gbit"); None: no limit.
+        window: most bytes of a socket's buffers, which bound a connection's bytes in flight;
+            None: the kernel's default.
 
     Raises:
         OSError: there is no `ip` or `tc`, or no right to use them.
@@ -67,7 +67,7 @@ def hosts(
                 for name in ("tcp_rmem", "tcp_wmem"):
                     run(*host.command("sysctl", "-w", f"net.ipv4.{name}={sizes}"))
             if rate:
-                # A bucket of 1 ms at 1 Gbit/s, and a queue that holds what arrives in 50 ms.
+                # A token bucket of 1 ms at 1 Gbit/s, and a queue of 50 ms.
                 tbf = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
                 run("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", *tbf)
         yield found

@@ -1,9 +1,9 @@
-"""Measures what torch_ring costs beside the communication: of a step, and of init() alone.
+"""Measures torch_ring's cost besides communication: in a step, and after init() alone.
 
     torchrun --nproc-per-node 2 benchmarks/overhead.py --json benchmarks/results/overhead.json
 
-The models have nothing to compute, so that the time of a step is that of what is done with
-gradients. benchmarks/README.md says how the columns come about.
+The models have nothing to compute, so the time of a step is that of handling gradients.
+benchmarks/README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from workloads import WORKLOADS
 import torch_ring as hvd
 
 MODELS = ("500 parameters", "pinn")
-TOLERANCE = 1e-4  # of gradients: torch_ring and DDP may add in another order
+TOLERANCE = 1e-4  # of gradients: torch_ring and DDP may add in different orders
 
 
 @dataclass(frozen=True)
 class Row:
-    """A step of one variant; medians, in microseconds; what is added is to the plain step."""
+    """A step of one variant; medians, in microseconds; `added` is relative to the plain step."""
 
     model: str
     parameters: int
     variant: str
     step_us: float
     added_us: float
-    collective_us: float  # one blocking allreduce of as many bytes, by the same library
-    host_us: float  # what was added, less that
+    collective_us: float  # one blocking allreduce of as many bytes, same library
+    host_us: float  # the added time less that
     host_us_a_parameter: float
 
 
@@ -50,7 +50,8 @@ class Row:
 class Idle:
     """Throughput of a computation on all cores with an idle torch_ring, relative to without.
 
-    The control is the second run without relative to the first: what the machine itself does.
+    The control is the second run without torch_ring relative to the first: the machine's own
+    variation.
     """
 
     relative: float  # medians of the rounds
@@ -127,7 +128,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def throughput(duration_s: float) -> float:
-    """Return how many small matrix products a second this rank computes."""
+    """Return the number of small matrix products a second that this rank computes."""
     matrix = torch.randn(128, 128)
     products, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < duration_s:
@@ -137,7 +138,7 @@ def throughput(duration_s: float) -> float:
 
 
 def total_throughput(duration_s: float) -> float:
-    """Return that of all ranks, which compute at once. By gloo: torch_ring may not be there."""
+    """Return the sum over all ranks, which compute at once. Over gloo, without torch_ring."""
     dist.barrier()
     mine = torch.tensor(throughput(duration_s), dtype=torch.float64)
     dist.all_reduce(mine)
@@ -145,9 +146,9 @@ def total_throughput(duration_s: float) -> float:
 
 
 def measure_idle(args: argparse.Namespace) -> Idle:
-    """Compute without torch_ring, with it, without it, and so on. It is shut down afterwards."""
+    """Compute without torch_ring, with it, without it, and so on. Shuts it down afterwards."""
     relative, control = [], []
-    os.environ["TORCH_RING_LOG_LEVEL"] = "warning"  # not a line for each init()
+    os.environ["TORCH_RING_LOG_LEVEL"] = "warning"  # no line for each init()
     for turn in range(1 + args.rounds):
         hvd.shutdown()
         before = total_throughput(args.compute_s)

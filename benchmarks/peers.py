@@ -31,8 +31,8 @@ Run = Callable[[], Tensor]
 class Case:
     """One collective on one tensor.
 
-    allreduce and broadcast (from rank 0) overwrite `tensor`; the others leave it. `output` is where
-    libraries that want it given put the result: of the result's size.
+    allreduce and broadcast (from rank 0) overwrite `tensor`; the others leave it. `output` has the
+    result's size, for libraries that take an output.
     """
 
     collective: str
@@ -64,7 +64,7 @@ def of_torch_ring(case: Case) -> Run:
 
 
 def start_gloo() -> None:
-    """Connect gloo's ranks through torch_ring's, so that any launcher will do."""
+    """Connect gloo's ranks through torch_ring's, so that any launcher works."""
     alone = hvd.cross_size() == 1
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -98,7 +98,7 @@ def of_gloo(case: Case) -> Run:
 
 
 def start_mpi() -> None:
-    """Join MPI's world, if these are the ranks of one."""
+    """Join MPI's world, if mpirun has started these ranks."""
     problem = None
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 0)) != hvd.size():
         problem = (
@@ -117,7 +117,7 @@ def start_mpi() -> None:
 
 
 def of_mpi(case: Case) -> Run | None:
-    """Return None for what MPI has no type of: 16-bit floats."""
+    """Return the case's MPI run; None for 16-bit floats, which MPI has no type for."""
     from mpi4py import MPI
 
     kinds = {
@@ -143,13 +143,13 @@ def of_mpi(case: Case) -> Run | None:
     return _returning(call, result)
 
 
-# --- what memory can do
+# --- limits of memory
 
 
 def of_copy(case: Case) -> Run:
-    """What no allreduce can beat by much: the ranks copy as many bytes together, one has a share.
+    """Return a copy of as many bytes, shared among the ranks: no allreduce is much faster.
 
-    Every rank copies the rank'th part of `tensor` from a private buffer to another, all at once.
+    All ranks at once copy one part of `tensor` each, from a private buffer to another.
     """
     count = max(case.tensor.numel(), case.output.numel()) // hvd.size()
     source = torch.zeros(count, dtype=case.tensor.dtype)
@@ -158,16 +158,16 @@ def of_copy(case: Case) -> Run:
 
 
 def of_touch(case: Case) -> Run:
-    """What every library does at least: a rank reads once what it gives, and writes what it gets.
+    """Return the least work of any library: a rank reads its input once and writes its result.
 
-    Into private memory that is there, from private memory, on all ranks at once: nothing comes from
-    a peer. Where there is arithmetic, it is done.
+    All ranks at once do this from private memory to private memory; nothing comes from a peer.
+    Reductions do their arithmetic.
     """
     count, dtype = case.tensor.numel(), case.tensor.dtype
     own = torch.zeros(count, dtype=dtype)
     if case.collective == "allreduce":
         return own.neg_
-    if case.collective == "broadcast":  # the root only reads, and that is less
+    if case.collective == "broadcast":  # the root only reads, which is less
         return (lambda: own) if hvd.rank() == 0 else own.zero_
     result = torch.zeros(case.output.numel(), dtype=dtype)
     if case.collective == "reducescatter":
@@ -184,17 +184,17 @@ def of_touch(case: Case) -> Run:
     return lambda: result.copy_(source)
 
 
-# --- what the hardware gives
+# --- the bare hardware
 
 
 @functools.cache
 def prototype() -> Prototype:
-    """Compile and connect it once. Collective."""
+    """Compile and connect the prototype once. Collective."""
     return Prototype()
 
 
 def of_prototype(case: Case) -> Run | None:
-    """Return None for what it is not written for, and where it cannot be compiled."""
+    """Return the prototype's run; None for other cases, and where it cannot be compiled."""
     of_one = case.collective in ("allreduce", "broadcast") and case.op == "sum"
     if not of_one or case.tensor.dtype != torch.float32 or not is_possible():
         return None
@@ -206,7 +206,7 @@ def of_prototype(case: Case) -> Run | None:
 
 @dataclass(frozen=True)
 class Library:
-    """How to start a library, run a collective with it (None: it cannot), and stop it."""
+    """One library: how to start it, run a collective (None: it cannot), and stop it."""
 
     of: Callable[[Case], Run | None]
     start: Callable[[], None] = lambda: None
@@ -220,11 +220,11 @@ PEERS = {
     "touch": Library(of_touch),
     "prototype": Library(of_prototype),
 }
-MEMORY = ("copy", "touch")  # what is no collective, and has no result
+MEMORY = ("copy", "touch")  # no collectives: they have no result
 
 
 def runs_of(case: Case, peers: Sequence[str]) -> dict[str, Run]:
-    """Return, by library, what runs the collective and returns its result."""
+    """Return, by library, a function that runs the collective and returns its result."""
     runs: dict[str, Run | None] = {"torch_ring": of_torch_ring(case)}
     runs |= {peer: PEERS[peer].of(case) for peer in peers}
     return {library: run for library, run in runs.items() if run}

@@ -1,4 +1,4 @@
-"""Sends over one TCP connection for a while: what hosts.py measures where there is no iperf3.
+"""Times sending over one TCP connection, for hosts.py where there is no iperf3.
 
 python plain_sockets.py receive 29533
 python plain_sockets.py send 10.214.88.2 29533 3.0      # prints gigabytes a second
@@ -12,7 +12,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def receive(port: int) -> None:
-    """Receive from one sender, and tell it how many bytes came."""
+    """Receive from one sender, and tell it the number of bytes."""
     with socket.create_server(("", port)) as server:
         print("listening", flush=True)
         connection, _ = server.accept()
@@ -24,7 +24,7 @@ def receive(port: int) -> None:
 
 
 def send(address: str, port: int, seconds: float) -> float:
-    """Send for so long, and a block at least; return gigabytes a second until all has arrived."""
+    """Send for a time, and at least one block; return gigabytes a second until all has arrived."""
     with socket.create_connection((address, port)) as connection:
         block, started = bytes(BLOCK_BYTES), time.perf_counter()
         connection.sendall(block)

@@ -2,7 +2,7 @@
 
     python benchmarks/plots.py [benchmarks/results]
 
-Each figure is drawn from the JSON file of the same benchmark, if that is there.
+Each figure is drawn from its benchmark's JSON file, if that exists.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def allreduce(reports: dict[str, Report], axes: Axes) -> None:
 
 
 def collectives(reports: dict[str, Report], axes: Axes) -> None:
-    """How many times faster than gloo, by size, the other collectives are."""
+    """Speed of the other collectives relative to gloo, by size."""
     rows = rows_of(reports, "collectives")
     for collective in dict.fromkeys(row["collective"] for row in rows):
         of_one = [row for row in rows if row["collective"] == collective]
@@ -68,7 +68,7 @@ def collectives(reports: dict[str, Report], axes: Axes) -> None:
 
 
 def hosts(reports: dict[str, Report], axes: Axes, count: int) -> None:
-    """Bandwidth among hosts, and what TCP carries there without a library."""
+    """Bandwidth among hosts, and that of bare TCP there."""
     name = f"hosts-{count}"
     rows = rows_of(reports, name)
     for library in rows[0]["results"]:
@@ -104,7 +104,7 @@ def training_step(reports: dict[str, Report], axes: Axes) -> None:
 
 
 def overhead(reports: dict[str, Report], axes: Axes) -> None:
-    """What a step takes longer with each library."""
+    """Time that each library adds to a step."""
     rows = rows_of(reports, "overhead")
     models = list(dict.fromkeys(row["model"] for row in rows))
     for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
@@ -205,7 +205,7 @@ def machine(reports: dict[str, Report], name: str) -> str:
     return f"{facts['ranks']} ranks on {facts['cores']} cores"
 
 
-# By file: the report that it needs, what draws it.
+# By file: the report that it needs, and the function that draws it.
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "allreduce": ("allreduce", allreduce),
     "collectives": ("collectives", collectives),
@@ -219,7 +219,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Draw what there are results of; return the files."""
+    """Draw the figures that have results; return the files."""
     reports, files = load(folder), []
     style: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
     for name, (needed, figure_of) in FIGURES.items():

@@ -1,6 +1,6 @@
-// An allreduce and a broadcast of private floats between two ranks of a host, and nothing else:
-// what the hardware gives to a library that goes through shared memory. No agreement, no deadlines,
-// no other dtype. prototype.py compiles it; collectives.py runs it in turns with the libraries.
+// allreduce() and broadcast() of private floats between two ranks of a host: the hardware's limit
+// for a library that uses shared memory. No agreement, no deadlines, no other dtype. prototype.py
+// compiles this; collectives.py runs it in turns with the libraries.
 #include <emmintrin.h>
 #include <sched.h>
 
@@ -16,14 +16,14 @@ constexpr std::size_t kCount = 128u << 10;  // floats of a segment
 constexpr std::size_t kSegments = 4;
 
 struct Rank {
-  alignas(128) std::atomic<std::uint64_t> staged;   // segments whose half the other may sum
+  alignas(128) std::atomic<std::uint64_t> staged;   // segments whose half the other rank may sum
   alignas(128) std::atomic<std::uint64_t> reduced;  // segments whose half this rank has summed
   alignas(4096) float slots[kSegments][kCount];
 };
 
-std::uint64_t done = 0;  // segments of the calls before this one
+std::uint64_t done = 0;  // segments of earlier calls
 
-/// Past the caches, which do not hold so much.
+/// Copies past the caches, which are too small for the result.
 void copy_out(float* to, const float* from, std::size_t floats) {
   std::size_t i = 0;
   for (; i + 4 <= floats; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
@@ -43,9 +43,9 @@ extern "C" {
 
 std::size_t memory_bytes() { return 2 * sizeof(Rank); }
 
-/// Sums in place. Three stages, each a segment behind the one before: copy the half that the other
-/// sums into a slot; sum one's own half, also into the slot that the other's is in; copy back what
-/// the other has summed.
+/// Sums in place, in three stages, each one segment behind the stage before: copy the half that the
+/// other rank sums into a slot; sum the own half, also into the other rank's slot; copy back the
+/// half that the other rank has summed.
 void allreduce(Rank* ranks, int rank, float* data, std::size_t count) {
   Rank &own = ranks[rank], &other = ranks[1 - rank];
   const std::size_t segments = (count + kCount - 1) / kCount;
@@ -98,12 +98,12 @@ void broadcast(Rank* ranks, int rank, float* data, std::size_t count) {
       wait(other.staged, done + 1);
       count >= kStreamed ? copy_out(data + begin, slot, floats)
                          : void(std::memcpy(data + begin, slot, floats * sizeof(float)));
-      // Takes over the lines that it has read, for the next one to write them (csrc/README.md).
+      // Own the cache lines just read, which makes the next write to them cheap (docs/tuning.md).
       for (std::size_t i = 0; i < floats; i += 16) *static_cast<volatile float*>(slot + i) = 0;
     }
     own.staged.store(done + 1, std::memory_order_release);
     own.reduced.store(done + 1, std::memory_order_release);
   }
-  if (rank == 0) wait(other.staged, done);  // an allreduce would not wait for its slots
+  if (rank == 0) wait(other.staged, done);  // because an allreduce does not wait for free slots
 }
 }

@@ -1,4 +1,4 @@
-"""Runs prototype.cc: what the hardware gives to collectives of private tensors on one host."""
+"""Prototype: runs prototype.cc, the bare collectives of private tensors on one host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 
 
 class Prototype:
-    """The program, loaded, and the memory that two ranks of a host share for it. Collective."""
+    """The loaded program and its memory, which two ranks of a host share. Collective."""
 
     def __init__(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:  # rank 0's, until all have loaded it
+        with tempfile.TemporaryDirectory() as folder:  # rank 0's, until both have loaded it
             path = hvd.broadcast_object(compiled(Path(folder)) if hvd.rank() == 0 else None)
             self._library = ctypes.CDLL(path)
             hvd.barrier()
@@ -43,7 +43,7 @@ class Prototype:
         self._address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def run(self, collective: str, tensor: Tensor) -> Tensor:
-        """Sum a float32 tensor in place ("allreduce"), or take rank 0's ("broadcast")."""
+        """Sum a float32 tensor in place ("allreduce"), or receive rank 0's ("broadcast")."""
         getattr(self._library, collective)(
             self._address,
             hvd.rank(),
@@ -54,7 +54,7 @@ class Prototype:
 
 
 def is_possible() -> bool:
-    """Return whether this machine can compile and run it, and these are two ranks of a host."""
+    """Return whether this machine can compile and run it, for two ranks of one host."""
     here = hvd.size() == hvd.local_size() == RANKS
     return here and platform.machine() == "x86_64" and shutil.which(COMPILER[0]) is not None
 

@@ -13,14 +13,14 @@ from workloads import Batch, Workload
 import torch_ring as hvd
 
 VARIANTS = ("torch", "torch_ring", "ddp")
-"""Nothing is sent to anybody; DistributedOptimizer; DistributedDataParallel as it comes.
+"""No communication; DistributedOptimizer; DistributedDataParallel with its defaults.
 
-Besides: "barrier", which sends nothing either, and waits for all ranks after each backward pass.
+A further variant, "barrier", sends nothing, but waits for all ranks after each backward pass.
 """
 
 
 class Replica:
-    """A model of its own and the step that trains it, always on the same batch."""
+    """A model and the step that trains it, always on the same batch."""
 
     def __init__(self, workload: Workload, variant: str, model: nn.Module, batch: Batch) -> None:
         self._batch = batch
@@ -47,7 +47,7 @@ class Replica:
 def replicas_of(
     workload: Workload, samples: int | None = None, variants: Sequence[str] = VARIANTS
 ) -> dict[str, Replica]:
-    """Return one of each variant: the same weights on all ranks, a batch for each rank.
+    """Return a replica of each variant: the same weights on all ranks, a batch for each rank.
 
     Args:
         samples: in a batch; None: the workload's own number.
@@ -62,7 +62,7 @@ def replicas_of(
 def difference(one: Replica, other: Replica) -> float:
     """Return the largest difference of two replicas' gradients, relative to the largest gradient.
 
-    Of gradients and not of weights: Adam's first steps hardly depend on how large a gradient is.
+    Gradients are compared and not weights: Adam's first steps hardly depend on a gradient's size.
     """
     pairs = [(p.grad, q.grad) for p, q in zip(one.parameters, other.parameters, strict=True)]
     largest = max(float(gradient.abs().max()) for gradient, _ in pairs)

@@ -2,10 +2,10 @@
 
     python benchmarks/scaling_model.py --json benchmarks/results/scaling_model.json
 
-It is fitted to what Horovod published for up to 512 GPUs, checked on cells that the fit has not
-seen, and then asked what torch_ring would do on the same machines, and on today's. It is a model:
-nothing of its output was measured here. benchmarks/README.md has its assumptions, and how its form
-was chosen.
+The model is fitted to Horovod's published efficiencies on up to 512 GPUs and checked on cells that
+the fit has not seen. Then it predicts torch_ring's efficiency on the same machines, and on today's.
+None of its output was measured here. benchmarks/README.md has its assumptions, and how its form was
+chosen.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ IMAGES = 64  # in a batch of a GPU
 PUBLISHED = {16: (0.941, 0.914, 0.853), 128: (0.90, 0.90, 0.79), 512: (0.90, 0.90, 0.68)}
 HELD_OUT = 512  # GPUs that the second fit does not see
 MOST_RANKS = 100_000
-GOOD, HALF = 0.9, 0.5  # efficiencies whose ends are looked for
+GOOD, HALF = 0.9, 0.5  # efficiencies whose last number of GPUs is searched
 
 
-# --- what was published
+# --- published efficiencies
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Horovod:
 
     Attributes:
         link: of each hop in a ring of all GPUs.
-        slowdown: of computing while there is communication, relative.
+        slowdown: of computation during communication, relative.
     """
 
     link: Link
@@ -54,7 +54,7 @@ class Horovod:
 
 
 def fit(steps: Sequence[Step], published: dict[int, tuple[float, ...]]) -> Horovod:
-    """Return the model that is nearest to the published efficiencies, in least squares.
+    """Return the least-squares fit to the published efficiencies.
 
     Args:
         steps: on one GPU, with Horovod's buckets.
@@ -74,14 +74,14 @@ def fit(steps: Sequence[Step], published: dict[int, tuple[float, ...]]) -> Horov
             for step, efficiency in zip(steps, efficiencies, strict=True)
         )
 
-    line_rate = 25 / 8  # GB/s: where the search begins
+    line_rate = 25 / 8  # GB/s: the search begins here
     found = minimize(error, (line_rate, 20, 1), method="Nelder-Mead")
     return model(found.x.tolist())
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One published efficiency, and what the model says."""
+    """One published efficiency, and the model's."""
 
     model: str
     gpus: int
@@ -104,12 +104,12 @@ def cells_of(steps: dict[str, Step], fitted: Horovod, held_out: Horovod) -> list
     ]
 
 
-# --- what would be
+# --- predictions
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A variant on a cluster, by ranks, and the most ranks with which it is good, or half."""
+    """A variant's efficiency on a cluster, by ranks, and the most ranks with GOOD and with HALF."""
 
     cluster: str
     model: str
@@ -132,7 +132,7 @@ def curve(cluster: Cluster, model: str, job: Job, variant: str, slowdown: float)
 
 
 def rank_counts(gpus_per_host: int) -> Iterator[int]:
-    """Yield how many GPUs: a host's, twice as many, and so on."""
+    """Yield numbers of GPUs: a host's, twice as many, and so on."""
     ranks = gpus_per_host
     while ranks < MOST_RANKS:
         yield ranks

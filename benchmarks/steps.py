@@ -1,4 +1,4 @@
-"""A training step in time: what is computed, what is sent, and when both are done. Pure."""
+"""Step: a training step in time, its computation and its transfers. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch_ring.config import Config
 from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
 
 FUSION_BYTES = 64 << 20  # Horovod's buffer
-CYCLE_S = 0.005  # in which Horovod's ranks ask each other what is ready
+CYCLE_S = 0.005  # Horovod's ranks agree on ready tensors once in a cycle
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two ranks: bytes a second, and the seconds that a message of none takes."""
+    """A link of two ranks: bytes a second, and seconds of an empty message."""
 
     bandwidth: float
     latency_s: float
@@ -25,7 +25,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together, and when the last of them is there."""
+    """Gradients that are reduced together, and the time when the last is ready."""
 
     bytes: float
     ready_s: float
@@ -33,7 +33,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Step:
-    """What one GPU computes in a step, and the buckets that are ready meanwhile, in order."""
+    """One GPU's computation in a step, and the buckets that become ready, in order."""
 
     compute_s: float
     buckets: tuple[Bucket, ...]
@@ -42,8 +42,8 @@ class Step:
         """Return the time of a step in which the buckets are sent one after the other.
 
         Args:
-            transfer_s: the time of so many bytes.
-            slowdown: of computing while there is communication, relative.
+            transfer_s: the transfer time of a number of bytes.
+            slowdown: of computation during communication, relative.
         """
         end = 0.0
         for bucket in self.buckets:
@@ -59,7 +59,7 @@ def ring_s(size_bytes: float, ranks: int, link: Link) -> float:
 def horovod_step(job: Job, fusion_bytes: int) -> Step:
     """Fill fusion buffers with float32 gradients in the order in which they become ready.
 
-    What is ready waits for half a cycle on average.
+    A ready gradient waits for half a cycle on average.
     """
     buckets: list[Bucket] = []
     for parameter, ready in reversed(list(zip(job.parameters, job.ready_s(), strict=True))):

@@ -1,10 +1,10 @@
-"""Runs all benchmarks, one after the other, and draws their plots: what `make bench` does.
+"""Runs all benchmarks, one after the other, and draws their plots (`make bench`).
 
     python benchmarks/suite.py                       # an hour on two cores; leave them alone
     python benchmarks/suite.py --only overhead       # one of them
 
-Each writes results/NAME.json. Hosts need root, `ip` and `tc`; Open MPI is a peer where there is an
-mpirun.
+Each writes results/NAME.json. The hosts benchmark needs root, `ip` and `tc`. Open MPI is a peer
+where there is an mpirun.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HERE = Path("benchmarks")  # the commands that end up in the results begin in ROOT
+HERE = Path("benchmarks")  # relative to ROOT, as in the commands in the results
 RESULTS = HERE / "results"
 BIN = Path(sys.executable).parent
 
 
 def launched(ranks: int, *, mpi: bool = False) -> list[str]:
-    """Return what starts a program on so many ranks of this host."""
+    """Return the command that starts a program on several ranks of this host."""
     mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     if mpi and mpirun:
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -38,8 +38,8 @@ class Benchmark:
     """One program with its arguments.
 
     Attributes:
-        ranks: how many processes torchrun starts; 0: the program starts what it needs.
-        mpi: whether mpirun starts them, if there is one, and Open MPI is a peer then.
+        ranks: the number of processes that torchrun starts; 0: the program starts its own.
+        mpi: whether mpirun, if there is one, starts them; Open MPI is a peer then.
         root: whether it needs root.
     """
 
@@ -58,7 +58,7 @@ class Benchmark:
         return [*start, str(HERE / self.program), *output, *arguments]
 
     def missing(self) -> str | None:
-        """Return what this machine lacks."""
+        """Return the requirement that this machine lacks, if any."""
         if self.root and os.geteuid() != 0:
             return "it needs root"
         lacking = [tool for tool in ("ip", "tc") if self.root and shutil.which(tool) is None]

@@ -1,12 +1,12 @@
-"""Compares the results with what torch_ring wants to reach.
+"""Compares the results with torch_ring's targets.
 
     python benchmarks/targets.py [benchmarks/results]
 
-A result is a ratio of times within one run, so that a slow machine makes both slower. "reached" and
-"wanted" are in the same unit, and more is better but for those marked "<". "limit" is what this
-machine allows, where that was measured: only to read the data once and write the result (the peer
-`touch`; in shared memory `copy`), only to do what goes through shared memory (`prototype`), or to
-send the bytes as fast as the tool that measures the network does. What is wanted above it is out of
+A result is a ratio of times within one run, so a slow machine slows both sides. "reached" and
+"wanted" have the same unit; more is better, except for those marked "<". "limit" is this machine's
+limit, where it was measured: the time only to read the data once and write the result (the peer
+`touch`; in shared memory `copy`), only to move the data through shared memory (`prototype`), or to
+send the bytes as fast as the tool that measures the network. A target above the limit is out of
 reach.
 """
 
@@ -27,14 +27,14 @@ LIMITS = ("touch", "prototype")
 
 @dataclass(frozen=True)
 class Target:
-    """One thing that is wanted, and what was reached of it."""
+    """One target, and the value that was reached."""
 
     what: str
     peer: str
     reached: float
     wanted: float
     at_most: bool = False
-    limit: float | None = None  # what the machine allows, where that was measured
+    limit: float | None = None  # the machine's limit, where it was measured
 
     @property
     def met(self) -> bool:
@@ -48,12 +48,12 @@ class Target:
 
 
 def load(folder: Path) -> dict[str, Report]:
-    """Return the reports that are there, by name."""
+    """Return the reports in the folder, by name."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def targets(reports: dict[str, Report]) -> Iterator[Target]:
-    """Yield the targets of all reports that are there."""
+    """Yield the targets of all given reports."""
     if "allreduce" in reports:
         rows = reports["allreduce"]["rows"]
         yield from of_private(rows)
@@ -75,14 +75,14 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
 
 
 def of_row(what: str, row: Report, peer: str, wanted: float) -> Target:
-    """How many times a peer's speed is reached."""
+    """Return the target of a row: its speed relative to a peer's."""
     ratios = row["ratios"]
     limits = [ratios[peer] / ratios[name] for name in LIMITS if name in ratios]
     return Target(what, PEERS[peer], ratios[peer], wanted, limit=min(limits, default=None))
 
 
 def of_private(rows: Sequence[Report]) -> Iterator[Target]:
-    # By bytes: how many times the speed of each.
+    # By bytes: the wanted multiple of each peer's speed.
     wanted = {
         KB: {"gloo": 40, "mpi": 1 / 2},
         64 * KB: {"gloo": 30, "mpi": 3},
@@ -162,7 +162,7 @@ def of_training(rows: Iterable[Report]) -> Iterator[Target]:
         ours, ddp = variants["torch_ring"], variants["ddp"]
         share = ours["exposed_ms"] / max(ddp["exposed_ms"], 1e-9)
         yield Target(f"{model}: exposed communication", "DDP's", share, 1 / 8, at_most=True)
-        # The same, less what any two ranks lose that are in step.
+        # The same, less the time that ranks lose by waiting for one another alone.
         if ddp.get("beyond_ms", 0) > 0:
             share = ours["beyond_ms"] / ddp["beyond_ms"]
             yield Target(f"{model}: exposed, beyond waiting", "DDP's", share, 1 / 8, at_most=True)
@@ -178,7 +178,7 @@ def of_overhead(report: Report) -> Iterator[Target]:
     share = host_us["torch_ring"] / max(host_us["ddp"], 1e-9)
     yield Target("500 parameters: host cost", "DDP's", share, 1 / 5, at_most=True)
     idle = report["init"]
-    # Within what the machine itself does from one run to the next.
+    # Within the machine's own variation from one run to the next.
     yield Target(
         "init() alone: throughput", "no init()", idle["relative"], idle["control_quartiles"][0]
     )

@@ -1,10 +1,10 @@
-"""Measures how much of the communication a training step does not hide.
+"""Measures exposed communication: the part that a training step does not hide.
 
     torchrun --nproc-per-node 2 benchmarks/training_step.py --json training_step.json
 
-A step with torch_ring, one with DistributedDataParallel over gloo, one that only waits for the
-other ranks, and one without communication, in turns; benchmarks/README.md says how the columns
-come about.
+It times, in turns, a step with torch_ring, one with DistributedDataParallel over gloo, one that
+only waits for the other ranks, and one without communication. benchmarks/README.md explains the
+columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch_ring as hvd
 
 MODELS = ("mnist", "resnet18", "resnet50", "vgg16", "pinn")
 MOST_STEPS = 200  # in a round
-TOLERANCE = 1e-4  # of gradients: torch_ring and DDP may add in another order
+TOLERANCE = 1e-4  # of gradients: torch_ring and DDP may add in different orders
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Row:
     model: str
     gradient_bytes: int
     batch: int  # of a rank
-    variant: str  # "torch": no communication; "one process": and the other ranks idle
+    variant: str  # "torch": no communication; "one process": the other ranks idle
     step_ms: float
-    exposed_ms: float  # more than the same ranks need without communication
-    beyond_ms: float  # more than they need if they wait for one another, and send nothing
+    exposed_ms: float  # more than the same ranks take without communication
+    beyond_ms: float  # more than they take if they only wait for one another
     efficiency: float  # step without communication on all ranks / this step
     efficiency_of_one: float  # step of one process alone / this step
-    gradients_differ: float  # torch_ring's from DDP's in the first step, relative to the largest
+    gradients_differ: float  # torch_ring's and DDP's in step 1, relative to the largest
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, name: str) -> list[Row]:
         replicas[variant].step()
     differ = difference(replicas["torch_ring"], replicas["ddp"])
     apart = float(hvd.allreduce(torch.tensor(differ, dtype=torch.float64), op=hvd.Max))
-    # The second step is like all others: torch_ring and DDP have planned their buckets anew.
+    # The second step is like all later ones: torch_ring and DDP have planned their buckets anew.
     estimate = in_turns({v: lambda r=r: seconds(r.step, 1) for v, r in replicas.items()}, 1)
     longest_s = max(itertools.chain(*estimate.values()))
     steps = max(1, min(MOST_STEPS, round(args.round_s / longest_s)))
@@ -132,7 +132,7 @@ def main() -> int:
         of_model = measure(args, name)
         log(*map(line, of_model))
         rows += of_model
-        gc.collect()  # of this model, before the next one is made
+        gc.collect()  # frees this model before the next one is made
     write_report(args.json, facts, rows)
     stop_gloo()
     wrong = sorted({row.model for row in rows if row.gradients_differ > TOLERANCE})

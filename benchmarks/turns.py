@@ -1,4 +1,4 @@
-"""Times several variants of a work in turns: whatever else the machine does meets all of them."""
+"""in_turns(): times variants in turns, so that other load on the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch_ring as hvd
 
 
 def seconds(run: Callable[[], object], iterations: int, untimed: int = 0) -> float:
-    """Return the time of one iteration on this rank, or of none. All ranks begin together.
+    """Return the time of one iteration on this rank (or of none). All ranks begin together.
 
-    `untimed` iterations come first: then the caches have what this work needs and not what the one
-    before left, and its threads sleep.
+    `untimed` iterations come first: they fill the caches with this variant's data, and meanwhile
+    the previous variant's threads fall asleep.
     """
     for _ in range(untimed):
         run()
@@ -32,9 +32,9 @@ def in_turns(
     """Call each variant once a round, in order: A B C, A B C, ... Collective.
 
     Args:
-        variants: by name, what returns a time on this rank, in seconds.
-        rounds: how many are counted.
-        warm_up: how many before them are not.
+        variants: by name, functions that return a time on this rank, in seconds.
+        rounds: the number of counted rounds.
+        warm_up: the number of rounds before them.
 
     Returns:
         By name, the time of the slowest rank in each round: the same on all ranks.

@@ -1,4 +1,4 @@
-"""What is trained in the benchmarks: models, batches, losses, optimizers."""
+"""Workloads of the benchmarks: models, batches, losses, optimizers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Workload:
-    """One model and what a training step of it needs."""
+    """One model, with its batch, loss and optimizer."""
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], Batch]  # of so many samples
+    make_batch: Callable[[int], Batch]  # by the number of samples
     loss: Callable[[nn.Module, Batch], Tensor]
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    batch: int  # samples that a step takes, if nobody says otherwise
+    batch: int  # default samples of a step
 
 
 sgd = functools.partial(SGD, lr=0.001, momentum=0.9)
@@ -78,14 +78,14 @@ def pinn() -> nn.Module:
 
 
 def points(count: int) -> Batch:
-    """Return where the equation must hold, and the ends of the interval."""
+    """Return points where the equation must hold, and the ends of the interval."""
     return torch.rand(count, 1) * 2 - 1, torch.tensor([[-1.0], [1.0]])
 
 
 def residual(model: nn.Module, batch: Batch) -> Tensor:
     inside, ends = batch
     inside = inside.detach().requires_grad_()
-    # One call for both: DDP prepares for a backward pass in each.
+    # One call for both: DDP prepares a backward pass in every call.
     u = model(torch.cat([inside, ends]))
     (u_x,) = torch.autograd.grad(u[: len(inside)].sum(), inside, create_graph=True)
     (u_xx,) = torch.autograd.grad(u_x.sum(), inside, create_graph=True)
@@ -93,11 +93,11 @@ def residual(model: nn.Module, batch: Batch) -> Tensor:
     return (u_xx / (2 * torch.pi) ** 2 + f).square().mean() + u[len(inside) :].square().mean()
 
 
-# --- parameters and nothing else
+# --- parameters only
 
 
 class Parameters(nn.Module):
-    """Many small parameters: their gradients cost next to nothing, what is done with them is seen.
+    """Many small parameters, whose gradients cost next to nothing: only handling them takes time.
 
     The gradients are slices of one product, dense and unshared, so that autograd keeps them as they
     are, as it does those of a layer.

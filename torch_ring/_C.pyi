@@ -14,39 +14,39 @@ def make_doorbell() -> int:
     """Return a new eventfd."""
 
 def nccl_version(library: str) -> int:
-    """Return the version of NCCL at that path (empty: torch's, or the system's): 22703 is 2.27.3.
+    """Return NCCL's version at a path (empty: torch's, or the system's): 22703 is 2.27.3.
 
-    Errors: InvalidArgumentError if there is none, or it is too old.
+    Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
 
 def lane_peers(rank: int, host_of: Sequence[int]) -> list[int]:
-    """Return the ranks with which `rank` needs a data connection: the same lane of other hosts."""
+    """Return the other ranks on the lane of `rank`, to which it has data connections."""
 
 def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an uninitialised contiguous tensor with the dtype and device of `like`.
 
-    On the CPU, from 4 MiB on, it lies in pages that are kept for the next when it goes.
+    On the CPU, from 4 MiB on, its memory comes from a pool of pages, and returns there with it.
     """
 
 def empty_result_like(like: Tensor) -> Tensor:
-    """Return the same in the shape and layout of `like`; it requires no gradient."""
+    """Return the same with the shape and layout of `like`; it requires no gradient."""
 
 def keep_results(most_bytes: int) -> None:
-    """Keep at most so many bytes of results' pages in this process; none before the first call."""
+    """Keep at most `most_bytes` of results' pages in this process; none before the first call."""
 
 def kept_result_bytes() -> int:
-    """Return how many are kept at present."""
+    """Return the bytes of results' pages that are kept now."""
 
 class Engine:
-    """Runs the collectives of one world. Takes ownership of every descriptor that it is given.
+    """Runs the collectives of one world. Takes ownership of all descriptors in its arguments.
 
     Args:
         rank, size: this process.
         host_of: host index of every rank, hosts numbered in order of their first rank.
-        labels: what to call every rank in messages, "rank 2 (10.0.0.7, pid 4711)".
+        labels: every rank's name in messages, "rank 2 (10.0.0.7, pid 4711)".
         may_spin: whether every rank of this host has a core of its own.
-        data: per rank, connected authenticated sockets, in the same order at both ends; none where
-            `lane_peers` does not ask for them.
+        data: per rank, connected authenticated sockets, in the same order at both ends; none for
+            ranks that are not in `lane_peers`.
         memory, doorbells: per rank of this host (self included) its memfd and eventfd; else -1.
         control: per rank a connected authenticated socket for the watchdog; -1 for self.
         timeout_s ...: see torch_ring.config.
@@ -84,9 +84,9 @@ class Engine:
         postscale: float,
         blocking: bool = False,
     ) -> Work:
-        """Submit. `output` may be `tensor`. An empty name is numbered.
+        """Submit. `output` may be `tensor`. A request with an empty name gets a number.
 
-        `blocking` (here and below): the caller is about to wait, so that no thread is woken.
+        `blocking` (here and below): the caller is about to wait, so no thread is woken.
         """
 
     def allreduce_and_wait(
@@ -99,9 +99,9 @@ class Engine:
         postscale: float,
         /,
     ) -> Tensor:
-        """Return `output`, or a new tensor: the shortest way of a small tensor, with no work.
+        """Return `output`, or a new tensor, without a `Work`: the shortest path of a small tensor.
 
-        In place, it tells autograd.
+        In place, it bumps the tensor's version, so that autograd notices.
         """
 
     def broadcast(
@@ -110,12 +110,12 @@ class Engine:
     def allgather(
         self, tensor: Tensor, name: str, blocking: bool = False, joinable: bool = False
     ) -> Work:
-        """Submit. With `joinable`, ranks that have joined give no rows; otherwise it fails then."""
+        """Submit. With `joinable`, joined ranks give no rows; otherwise they are an error."""
 
     def alltoall(
         self, tensor: Tensor, splits: Sequence[int], name: str, blocking: bool = False
     ) -> Work:
-        """Submit. `splits`: rows for each rank, together at most those of the tensor."""
+        """Submit. `splits`: rows for each rank, in total at most those of the tensor."""
 
     def reducescatter(
         self,
@@ -130,7 +130,7 @@ class Engine:
         """Submit. `output` is contiguous and has this rank's rows: the first ranks get one more."""
 
     def barrier(self, name: str, blocking: bool = False) -> Work:
-        """Submit. Without a name: the caller waits, and requests are numbered anew after it."""
+        """Submit. Without a name, the caller waits, and later requests are numbered anew."""
 
     def join(self) -> Work:
         """Submit. The result is an int64 scalar: the last rank that has joined."""
@@ -163,31 +163,31 @@ class Engine:
     def finalize_dense(
         self, finalizer: DenseFinalizer, report: bytes, number: int, /
     ) -> bytes | None:
-        """End a backward pass if all gradients are due here, and all ranks report the same.
+        """End a backward pass if all gradients are due here and all ranks report the same.
 
         Returns:
-            None if not all are due: nothing was sent. The reports of all ranks, one after the
-            other, if they differ: nothing was reduced. b"" if all is done.
+            None if a gradient is not due; nothing was sent. The reports of all ranks, one after the
+            other, if they differ; nothing was reduced. b"" if all gradients are reduced.
         """
 
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 
-        An ordinary tensor where there is no shared memory (one rank, TCP only).
+        It is an ordinary tensor where there is no shared memory (one rank, TCP only).
         """
 
     def gradient_blocks(self) -> BlockPool | None:
-        """Return the memory of large gradients; None if they lie in buckets as all others."""
+        """Return the memory of large gradients; None if they lie in buckets like all others."""
 
     def has_shared_memory(self) -> bool: ...
     def overlaps(self) -> bool:
-        """Whether reducing during backward can pay: some of the way is a network."""
+        """Whether reducing during backward can pay, because data crosses a network."""
 
     def shutdown(self) -> None:
         """Say goodbye, stop the threads, free everything. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited descriptors, touch nothing else."""
+        """In a forked child: close the inherited connections, touch nothing else."""
 
 class Work:
     """The pending result of a submitted collective."""
@@ -197,10 +197,10 @@ class Work:
         """Block (interruptible, GIL released) and return the output tensor, or raise its error."""
 
     def received_splits(self) -> list[int]:
-        """Return how many rows of the result came from each rank, of an allgather or alltoall."""
+        """Return the rows received from each rank by an allgather or alltoall."""
 
 class BlockPool:
-    """Shared memory for tensors that come and go (csrc/memory/block_pool.h)."""
+    """Blocks of shared memory for large gradients (csrc/memory/block_pool.h)."""
 
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/bindings/gradient_hooks.h).
@@ -209,12 +209,12 @@ class GradientHooks:
 
     Args:
         parameters: leaves; hooked whether they require grad now or not.
-        names: what errors call them.
+        names: their names in errors.
         reduced_scale: multiplies an already reduced gradient before autograd accumulates into it.
-        on_backward_end: called at the end of each backward pass that touched a parameter; its
-            exception comes out of backward().
-        on_bucket_full: called during the pass with a bucket all of which is due.
-        blocks: where gradients that fill a bucket alone lie.
+        on_backward_end: called at the end of each backward pass with a gradient; its exception
+            comes out of backward().
+        on_bucket_full: called during the pass with each bucket that has all its gradients.
+        blocks: memory of gradients that fill a bucket alone.
     """
 
     def __init__(
@@ -230,54 +230,54 @@ class GradientHooks:
     def set_buckets(
         self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
     ) -> None:
-        """Give every parameter its view: (bucket, offset in elements); gradients move there.
+        """Give every parameter its view (bucket, offset in elements); gradients move there.
 
-        A bucket that is an empty tensor of its dtype has one gradient, which lies in a block.
+        An empty tensor stands for a bucket of one gradient that lies in a block.
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
     def pending(self, everything: bool) -> tuple[bytes, bytes, bool]:
-        """Return the bitmaps of what is due and what of it is sparse; whether more accumulates."""
+        """Return bitmaps of due gradients, and of sparse ones; whether others accumulate."""
 
     def move_into_buckets(self, touched: bytes) -> None:
-        """Prepare the parameters of the bitmap to be reduced: gradients move, or become zero."""
+        """Prepare gradients to be reduced: they move into buckets; missing ones become zero."""
 
     def memory(self, bucket: int) -> Tensor:
-        """Return the memory to reduce, when all of a bucket has arrived or been moved into it."""
+        """Return a bucket's memory, after all its gradients have arrived or been moved there."""
 
     def bucket_view(self, index: int) -> Tensor:
-        """Return a new tensor over the part of a bucket in which a parameter's gradient lies."""
+        """Return a new tensor over a parameter's part of a bucket."""
 
     def local_gradient(self, index: int) -> Tensor | None:
-        """Return the gradient of a parameter that is to be reduced outside the buckets."""
+        """Return a parameter's gradient, to be reduced outside the buckets."""
 
     def set_sparse_result(self, index: int, gradient: Tensor) -> None:
         """Make a sparse tensor the reduced gradient of a parameter."""
 
     def mark_reduced(self, touched: bytes) -> None:
-        """Record that the parameters of the bitmap have been reduced."""
+        """Record that the gradients of the bitmap have been reduced."""
 
     def ready_order(self) -> list[int]:
-        """Return the parameters in the order of their arrival in the current pass."""
+        """Return the parameters in the order of their gradients' arrival in the current pass."""
 
     def reset(self, *, gradients: bool) -> None:
-        """Count passes from zero; with `gradients`, forget what was accumulated."""
+        """Count passes from zero; with `gradients`, also forget accumulated gradients."""
 
     def set_passes_per_step(self, passes: int) -> None: ...
     def set_synchronizing(self, synchronizing: bool) -> None:
-        """With False, nothing is ever due."""
+        """With False, no gradient is due."""
 
     def disable(self) -> None:
-        """Make the hooks do nothing any more."""
+        """Stop the hooks for good, in a forked child."""
 
 class DenseFinalizer:
-    """The fast path of one optimizer, which `Engine.finalize_dense` takes.
+    """The fast path of backward synchronisation, for one optimizer (`Engine.finalize_dense`).
 
     Args:
         hooks: of the optimizer.
         optimizer: its index on the process set.
         everything: the bitmap of all parameters.
-        buckets: those with elements.
+        buckets: indices of the buckets with elements.
         op, prescale, postscale: of the allreduces.
     """
 
@@ -296,7 +296,7 @@ class DenseFinalizer:
 def backward_name(number: int, /) -> str:
     """Return the name of the allgather of reports at the end of a backward pass.
 
-    `number` counts the agreements of the process set. On the fast path C++ asks for the same name
+    `number` counts the agreements of the process set. The fast path in C++ uses the same name
     (csrc/bindings/backward_messages.h).
     """
 
@@ -304,4 +304,4 @@ def bucket_name(optimizer: int, number: int, bucket: int, begin: int, /) -> str:
     """Return the name of the allreduce of a bucket, or of its part from element `begin` on."""
 
 def all_sent(gathered: bytes, own: bytes, /) -> bool:
-    """Return whether `gathered` is `own` once or several times: all ranks have sent the same."""
+    """Return whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes."""

@@ -54,8 +54,8 @@ at::Tensor view_of(void* data, std::size_t count, DType dtype, c10::Device devic
   return at::from_blob(data, {static_cast<std::int64_t>(count)}, [](void*) {}, options, device);
 }
 
-/// While this lives, this thread may do to the device what a capture into a CUDA graph forbids
-/// other threads: the engine's thread polls collectives while the user's captures.
+/// While this lives, this thread may make the calls that another thread's capture into a CUDA graph
+/// forbids: the engine's thread polls collectives while the user's thread captures.
 class RelaxedCaptureScope {
  public:
   RelaxedCaptureScope() { exchange(); }
@@ -74,7 +74,7 @@ class RelaxedCaptureScope {
     if (function) function(&mode_);
   }
 
-  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then what it was
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then the previous mode
 };
 
 /// While this lives, a device and its stream are this thread's current ones.
@@ -112,7 +112,7 @@ class Accelerator final : public Device, public Buffers {
     if (batches_.empty()) progress_ = Clock::now();
     Batch& batch = batches_.emplace_back(stream_.device_type());
     const KeepAliveScope keeping(batch.kept);
-    enqueue();  // if it throws, the stream is given up, and the batch stays
+    enqueue();  // after an error the stream is given up; the batch stays
     batch.done.record(stream_);
   }
 
@@ -172,7 +172,7 @@ class Accelerator final : public Device, public Buffers {
   }
 
  private:
-  /// What was enqueued by one use(), and what it uses.
+  /// The work that one use() enqueued: its end, and the tensors that it uses.
   struct Batch {
     explicit Batch(c10::DeviceType type) : done(type) {}
     c10::Event done;
@@ -187,13 +187,14 @@ class Accelerator final : public Device, public Buffers {
   const c10::Stream stream_;
   const std::chrono::milliseconds timeout_;
   const nccl::Api api_;
-  std::deque<Batch> batches_;   // that have not ended, in the order of the stream
-  Clock::time_point progress_;  // when one of them ended, or the first began
+  std::deque<Batch> batches_;   // those that have not ended, in the order of the stream
+  Clock::time_point progress_;  // when the last one ended, or the first began
   std::optional<nccl::NcclCommunicator> communicator_;
   at::Tensor buffer_;
 };
 
-/// A graph that is replayed does not agree with other ranks on what comes next.
+/// Whether the current stream is being captured into a CUDA graph. A replayed graph makes no
+/// agreement with the other ranks, so a capture is refused.
 bool is_captured(c10::Device device) {
   if (!device.is_cuda()) return false;
   const py::gil_scoped_acquire gil;

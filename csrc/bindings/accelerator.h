@@ -1,4 +1,4 @@
-// make_accelerator(): an accelerator of torch's, with NCCL on it.
+// DeviceChoice and make_accelerator(): one of torch's accelerators, with NCCL on it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,21 +14,22 @@
 
 namespace torch_ring {
 
-/// The device that this process's tensors are on: that of the first of them. Thread: any.
+/// The device of this process's tensors: that of the first tensor. Thread: any.
 class DeviceChoice {
  public:
-  /// Shared by the engines that live now.
+  /// The one choice that all live engines share.
   static std::shared_ptr<DeviceChoice> of_process();
 
-  /// Does nothing for the CPU. Errors: Error(kInvalidArgument) if there is another one already, or
-  /// if the thread's stream is being captured into a CUDA graph.
+  /// Chooses `device`, or checks that it is the chosen one. Does nothing for the CPU. Errors:
+  /// Error(kInvalidArgument) if another device is chosen, or if the thread's stream is being
+  /// captured into a CUDA graph.
   void use(c10::Device device);
 
-  /// Notes the thread's current device, for a rank that has no tensor on one.
+  /// Prefers the thread's current device, for a rank that has no tensor on a device yet.
   void prefer_current();
 
-  /// The device in use from now on: of the first tensor, or that which was preferred, or else the
-  /// current one of that type. Errors: c10::Error if there is none.
+  /// The chosen device. If there is none, chooses the preferred one, or else the current one of
+  /// that type. Errors: c10::Error if there is none.
   c10::Device get(c10::DeviceType type);
 
  private:
@@ -37,14 +38,14 @@ class DeviceChoice {
   std::optional<c10::Device> preferred_;
 };
 
-/// NCCL as the program's environment wants it.
+/// NCCL's settings in the environment.
 struct NcclSettings {
   std::string library;    // its path, or empty
   bool blocking = false;  // NCCL_COMM_BLOCKING is set, which cannot be used here
 };
 
-/// Makes a device as DeviceExecutor::Make says. `timeout`: after which a collective that makes no
-/// progress fails, also on the stream. `labels`: by rank.
+/// Makes a device for DeviceExecutor::Make. `timeout`: a collective that makes no progress for so
+/// long fails, also on the stream. `labels`: by rank.
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
                                          std::chrono::milliseconds timeout,

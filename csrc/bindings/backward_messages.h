@@ -1,7 +1,7 @@
-// Names and bytes that the ranks exchange at the end of a backward pass.
+// backward_name(), bucket_name() and all_sent(): the messages of backward synchronisation.
 //
-// The ranks match operations by name, and some of them may take the fast path (DenseFinalizer) in a
-// pass in which others take the slow one (BackwardSync in Python). So both ask here.
+// The ranks match operations by name. In one pass some ranks may take the fast path
+// (DenseFinalizer) and others the slow one (BackwardSync in Python), so both take names from here.
 #pragma once
 
 #include <cstddef>
@@ -11,14 +11,16 @@
 
 namespace torch_ring {
 
-/// The allgather of the ranks' reports. `number` counts the agreements of a process set.
+/// The name of the allgather of the ranks' reports. `number` counts the agreements of a process
+/// set.
 std::string backward_name(std::uint64_t number);
 
-/// The allreduce of a bucket of an optimizer (its index on the process set), from element `begin`.
+/// The name of the allreduce of a bucket from element `begin` on. `optimizer` is its index on the
+/// process set.
 std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
                         std::int64_t begin);
 
-/// Whether `gathered` is `own` once or several times: all ranks have sent the same.
+/// Whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes.
 bool all_sent(std::string_view gathered, std::string_view own);
 
 }  // namespace torch_ring

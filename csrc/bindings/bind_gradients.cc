@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-/// A Python function for autograd's threads: autograd carries its exception to backward()'s caller.
+/// A Python function for autograd's threads: autograd rethrows its exception from backward().
 template <class... Args>
 std::function<void(Args...)> callback(py::object function) {
   if (function.is_none()) return {};

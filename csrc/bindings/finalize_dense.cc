@@ -10,14 +10,14 @@ namespace torch_ring {
 
 namespace {
 
-/// Gathers the ranks' bytes, in the order of ranks. Of ranks that have joined there are none.
+/// Gathers the ranks' bytes, in the order of ranks. Ranks that have joined have none.
 std::string gather(Engine& engine, std::string name, const std::string& bytes,
                    const Engine::Interrupt& interrupt) {
   struct Buffers {
     std::string mine;
     std::string all;
   };
-  // Shared with the request: a wait that is interrupted leaves it in flight.
+  // Shared with the request, which stays in flight if the wait is interrupted.
   const auto buffers = std::make_shared<Buffers>(Buffers{bytes, {}});
   Request request;
   request.fingerprint.collective = Collective::kAllgather;

@@ -1,4 +1,4 @@
-// DenseFinalizer: ends a backward pass in the usual case, without Python.
+// DenseFinalizer: the fast path of backward synchronisation, without Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@
 
 namespace torch_ring {
 
-/// The fast path of BackwardSync (torch_ring/optimizer): for an optimizer that is the only one, all
-/// of whose gradients are dense, in host memory and reduced as they are.
+/// The fast path of BackwardSync (torch_ring/optimizer). It is for a single optimizer whose
+/// gradients are all dense, in host memory and reduced as they are.
 ///
 /// Thread: the one that runs backward(), without the GIL. Blocking: until every rank has agreed.
 /// Errors: the engine's.
@@ -30,9 +30,9 @@ class DenseFinalizer {
 
   /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
   ///
-  /// Returns nothing if not all gradients are due here: then nothing was sent. Returns the ranks'
-  /// reports, one after the other, if they differ: then nothing was reduced, and Python goes on.
-  /// Returns an empty string if all is done.
+  /// Returns nullopt if a gradient is not due here; nothing was sent then. Returns the ranks'
+  /// reports, one after the other, if they differ; nothing was reduced then, and Python goes on.
+  /// Returns an empty string if all gradients are reduced.
   std::optional<std::string> run(Engine& engine, int size, const std::string& report,
                                  std::uint64_t number, const Engine::Interrupt& interrupt) const;
 

@@ -19,11 +19,11 @@ using torch::autograd::Node;
 
 class GradientAllocator final : public c10::Allocator {
  public:
-  /// What torch's CPU tensors come from. Never destroyed: tensors may outlive everything else.
+  /// torch's CPU allocator from the first call on. Never destroyed: tensors may outlive it.
   static GradientAllocator& installed() {
     static GradientAllocator* const allocator = [] {
       auto* const made = new GradientAllocator(*c10::GetCPUAllocator());
-      // Without effect where somebody else's has priority: gradients are copied then.
+      // Without effect if another allocator has priority: gradients are copied then.
       c10::SetCPUAllocator(made);
       ::pthread_atfork([] { installed().mutex_.lock(); }, [] { installed().mutex_.unlock(); },
                        [] { installed().forget_parent(); });
@@ -64,7 +64,7 @@ class GradientAllocator final : public c10::Allocator {
     return others_.allocate(bytes);
   }
 
-  /// Knows both kinds of memory: raw_allocate() (oneDNN's, in torch) leaves its caller the address
+  /// A deleter of both kinds of memory: raw_allocate() (oneDNN's, in torch) returns an address
   /// only.
   c10::DeleterFnPtr raw_deleter() const override {
     return others_.raw_deleter() != nullptr ? &free : nullptr;
@@ -94,9 +94,9 @@ class GradientAllocator final : public c10::Allocator {
     return data;
   }
 
-  /// Where a gradient of this size lies that `node` computes; null if it computes none.
+  /// The blocks for a gradient of this size that `node` computes; null if it computes none.
   BlockPool* blocks_after(const Node& node, std::size_t bytes) const {
-    if (BlockPool* const blocks = blocks_of(&node, bytes)) return blocks;  // it makes a copy
+    if (BlockPool* const blocks = blocks_of(&node, bytes)) return blocks;  // it accumulates
     for (const auto& edge : node.next_edges()) {
       const Node* const next = edge.function.get();
       if (next == nullptr) continue;
@@ -134,9 +134,9 @@ class GradientAllocator final : public c10::Allocator {
   static constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
 
   c10::Allocator& others_;
-  std::atomic<std::size_t> least_bytes_ = kNothing;  // that were ever expected
-  std::mutex mutex_;                                 // guards what follows
-  // By accumulator; the last one counts.
+  std::atomic<std::size_t> least_bytes_ = kNothing;  // of all gradients ever expected
+  std::mutex mutex_;                                 // guards the members below
+  // By accumulator, in the order of add(); the last one counts.
   std::unordered_map<const Node*, std::vector<const DirectGradient*>> gradients_;
   std::unordered_map<const void*, Taken> taken_;
 };

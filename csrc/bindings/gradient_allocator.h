@@ -10,28 +10,28 @@
 
 namespace torch_ring {
 
-/// As long as it lives, what a backward pass allocates on the host for one parameter's gradient is
-/// a block of shared memory: what a node asks for just before `accumulator`, or one node earlier
-/// (as for a transposed or converted weight), if it has exactly so many bytes. It may become
-/// another tensor, which can live there as well as elsewhere: when the gradient arrives, its hook
-/// looks where it lies. Of several for one accumulator the last counts.
+/// While this lives, a backward pass gets a block of shared memory for one parameter's gradient on
+/// the host. It serves an allocation of exactly `bytes` by `accumulator`, by the node before it, or
+/// by the one before that (as for a transposed or converted weight). Such an allocation may become
+/// another tensor, which can live there as well as elsewhere; so when the gradient arrives, its
+/// hook checks where it lies. Of several objects for one accumulator the last counts.
 ///
-/// The first one makes torch's CPU allocator (c10::SetCPUAllocator) one that passes on all other
-/// requests to the one before it, for the price of a comparison if they are small or made outside
-/// of backward passes. It stays to the end of the process. A forked child gets no blocks;
-/// what it has inherited it shares with its parent, as it does buckets.
+/// The first object replaces torch's CPU allocator (c10::SetCPUAllocator) until the end of the
+/// process. The new one passes all other requests on to the old one; small requests, and those
+/// outside of backward passes, cost one comparison more. A forked child gets no blocks; it shares
+/// inherited ones with its parent, as it does buckets.
 ///
 /// Thread: any. Blocking: while the system looks for memory.
 class DirectGradient {
  public:
-  /// `accumulator` lives longer.
+  /// `accumulator` outlives this.
   DirectGradient(std::shared_ptr<BlockPool> blocks, const torch::autograd::Node* accumulator,
                  std::size_t bytes);
   ~DirectGradient();
   DirectGradient(const DirectGradient&) = delete;
   DirectGradient& operator=(const DirectGradient&) = delete;
 
-  /// Whether a block that torch has got for this gradient begins here, and this is what counts.
+  /// Whether a block for this gradient begins at `data`, and this is its accumulator's last object.
   bool got(const void* data) const;
 
   BlockPool& blocks() const { return *blocks_; }

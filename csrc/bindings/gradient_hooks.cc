@@ -13,7 +13,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// What the Python exception of that name is to autograd.
+/// A C++ exception that autograd turns into Python's AssertionError.
 struct AssertionError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_AssertionError; }
@@ -61,8 +61,8 @@ class GradientHooks::After final : public torch::autograd::FunctionPostHook {
   const std::size_t index_;
 };
 
-/// Ends the backward pass in which it was made: when autograd calls it, or, without a word to
-/// Python, when autograd drops it because the pass has failed.
+/// Ends the backward pass in which it was made: when autograd calls it, or when autograd drops it
+/// because the pass has failed. In the second case Python is not called.
 class GradientHooks::PassEnd {
  public:
   explicit PassEnd(std::weak_ptr<GradientHooks> hooks) : hooks_(std::move(hooks)) {}
@@ -158,7 +158,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
   {
     const std::scoped_lock lock(mutex_);
     HookedParameter& parameter = parameters_[index];
-    if (!parameter.variable.mutable_grad().defined()) return;  // another hook has consumed it
+    if (!parameter.variable.mutable_grad().defined()) return;  // another hook has taken it
     parameter.refresh();
     follow_streams(parameter);
     bucket_full = count_arrival(index, parameter.on_gradient(gradient));
@@ -171,10 +171,10 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
   if (bucket_full) options_.on_bucket_full(bucket);
 }
 
-/// Returns whether the bucket is full now and is to be announced.
+/// Returns whether the bucket has become full and on_bucket_full is due.
 bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   HookedParameter& parameter = parameters_[index];
-  if (fresh) parameter.passes = 0;  // whatever had been accumulated was dropped
+  if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
   if (fresh) parameter.base_reduced = false;
   if (passes_per_step_ > 1 && due(parameter) && !parameter.unreduced) {
     throw AssertionError(c10::str(
@@ -215,7 +215,7 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
-    if (!grad.defined()) {  // zero_grad() of the model, not ours
+    if (!grad.defined()) {  // by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
       continue;
     }
@@ -243,7 +243,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
-      // It may be on its way already, whatever `grad` was set to since.
+      // Its bucket may be in flight already, whatever `grad` was set to since.
       grad = parameter.bucket_view;
     } else if (!grad.defined()) {
       parameter.make_zero();
@@ -326,8 +326,8 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 
 void GradientHooks::disable() { disabled_ = true; }
 
-/// A backward pass may run on several streams. The last arrival of a bucket sends it, and so must
-/// come after the others: every arrival waits for the one before it.
+/// Makes an arrival wait for the one before it in the bucket. A backward pass may run on several
+/// streams; the last arrival sends the bucket, and so must come after the others.
 void GradientHooks::follow_streams(const HookedParameter& parameter) {
   if (parameter.in_block() || parameter.bucket_view.is_cpu()) return;
   const c10::Stream stream = current_stream(parameter.bucket_view.device());

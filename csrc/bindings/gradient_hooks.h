@@ -19,13 +19,13 @@
 
 namespace torch_ring {
 
-/// One optimizer's parameters, hooked. After a parameter's gradient has been accumulated, its hook
-/// moves it into the parameter's part of a bucket and makes `grad` a tensor over that memory; from
-/// then on autograd accumulates in place, and nothing is copied until `grad` is replaced. It costs
-/// tens of nanoseconds a parameter besides the copy, and no Python.
+/// The hooks of one optimizer's parameters. After autograd has accumulated a parameter's gradient,
+/// its hook moves it into the parameter's part of a bucket and makes `grad` a view of that memory.
+/// From then on autograd accumulates in place, and nothing is copied until `grad` is replaced. A
+/// hook costs tens of nanoseconds besides the copy, and no Python.
 ///
-/// A sparse gradient stays where it is, and fills no bucket: only all ranks together know whether
-/// it is reduced as one (`local_gradient`, `set_sparse_result`) or as a dense one
+/// A sparse gradient stays where it is and fills no bucket: the ranks have to agree first whether
+/// it is reduced as a sparse one (`local_gradient`, `set_sparse_result`) or as a dense one
 /// (`move_into_buckets`).
 ///
 /// The hooks outlive the object and do nothing once it is gone. A parameter is hooked whether it
@@ -34,62 +34,63 @@ namespace torch_ring {
 /// In a bitmap, parameter i is bit i % 8 of byte i / 8.
 ///
 /// Thread: any (autograd runs hooks in a thread per device). The mutex is never held while a
-/// callback runs; callers do not hold the GIL, which dropping a gradient may need.
-/// Blocking: no. Errors: those of a hook come out of backward().
+/// callback runs. Callers do not hold the GIL, because dropping a gradient may take it.
+/// Blocking: no. Errors: a hook's come out of backward().
 class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
  public:
   using Bitmap = std::string;
 
-  /// Where a parameter's gradient lies: in which bucket, and from which of its elements on.
+  /// The position of a parameter's gradient: its bucket, and its first element there.
   struct Slot {
     std::size_t bucket;
     std::int64_t offset;
   };
 
-  /// Gradients that have been accumulated here and not been reduced.
+  /// The gradients that are accumulated on this rank and not yet reduced.
   struct Pending {
     Bitmap due;         // to be reduced now
-    Bitmap sparse;      // those of them that are sparse
-    bool accumulating;  // others are not due yet
+    Bitmap sparse;      // those of `due` that are sparse
+    bool accumulating;  // whether there are others, not due yet
   };
 
   struct Options {
     /// 1/size for op=Sum, else 1. It multiplies an already reduced gradient before autograd
     /// accumulates into it, so that the next Sum counts it once.
     double reduced_scale = 1.0;
-    std::function<void()> on_backward_end;                   // at the end of a pass that touched us
+    std::function<void()> on_backward_end;                   // at the end of a pass with a gradient
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
-    std::shared_ptr<BlockPool> blocks;                       // null: every bucket has memory
+    std::shared_ptr<BlockPool> blocks;                       // null if every bucket has memory
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);
 
-  /// Gives every parameter its view of a bucket; gradients in older buckets move. A bucket that is
-  /// an empty tensor of its dtype has one gradient, which lies in a block. `early`: by bucket,
-  /// whether on_bucket_full is called for it.
+  /// Gives every parameter its view of a bucket; gradients in older buckets move there. An empty
+  /// tensor stands for a bucket of one gradient that lies in a block. `early`: by bucket, whether
+  /// on_bucket_full is called for it.
   void set_buckets(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
                    std::vector<bool> early);
 
-  /// A gradient is due after `passes_per_step` passes. `everything`: all of them are due, also
-  /// a `grad` that was assigned by hand, or written to since the step began and never reduced.
+  /// The gradients that are due or accumulating. A gradient is due after `passes_per_step` passes.
+  /// With `everything` all are due, also a `grad` that was assigned by hand, or written to since
+  /// the step began and never reduced.
   Pending pending(bool everything);
 
-  /// Prepares the parameters of `touched`, which have a gradient on some rank, to be reduced: a
-  /// gradient that is elsewhere moves into its bucket, a missing one becomes zero.
+  /// Prepares the gradients of `touched`, the parameters that have one on some rank: a gradient
+  /// outside its bucket moves there, a missing one becomes zero.
   void move_into_buckets(const Bitmap& touched);
 
-  /// The memory to reduce of a bucket: all its gradients have arrived or been moved into it.
+  /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
   at::Tensor memory(std::size_t bucket);
 
-  /// A new tensor over the part of a bucket in which the gradient of a parameter lies: its shape,
-  /// its strides and its complex numbers. Not of a gradient that lies in a block.
+  /// A new tensor over a parameter's part of a bucket, with the gradient's shape, strides and
+  /// (complex) dtype. Not for a gradient that lies in a block.
   at::Tensor bucket_view(std::size_t index);
 
-  /// The gradient of a parameter that is reduced outside the buckets; undefined if there is none.
+  /// A parameter's gradient, to be reduced outside the buckets; undefined if it has none.
   at::Tensor local_gradient(std::size_t index);
 
-  /// Makes `gradient`, which is sparse, the reduced gradient of a parameter.
+  /// Makes a sparse tensor the reduced gradient of a parameter.
   void set_sparse_result(std::size_t index, const at::Tensor& gradient);
 
   /// Records that the buckets hold the reduced gradients of `touched`.
@@ -98,13 +99,13 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
 
-  /// Starts counting passes again; with `gradients`, also forgets what was accumulated.
+  /// Counts passes from zero again; with `gradients`, also forgets accumulated gradients.
   void reset(bool gradients);
 
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
 
-  /// Makes the hooks do nothing any more: this is a forked child, the buckets are its parent's.
+  /// Stops the hooks, in a forked child: the buckets are its parent's.
   void disable();
 
  private:
@@ -116,7 +117,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
                 Options options);
   void add_hooks();
 
-  // By the hooks:
+  // Called by the hooks:
   void before_accumulation(std::size_t index);
   void after_accumulation(std::size_t index, const at::Tensor& gradient);
   bool count_arrival(std::size_t index, bool fresh);
@@ -130,22 +131,22 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
-  std::atomic<bool> pass_open_{false};  // its end is queued; guards nothing else
+  std::atomic<bool> pass_open_{false};  // its PassEnd is queued; guards no other data
   std::atomic<bool> disabled_{false};   // set by the only thread of a forked child
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::vector<HookedParameter> parameters_;
   std::vector<at::Tensor> buckets_;
-  std::vector<std::size_t> first_;    // by bucket: its first parameter
-  std::vector<bool> early_;           // by bucket: it is announced when it is full
-  std::vector<std::size_t> missing_;  // by bucket: parameters that have not arrived in this pass
-  std::vector<std::optional<c10::Stream>> streams_;  // by bucket, on a device: of the last arrival
-  std::vector<std::size_t> arrived_;                 // in order
+  std::vector<std::size_t> first_;                   // by bucket: its first parameter
+  std::vector<bool> early_;                          // by bucket: whether on_bucket_full is called
+  std::vector<std::size_t> missing_;                 // by bucket: gradients missing in this pass
+  std::vector<std::optional<c10::Stream>> streams_;  // by bucket on a device: the last arrival's
+  std::vector<std::size_t> arrived_;                 // parameters, in order
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };
 
-/// Adds the class to the native module.
+/// Adds the classes and functions of gradients to the native module.
 void bind_gradients(pybind11::module_& module);
 
 }  // namespace torch_ring

@@ -1,4 +1,4 @@
-// GradientView: the part of a bucket in which a gradient lies.
+// GradientView: one gradient's part of a bucket.
 #pragma once
 
 #include <ATen/core/DimVector.h>
@@ -10,7 +10,7 @@
 
 namespace torch_ring {
 
-/// A part of a bucket, and how a gradient lies in it (DDP: gradient_as_bucket_view).
+/// A part of a bucket and the layout of a gradient in it (DDP: gradient_as_bucket_view).
 struct GradientView {
   at::Tensor bucket;
   std::byte* data = nullptr;
@@ -24,16 +24,15 @@ struct GradientView {
 
   std::size_t bytes() const;
 
-  /// Moves the view to `memory`, or to memory of torch's if that is null.
+  /// Moves the view to `memory`, or to memory from torch if that is null.
   void move_to(std::shared_ptr<void> memory);
 
-  /// A new tensor over the view that serves as a `grad`. It is no view to autograd, and no more
-  /// than its own elements are saved or copied with it.
+  /// A new tensor over the view, to be a `grad`. To autograd it is no view; saving or copying it
+  /// takes its own elements only.
   at::Tensor tensor() const;
 };
 
-/// The memory of a tensor that leaves no holes, in one dimension; a complex number is two real
-/// ones.
+/// The memory of a tensor without holes, in one dimension; a complex number is two real ones.
 at::Tensor flat(const at::Tensor& tensor);
 
 /// Copies values between layouts, dtypes and devices; `from` may be sparse.

@@ -7,7 +7,7 @@
 
 namespace older_torch {
 
-/// In a torch without such a function an idle Python object holds no reference.
+/// For a torch without this function, where an idle Python object holds no reference.
 template <class Tensor>
 bool is_tensor_stealable(const Tensor& tensor, std::size_t expected = 1) {
   return tensor.use_count() <= expected;
@@ -20,19 +20,20 @@ namespace torch_ring {
 namespace {
 
 using namespace ::older_torch;
-using namespace torch::autograd::impl;  // torch's own is no template, and so preferred
+using namespace torch::autograd::impl;  // torch's own, if any, wins: it is no template
 
 bool has_one_owner(const at::Tensor& tensor) { return is_tensor_stealable(tensor); }
 
-/// How often `grad` and `gradient`, if autograd has stolen it, hold their memory. As long as hooks
-/// run, autograd keeps `gradient`; a view (of the transposed gradient, say) keeps its base.
+/// The number of known references to the memory of `grad`: its own, and those of `gradient` if
+/// autograd has stolen that. While hooks run, autograd keeps `gradient`; a view (of the transposed
+/// gradient, say) keeps its base. 0: somebody else holds a reference.
 std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
   const at::Storage& storage = grad.storage();
   if (!gradient.has_storage() || !gradient.storage().is_alias_of(storage)) return 1;
   if (!has_one_owner(gradient)) return 0;
   if (!gradient.is_view()) return 2;
   const at::Tensor base(gradient._base());
-  const bool only_here = is_tensor_stealable(base, 2);  // `base` itself is one more
+  const bool only_here = is_tensor_stealable(base, 2);  // `base` here is one reference more
   return only_here && base.storage().is_alias_of(storage) ? 3 : 0;
 }
 
@@ -41,7 +42,7 @@ std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
     : variable(std::move(of)), name(std::move(its_name)), dtype(variable.scalar_type()) {
   const bool frozen = !variable.requires_grad();
-  if (frozen) variable.set_requires_grad(true);  // or it has no accumulator
+  if (frozen) variable.set_requires_grad(true);  // else it has no accumulator
   accumulator = torch::autograd::impl::grad_accumulator(variable);
   if (frozen) variable.set_requires_grad(false);
 }
@@ -81,7 +82,7 @@ bool HookedParameter::on_gradient(const at::Tensor& gradient) {
 }
 
 /// Whether `grad`, which autograd has just made of `gradient`, can be reduced where it lies: in a
-/// block that nobody else can reach.
+/// block to which nobody else has a reference.
 bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
   const at::Tensor& grad = variable.grad();
   return grad.layout() == at::kStrided && grad.is_cpu() && grad.scalar_type() == view.dtype &&
@@ -126,8 +127,7 @@ void HookedParameter::release_to_grad() {
   view.bucket.reset();
 }
 
-/// Throws if the gradient does not fit its view: that has the shape and the dtype which the
-/// parameter had.
+/// Throws if the gradient does not fit its view: the parameter's shape or dtype has changed.
 void HookedParameter::require_unchanged() const {
   const at::Tensor& grad = variable.grad();
   TORCH_CHECK_VALUE(grad.sizes() == view.sizes, "parameter '", name,
@@ -152,7 +152,7 @@ std::uint32_t HookedParameter::current_version() const {
 void HookedParameter::rescale_reduced(double scale) {
   if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
-  if (!grad.defined()) return;  // which is_same() takes for an undefined `sparse`
+  if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
   if (!grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(scale);

@@ -1,4 +1,4 @@
-// HookedParameter: a parameter with hooks, and where its gradient lies.
+// HookedParameter: a parameter with hooks, and the memory of its gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,62 +15,62 @@
 
 namespace torch_ring {
 
-/// One parameter of a GradientHooks. Its gradient lies in a part of a bucket; or, if it fills a
-/// bucket alone, in a block of shared memory, where autograd may have computed it: then nothing is
-/// copied, and `bucket_view` is the tensor that autograd has made. Between two steps such a block
-/// belongs to `grad`, and goes when that goes.
+/// One parameter of a GradientHooks. Its gradient lies in a part of a bucket or, if it fills a
+/// bucket alone, in a block of shared memory. If autograd has computed it in the block, nothing is
+/// copied, and `bucket_view` is the tensor that autograd has made. Between two steps the block
+/// belongs to `grad`, and is freed with it.
 ///
-/// Every use begins with `refresh`.
+/// Every use begins with refresh().
 /// Thread: one at a time.
 struct HookedParameter {
   HookedParameter(at::Tensor variable, std::string name);
 
-  /// Finds out whether `bucket_view` still lies where it was made: the program may have given it
-  /// other memory (`grad.data = ...`, or a module's double(), to() or share_memory()). Then it is
-  /// somebody else's, and the view stays without it.
+  /// Drops `bucket_view` if it no longer lies in the view: the program may have given it other
+  /// memory (`grad.data = ...`, or a module's double(), to() or share_memory()). Takes it up again
+  /// if `grad` still is the tensor that release_to_grad() left.
   void refresh();
 
-  /// Receives what autograd has accumulated, `gradient` into `grad`; returns whether `grad` is
-  /// another tensor than before.
+  /// Handles a gradient that autograd has accumulated, `gradient` into `grad`; returns whether
+  /// `grad` is another tensor than before.
   bool on_gradient(const at::Tensor& gradient);
 
-  /// Copies the value of `grad` into the view and makes `grad` a tensor over it; returns whether
-  /// `grad` was elsewhere.
+  /// Copies `grad` into the view and makes `grad` a tensor over it; returns whether it was
+  /// elsewhere.
   bool copy_in();
 
   /// Makes `grad` a tensor of zeros over the view.
   void make_zero();
 
-  /// Hands a block over to `grad`, which owns it alone from then on.
+  /// Drops this object's references to a block, so that `grad` alone owns it.
   void release_to_grad();
 
-  /// Whether the program, and no backward pass, has put something into the gradient in this step.
-  /// A gradient that has been reduced in this step may be written to: it is clipped, say.
+  /// Whether the program, and no backward pass, has written to the gradient in this step. Writes to
+  /// a gradient that was reduced in this step do not count: it is clipped, say.
   bool written_by_hand() const;
 
-  /// Multiplies a gradient that is equal on all ranks, before more is added to it.
+  /// Multiplies an already reduced gradient by `scale`, before autograd accumulates into it.
   void rescale_reduced(double scale);
 
   bool in_block() const { return direct != nullptr; }
   std::uint32_t current_version() const;
 
   at::Tensor variable;
-  // The accumulator lives as long as somebody holds it: a weak reference is all a tensor has.
+  // Keeps the accumulator alive: a tensor has only a weak reference to it.
   decltype(torch::autograd::impl::grad_accumulator(variable)) accumulator;
   std::string name;
-  at::ScalarType dtype{};  // the variable's, when it was wrapped
+  at::ScalarType dtype{};  // the variable's when it was wrapped
   std::size_t bucket = 0;
   GradientView view;       // where the gradient lies
-  at::Tensor bucket_view;  // a tensor over it, for `grad`; none if there is no block
-  at::Tensor sparse;       // the gradient as we have left it, if it was sparse
+  at::Tensor bucket_view;  // a tensor over `view`, for `grad`; undefined without a block
+  at::Tensor sparse;       // the gradient as last left here, if sparse
   std::unique_ptr<DirectGradient> direct;  // if it fills a bucket alone
-  // The tensor that `bucket_view` was when the block went to `grad`.
+  // `bucket_view` as it was when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
   int passes = 0;             // since the step began
-  bool unreduced = false;     // it has a gradient of this rank that is not reduced
+  bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
   bool arrived = false;       // in the current pass
-  // Of `bucket_view` when the step began; none once the gradient has been reduced in this step.
+  // The version of `bucket_view` when the step began; none once the gradient has been reduced.
   std::optional<std::uint32_t> version;
 
  private:

@@ -1,4 +1,4 @@
-// The Python module: torch_ring/_C.pyi says what each function promises.
+// The native module, torch_ring._C. torch_ring/_C.pyi documents its functions.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>

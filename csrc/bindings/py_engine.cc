@@ -49,7 +49,7 @@ class PyEngine {
     }
     auto abort = std::make_shared<Abort>();
     Engine::Options options{config, world.labels, std::move(world.control),
-                            // Owned by the engine's thread too, but destroyed with the GIL: see
+                            // Shared with the engine's thread, but destroyed with the GIL: see
                             // shutdown().
                             [log = std::move(log)](const std::string& text) {
                               const py::gil_scoped_acquire gil;
@@ -77,7 +77,7 @@ class PyEngine {
         result_in(output), tensor.device(), blocking);
   }
 
-  /// A blocking allreduce, with no handle between: the shortest way of a small tensor. Returns the
+  /// A blocking allreduce without a handle: the shortest path of a small tensor. Returns the
   /// output, which is a new tensor if none is given.
   at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
                                 std::string name, int op, double prescale, double postscale) const {
@@ -93,7 +93,7 @@ class PyEngine {
       engine->submit_and_wait(std::move(request), kCheckSignals);
     }
     if (in_place && !tensor.is_inference()) {
-      tensor.unsafeGetTensorImpl()->bump_version();  // a stale saved copy is an error, not a lie
+      tensor.unsafeGetTensorImpl()->bump_version();  // autograd then refuses a stale saved tensor
     }
     return *output;
   }
@@ -193,8 +193,8 @@ class PyEngine {
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
 
-  /// Blocks for large gradients, all optimizers' of this set. None where buckets are not in shared
-  /// memory, and where they travel during backward: a large one keeps the network busier.
+  /// Blocks for large gradients of all optimizers of this set. Null where buckets are not in shared
+  /// memory, and where they are sent during backward: large buckets keep the network busier.
   std::shared_ptr<BlockPool> gradient_blocks() {
     if (!blocks_ && communicator_ && has_shared_memory() && !overlaps()) {
       blocks_ = BlockPool::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
@@ -224,7 +224,7 @@ class PyEngine {
     if (::getpid() != pid_) return abandon();
     if (!engine_) return;
     {
-      const py::gil_scoped_release no_gil;  // its threads may be about to log
+      const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
       engine_->close();
     }
     connections_.clear();
@@ -232,12 +232,13 @@ class PyEngine {
     communicator_.reset();
   }
 
-  /// Forgets the parent's threads, locks and memory without touching them, and closes its
-  /// connections: as long as a child holds them, nobody notices that the parent has died.
+  /// In a forked child: leaks the parent's threads, locks and memory without touching them, and
+  /// closes the parent's connections. While a child holds those, no peer notices the parent's
+  /// death.
   void abandon() {
     for (const auto& [fd, inode] : connections_) {
       struct stat status{};
-      // The number may be another file's by now, when the parent has closed the connection.
+      // The parent may have closed the connection, and another file may have its number now.
       if (::fstat(fd, &status) == 0 && status.st_ino == inode) ::close(fd);
     }
     connections_.clear();
@@ -257,7 +258,7 @@ class PyEngine {
     }
   }
 
-  /// A share of it: a signal handler may shut it down while it is used.
+  /// A shared reference to the engine: a signal handler may shut it down during a call.
   std::shared_ptr<Engine> running() const {
     if (!engine_) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
     return engine_;
@@ -323,7 +324,7 @@ std::unique_ptr<PyEngine> make_engine(
     std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
     py::function log) {
   World world;
-  for (const auto& fds : data) world.data.push_back(own(fds));  // first: now they get closed
+  for (const auto& fds : data) world.data.push_back(own(fds));  // first: owned, so closed on errors
   world.memory = own(memory);
   world.doorbells = own(doorbells);
   world.control = own(control);
@@ -360,7 +361,7 @@ void bind_engine(py::module_& module) {
            py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
-      // By position alone: pybind11 looks up names for the price of a small allreduce.
+      // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
       .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
       .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
            py::arg("name"), py::arg("blocking") = false)

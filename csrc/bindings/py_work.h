@@ -13,7 +13,7 @@
 
 namespace torch_ring {
 
-/// Lets Python handle signals (Ctrl-C) while a thread waits without the GIL.
+/// Runs Python's signal handlers (Ctrl-C) while a thread waits without the GIL.
 inline void check_signals() {
   const pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
@@ -32,7 +32,8 @@ class PyWork {
            (!result_->output_event || work_->failed() || result_->output_event->query());
   }
 
-  /// On a device the current stream waits for the output, and the host for its being enqueued.
+  /// Waits, and returns the output. On a device the current stream waits for the output; the host
+  /// waits only until it is enqueued.
   at::Tensor wait() const {
     {
       const pybind11::gil_scoped_release no_gil;

@@ -32,7 +32,7 @@ void check_tensor(const at::Tensor& tensor, const std::string& what) {
     refuse(what + ": tensors on " + tensor.device().str() + " are not supported: use cpu or cuda");
   }
   if (tensor._fw_grad(0).defined()) refuse(what + ": forward-mode derivatives are not supported");
-  if (tensor._is_zerotensor()) return;  // torch has only noted that it is zero
+  if (tensor._is_zerotensor()) return;  // zeros without memory
   if (!tensor.has_storage()) refuse(what + ": the tensor has no memory: is this in vmap or jvp?");
   const std::size_t needed =
       at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
@@ -55,21 +55,21 @@ void check_output(const at::Tensor& tensor, const at::Tensor& output, const std:
   if (output._is_zerotensor()) refuse(what + ": cannot write into a ZeroTensor: clone() it");
 }
 
-/// Whether the tensor's memory is its values, one after the other.
+/// Whether the tensor's memory holds its values, one after the other.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
-/// The values of `tensor` in memory, one after the other. Where torch has only noted that they are
-/// negative, or all zero, they become so in memory.
+/// The values of `tensor` in memory, one after the other. Values that torch only flags as negated,
+/// or as all zero, become so in memory.
 at::Tensor values_of(const at::Tensor& tensor) {
-  if (is_plain(tensor)) return tensor;  // the usual case: only its memory is looked at
+  if (is_plain(tensor)) return tensor;  // the usual case, with no other check
   const at::Tensor detached = tensor.detach();
   if (detached._is_zerotensor()) return at::zeros(detached.sizes(), detached.options());
   return detached.resolve_neg().contiguous();
 }
 
-/// Calls what torch may fail at, and leaves out the C++ stack of the failure.
+/// Calls `function`; an error of torch's becomes Error(kInternal), without its C++ stack.
 template <typename Function>
 auto torch_call(const Function& function) {
   try {
@@ -79,7 +79,7 @@ auto torch_call(const Function& function) {
   }
 }
 
-/// What an allreduce of this dtype may do: booleans have no sum, and no average.
+/// Refuses an op that the dtype does not have (booleans have no sum and no average).
 void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
   const auto value = static_cast<int>(op);
   if (value < 0 || value > 5) refuse(what + ": unknown op " + std::to_string(value));
@@ -106,7 +106,7 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
   return fingerprint;
 }
 
-/// What the communicator is given of `tensor`. A device has no prescale; Adasum is for the host.
+/// The communicator's input for `tensor`. A device has no prescale; Adasum runs on the host.
 at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
   const at::Tensor values = values_of(tensor);
   if (fingerprint.on_host()) return values.is_cpu() ? values : values.detach().cpu();
@@ -119,8 +119,8 @@ std::function<void()> keeper(std::vector<at::Tensor> tensors) {
   };
 }
 
-/// Sets input and output to `tensor` and `output`, by way of contiguous copies where needed. The
-/// closure that copies back is also what keeps the tensors alive.
+/// Sets the request's input and output to `tensor` and `output`, or to contiguous copies where
+/// needed. The closure that copies back also keeps the tensors alive.
 void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
   const at::Tensor input = input_of(request.fingerprint, tensor);
   const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
@@ -139,15 +139,15 @@ void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& o
     const at::NoGradGuard no_grad;
     torch_call([&] {
       target.copy_(result);
-      // Brought back from the host by the progress thread: on no stream that the caller knows.
+      // The progress thread copies from the host, on a stream that the caller does not wait for.
       if (!result.device().is_cpu() || target.is_cpu()) return;
       current_stream(target.device()).synchronize();
     });
   };
 }
 
-/// Sets the buffers of an allgather or an alltoall: the other ranks tell how much comes. Turns
-/// the fingerprint's shape into that of a row.
+/// Sets the buffers of an allgather or an alltoall, whose output size depends on the other ranks.
+/// Turns the fingerprint's shape into that of a row.
 void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
   request.fingerprint.shape.erase(request.fingerprint.shape.begin());
   request.input = input.const_data_ptr();

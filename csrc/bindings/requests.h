@@ -1,4 +1,4 @@
-// Requests of the public operations, made of torch's tensors.
+// allreduce_request(), ...: the requests of the public operations, made of torch's tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,20 +14,20 @@
 
 namespace torch_ring {
 
-/// Errors: Error(kInvalidArgument) for a dtype that no transport carries.
+/// The dtype of `tensor`. Errors: Error(kInvalidArgument) if torch_ring does not support it.
 DType dtype_of(const at::Tensor& tensor);
 
-/// The result of a request, when its work is done.
+/// The result of a request, valid when its work is done.
 struct Result {
   at::Tensor tensor;
-  std::vector<std::int64_t> rows;  // of an allgather or alltoall: how many came from each rank
+  std::vector<std::int64_t> rows;           // allgather and alltoall: received from each rank
   std::optional<OutputEvent> output_event;  // on a device
 };
 
-/// The requests of the public operations. Each checks its tensors, keeps them alive until the work
-/// is done, and copies to and from contiguous memory where it must.
+/// Requests of the public operations. Each checks its tensors, keeps them alive until the work is
+/// done, and copies to and from contiguous memory where it must.
 /// Errors: Error(kInvalidArgument).
-/// `size` is the number of ranks; `result`'s tensor becomes what was gathered.
+/// `size` is the number of ranks; `result->tensor` becomes the gathered rows.
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                           int op, double prescale, double postscale, int size);
 Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, int root, int size,

@@ -12,7 +12,7 @@ namespace torch_ring {
 
 namespace {
 
-// The C library keeps the pages of smaller blocks.
+// Bytes from which results lie in pooled pages. malloc() keeps the pages of smaller blocks.
 constexpr std::size_t kLarge = 4u << 20;
 
 class ResultAllocator final : public c10::Allocator {
@@ -24,7 +24,7 @@ class ResultAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    // A tensor that was resized may be small.
+    // A tensor of this allocator may have been resized to a small one.
     void* const data = bytes >= kLarge ? pages_.take(bytes) : nullptr;
     if (data == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
     c10::DataPtr owner{data, data, &give_back, c10::kCPU};
@@ -47,8 +47,8 @@ class ResultAllocator final : public c10::Allocator {
   PagePool pages_{0};
 };
 
-/// Whether the result of `numel` elements lies in kept pages. Everything but a plain tensor on the
-/// host is torch's to make.
+/// Whether a result of `numel` elements lies in kept pages. All others than plain tensors on the
+/// host are made by torch.
 bool is_kept(const at::Tensor& like, std::int64_t numel) {
   return like.is_cpu() && like.layout() == at::kStrided && !like.is_nested() &&
          like.has_storage() && !like.unsafeGetTensorImpl()->is_python_dispatch() &&

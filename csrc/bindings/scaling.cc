@@ -14,7 +14,8 @@ void scale_result(const at::Tensor& tensor, const Scaling& scaling) {
   if (tensor.is_floating_point()) {
     tensor.mul_(scaling.postscale / divisor);
   } else if (scaling.postscale == 1.0) {
-    tensor.copy_(tensor.to(at::kLong).div_(scaling.divisor, "trunc"));  // which int8 may not hold
+    // In int64, because int8 may not hold the divisor.
+    tensor.copy_(tensor.to(at::kLong).div_(scaling.divisor, "trunc"));
   } else {
     tensor.copy_((tensor.to(at::kDouble) * scaling.postscale).div_(divisor).trunc_());
   }

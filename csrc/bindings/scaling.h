@@ -1,4 +1,4 @@
-// The factors of a reduction, on a device.
+// scaled() and scale_result(): the factors of a reduction, on a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@ namespace torch_ring {
 /// truncated toward zero.
 at::Tensor scaled(const at::Tensor& tensor, double factor);
 
-/// tensor = tensor * scaling.postscale / scaling.divisor, as core/reduce.h says.
+/// tensor = tensor * scaling.postscale / scaling.divisor, computed as in core/reduce.h.
 void scale_result(const at::Tensor& tensor, const Scaling& scaling);
 
 }  // namespace torch_ring

@@ -45,7 +45,7 @@ void OutputEvent::wait(const at::Tensor& output) const {
   try {
     c10::impl::VirtualGuardImpl(device_.type())
         .recordDataPtrOnStream(output.storage().data_ptr(), stream);
-  } catch (const c10::Error&) {  // an allocator that does not know memory of others: theirs it is
+  } catch (const c10::Error&) {  // not memory of this device's allocator: its owner keeps it alive
   }
 }
 

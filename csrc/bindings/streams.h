@@ -1,4 +1,4 @@
-// KeepAliveScope and OutputEvent: what joins the caller's streams to that of the collectives.
+// KeepAliveScope and OutputEvent: order between the caller's streams and the collectives' stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 namespace torch_ring {
 
-/// The device's stream that this thread uses now.
+/// This thread's current stream on the device.
 c10::Stream current_stream(c10::Device device);
 
 /// While this lives, tensors used by device work that this thread enqueues are kept alive in
@@ -28,25 +28,25 @@ class KeepAliveScope {
 /// Keeps a tensor in this thread's KeepAliveScope; does nothing without one, as on the host.
 void keep_for_stream(const at::Tensor& tensor);
 
-/// An event on the collectives' stream: the output of a request on a device has been written.
+/// An event on the collectives' stream, recorded when a request's output on a device is written.
 class OutputEvent {
  public:
   explicit OutputEvent(c10::Device device);
 
-  /// Makes the request wait, when it begins, for the work that the current stream has so far, and
-  /// this event for the request. The host waits for neither.
+  /// Makes the request wait for the work that is on the current stream now, and this event for the
+  /// request. The host waits for neither.
   void follow(Request& request);
 
-  /// Whether the output has been written. This and wait() only when the request's work is done,
-  /// which means enqueued.
+  /// Whether the output has been written. Call this and wait() only when the request's work is
+  /// done, which means enqueued.
   bool query() const { return event_->query(); }
-  /// Makes the current stream wait for it, and one that may use `output`.
+  /// Makes the current stream wait for the output, and keeps `output` alive for that stream's work.
   void wait(const at::Tensor& output) const;
 
  private:
   c10::Device device_;
   std::shared_ptr<c10::Event> event_;
-  std::optional<c10::Stream> home_;  // for which the output was allocated, if the caller did that
+  std::optional<c10::Stream> home_;  // for which the caller allocated the output, if it did
 };
 
 }  // namespace torch_ring

@@ -15,7 +15,7 @@ namespace torch_ring {
 
 namespace {
 
-/// Of a part of two tensors, or summed over parts.
+/// The dot products of two tensors a and b, of a part of them or summed over parts.
 struct Dots {
   double ab = 0;
   double aa = 0;
@@ -44,8 +44,8 @@ struct Dots {
   double factor_of_b() const { return bb == 0 ? 1 : 1 - ab / (2 * bb); }
 };
 
-/// The dot products of every tensor, summed over the ranks that have a part of the same two
-/// vectors: those whose ranks differ in the lowest `bits` bits. In the order of ranks.
+/// The dot products of every tensor, summed in the order of ranks over the ranks that hold parts of
+/// the same two vectors: those that differ in the lowest `bits` bits of their rank only.
 std::vector<Dots> summed(Communicator& communicator, const std::vector<Dots>& own, int bits) {
   const auto size = static_cast<std::size_t>(communicator.size());
   std::vector<Dots> all(own.size() * size);
@@ -59,8 +59,8 @@ std::vector<Dots> summed(Communicator& communicator, const std::vector<Dots>& ow
   return sums;
 }
 
-/// Sends the half that this rank gives away at this level to its partner; `received` becomes the
-/// partner's values of the half that it keeps.
+/// Swaps halves with the partner of this level: sends the half that the partner keeps, and receives
+/// the partner's values of the half that this rank keeps.
 template <class T>
 void swap_halves(Communicator& communicator, const T* data, T* received, std::size_t count,
                  int level) {
@@ -75,7 +75,7 @@ void swap_halves(Communicator& communicator, const T* data, T* received, std::si
   communicator.alltoall(data + given.begin, received, bytes);
 }
 
-/// Every rank has its part; brings all of them to all. `scratch` has `count` elements.
+/// Gathers the parts of all ranks on every rank. `scratch` has `count` elements.
 template <class T>
 void gather(Communicator& communicator, T* data, T* scratch, std::size_t count, int levels) {
   std::vector<std::size_t> bytes;

@@ -1,5 +1,4 @@
-// adasum(): adaptive summation sums gradients that point in different directions, averages those
-// that do not.
+// adasum(): adaptive summation, which adds orthogonal gradients and averages parallel ones.
 #pragma once
 
 #include <cstddef>
@@ -10,21 +9,21 @@
 
 namespace torch_ring {
 
-/// Reduces `data`, tensors of the given lengths one after the other, over the ranks, in place. Two
-/// tensors a and b become
+/// Reduces `data`, consecutive tensors of the given lengths, over the ranks, in place. Two tensors
+/// a and b become
 ///
 ///     (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 ///
-/// and so on with the results, along a binary tree of the ranks; the factor of a tensor that is all
-/// zeros is 1. By vector halving and distance doubling (S. Maleki et al., "Scaling Distributed
-/// Training with Adaptive Summation", MLSys 2021): log2(n) exchanges of halves, quarters, ..., with
-/// one allgather of 3 dot products a tensor each, then an allgather of the results.
+/// and so on with the results, along a binary tree of the ranks. The factor of a tensor of zeros is
+/// 1. The algorithm is vector halving and distance doubling (S. Maleki et al., "Scaling Distributed
+/// Training with Adaptive Summation", MLSys 2021): log2(n) exchanges of halves, quarters, ..., each
+/// with one allgather of 3 dot products a tensor, then an allgather of the results.
 ///
-/// 16-bit floats are computed in float32 and rounded once; dot products are float64. The same bits
-/// on all ranks.
+/// 16-bit floats are computed in float32 and rounded once; dot products are float64. Results are
+/// the same bits on all ranks.
 ///
 /// Errors: Error(kInvalidArgument), before anything has moved, unless the number of ranks is a
-/// power of two and the dtype a floating-point one; the communicator's.
+/// power of two and the dtype is floating-point; the communicator's.
 void adasum(Communicator& communicator, void* data, std::span<const std::size_t> counts,
             DType dtype);
 

@@ -12,9 +12,9 @@ struct Range {
   std::size_t count = 0;
 };
 
-/// Chunk `index` of `parts`: chunks cover `count` elements in order, all but the last ones are
-/// equal, and every boundary is a multiple of 64 elements, so that no two ranks write to one cache
-/// line of an aligned buffer. The last chunks may be short or empty.
+/// Chunk `index` of `parts`. The chunks cover `count` elements in order and are equal, except that
+/// the last ones may be short or empty. Every boundary is a multiple of 64 elements, so no two
+/// ranks write to one cache line of an aligned buffer.
 constexpr Range chunk_of(std::size_t count, int parts, int index) {
   constexpr std::size_t kMultiple = 64;
   const std::size_t share =
@@ -24,7 +24,7 @@ constexpr Range chunk_of(std::size_t count, int parts, int index) {
   return {begin, std::min(chunk, count - begin)};
 }
 
-/// What two runs have in common; its count is 0 if that is nothing.
+/// The elements that two ranges share; its count is 0 if there are none.
 constexpr Range overlap(Range a, Range b) {
   const std::size_t begin = std::max(a.begin, b.begin);
   const std::size_t end = std::min(a.begin + a.count, b.begin + b.count);

@@ -9,8 +9,8 @@
 
 namespace torch_ring {
 
-/// All ranks call the same function in the same order with arguments that agree; the engine sees to
-/// that (engine/agreement.h). Buffers need no alignment beyond their dtype's.
+/// All ranks call the same functions in the same order with matching arguments; the engine ensures
+/// it (engine/agreement.h). Buffers need no alignment beyond their dtype's.
 ///
 /// Thread: one at a time. Blocking: until this rank's part is done, bounded by the timeout.
 /// Errors: Error kinds kPeerLost, kTimeout, kInternal; after one, the communicator is unusable.
@@ -29,15 +29,15 @@ class Communicator {
                          const Reduction& reduction,
                          std::span<const std::int64_t> shared_offsets = {}) = 0;
 
-  /// `data` of every rank becomes root's.
+  /// `data` of every rank becomes that of rank `root`.
   virtual void broadcast(void* data, std::size_t bytes, int root) = 0;
 
-  /// `output` becomes the ranks' inputs one after the other; rank r gives bytes[r] bytes.
+  /// `output` becomes the ranks' inputs, one after the other; rank r sends bytes[r] bytes.
   virtual void allgather(const void* input, void* output, std::span<const std::size_t> bytes) = 0;
 
-  /// `output` becomes the parts that the ranks have for this one, in the order of ranks. Rank r's
-  /// `input` holds its parts in the order of receivers; bytes[r * size() + s] are for rank s.
-  /// The buffers do not overlap.
+  /// `output` becomes the parts that the ranks send to this one, in the order of ranks. Rank r's
+  /// `input` holds its parts in the order of receivers; its part for rank s has bytes[r * size() +
+  /// s] bytes. The buffers do not overlap.
   virtual void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) = 0;
 
   /// `output` becomes this rank's part of the reduction of the inputs, counts[rank()] elements.
@@ -45,8 +45,8 @@ class Communicator {
   virtual void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                              const Reduction& reduction) = 0;
 
-  /// `data`, tensors of the given lengths one after the other, becomes their adaptive sum over the
-  /// ranks (collective/adasum.h).
+  /// `data`, consecutive tensors of the given lengths, becomes its adaptive sum over the ranks
+  /// (collective/adasum.h).
   void adasum(void* data, std::span<const std::size_t> counts, DType dtype);
 
   virtual void barrier() = 0;

@@ -71,7 +71,7 @@ bool HierarchicalBoard::complete() {
   return true;
 }
 
-/// Posts the entries of this host to the other leaders.
+/// Posts this host's entries to the other leaders.
 void HierarchicalBoard::gather() {
   gathered_entries_.clear();
   for (int peer = 0; peer < host_.size(); ++peer) {
@@ -86,7 +86,7 @@ void HierarchicalBoard::gather() {
   gathered_ = true;
 }
 
-/// Writes the entries of all hosts where this host reads them.
+/// Writes the entries of all hosts to the world slot, where this host's ranks read them.
 void HierarchicalBoard::publish() {
   std::byte* to = world_slot(*host_.own_memory(), local_.round());
   for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
@@ -97,7 +97,7 @@ void HierarchicalBoard::publish() {
   host_.publish(host_.own().published, local_.round());
 }
 
-/// Finds every rank's entry in the leader's world slot; what came from other hosts is checked.
+/// Finds every rank's entry in the leader's world slot; checks sizes, as other hosts sent them.
 void HierarchicalBoard::index() {
   const std::byte* slot = world_slot(host_.memory(0), local_.round());
   std::size_t offset = 0;
@@ -126,8 +126,8 @@ std::vector<int> HierarchicalBoard::missing() const {
 }
 
 void HierarchicalBoard::wait_until(Clock::time_point deadline, std::chrono::microseconds spin) {
-  // While this host is incomplete, the other leaders may be early: that is no reason to wake up.
-  // Once it is complete they matter, so then this returns: the sleep would not see them.
+  // While this host's entries are incomplete, frames of other leaders are no reason to wake up.
+  // Once they are complete, this returns: its sleep does not poll the leaders' sockets.
   const bool gathered = gathered_;
   const bool network_matters = leaders_ != nullptr && (!open_ || gathered);
   host_.waiter().wait_until(

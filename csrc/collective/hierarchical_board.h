@@ -1,4 +1,4 @@
-// HierarchicalBoard: a Board for several hosts, shared memory inside them and TCP between their
+// HierarchicalBoard: a Board of several hosts, shared memory inside them, TCP between their
 // leaders.
 #pragma once
 
@@ -12,10 +12,10 @@
 
 namespace torch_ring {
 
-/// In a round the ranks of a host post in shared memory; when all have, their leader (host index 0)
-/// posts their entries as one to the other leaders, and writes what comes back, the entries of all
-/// ranks, to its memory, where its host reads them. World slot r % 2 is free for round r + 2 for
-/// the reason given in shm_board.h.
+/// In a round the ranks of a host post in shared memory. When all have posted, their leader (host
+/// index 0) posts their entries as one entry to the other leaders. It writes the entries of all
+/// ranks that come back to its memory, where its host's ranks read them. World slot r % 2 is free
+/// for round r + 2 for the reason given in shm_board.h.
 ///
 ///   a host's entry and a world slot:  for every rank  u64 bytes | the bytes | padding to 8
 class HierarchicalBoard : public Board {
@@ -23,9 +23,9 @@ class HierarchicalBoard : public Board {
   /// `ranks_of_host`: by host; `leaders` is null on ranks that do not lead. All outlive the board.
   HierarchicalBoard(Host& host, std::vector<std::vector<int>> ranks_of_host, TcpBoard* leaders);
 
-  /// How large the entries may be so that those of `size` ranks fit a world slot.
+  /// The largest entry such that those of `size` ranks fit a world slot.
   static std::size_t entry_capacity(int size);
-  /// The largest entry of a host with that many ranks.
+  /// The largest entry of a host with `local_size` ranks.
   static std::size_t host_capacity(int size, int local_size);
 
   std::size_t capacity() const override { return local_.capacity(); }

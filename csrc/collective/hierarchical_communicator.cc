@@ -9,8 +9,8 @@ namespace torch_ring {
 
 namespace {
 
-// A private tensor goes through shared memory in rounds of this size: large enough that a ring
-// step's latency does not show, small enough to stay in a last-level cache.
+// Bytes of a round in which a private tensor goes through shared memory: large enough to hide the
+// latency of ring steps, small enough to stay in a last-level cache.
 constexpr std::size_t kRoundBytes = 8u << 20;
 
 }  // namespace
@@ -135,8 +135,8 @@ void HierarchicalCommunicator::broadcast(void* data, std::size_t bytes, int root
 
 void HierarchicalCommunicator::allgather(const void* input, void* output,
                                          std::span<const std::size_t> bytes) {
-  // The parts in the order of hosts: this host's are gathered in shared memory, the leaders gather
-  // the hosts', every host takes them all from its leader.
+  // `all` has the parts in the order of hosts. Each host gathers its own in shared memory, the
+  // leaders gather those of all hosts, and each leader broadcasts all to its host.
   std::vector<std::size_t> host_bytes(ranks_of_host_.size(), 0);
   std::vector<std::size_t> local_bytes;
   const int own_host = at(host_of_, rank_);

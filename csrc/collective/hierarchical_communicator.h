@@ -11,13 +11,13 @@
 
 namespace torch_ring {
 
-/// Shared memory inside hosts and a ring across them per lane: with L lanes, local rank j < L
-/// reduces chunk j of its host, takes it around the ring of the j-th ranks of all hosts, and gives
-/// it to its host. For S bytes on h hosts the network carries 2 S (h - 1) / h bytes a host,
-/// whatever the number of ranks there, on L connections at once.
+/// Shared memory inside hosts and a ring across them per lane. With L lanes, local rank j < L
+/// reduces chunk j of its host, reduces that in the ring of the j-th ranks of all hosts, and writes
+/// the result to all buffers of its host. For S bytes on h hosts each host sends 2 S (h - 1) / h
+/// bytes, whatever its number of ranks, on L connections at once.
 ///
-/// A reducescatter is such an allreduce, of which each rank copies its part only: the network
-/// carries up to twice the bytes that it needs. An alltoall takes three hops (routed_alltoall.h).
+/// A reducescatter is such an allreduce, of which each rank copies its part only, so the network
+/// moves up to twice the necessary bytes. An alltoall takes three hops (routed_alltoall.h).
 class HierarchicalCommunicator : public HostCommunicator {
  public:
   HierarchicalCommunicator(World& world, const EngineConfig& config, const Abort& abort);
@@ -38,18 +38,17 @@ class HierarchicalCommunicator : public HostCommunicator {
  private:
   bool leads() const { return shm_.rank() == 0; }
 
-  /// The buffers of this host's ranks: those at shared_offsets, or their staging_ if there are
-  /// none.
+  /// The buffers of this host's ranks: those at shared_offsets, or staging_ if that is empty.
   std::vector<std::byte*> buffers_of_host(std::span<const std::int64_t> shared_offsets);
 
-  /// Allreduce of a private tensor, round by round: take(range) is called when staging_ has the
-  /// results of these elements.
+  /// Allreduce of a private tensor, round by round. Calls take(range) when staging_ has the results
+  /// of these elements.
   template <class Take>
   void allreduce_in_rounds(const void* input, std::size_t count, const Reduction& reduction,
                            Take&& take);
 
-  /// Allreduce of buffers that lie in the shared memory of every rank, `buffers` being those of
-  /// this host; all ranks have written theirs.
+  /// Allreduce of buffers in shared memory. `buffers` are those of this host; all ranks have
+  /// written theirs.
   void allreduce_in_place(std::span<std::byte* const> buffers, std::size_t count,
                           const Reduction& reduction);
 
@@ -60,11 +59,11 @@ class HierarchicalCommunicator : public HostCommunicator {
   const int lanes_;
   const Routes routes_;
   ShmCommunicator shm_;
-  std::unique_ptr<RingCommunicator> lane_;  // null on ranks that serve no network
+  std::unique_ptr<RingCommunicator> lane_;  // null on ranks without a lane
   std::unique_ptr<HierarchicalBoard> board_;
-  std::shared_ptr<void> staging_;   // shared memory through which private tensors go
-  std::int64_t staging_offset_;     // the same on every rank: it is the first allocation
-  std::vector<std::byte> partial_;  // scratch: a chunk on its way around the ring
+  std::shared_ptr<void> staging_;   // shared memory for rounds of private tensors
+  std::int64_t staging_offset_;     // same on all ranks: the first allocation
+  std::vector<std::byte> partial_;  // scratch: the chunk that the ring reduces
 };
 
 }  // namespace torch_ring

@@ -1,4 +1,4 @@
-// Host: the ranks of one host, their memories, their doorbells, and how to wait for them.
+// Host: the ranks of one host, with their memories and doorbells, and waiting for them.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 
 namespace torch_ring {
 
-/// Thread: the progress thread, but for wake(). Blocking: wait_all() and barrier().
+/// Thread: the progress thread, but for wake(). Blocking: wait_all(), wait_one() and barrier().
 class Host {
  public:
   /// Takes the memories and doorbells of this host's ranks from `world`.
   Host(World& world, const EngineConfig& config, const Abort& abort);
 
-  int index() const { return index_; }  // of this rank among the ranks of its host
+  int index() const { return index_; }  // this rank's, among the ranks of its host
   int size() const { return static_cast<int>(memories_.size()); }
   int rank_of(int index) const { return at(ranks_, index); }
   const std::string& label(int index) const { return at(labels_, index); }
@@ -31,9 +31,9 @@ class Host {
   SegmentHeader& own() const { return header(index_); }
   const Waiter& waiter() const { return waiter_; }
 
-  /// Stores `value` to one of this rank's counters and wakes the peers that sleep.
+  /// Stores `value` to one of this rank's counters and wakes sleeping peers.
   void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) const {
-    // The seq_cst store is a Doorbell's first half; it also releases what was written before.
+    // seq_cst, because ring() follows; the store also releases this rank's earlier writes.
     counter.store(value, std::memory_order_seq_cst);
     for (int peer = 0; peer < size(); ++peer) {
       if (peer != index_) at(doorbells_, peer).ring();
@@ -49,7 +49,7 @@ class Host {
   /// A rank (host index) whose `counter` is below `value`, or -1.
   int first_behind(Counter counter, std::uint64_t value) const {
     for (int peer = 0; peer < size(); ++peer) {
-      // acquire: what the peer wrote before it published is visible after this load
+      // acquire: the peer's writes before its publish() are visible after this load
       if ((header(peer).*counter).load(std::memory_order_acquire) < value) return peer;
     }
     return -1;
@@ -61,7 +61,7 @@ class Host {
   /// Cost: one store and size - 1 polled lines a rank.
   void barrier();
 
-  /// Ends this rank's sleep. Thread: any.
+  /// Wakes this rank if it sleeps. Thread: any.
   void wake() const { at(doorbells_, index_).ring(); }
 
  private:

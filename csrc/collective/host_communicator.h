@@ -1,4 +1,4 @@
-// HostCommunicator: a communicator over host memory, with what an engine needs besides.
+// HostCommunicator: a communicator over host memory, with a board and shared buffers.
 #pragma once
 
 #include "collective/board.h"
@@ -7,10 +7,11 @@
 
 namespace torch_ring {
 
-/// A Communicator and two capabilities: its ranks agree on a board, and may share memory.
+/// A Communicator with two capabilities for the engine: a board on which its ranks agree, and, on
+/// some layouts, shared memory.
 class HostCommunicator : public Communicator {
  public:
-  /// The board of these ranks. It lives as long as the communicator.
+  /// The ranks' board. It lives as long as the communicator.
   virtual Board& board() = 0;
 
   /// The shared memory of this rank, or null if the world has none: one rank, or one rank a host.

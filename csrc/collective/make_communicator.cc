@@ -11,7 +11,7 @@ namespace torch_ring {
 
 namespace {
 
-/// A ring of single ranks, with what it waits by.
+/// A RingCommunicator of single ranks, with the doorbell and the waiter that it needs.
 struct Ring {
   Ring(World& world, const EngineConfig& config, const Abort& abort)
       : doorbell(Doorbell::make_event_fd(), &asleep),

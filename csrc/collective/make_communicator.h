@@ -10,9 +10,9 @@
 
 namespace torch_ring {
 
-/// The communicator that fits: one rank, one host (shared memory), one rank a host (ring), or
-/// shared memory inside hosts and rings across them. Takes `data`, `memory` and `doorbells`.
-/// The references must outlive it.
+/// A communicator for one rank, for one host (shared memory), for one rank a host (ring), or for
+/// several ranks on each of several hosts (shared memory inside hosts, rings across them). Takes
+/// ownership of the world's `data`, `memory` and `doorbells`. The references must outlive it.
 std::shared_ptr<HostCommunicator> make_communicator(World& world, const EngineConfig& config,
                                                     const Abort& abort);
 

@@ -1,5 +1,5 @@
-// Plans of transfers: pure functions of rank and size that list the steps of an algorithm. The code
-// that does I/O walks these lists.
+// ranges_of(), reduce_scatter_steps(), ...: pure functions of rank and size that list the steps of
+// an algorithm. The code that does I/O walks these lists.
 #pragma once
 
 #include <cstddef>
@@ -10,37 +10,38 @@
 
 namespace torch_ring {
 
-/// Consecutive ranges of at most `longest` that cover `count`; none if that is 0.
+/// Consecutive ranges of at most `longest` elements that cover `count`; none if `count` is 0.
 std::vector<Range> ranges_of(std::size_t count, std::size_t longest);
 
-/// Ranges of the given lengths, one after the other.
+/// Consecutive ranges of the given lengths.
 std::vector<Range> ranges_of(std::span<const std::size_t> counts);
 
-/// Ranges of the given lengths in the order rank + 1, rank + 2, ... around the ranks; that of
-/// `rank` itself is empty. In such an order the ranks begin with different receivers.
+/// Consecutive ranges of the given lengths in the order rank + 1, rank + 2, ... (mod size), so that
+/// the ranks begin with different receivers. The range of `rank` itself is empty.
 std::vector<Range> rotated_ranges(std::span<const std::size_t> counts, int rank);
 
-/// What `from` sends to each, and what `to` receives from each, by the matrix of an alltoall.
+/// The row (lengths that `from` sends to each rank) and the column (lengths that `to` receives from
+/// each rank) of an alltoall's matrix.
 std::span<const std::size_t> row_of(std::span<const std::size_t> matrix, int size, int from);
 std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size, int to);
 
-/// One step of a ring: chunk `send` goes to the next rank while chunk `receive` comes from the
-/// previous one.
+/// One step of a ring: a rank sends chunk `send` to the next rank while it receives chunk `receive`
+/// from the previous one.
 struct RingStep {
   int send;
   int receive;
   bool operator==(const RingStep&) const = default;
 };
 
-/// size - 1 steps, after which this rank has received chunk `rank` last, from all others: each step
-/// sends the chunk that the step before received.
+/// size - 1 steps. Each sends the chunk that the step before received; the last receives chunk
+/// `rank`, to which all other ranks have added theirs.
 std::vector<RingStep> reduce_scatter_steps(int rank, int size);
 
-/// size - 1 steps that bring every rank every other rank's chunk, beginning with its own.
+/// size - 1 steps after which every rank has every chunk. Each rank begins by sending its own.
 std::vector<RingStep> allgather_steps(int rank, int size);
 
-/// One step of Bruck's allgather: a rank that has the entries of the ranks rank, rank + 1, ...
-/// (mod size) sends the first `count` of them to `to`, and receives the next `count` from `from`.
+/// One step of Bruck's allgather. A rank has the entries of rank, rank + 1, ... (mod size); it
+/// sends the first `count` of them to `to` and receives the next `count` from `from`.
 struct BruckStep {
   int to;
   int from;
@@ -48,7 +49,7 @@ struct BruckStep {
   bool operator==(const BruckStep&) const = default;
 };
 
-/// ceil(log2(size)) steps at distances 1, 2, 4, ...; no rank is a `from`, or a `to`, twice.
+/// ceil(log2(size)) steps at distances 1, 2, 4, ...; no rank is `from` twice, nor `to`.
 /// J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
 /// message-passing systems", IEEE TPDS 8(11), 1997.
 std::vector<BruckStep> bruck_steps(int rank, int size);

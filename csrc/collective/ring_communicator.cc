@@ -8,18 +8,18 @@ namespace torch_ring {
 
 namespace {
 
-// A segment is reduced, or forwarded, while the next one travels: it stays in the L2 cache, and
-// takes much longer than a system call.
+// Bytes of a segment, which is reduced or forwarded while the next one travels: small enough for
+// the L2 cache, large enough that a system call costs little of its time.
 constexpr std::size_t kSegmentBytes = 256u << 10;
 
-// Up to here few steps are worth more than few bytes. With n ranks a ring takes 2(n - 1) - log2(n)
-// steps more, and gathering S bytes about (n - 3) S bytes more: both grow alike, and the bound does
-// not.
+// Up to this size an allreduce gathers all inputs: fewer steps pay more than fewer bytes. With n
+// ranks a ring takes 2(n - 1) - log2(n) steps more, and gathering S bytes moves about (n - 3) S
+// bytes more. Both grow alike with n, so the bound does not depend on it.
 constexpr std::size_t kGatheredBytes = 64u << 10;
 
-// A tensor passes through the ring in rounds that stay in the cache, and which bound the scratch
-// memory: one chunk of what is received, and for 16-bit floats one round of partial results. A
-// chunk is what is under way at a time, so that it grows with the connections.
+// Bytes of a chunk (for each socket) and of a round. A tensor goes through the ring in rounds,
+// which stay in the cache and bound the scratch memory: one received chunk, and for 16-bit floats
+// one round of partial results. One chunk is in flight at a time, so it grows with the sockets.
 constexpr std::size_t kChunkBytes = 1u << 20;
 constexpr std::size_t kRoundBytes = 64u << 20;
 
@@ -83,7 +83,7 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
   }
 }
 
-/// Brings every rank all inputs by Bruck's allgather, and reduces them there.
+/// Gathers all inputs on every rank (Bruck's allgather), and reduces them there.
 void RingCommunicator::allreduce_gathered(const void* input, void* output, std::size_t count,
                                           const Reduction& reduction) {
   const std::size_t bytes = count * size_of(reduction.dtype);
@@ -138,15 +138,15 @@ void RingCommunicator::reducescatter(const void* input, void* output,
   }
 }
 
-/// Makes this rank's chunk of `partial` the reduction of all ranks' `input`. The other chunks are
-/// left with intermediate results.
+/// Makes this rank's chunk of `partial` the reduction of all ranks' `input`. The other chunks end
+/// up with intermediate results.
 void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input,
                                       std::span<const Chunk> chunks, const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
   const auto chunk = [&](int index) { return at(chunks, index); };
 
-  // This rank's own values, read when they are first needed.
+  // Loads this rank's own values, when they are first needed.
   const auto load = [&](Chunk part) {
     if (partial == input && reduction.scaling.prescale == 1.0) return;
     const std::array<const void*, 1> own{input + part.from * item};
@@ -177,7 +177,7 @@ void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input
   }
 }
 
-/// Brings every rank every chunk of `data`; at first it holds its own.
+/// Gathers all chunks of `data` on every rank, which has its own at first.
 void RingCommunicator::gather_chunks(std::byte* data, std::span<const Range> chunks) {
   const auto chunk = [&](int index) {
     const Range range = at(chunks, index);
@@ -199,7 +199,7 @@ void RingCommunicator::allgather(const void* input, void* output,
 
 void RingCommunicator::alltoall(const void* input, void* output,
                                 std::span<const std::size_t> bytes) {
-  // Not around the ring but from rank to rank, at growing distances.
+  // Directly from rank to rank, not around the ring, at growing distances.
   const std::vector<Range> parts = ranges_of(row_of(bytes, size(), rank()));
   const std::vector<Range> arriving = ranges_of(column_of(bytes, size(), rank()));
   const auto own = static_cast<std::size_t>(rank());
@@ -217,7 +217,7 @@ void RingCommunicator::alltoall(const void* input, void* output,
 }
 
 void RingCommunicator::broadcast(void* data, std::size_t bytes, int root) {
-  // A chain from the root: a rank passes one segment on while it receives the next.
+  // A chain from the root: a rank sends one segment on while it receives the next.
   const bool first = rank() == root;
   const bool last = (rank() + 1) % size() == root;
   const std::vector<Range> segments = ranges_of(bytes, kSegmentBytes);

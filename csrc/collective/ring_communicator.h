@@ -1,4 +1,4 @@
-// RingCommunicator: collectives among ranks that are joined by connections.
+// RingCommunicator: collectives over connections, mostly around a ring.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ namespace torch_ring {
 ///   allreduce   2 (n - 1) steps, 2 S (n - 1) / n bytes: no algorithm moves fewer (P. Patarasuk and
 ///               X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 ///               JPDC 69(2), 2009). Half of 16-bit floats' bytes travel as float32 partial results.
-///               Up to 64 KiB: ceil(log2(n)) steps, S (n - 1) bytes (see BruckStep).
+///               Up to 64 KiB: ceil(log2(n)) steps, S (n - 1) bytes (BruckStep).
 ///   reducescatter, allgather, alltoall   n - 1 steps, S (n - 1) / n bytes
 ///   broadcast   n - 2 + segments steps, S bytes
 ///   barrier     ceil(log2(n)) steps, one byte each
@@ -42,13 +42,13 @@ class RingCommunicator : public HostCommunicator {
                      const Reduction& reduction) override;
   void barrier() override;
 
-  /// Allreduce of partial results, in place: `partial` is of accumulation_dtype(reduction.dtype),
-  /// and nothing is scaled. Between a hierarchy's reduce_partial() and finish_partial().
+  /// Allreduce of partial results, in place and unscaled, between a hierarchy's reduce_partial()
+  /// and finish_partial(). `partial` has accumulation_dtype(reduction.dtype).
   void allreduce_partial(void* partial, std::size_t count, const Reduction& reduction);
 
  private:
-  /// One rank's part of a reduction, in elements: where it lies in the input, and where its partial
-  /// results go.
+  /// One rank's chunk of a reduction, in elements: `from` in the input, `to` in the partial
+  /// results.
   struct Chunk {
     std::size_t from;
     std::size_t to;
@@ -70,7 +70,7 @@ class RingCommunicator : public HostCommunicator {
   const std::vector<std::unique_ptr<Connection>> connections_;
   const Waiter& waiter_;
   TcpBoard board_;
-  std::vector<std::byte> received_;  // scratch: the chunk that comes from the previous rank, or all
+  std::vector<std::byte> received_;  // scratch: the chunk of the previous rank, or all
   std::vector<std::byte> partials_;  // scratch: float32 partial results of 16-bit floats
 };
 

@@ -12,13 +12,12 @@ namespace torch_ring {
 
 namespace {
 
-/// The parts that a rank has, and where they lie: in memory of its own, or at first in the caller's
-/// input.
+/// A rank's parts and their addresses: in `memory`, or at first in the caller's input.
 struct Parts {
   std::map<Part, const std::byte*> data;
   std::unique_ptr<std::byte[]> memory;
 
-  /// Parts that lie one after the other from `from` on.
+  /// Parts that lie one after the other, beginning at `from`.
   static Parts consecutive(std::span<const Part> list, const std::byte* from) {
     Parts parts;
     for (const Part& part : list) {
@@ -42,7 +41,7 @@ Parts take_hop(Communicator& communicator, const Hop& hop, Parts parts) {
     std::memcpy(to, parts.data.at(part), part.bytes);
     to += part.bytes;
   }
-  parts.memory.reset();  // before more is allocated
+  parts.memory.reset();  // frees it before the next allocation
   auto incoming = memory_for(hop.received);
   communicator.alltoall(outgoing.get(), incoming.get(), hop.bytes);
   parts = Parts::consecutive(hop.received, incoming.get());
@@ -129,11 +128,11 @@ void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communi
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
   for (int hop = 1; hop <= Routes::kHops; ++hop) {
     Communicator* const communicator = at(hops, hop - 1);
-    if (!communicator) continue;  // a rank that serves no network has nothing now
+    if (!communicator) continue;  // a rank without a lane takes no part in this hop
     parts = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(parts));
   }
 
-  // In the order of senders, as `output` is.
+  // `output` has the order of senders, and so has the map.
   auto* to = static_cast<std::byte*>(output);
   for (const auto& [part, data] : parts.data) {
     std::memcpy(to, data, part.bytes);

@@ -1,4 +1,4 @@
-// routed_alltoall(): an alltoall where only some ranks have connections.
+// Routes and routed_alltoall(): an alltoall where only ranks of one lane have connections.
 #pragma once
 
 #include <cstddef>
@@ -10,22 +10,23 @@
 
 namespace torch_ring {
 
-/// Routes: the way of each part of an alltoall, in three hops: inside the sender's host to the rank
-/// on the receiver's lane, along that lane to the receiver's host, inside it to the receiver. Pure.
+/// The route of each part of an alltoall, in three hops: inside the sender's host to the rank on
+/// the receiver's lane, along that lane to the receiver's host, inside it to the receiver. Pure.
 class Routes {
  public:
   static constexpr int kHops = 3;
 
-  /// `lanes`: the first ranks of each host serve its network; the others use theirs in turn.
+  /// `lanes`: the number of lanes. The first `lanes` ranks of a host are on one each; the other
+  /// ranks share these in turn.
   Routes(std::vector<std::vector<int>> ranks_of_host, int lanes);
 
   int size() const { return static_cast<int>(positions_.size()); }
 
-  /// The rank that has the part which `from` sends to `to` after so many hops.
+  /// The rank that has the part from rank `from` to rank `to` after `hops` hops.
   int holder(int from, int to, int hops) const;
 
-  /// The ranks among which `rank` takes a hop, in the order of their communicator: its host, or its
-  /// lane; none if it serves no network.
+  /// The ranks among which `rank` takes a hop, in the order of their communicator: those of its
+  /// host, or of its lane; none if it is on no lane.
   std::vector<int> members(int rank, int hop) const;
 
  private:
@@ -50,20 +51,20 @@ struct Part {
 
 /// One rank's share of one hop: an alltoall among its members. Empty parts are left out.
 struct Hop {
-  std::vector<std::size_t> bytes;  // its matrix, in the order of members
+  std::vector<std::size_t> bytes;  // the alltoall's matrix, by member
   std::vector<Part> sent;          // in the order of receivers
   std::vector<Part> received;      // in the order of senders
 };
 
-/// Hop number `hop`, from 1, of `rank`; `bytes` is the matrix of the whole alltoall. Pure. Cost:
-/// one look at each element of the matrix.
+/// Hop number `hop` (from 1) of `rank`; `bytes` is the matrix of the whole alltoall. Pure. Cost:
+/// one pass over the matrix.
 Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_t> bytes);
 
-/// See Communicator::alltoall(). `host` joins the ranks of this host; `lane`, one rank a host in
-/// the order of hosts, is null on a rank that serves no network.
+/// Communicator::alltoall() in three hops. `host` connects the ranks of this host. `lane` connects
+/// one rank of each host, in the order of hosts; it is null on a rank without a lane.
 ///
-/// Cost: between hosts each byte travels once, on the receiver's lane; inside hosts twice. Every
-/// hop packs what it sends into memory of its own, and the receiver unpacks at the end.
+/// Cost: each byte travels once between hosts, on the receiver's lane, and twice inside hosts.
+/// Every hop packs its parts into new memory, and the receiver unpacks at the end.
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes);
 

@@ -1,4 +1,4 @@
-// SharedBuffers: memory that an allreduce in place reduces without a copy.
+// SharedBuffers: shared memory, in which an allreduce in place needs no copy.
 #pragma once
 
 #include <cstddef>
@@ -7,14 +7,14 @@
 
 namespace torch_ring {
 
-/// Memory of this rank that the other ranks of its host have mapped too.
+/// Memory of this rank that the other ranks of its host have mapped.
 /// Thread: any. Blocking: while the system looks for memory.
 class SharedBuffers {
  public:
   virtual ~SharedBuffers() = default;
 
-  /// New memory, freed with its last owner, which may outlive the communicator.
-  /// Errors: Error(kInternal) when there is none left.
+  /// New memory, freed with its last reference, which may outlive the communicator. Errors:
+  /// Error(kInternal) when no memory is left.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
   /// The offset of [data, data + bytes) in the rank's shared memory, or -1 if it lies elsewhere.

@@ -1,4 +1,4 @@
-// ShmBoard: a Board in shared memory, one barrier a round.
+// ShmBoard: the bulletin board of one host, in shared memory.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 namespace torch_ring {
 
 /// Round r lies in entry slot r % 2 of every rank's memory. A rank posts round r + 2 only after
-/// round r + 1 is complete, so after every rank has posted r + 1, so after every rank has read
-/// round r: two slots are enough, with no second barrier.
+/// round r + 1 is complete: every rank has posted r + 1, and so has read round r. Two slots are
+/// enough, with no second barrier. Cost of a round: one barrier.
 class ShmBoard : public Board {
  public:
   explicit ShmBoard(Host& host, std::size_t capacity = SharedMemory::kEntryBytes)
@@ -32,7 +32,7 @@ class ShmBoard : public Board {
   Host& host_;
   const std::size_t capacity_;
   std::uint64_t round_ = 0;
-  bool open_ = false;  // posted to and not seen complete
+  bool open_ = false;  // posted to, and not yet seen complete
   std::atomic<bool> woken_{false};
 };
 

@@ -11,14 +11,13 @@ namespace torch_ring {
 
 namespace {
 
-// Below this, a second flag costs more than reducing everything on every rank does.
+// Bytes up to which a second flag costs more than reducing the whole tensor on every rank.
 constexpr std::size_t kOneShotBytes = 32u << 10;
 
-/// Whether a result is written past the caches: it is too large to be found in a core's share of
-/// them afterwards.
+/// Whether a result is written past the caches, being larger than a core's share of them.
 constexpr bool is_nontemporal(std::size_t bytes) { return bytes >= 16u << 20; }
 
-/// Copies a part of a result.
+/// Copies a part of a result, past the caches if `nontemporal`.
 void copy_part(void* to, const void* from, std::size_t bytes, bool nontemporal) {
   if (nontemporal) {
     copy_nontemporal(to, from, bytes);
@@ -71,7 +70,7 @@ void ShmCommunicator::allreduce(const void* input, void* output, std::size_t cou
 
 void ShmCommunicator::allreduce_shared(std::size_t count, const Reduction& reduction,
                                        std::span<const std::int64_t> offsets) {
-  // Every rank has written its buffer: it did so before it agreed to this collective.
+  // Every rank has written its buffer before it agreed to this collective.
   const Range part = chunk_of(count, size(), rank());
   std::vector<void*> buffers;
   for (int peer = 0; peer < size(); ++peer) {
@@ -98,10 +97,10 @@ void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::s
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank()) finish_reading(peer, segment, count * size_of(reduction.dtype));
   }
-  // No publish of `reduced`: it may jump, and only the pipelined path waits for it.
+  // `reduced` is not published: only the pipeline waits for it, and it may skip numbers.
 }
 
-/// One pipelined allreduce: its arguments, and the three stages of a segment.
+/// A pipelined allreduce: its arguments, and the three stages of a segment.
 struct ShmCommunicator::Pipeline {
   ShmCommunicator& comm;
   const std::byte* input;
@@ -112,7 +111,7 @@ struct ShmCommunicator::Pipeline {
   std::uint64_t first;        // number of the first segment
 
   std::size_t item() const { return size_of(reduction.dtype); }
-  /// In place, what is written has just been read: it is in the caches.
+  /// Whether results are written past the caches. Not in place: those lines were just read.
   bool nontemporal() const {
     return input != output && comm.size() > 1 && is_nontemporal(count * item());
   }
@@ -123,7 +122,7 @@ struct ShmCommunicator::Pipeline {
   }
 
   /// Calls copy(bytes offset in the segment, bytes offset in the tensor, bytes) for the parts of a
-  /// segment that other ranks reduce: what lies before this rank's part, and what lies after it.
+  /// segment that other ranks reduce: those before and after this rank's chunk.
   template <class Copy>
   void for_others_parts(std::size_t index, Copy&& copy) const {
     const Range whole = segment(index);
@@ -253,7 +252,7 @@ void ShmCommunicator::alltoall(const void* input, void* output,
   const std::vector<Range> own_parts = ranges_of(row_of(bytes, size(), rank()));
   const std::vector<Range> own_staged = rotated_ranges(row_of(bytes, size(), rank()), rank());
   const std::vector<Range> arrived = ranges_of(column_of(bytes, size(), rank()));
-  std::vector<Range> staged_at;  // where this rank's part lies in what each rank stages
+  std::vector<Range> staged_at;  // this rank's part in the data that each rank stages
   std::size_t longest = 0;
   for (int peer = 0; peer < size(); ++peer) {
     const std::vector<Range> staged = rotated_ranges(row_of(bytes, size(), peer), peer);
@@ -296,7 +295,7 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                                     std::span<const std::size_t> counts,
                                     const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  // A segment has as much of every rank's part.
+  // A segment has the same share of every rank's part.
   const std::size_t share = SharedMemory::kSegmentBytes / item / counts.size();
   const std::vector<Range> parts = ranges_of(counts);
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
@@ -327,7 +326,8 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                 std::byte* const result = bytes_of(output) + index * share * item;
                 const std::size_t bytes = range.count * item;
                 if (nontemporal) {
-                  // By way of a peer's segment, which is in the caches and this rank's anyway.
+                  // Reduce into a peer's segment, whose lines this core has read and will own
+                  // anyway.
                   std::byte* const sum = staged(rank() == 0 ? 1 : 0);
                   reduce(std::array<void*, 1>{sum}, inputs, range.count, reduction);
                   copy_nontemporal(result, sum, bytes);

@@ -1,4 +1,4 @@
-// ShmCommunicator: collectives among the ranks of one host.
+// ShmCommunicator: collectives among the ranks of one host, in shared memory.
 #pragma once
 
 #include <memory>
@@ -10,33 +10,32 @@
 
 namespace torch_ring {
 
-/// Three ways through an allreduce of S bytes among n ranks, by what must move between cores:
+/// An allreduce of S bytes among n ranks takes one of three paths:
 ///
-///   shared     both buffers are in the arena: each rank reduces its n-th in place, in all buffers
-///              at once. 2S/n read and written by each rank, no copy, one barrier.
-///   one-shot   small: each rank stages S and reduces all of it. One flag.
-///   pipelined  each rank stages what the others will reduce, (n-1)S/n; reduces its n-th inside the
-///              peers' segments, so that a line that was read is the line that is written; copies
-///              the rest out of its own segment. Two flags a segment, and the three stages of
+///   shared     all buffers lie in arenas: each rank reduces its chunk in place, in all buffers at
+///              once. 2S/n read and written by each rank, no copy, one barrier.
+///   one-shot   up to 32 KiB: each rank stages S and reduces all of it. One flag.
+///   pipelined  each rank stages the other ranks' chunks, (n-1)S/n; reduces its own chunk inside
+///              the peers' segments, so that it writes the cache lines that it has read; copies the
+///              other chunks out of its own segment. Two flags a segment; the three stages of
 ///              neighbouring segments overlap.
 ///
-/// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps taking
-/// the one before. A segment of a reducescatter has as much of every rank's part: (n-1)S/n
-/// staged, reduced into the output. In an alltoall each rank stages its parts for rank + 1,
-/// rank + 2, ..., so that the ranks do not all wait for one receiver's part at a time.
+/// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps
+/// collecting the one before. A segment of a reducescatter has the same share of every rank's part:
+/// (n-1)S/n are staged, and reduced into the output. In an alltoall each rank stages its parts in
+/// the order rank + 1, rank + 2, ..., so that the ranks do not all stage for one receiver at a
+/// time.
 ///
-/// A rank that reads staged bytes as the only one owns their lines afterwards, as the pipeline's
-/// sums do (own_cache_lines() in memory/cache_lines.h). Results of 16 MiB and more, but those of an
-/// allreduce in place, are written past the caches; a sum then goes by way of the segment of a peer
-/// that it was read from.
+/// The only reader of staged bytes owns their cache lines afterwards: the pipeline's sums write
+/// them, the other collectives call own_cache_lines(). Results of 16 MiB and more are written past
+/// the caches, except in an allreduce in place; a sum is then first written to a peer's segment.
 ///
-/// Segments are numbered through all collectives: segment g lies in slot g % kSegments of the
+/// Segments are numbered across all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
 ///
-/// A slot is free without a flag of its own: a rank that has published staged = g touches no
-/// peer's segment before g - 1 any more, so that when all have published g + 2, the slot of segment
-/// g can take segment g + kSegments: its own rank has done with it before it comes to claim() that,
-/// which holds this rule.
+/// A slot needs no flag to be free. A rank that has published staged = g touches no peer's segment
+/// before g - 1 any more. So when all ranks have published g + 2, segment g + kSegments may take
+/// the slot of segment g; its own rank has finished with g by then. claim() waits for that.
 class ShmCommunicator : public HostCommunicator, private SharedBuffers {
  public:
   ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort);
@@ -72,23 +71,23 @@ class ShmCommunicator : public HostCommunicator, private SharedBuffers {
   void allreduce_pipelined(const void* input, void* output, std::size_t count,
                            const Reduction& reduction);
 
-  /// For all segments of a collective: stage(segment, this rank's slot), and one segment later
-  /// collect(segment), when every rank has staged it.
+  /// Runs the segments of a collective: calls stage(index, this rank's slot) for each and, one
+  /// segment later, collect(index, segment), when every rank has staged it.
   template <class Stage, class Collect>
   void in_segments(std::size_t segments, const char* doing, Stage&& stage, Collect&& collect);
 
-  /// This rank's slot for a new segment, once nobody reads its old contents.
+  /// This rank's slot for a new segment, after the last peer has read its old contents.
   std::byte* claim(std::uint64_t segment) const;
   std::byte* slot(int index, std::uint64_t segment) const;
 
-  /// After this rank has read what `peer` staged for all: owns the cache lines if nobody else reads
-  /// them.
+  /// Call after reading data that `peer` staged for all ranks: owns the cache lines if this rank is
+  /// their only reader.
   void finish_reading(int peer, std::uint64_t segment, std::size_t bytes) const;
 
   Host host_;
   ShmBoard board_;
   std::shared_ptr<SharedArena> arena_;
-  std::uint64_t segment_ = 0;  // the last one used by any collective; the same on all ranks
+  std::uint64_t segment_ = 0;  // the last segment of all collectives; the same on all ranks
 };
 
 }  // namespace torch_ring

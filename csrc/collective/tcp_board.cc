@@ -66,7 +66,7 @@ bool TcpBoard::complete() {
     begin_step();
     flush();
   }
-  // Also what the others wait for has to be gone, before data may follow it.
+  // All frames have to be sent too, before data may follow them on their connections.
   open_ = step_ < steps_.size() || !flush();
   update_fds();
   return !open_;
@@ -109,7 +109,7 @@ void TcpBoard::wake() {
   waiter_.wake();
 }
 
-/// Sends what the sockets take; returns whether every frame begun is gone.
+/// Sends the bytes that the sockets take; returns whether every frame begun is sent.
 bool TcpBoard::flush() {
   bool gone = true;
   for (std::size_t i = 0; i < steps_.size(); ++i) {
@@ -121,7 +121,7 @@ bool TcpBoard::flush() {
   return gone;
 }
 
-/// Makes the frame of the step that is due, if there is one more.
+/// Makes the frame of the next step, if there is one.
 void TcpBoard::begin_step() {
   received_ = 0;
   if (step_ == steps_.size()) return;
@@ -134,7 +134,7 @@ void TcpBoard::begin_step() {
   std::memcpy(frame.data() + sizeof header, entries_.data(), bytes);
 }
 
-/// Receives the frame that is due as far as it has come; returns whether it is complete.
+/// Receives the bytes that have arrived of the frame that is due; returns whether it is complete.
 bool TcpBoard::receive_frame() {
   const BruckStep& step = steps_[step_];
   Connection& from = connection(step.from);
@@ -154,7 +154,7 @@ bool TcpBoard::receive_frame() {
   return true;
 }
 
-/// Makes room for the entries of a frame whose header has come.
+/// Checks a received header, and makes room for the entries of its frame.
 void TcpBoard::begin_entries(const Connection& from, int count) {
   if (header_.round != round_) {
     throw_garbled(
@@ -168,7 +168,7 @@ void TcpBoard::begin_entries(const Connection& from, int count) {
   entries_.resize(entries_.size() + header_.bytes);
 }
 
-/// Finds the entries of a frame that has come.
+/// Finds the entries of a received frame.
 void TcpBoard::index_entries(const Connection& from, int count) {
   std::size_t at = entries_.size() - header_.bytes;
   for (int i = 0; i < count; ++i) {

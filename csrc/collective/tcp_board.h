@@ -1,4 +1,4 @@
-// TcpBoard: a Board over connections. Bruck's allgather, advanced without blocking.
+// TcpBoard: a Board over connections: Bruck's allgather, which makes progress without blocking.
 #pragma once
 
 #include <poll.h>
@@ -14,22 +14,23 @@
 
 namespace torch_ring {
 
-/// A step is one frame in each direction. No rank is the source of two steps, so a connection
-/// carries at most one frame a round each way, in the order of the rounds, whoever posts when.
+/// A step is one frame in each direction. No rank is the source of two steps, so a connection has
+/// at most one frame a round each way, in the order of the rounds, in whatever order ranks post.
 ///
-///   frame:  u64 round | u64 bytes of what follows | an entry per rank
+///   frame:  u64 round | u64 bytes of the entries | an entry per rank
 ///   entry:  u64 bytes | the bytes | padding to a multiple of 8
 ///
-/// Data travels on the same connections. Therefore the collectives that a round agreed on run
-/// before the next post(), on every rank, and before peer_posted() is asked, which would take their
-/// bytes for a frame. Never is more read than the frame that is due.
+/// Data travels on the same connections. Therefore every rank runs the collectives of a round
+/// before its next post(), and before peer_posted(), which would take their bytes for a frame. The
+/// board never reads beyond the frame that is due.
 class TcpBoard : public Board {
  public:
   static constexpr std::size_t kEntryBytes = 64u << 10;
   static constexpr std::size_t kInlineLimit = 16u << 10;
 
   /// `connections[r]` leads to rank r, null at `rank` itself; they and `waiter` outlive the board.
-  /// `capacity` is the largest entry: more than kEntryBytes when one entry carries those of a host.
+  /// `capacity` is the largest entry, in bytes: more than kEntryBytes if an entry has those of a
+  /// host.
   TcpBoard(int rank, std::vector<Connection*> connections, const Waiter& waiter,
            std::size_t capacity = kEntryBytes);
 
@@ -39,15 +40,15 @@ class TcpBoard : public Board {
   bool peer_posted() override;
   bool complete() override;
   std::span<const std::byte> entry(int rank) const override;
-  /// Also names ranks that have posted if their entries travel with those of one that has not.
+  /// Also names ranks that have posted, if their entries arrive in the frame of one that has not.
   std::vector<int> missing() const override;
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
-  /// What a sleeper that waits for this board polls. It stays valid, and complete() and post() keep
-  /// it up to date, also while a Waiter holds it.
+  /// The descriptors that a wait for this board polls. They stay valid, and complete() and post()
+  /// keep them up to date, also while a Waiter holds them.
   std::span<const pollfd> fds() {
-    update_fds();  // what else uses the connections may have changed their sockets
+    update_fds();  // collectives on the connections change the sockets in use
     return fds_;
   }
 
@@ -77,9 +78,9 @@ class TcpBoard : public Board {
 
   std::uint64_t round_ = 0;
   bool open_ = false;               // posted to and not complete
-  std::size_t step_ = 0;            // whose frame is due
-  std::vector<Frame> frames_;       // to send, by step; empty before their step
-  std::size_t received_ = 0;        // bytes of the frame that is due, with its header
+  std::size_t step_ = 0;            // the step whose frame is due
+  std::vector<Frame> frames_;       // to send, by step; each empty before its step
+  std::size_t received_ = 0;        // bytes of the frame that is due, header included
   Header header_;                   // of that frame
   std::vector<std::byte> entries_;  // the entries of the ranks rank, rank + 1, ..., as in a frame
   std::vector<std::size_t> entry_offsets_;  // where each complete entry begins in entries_

@@ -7,7 +7,7 @@
 
 namespace torch_ring {
 
-/// The layout of the ranks, as one of them sees it.
+/// The layout of the ranks, from the view of one of them.
 struct Topology {
   int rank = 0;              // this process
   std::vector<int> host_of;  // rank -> host, hosts numbered in order of their first rank
@@ -20,8 +20,8 @@ struct Topology {
   /// The ranks of every host.
   std::vector<std::vector<int>> hosts() const;
 
-  /// The number of lanes: the first ranks of each host serve its network, one connection ring each.
-  /// There are as many as the smallest host has ranks.
+  /// The number of lanes: as many as the smallest host has ranks. A lane is a ring of connections
+  /// between one rank of each host: lane j joins the j-th ranks.
   int lanes() const;
 
   /// Whether this rank and `peer` exchange data over a connection: both are on the same lane of

@@ -1,4 +1,4 @@
-// World: what a rank's communicator and engine are made of.
+// World: the descriptors and names from which a rank's communicator and engine are made.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace torch_ring {
 
-/// Everything a rank knows about its world, with every descriptor already connected and every peer
-/// already authenticated. torch_ring/connections makes it; the C++ tests make it of socket pairs.
+/// A rank's knowledge of its world. Every descriptor is connected and every peer authenticated:
+/// torch_ring/connections makes it; the C++ tests make it of socket pairs.
 struct World {
   Topology topology;
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"

@@ -1,4 +1,4 @@
-// Abort: the one cause that ends a job on this rank.
+// Abort: the cause that ends the job on this rank.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace torch_ring {
 
-/// Set once, by whoever notices first (the watchdog, a wait whose deadline passed); seen by every
-/// wait loop.
+/// A cause, recorded once, by the first thread that notices one (the watchdog, a wait past its
+/// deadline). Every wait loop sees it.
 /// Thread: any. Blocking: no.
 class Abort {
  public:
@@ -19,7 +19,7 @@ class Abort {
     const std::scoped_lock lock(mutex_);
     if (cause_) return false;
     cause_.emplace(std::move(cause));
-    // Releases cause_ to raised(); seq_cst, because a Doorbell may be rung for it next.
+    // Releases cause_ to raised(). seq_cst, because the next call may ring a Doorbell for it.
     raised_.store(true, std::memory_order_seq_cst);
     return true;
   }

@@ -1,4 +1,4 @@
-// at(): an element by its rank.
+// at(): a list's element at an int index.
 #pragma once
 
 #include <cassert>
@@ -8,8 +8,8 @@
 
 namespace torch_ring {
 
-/// list[index], where `index` is an int: a rank, a host, a step. 0 <= index < size of the list,
-/// which builds without NDEBUG check.
+/// list[index]; `index` is an int: a rank, a host, a step. Builds without NDEBUG check that it is
+/// within the list.
 template <class List>
 constexpr decltype(auto) at(List&& list, int index) {
   assert(index >= 0 && static_cast<std::size_t>(index) < std::size(list));

@@ -1,4 +1,4 @@
-// EngineConfig: the settings of an engine; torch_ring/config.py reads them from the environment.
+// EngineConfig: the settings of an engine, read from the environment by torch_ring/config.py.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@ struct EngineConfig {
   std::chrono::milliseconds stall_warning{60'000};      // 0: never
   std::chrono::microseconds fusion_window{1'000};       // how long requests are collected
   std::size_t fusion_threshold_bytes = 64u << 20;       // requests fused into one collective
-  std::size_t arena_bytes = 0;  // address space of bucket memory a rank; 0: the host's memory
+  std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
 };
 
 }  // namespace torch_ring

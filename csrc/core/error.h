@@ -1,4 +1,4 @@
-// Error: a failure, typed by what the caller can do about it.
+// Error: a failure, typed by the caller's possible reaction.
 #pragma once
 
 #include <stdexcept>
@@ -9,7 +9,7 @@ namespace torch_ring {
 enum class ErrorKind {
   kInvalidArgument,  // fix the program; nothing was sent
   kMismatch,         // the ranks disagree; the job may go on with the next collective
-  kPeerLost,         // a rank is gone; shut down and init again, or exit
+  kPeerLost,         // a rank has died or left; shut down and init again, or exit
   kTimeout,          // a rank is silent; as above
   kInternal,         // a local failure (memory, a system call); as above
 };
@@ -20,7 +20,7 @@ class Error : public std::runtime_error {
 
   ErrorKind kind() const noexcept { return kind_; }
 
-  /// True when the communicator cannot be used any more.
+  /// Whether the communicator is unusable from now on.
   bool fatal() const noexcept {
     return kind_ != ErrorKind::kInvalidArgument && kind_ != ErrorKind::kMismatch;
   }
@@ -29,7 +29,7 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-/// An Error of kind kInternal that names the failed call and errno's text.
+/// Throws Error(kInternal) with the name of the failed call and errno's text.
 [[noreturn]] void throw_errno(const std::string& call);
 
 }  // namespace torch_ring

@@ -1,6 +1,8 @@
-// 16-bit floating-point numbers as bits: conversions without branches, so that compilers vectorise
-// loops over them (GCC with -fno-trapping-math, or it takes each addition for a possible trap), and
-// without subnormal float32 numbers on the way in, which are slow or flushed to zero.
+// Float16 and BFloat16: 16-bit floating-point numbers as bits, and their conversions.
+//
+// The conversions have no branches, so that compilers vectorise loops over them. (GCC needs
+// -fno-trapping-math, or it takes each addition for a possible trap.) Conversions to float32 make
+// no subnormal float32 numbers, which are slow or flushed to zero.
 #pragma once
 
 #include <bit>
@@ -34,7 +36,7 @@ constexpr BFloat16 to_bfloat16(float value) {
 constexpr float to_float(Float16 value) {
   const std::uint32_t sign = (std::uint32_t{value.bits} & 0x8000u) << 16;
   const std::uint32_t rest = std::uint32_t{value.bits} & 0x7fffu;
-  // Normal: rebias the exponent, from 15 to 127. Infinities and NaNs: to the largest exponent.
+  // Normal: rebias the exponent from 15 to 127. Infinities and NaNs: to the largest exponent.
   const std::uint32_t rebias = rest >= 0x7c00u ? 224u << 23 : 112u << 23;
   const std::uint32_t normal = (rest << 13) + rebias;
   // Subnormal: a whole number of 2^-24.

@@ -12,7 +12,7 @@ namespace torch_ring {
 
 namespace {
 
-// Elements of a block: what the loops leave for one another stays in the first-level cache.
+// Elements of a block: intermediate results between two loops stay in the first-level cache.
 constexpr std::size_t kBlock = 1024;
 constexpr std::size_t kBlockBytes = kBlock * sizeof(double);
 
@@ -29,14 +29,15 @@ struct Kernels {
   void (*combine)(void* out, const void* partial, const void* other, std::size_t count);
   void (*scale)(void* out, const void* partial, std::size_t count, const Scaling& scaling);
   void (*store)(void* out, const void* partial, std::size_t count);  // null: nothing to convert
-  // All of it at once, for two inputs and one or two outputs: nothing passes through a block. The
-  // same operations on every element, so the same bits. Not for integers that are scaled.
+  // The whole reduction in one loop, for two inputs and one or two outputs, without a block
+  // between. Each element sees the same operations, so the bits are the same. Not for scaled
+  // integers.
   void (*reduce_two)(std::span<void* const> outputs, const void* first, const void* second,
                      std::size_t count, const Scaling& scaling);
 };
 
 namespace baseline {
-struct Lanes {  // one, of which the compiler makes more where it can
+struct Lanes {  // one lane; the compiler vectorises where it can
   static constexpr std::size_t kCount = 1;
   using Vector = float;
   static Vector all(float value) { return value; }
@@ -46,7 +47,7 @@ struct Lanes {  // one, of which the compiler makes more where it can
   }
   static void store(BFloat16* to, Vector value) { *to = to_bfloat16(value); }
   static void store(Float16* to, Vector value) { *to = to_float16(value); }
-  // Not used with one lane, but named.
+  // Never called with one lane; the kernels name them.
   struct Pair {
     Vector even, odd;
   };
@@ -61,7 +62,7 @@ struct Lanes {  // one, of which the compiler makes more where it can
     !defined(TORCH_RING_SANITIZED)
 #define TORCH_RING_DISPATCH
 #include <immintrin.h>
-// GCC 12 takes what its own header leaves undefined on purpose for a mistake (its bug 105593).
+// GCC 12 warns of variables that its own header leaves undefined on purpose (its bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #pragma GCC push_options
@@ -94,15 +95,15 @@ Kernels kernels_for(const Reduction& reduction) {
   return baseline::kernels_of(reduction.dtype, reduction.op);
 }
 
-/// One block on its way. Each stage takes where the elements lie and returns where it left them,
-/// which is where they were if there was nothing to do.
+/// The stages of a block. Each stage takes the address of the elements and returns the address of
+/// its results, which is the same if it had nothing to do.
 class Block {
  public:
   explicit Block(const Reduction& reduction)
       : reduction_(reduction), kernels_(kernels_for(reduction)) {}
 
-  /// Whether it was done at once: two inputs, two outputs at most, and nothing but a float scaled
-  /// at the end.
+  /// Runs the whole reduction in one loop and returns true, if it has two inputs, one or two
+  /// outputs, and at most a floating-point scaling at the end.
   bool at_once(std::span<void* const> outputs, std::span<const void* const> inputs,
                std::size_t count) const {
     if (inputs.size() != 2 || outputs.size() > 2) return false;
@@ -126,7 +127,7 @@ class Block {
     for (std::size_t i = 1; i < inputs.size(); ++i) {
       if (prescale == 1.0) {
         kernels_.fold(partial_, held, input(i), count);
-      } else {  // in two loops: no instruction set may fuse the product and the sum
+      } else {  // two loops: no instruction set may fuse the product and the sum
         kernels_.load(other_, input(i), count, prescale);
         kernels_.combine(partial_, held, other_, count);
       }
@@ -166,7 +167,7 @@ void for_blocks(std::size_t count, Fn&& fn) {
   }
 }
 
-/// Sets every element to the number that suits `op`; 16-bit floats are given as their bits.
+/// Sets every element to the identity of `op`; 16-bit floats are given as their bits.
 template <class T>
 void fill(void* data, std::size_t count, ReduceOp op, T one, T lowest, T highest) {
   const T value = op == ReduceOp::kProduct ? one

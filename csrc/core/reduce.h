@@ -1,8 +1,8 @@
-// The arithmetic of a reduction. Every communicator reduces through these three functions, so that
-// the numbers do not depend on the transport's path through the data.
+// reduce(): the arithmetic of a reduction.
 //
-// 16-bit floats are accumulated in float32. A floating-point result is scaled once, in the
-// accumulation dtype; integers are scaled in float64 and truncated toward zero.
+// Every communicator reduces with the functions below, so a result does not depend on the path that
+// the data took. 16-bit floats are accumulated in float32. A floating-point result is scaled once,
+// in the accumulation dtype; integers are scaled in float64 and truncated toward zero.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,8 @@ struct Scaling {
   std::int64_t divisor = 1;  // divides the result: the number of ranks of an Average
 };
 
-/// What is computed: `op` is never kAverage or kAdasum here (Average is Sum with a divisor).
+/// Dtype, operator and factors of a reduction. `op` is never kAverage (a Sum with a divisor) or
+/// kAdasum.
 struct Reduction {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -32,11 +33,11 @@ constexpr DType accumulation_dtype(DType dtype) {
 }
 
 /// outputs[j][i] = post(op over r of pre(inputs[r][i])), for every j. Inputs are reduced in the
-/// order given. An output may be one of the inputs; otherwise they do not overlap.
+/// order given. An output may be one of the inputs; other overlaps are not allowed.
 void reduce(std::span<void* const> outputs, std::span<const void* const> inputs, std::size_t count,
             const Reduction& reduction);
 
-/// The first half of reduce(): partial[i] = op over r of pre(inputs[r][i]), `partial` being of
+/// The first half of reduce(): partial[i] = op over r of pre(inputs[r][i]). `partial` has
 /// accumulation_dtype(reduction.dtype).
 void reduce_partial(void* partial, std::span<const void* const> inputs, std::size_t count,
                     const Reduction& reduction);
@@ -45,8 +46,7 @@ void reduce_partial(void* partial, std::span<const void* const> inputs, std::siz
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction);
 
-/// data[i] = what changes nothing when `op` reduces it with other elements: 0, 1, or an end of the
-/// dtype's range.
+/// data[i] = the identity of `op`: 0, 1, or an end of the dtype's range.
 void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op);
 
 /// The second half of reduce(): outputs[j][i] = post(partial[i]) in reduction.dtype. One output may

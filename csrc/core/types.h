@@ -19,7 +19,7 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kDTypeCount = 9;
 
-/// The numbers are Horovod's, which users may have written down.
+/// The numbers are Horovod's, because users may have written them down.
 enum class ReduceOp : std::uint8_t {
   kAverage = 0,
   kSum = 1,

@@ -50,7 +50,7 @@ std::shared_ptr<void> BlockPool::take(std::size_t bytes) noexcept {
               if (const auto alive = pool.lock()) alive->give_back(std::move(block), bytes);
             }};
   } catch (const std::exception&) {
-    return nullptr;  // there is other memory, only not as good
+    return nullptr;  // the caller takes private memory, which costs a copy
   }
 }
 

@@ -1,4 +1,4 @@
-// BlockPool: shared memory for tensors that come and go in every step.
+// BlockPool: blocks of shared memory for the tensors that every step makes anew.
 #pragma once
 
 #include <sys/types.h>
@@ -12,24 +12,24 @@
 
 namespace torch_ring {
 
-/// Blocks for tensors of expected sizes. A block that is given back is kept for the next tensor of
-/// its size: its pages are there, and no peer has to learn of a new one.
+/// Blocks for tensors of expected sizes. The pool keeps a returned block for the next tensor of its
+/// size, because the block has its pages already and every peer knows of it.
 ///
-/// In a forked child it has no blocks and takes none back: they are its parent's.
+/// In a forked child the pool gives no blocks and takes none back: they are the parent's.
 /// Thread: any. Blocking: while the system looks for memory.
 class BlockPool : public std::enable_shared_from_this<BlockPool> {
  public:
-  /// Returns null, or throws, when there is no more.
+  /// Returns null or throws when no memory is left.
   using Allocate = std::function<std::shared_ptr<void>(std::size_t bytes)>;
 
   static std::shared_ptr<BlockPool> make(Allocate allocate);
 
-  /// One more, or one less, tensor of this size is expected.
+  /// Expects one more tensor of this size, or one less.
   void expect(std::size_t bytes);
   void expect_no_more(std::size_t bytes) noexcept;
 
-  /// A block, which goes back when the last reference goes. Null if tensors of this size are not
-  /// expected, if twice as many as are expected have one already, or if the memory is used up.
+  /// A block, which its last reference returns to the pool. Null if no tensor of this size is
+  /// expected, if twice the expected number of blocks is in use, or if no memory is left.
   std::shared_ptr<void> take(std::size_t bytes) noexcept;
 
  private:
@@ -46,7 +46,7 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
 
   const Allocate allocate_;
   const pid_t pid_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::map<std::size_t, Size> sizes_;
 };
 

@@ -1,4 +1,4 @@
-// Cache-line ownership and non-temporal copies.
+// own_cache_lines() and copy_nontemporal(): cache-line ownership and non-temporal copies.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,13 @@ namespace torch_ring {
 
 inline constexpr std::size_t kCacheLine = 64;
 
-/// Makes the cache lines of [data, data + bytes) this core's own, by writing a byte of each. Call
-/// it as their only reader, before telling the writer that the memory is free.
+/// Moves the cache lines of [data, data + bytes) into this core's ownership by writing a byte of
+/// each, so the contents are lost. Call it as their only reader, before the writer is told that the
+/// memory is free.
 ///
-/// A core that writes lines which lie in another core's cache too must make them exclusive one
-/// after the other; lines that it has lost it fetches many at a time. On two cores that share no
-/// cache this is 2 and 20 GB/s (docs/tuning.md).
+/// A core that writes lines which another core's cache shares makes them exclusive one after the
+/// other; lines that it has lost to another core it fetches many at a time. On two cores without a
+/// common cache that is 2 GB/s against 20 GB/s (docs/tuning.md).
 inline void own_cache_lines(std::byte* data, std::size_t bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   for (std::uintptr_t at = begin; at < begin + bytes; at = (at / kCacheLine + 1) * kCacheLine) {
@@ -27,8 +28,9 @@ inline void own_cache_lines(std::byte* data, std::size_t bytes) {
   }
 }
 
-/// memcpy past the caches (on x86-64): a line of the target is not fetched to be overwritten, and
-/// the caches keep what they have. For results that are too large to be found there later.
+/// memcpy past the caches (on x86-64): target lines are not fetched before they are overwritten,
+/// and the caches keep their contents. For results too large to stay in a cache until they are
+/// read.
 inline void copy_nontemporal(void* to, const void* from, std::size_t bytes) {
 #if defined(__SSE2__) && !defined(TORCH_RING_SANITIZED)  // sanitizers do not see such stores
   auto* target = static_cast<std::byte*>(to);
@@ -44,7 +46,7 @@ inline void copy_nontemporal(void* to, const void* from, std::size_t bytes) {
     for (int i = 0; i < 4; ++i) _mm_stream_si128(lines + i, line[i]);
   }
   std::memcpy(target + at, source + at, bytes - at);
-  _mm_sfence();  // as if it had been written in order
+  _mm_sfence();  // orders these stores before all later ones
 #else
   std::memcpy(to, from, bytes);
 #endif

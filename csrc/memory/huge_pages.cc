@@ -8,7 +8,7 @@
 namespace torch_ring {
 
 std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection) noexcept {
-  // More than needed; what is not needed goes back.
+  // Map more than needed, to find a huge page's start in it; unmap the rest.
   const std::size_t mapped = ahead + bytes + kHugePage;
   if (mapped < bytes) return nullptr;
   void* const memory = ::mmap(nullptr, mapped, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

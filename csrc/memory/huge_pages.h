@@ -1,4 +1,4 @@
-// Huge pages: pages of 2 MiB, where the system has them.
+// map_at_huge_page() and make_huge_pages(): pages of 2 MiB, where the system has them.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,13 @@ constexpr std::size_t huge_page_ceil(std::size_t bytes) {
   return huge_page_floor(bytes + kHugePage - 1);
 }
 
-/// Maps `bytes` of private memory where a huge page begins, and `ahead` bytes before them; both are
-/// whole pages. Returns where the huge page begins, or null where there is no memory.
+/// Maps `bytes` of private memory from the start of a huge page on, and `ahead` bytes before them.
+/// Both are whole pages. Returns the start of the huge page, or null if there is no memory.
 std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection) noexcept;
 
-/// Puts huge pages in the place of small ones. Shared memory gets none of the system's own accord.
-/// It has to have a small one in each; the contents stay. What somebody holds for a moment stays
-/// small. False where the system has no huge pages, or no more.
+/// Replaces small pages by huge ones and keeps their contents; the system never does this to shared
+/// memory by itself. Every huge page needs one committed small page. Pages that are in use at the
+/// moment stay small. Returns false if the system has no huge pages, or no more.
 bool make_huge_pages(std::byte* begin, std::size_t bytes) noexcept;
 
 }  // namespace torch_ring

@@ -9,23 +9,23 @@
 
 namespace torch_ring {
 
-/// What is known of a block, in a page of its own before its data.
+/// A block's header, in a page of its own before the data.
 struct PagePool::Block {
   std::size_t bytes;
   Block* older = nullptr;
 
-  static constexpr std::size_t kPage = 64u << 10;  // of any machine
+  static constexpr std::size_t kPage = 64u << 10;  // bytes: the largest page of any machine
 
   static Block* of(void* data) {
     return reinterpret_cast<Block*>(static_cast<std::byte*>(data) - kPage);
   }
   std::byte* data() { return reinterpret_cast<std::byte*>(this) + kPage; }
 
-  /// `bytes`: of whole huge pages.
+  /// `bytes`: whole huge pages.
   static Block* map(std::size_t bytes) {
     std::byte* const data = map_at_huge_page(bytes, kPage, PROT_READ | PROT_WRITE);
     if (data == nullptr) return nullptr;
-    ::madvise(data, bytes, MADV_HUGEPAGE);  // where there are none, it does without
+    ::madvise(data, bytes, MADV_HUGEPAGE);  // without effect where there are no huge pages
     return new (data - kPage) Block{bytes};
   }
 
@@ -50,9 +50,9 @@ void* PagePool::take(std::size_t bytes) noexcept {
   return block != nullptr ? block->data() : nullptr;
 }
 
-/// The smallest that will do, of several the most recent.
+/// The smallest kept block that fits; of several, the most recent.
 PagePool::Block* PagePool::take_kept(std::size_t bytes) noexcept {
-  // A child that was forked while another thread held the lock never gets it.
+  // A child that was forked while another thread held the lock can never take it.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return nullptr;
   Block** best = nullptr;

@@ -1,4 +1,4 @@
-// PagePool: private memory for large tensors that come and go.
+// PagePool: private memory for large, short-lived tensors.
 #pragma once
 
 #include <atomic>
@@ -7,31 +7,32 @@
 
 namespace torch_ring {
 
-/// Blocks of large private memory. One that is given back is kept for the next that wants about as
-/// much: to get new pages takes longer than to fill them. The system may take the kept ones
+/// Large blocks of private memory. The pool keeps a returned block for the next request of about
+/// its size, because new pages cost more time than filling them. The system may reclaim kept blocks
 /// when it is short of memory (MADV_FREE).
 ///
-/// A forked child inherits the blocks in use as it does all private memory, and may give them back;
-/// what is kept is empty there (MADV_WIPEONFORK), so that neither copies what nobody reads.
-/// Thread: any. Blocking: no, and it waits for no other thread: who comes while another one is here
-/// gets new memory.
+/// A forked child inherits the blocks in use like all private memory, and may return them. Kept
+/// blocks are empty there (MADV_WIPEONFORK), so that neither process copies pages that nobody
+/// reads.
+/// Thread: any. Blocking: no, not even for another thread: a thread that finds the pool locked gets
+/// new memory.
 class PagePool {
  public:
-  /// Keeps at most so many bytes.
+  /// Keeps at most `most_bytes`.
   explicit PagePool(std::size_t most_bytes) : most_bytes_(most_bytes) {}
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  /// A block of `bytes` (more than 0) or up to a quarter more, rounded up to whole huge pages,
-  /// aligned to them. Null where the system has no more.
+  /// A block of `bytes` (more than 0) or up to a quarter more, in whole huge pages and aligned to
+  /// them. Null if the system has no memory left.
   void* take(std::size_t bytes) noexcept;
 
-  /// Takes a block back; the least recent ones go when it is too much.
+  /// Returns a block to the pool, which frees its oldest blocks if it keeps too much.
   void give_back(void* data) noexcept;
 
-  /// Keeps at most so many bytes from now on; from the next give_back() on if another thread is
-  /// here.
+  /// Keeps at most `most_bytes` from now on, or from the next give_back() on if another thread
+  /// holds the pool.
   void limit(std::size_t most_bytes) noexcept;
 
   std::size_t kept_bytes() const { return kept_bytes_; }
@@ -47,8 +48,8 @@ class PagePool {
 
   std::atomic<std::size_t> most_bytes_;
   std::atomic<std::size_t> kept_bytes_ = 0;
-  std::mutex mutex_;         // guards what follows
-  Block* newest_ = nullptr;  // of those that are kept
+  std::mutex mutex_;         // guards the members below
+  Block* newest_ = nullptr;  // of the kept blocks
 };
 
 }  // namespace torch_ring

@@ -1,5 +1,6 @@
-// NCCL's C interface, as far as it is used here: NCCL is found at run time, so that nothing of CUDA
-// is needed to build. tests/device/nccl_check.cc holds these declarations against the real nccl.h.
+// Api: the part of NCCL's C interface that torch_ring uses. NCCL is found at run time, so a build
+// needs nothing of CUDA. tests/device/nccl_check.cc compares these declarations with the real
+// nccl.h.
 #pragma once
 
 #include <climits>
@@ -10,7 +11,7 @@
 
 namespace torch_ring::nccl {
 
-/// 0 is success; a code that is not named here is an error.
+/// Every code that is not named here is an error.
 enum class Result : int { kSuccess = 0, kRemoteError = 6, kInProgress = 7 };
 
 enum class DataType : int {
@@ -30,7 +31,7 @@ struct UniqueId {
   char bytes[128];
 };
 
-/// What NCCL 2.18.5 knew of ncclConfig_t: newer ones only append, and take what is missing for
+/// ncclConfig_t as of NCCL 2.18.5. Newer versions only append fields, and read missing ones as
 /// unset.
 struct Config {
   std::size_t size = sizeof(Config);
@@ -51,7 +52,7 @@ using Comm = OpaqueComm*;  // ncclComm_t
 struct OpaqueStream;
 using Stream = OpaqueStream*;  // cudaStream_t
 
-/// The functions of a loaded library; what each does is NCCL's documentation's to say.
+/// The functions of a loaded library; NCCL documents each.
 struct Api {
   Result (*get_version)(int*);
   Result (*get_unique_id)(UniqueId*);
@@ -77,7 +78,7 @@ struct Api {
   std::string path;  // of the library
 };
 
-/// The dtype in which NCCL reduces ours; bools are bytes of 0 and 1.
+/// NCCL's dtype for one of ours; bools are bytes of 0 and 1.
 constexpr DataType data_type_of(DType dtype) {
   switch (dtype) {
     case DType::kInt8:

@@ -12,7 +12,7 @@ constexpr const char* kSoname = "libnccl.so.2";
 
 void* open(const std::string& path) {
   if (path.empty()) {
-    // Two copies of NCCL in a process would not know of each other: torch's comes first.
+    // torch's copy first: two copies of NCCL in a process would not know of each other.
     if (void* library = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return library;
   }
   const char* name = path.empty() ? kSoname : path.c_str();

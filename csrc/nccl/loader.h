@@ -1,4 +1,4 @@
-// load(): finds NCCL when the first tensor on a GPU comes.
+// load(): finds and loads NCCL, at the first tensor on a GPU.
 #pragma once
 
 #include <string>
@@ -10,9 +10,9 @@ namespace torch_ring::nccl {
 /// The oldest NCCL that understands Config.
 inline constexpr int kOldestVersion = 21805;
 
-/// Loads `path`, or if it is empty the libnccl.so.2 that this process has (torch's), or else the
-/// one that the system finds. It is never unloaded. Thread: any. Errors: Error(kInvalidArgument) if
-/// there is none, or it is too old.
+/// Loads `path`; if that is empty, the libnccl.so.2 that this process has loaded (torch's), or else
+/// the system's. The library is never unloaded. Thread: any. Errors: Error(kInvalidArgument) if
+/// there is no NCCL, or it is too old.
 Api load(const std::string& path = "");
 
 /// "2.27.3" of 22703.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::chrono::microseconds kShortestSleep{10};
 constexpr std::chrono::microseconds kLongestSleep{1000};
-// The destructor's patience with what is still running, before it aborts that.
+// How long the destructor waits for running work before it aborts it.
 constexpr std::chrono::milliseconds kFarewell{5000};
 
 RedOp red_op_of(const Reduction& reduction) {
@@ -26,7 +26,7 @@ RedOp red_op_of(const Reduction& reduction) {
       return RedOp::kMax;
     case ReduceOp::kProduct:
       return RedOp::kProd;
-    default:  // of bools, which are bytes to NCCL: whether there is any
+    default:  // a Sum of bools, which are bytes to NCCL, is their logical or
       return reduction.dtype == DType::kBool ? RedOp::kMax : RedOp::kSum;
   }
 }
@@ -42,8 +42,8 @@ bool all_equal(std::span<const std::size_t> values) {
 
 }  // namespace
 
-/// From its construction to end() NCCL only takes notes. A call that throws leaves the group open,
-/// and the communicator failed: the destructor closes it.
+/// A group of NCCL calls, which end() starts together. A call that throws leaves the communicator
+/// failed and the group open; the destructor closes it.
 class NcclCommunicator::Group {
  public:
   explicit Group(NcclCommunicator& communicator) : communicator_(communicator) {
@@ -55,7 +55,7 @@ class NcclCommunicator::Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  /// Within a group a call is only noted: whether it is in progress is asked at the end.
+  /// Checks a call's result. Within a group a call is only recorded; end() waits for its progress.
   void add(Result result, const char* call) {
     if (result != Result::kInProgress && result != Result::kSuccess) {
       communicator_.fail(result, call);
@@ -203,7 +203,7 @@ void NcclCommunicator::check() {
   if (state != Result::kSuccess && state != Result::kInProgress) fail(state, "NCCL");
 }
 
-/// Returns when NCCL has taken the call that gave `result`.
+/// Returns when NCCL has accepted the call that returned `result`.
 void NcclCommunicator::wait(Result result, const char* call) {
   const auto deadline = Clock::now() + timeout_;
   auto pause = kShortestSleep;

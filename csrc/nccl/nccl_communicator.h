@@ -1,4 +1,4 @@
-// NcclCommunicator: collectives over device memory, by NCCL.
+// NcclCommunicator: collectives over device memory, with NCCL.
 #pragma once
 
 #include <chrono>
@@ -12,24 +12,24 @@
 
 namespace torch_ring::nccl {
 
-/// Where a communicator's work runs, and what NCCL leaves to others.
+/// The stream that a communicator's work runs on, and the scaling, which NCCL lacks.
 struct Device {
   Stream stream;
   /// Enqueues on the stream: data[i] = data[i] * scaling.postscale / scaling.divisor, computed as
-  /// core/reduce.h says. (ncclAvg multiplies by 1/n rounded to the dtype of the data.)
+  /// in core/reduce.h. (ncclAvg multiplies by 1/n rounded to the dtype of the data.)
   std::function<void(void* data, std::size_t count, DType, const Scaling&)> scale;
 };
 
-/// All calls enqueue on the device's stream and return: results are there when the stream has come
-/// so far. Buffers are device memory that lives until then. A reduction's prescale is 1: who has an
-/// allocator has applied it.
+/// All calls enqueue on the device's stream and return; results are written when the stream has run
+/// them. Buffers are device memory that lives until then. A reduction's prescale is 1: the
+/// bindings, which have an allocator, have applied it.
 ///
-/// Thread: one at a time, which alone is inside NCCL. Blocking: until NCCL has taken the call,
-/// bounded by the timeout; the constructor until all ranks have come.
+/// Thread: one at a time; no other thread is inside NCCL. Blocking: until NCCL has accepted the
+/// call, bounded by the timeout; the constructor until all ranks construct theirs.
 /// Errors: as Communicator's. After one, or abort(), the destructor waits for nothing.
 class NcclCommunicator final : public Communicator {
  public:
-  /// `timeout`: of each wait.
+  /// `timeout` bounds each wait.
   NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size, const Abort& abort,
                    std::chrono::milliseconds timeout, Device device);
   ~NcclCommunicator() override;
@@ -50,14 +50,14 @@ class NcclCommunicator final : public Communicator {
   /// Does nothing: a stream keeps its own order, and the board's rounds are the ranks' barrier.
   void barrier() override {}
 
-  /// Throws what has gone wrong since on the device or between the ranks, if anything has.
+  /// Throws the asynchronous error of the device or of another rank, if there is one.
   void check();
 
-  /// Ends what runs on the stream and waits for other ranks. No call may follow.
+  /// Aborts the work on the stream that waits for other ranks. No call may follow.
   void abort() noexcept;
 
  private:
-  class Group;  // calls that NCCL takes together
+  class Group;  // calls that NCCL starts together
 
   void wait(Result result, const char* call);
   [[noreturn]] void fail(Result result, const char* call);

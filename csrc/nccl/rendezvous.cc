@@ -12,11 +12,11 @@ namespace torch_ring::nccl {
 
 namespace {
 
-/// What a rank tells the others of its NCCL.
+/// A rank's NCCL, as it tells the other ranks.
 struct PeerInfo {
   int version = 0;
   UniqueId id{};
-  char problem[1024]{};  // why there is no NCCL here, if so
+  char problem[1024]{};  // why this rank has no NCCL; empty if it has
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Rendezvous: how the ranks agree to use NCCL together.
+// rendezvous(): the ranks load NCCL together and compare versions.
 #pragma once
 
 #include <functional>
@@ -10,15 +10,15 @@
 
 namespace torch_ring::nccl {
 
-/// What NcclCommunicator is made with.
+/// The arguments of NcclCommunicator that the ranks have agreed on.
 struct Rendezvous {
   Api api;
   UniqueId id;  // rank 0's
 };
 
-/// Loads NCCL on every rank of `host`, and compares. Collective: every rank gets as far, or throws
-/// the same Error(kInvalidArgument), which says on which rank NCCL cannot be had, or who has which
-/// version: NCCL itself would hang, or worse.
+/// Loads NCCL on every rank of `host` and compares versions, because NCCL itself hangs, or worse,
+/// if they do not match. Collective: every rank returns, or every rank throws the same
+/// Error(kInvalidArgument), which names the ranks without NCCL, or each rank's version.
 /// `labels`: by rank. `load`: as loader.h's. Other errors: `host`'s.
 Rendezvous rendezvous(Communicator& host, std::span<const std::string> labels,
                       const std::function<Api()>& load);

@@ -18,8 +18,8 @@ namespace torch_ring {
 
 namespace {
 
-// The most that one call moves, so that neither direction of an exchange waits long for the other
-// and what was received is still in the cache when it is reduced.
+// Most bytes that one call moves: neither direction of an exchange waits long for the other, and
+// received data is still in the cache when it is reduced.
 constexpr std::size_t kMoveBytes = 256u << 10;
 
 void make_non_blocking(int fd) {
@@ -64,7 +64,7 @@ struct Transfer {
 
   bool finished() const { return done == bytes.size(); }
 
-  /// Moves what can be moved now; returns whether that was anything.
+  /// Moves the bytes that the socket takes or has now; returns whether there were any.
   bool move() {
     if (finished()) return false;
     const auto next = bytes.subspan(done, std::min(kMoveBytes, bytes.size() - done));
@@ -102,7 +102,7 @@ Connection::Connection(std::vector<Fd> sockets, std::string peer)
   }
 }
 
-/// Calls move_part(socket, part of the bytes) until it moves less than it is given.
+/// Calls move_part(socket, part of the bytes) until it moves less than its part.
 template <class Byte, class Move>
 std::size_t Connection::move(std::span<Byte> bytes, Position& position, Move&& move_part) {
   const bool stripes = sockets_.size() > 1;

@@ -19,7 +19,7 @@ Fd Doorbell::make_event_fd() {
 
 void Doorbell::ring_always() const noexcept {
   const std::uint64_t one = 1;
-  // EAGAIN (the counter is full) means that it has been rung already.
+  // EAGAIN (the counter is full) means that the doorbell has been rung already.
   [[maybe_unused]] const auto written = ::write(event_fd_.get(), &one, sizeof one);
 }
 

@@ -12,12 +12,12 @@ struct pollfd;
 
 namespace torch_ring {
 
-/// An eventfd and the flag that says whether anybody sleeps on it. The flag lies where every ringer
-/// sees it: in the sleeper's shared segment, or in private memory when only threads ring.
+/// An eventfd and a flag that says whether its owner sleeps on it. The flag lies in the sleeper's
+/// shared memory, or in private memory if only threads of this process ring.
 ///
-/// No wake-up is lost: the sleeper stores `asleep` and then looks at the data once more, a ringer
-/// stores the data and then looks at `asleep`; all four are sequentially consistent, so at least
-/// one of the two sees the other.
+/// No wake-up is lost: the sleeper stores `asleep` and then loads the data once more; a ringer
+/// stores the data and then loads `asleep`. All four are sequentially consistent, so at least one
+/// of the two sees the other's store.
 class Doorbell {
  public:
   Doorbell() = default;
@@ -27,15 +27,15 @@ class Doorbell {
   /// A new non-blocking eventfd. Throws Error(kInternal).
   static Fd make_event_fd();
 
-  /// Wakes the sleeper if there is one. Call after a seq_cst store of what it waits for.
+  /// Wakes the sleeper if there is one. Call after a seq_cst store of the data that it waits for.
   /// Thread: any. Blocking: no.
   void ring() const noexcept {
     if (asleep_->load(std::memory_order_seq_cst) != 0) ring_always();
   }
   void ring_always() const noexcept;
 
-  /// Sleeps until rung, until one of `fds` is ready, or until `deadline`, unless ready() holds
-  /// already. At most 15 `fds`.
+  /// Sleeps until the doorbell rings, until one of `fds` (at most 15) is ready, or until
+  /// `deadline`; not at all if ready() holds.
   /// Thread: only the owner, one at a time. Blocking: until `deadline`.
   template <class Ready>
   void sleep(Ready&& ready, Clock::time_point deadline, std::span<const pollfd> fds = {}) const {

@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-/// Calls apply(offset, bytes) for the huge pages that [offset, offset + bytes) has to itself,
-/// within the hole that it is taken from or that it leaves.
+/// Calls apply(offset, bytes) for the huge pages that no allocation but [offset, offset + bytes)
+/// uses. `hole` is the free range that it is taken from, or that it leaves.
 template <class Apply>
 void for_own_huge_pages(std::size_t offset, std::size_t bytes, std::size_t hole,
                         std::size_t hole_bytes, Apply&& apply) {
@@ -37,7 +37,7 @@ void* SharedArena::allocate(std::size_t bytes) {
   const std::size_t wanted = std::max<std::size_t>((bytes + kPage - 1) / kPage, 1) * kPage;
   const std::scoped_lock lock(mutex_);
   const auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& range) {
-    return range.second >= bytes && range.second >= wanted;  // `wanted` of the largest overflows
+    return range.second >= bytes && range.second >= wanted;  // huge `bytes` make `wanted` overflow
   });
   if (hole == free_.end()) {
     throw Error(ErrorKind::kInternal,

@@ -1,4 +1,4 @@
-// SharedArena: allocations in a rank's own shared memory, for buckets.
+// SharedArena: an allocator in a rank's own shared memory, for buckets.
 #pragma once
 
 #include <sys/types.h>
@@ -13,14 +13,14 @@
 
 namespace torch_ring {
 
-/// A first-fit allocator of whole pages, in memory of huge pages: one gets its memory with the
-/// first allocation that lies in it and loses it with the last. The peers have mapped the whole
-/// arena from the start, so an allocation is announced to nobody: an offset is enough to find it.
-/// What a forked child frees stays allocated: it is its parent's.
+/// A first-fit allocator of whole pages, in memory of huge pages. A huge page is committed with the
+/// first allocation in it and released with the last. The peers have mapped the whole arena from
+/// the start, so no allocation is announced: its offset is enough to find it. In a forked child
+/// free() does nothing: the memory is the parent's.
 /// Thread: any. Blocking: while the system looks for memory.
 class SharedArena {
  public:
-  /// `memory` stays alive as long as the arena does.
+  /// The arena keeps `memory` alive.
   explicit SharedArena(std::shared_ptr<const SharedMemory> memory);
 
   /// Errors: Error(kInternal) when the host has no more memory.

@@ -20,7 +20,7 @@ std::size_t host_memory_bytes() {
 }
 
 void commit_pages(int fd, std::size_t offset, std::size_t bytes) {
-  constexpr std::size_t kAtOnce = 256u << 10;  // where signals interrupt a call, it is undone
+  constexpr std::size_t kAtOnce = 256u << 10;  // bytes: a call that a signal interrupts is undone
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t part = std::min(kAtOnce, bytes - done);
     const int error =
@@ -43,7 +43,7 @@ Fd SharedMemory::create(std::size_t arena_bytes) {
   const std::size_t bytes =
       huge_page_ceil(kArena + (arena_bytes != 0 ? arena_bytes : host_memory_bytes()));
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate");
-  // Nobody can shrink it under a reader, which would be a SIGBUS there.
+  // Seal the size: if a process shrank the file, its readers would get SIGBUS.
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) throw_errno("F_ADD_SEALS");
   commit_pages(fd.get(), 0, kWorldEntries);
   commit_pages(fd.get(), kStaging, kSegments * kSegmentBytes);
@@ -84,7 +84,7 @@ void SharedMemory::commit_huge(std::size_t offset, std::size_t bytes) const {
       }
       has_huge_pages_ = make_huge_pages(base_ + offset, bytes);
     }
-    commit(offset, bytes);  // what has no pages yet
+    commit(offset, bytes);  // the rest of the pages
   } catch (...) {
     release(offset, bytes);
     throw;

@@ -1,4 +1,4 @@
-// SharedMemory: a rank's memory that the other ranks of its host read and write.
+// SharedMemory: a rank's memory, which the other ranks of its host read and write.
 #pragma once
 
 #include <atomic>
@@ -10,23 +10,23 @@
 
 namespace torch_ring {
 
-/// The map of one rank's memory (a memfd, so that nothing is left behind in /dev/shm):
+/// The map of one rank's memory (a memfd, so nothing stays behind in /dev/shm):
 ///
-///   offset            what                      written by
+///   offset            contents                  written by
 ///   0                 SegmentHeader             its rank (`asleep`: read by all)
-///   kEntries          2 x kEntrySlotBytes       its rank: the entry of this and the last round
+///   kEntries          2 x kEntrySlotBytes       its rank: its entries of this and the last round
 ///   kWorldEntries     2 x kWorldSlotBytes       the host's leader: the entries of all hosts
-///   kStaging          kSegments x kSegmentBytes its rank; the sums by the ranks that reduced them
-///   kArena            the rest                  its rank and those that reduce in place
+///   kStaging          kSegments x kSegmentBytes its rank; the sums by the ranks that reduce them
+///   kArena            the rest                  its rank and the ranks that reduce in place
 ///
-/// All but the arena and the world entries is committed when the memory is made, so that a machine
-/// without memory gives an error then and no SIGBUS later; those two are committed when used.
+/// create() commits all but the arena and the world entries, so that a machine without memory gives
+/// an error there and no SIGBUS later. Those two are committed when they are first used.
 struct SegmentHeader {
   // Each counter has a cache line of its own: only its rank writes it, and the others poll it.
   alignas(64) std::atomic<std::uint64_t> posted;     // board rounds this rank has posted to
-  alignas(64) std::atomic<std::uint64_t> published;  // world rounds that are in kWorldEntries
+  alignas(64) std::atomic<std::uint64_t> published;  // world rounds written to kWorldEntries
   alignas(64) std::atomic<std::uint64_t> staged;     // segments this rank has made readable
-  alignas(64) std::atomic<std::uint64_t> reduced;    // segments whose part this rank has reduced
+  alignas(64) std::atomic<std::uint64_t> reduced;    // segments with this rank's part reduced
   alignas(64) std::atomic<std::uint64_t> barriers;   // barriers this rank has reached
   alignas(64) std::atomic<std::uint32_t> asleep;     // Doorbell's flag
 };
@@ -38,7 +38,7 @@ class SharedMemory {
   static constexpr std::size_t kEntryBytes = 64u << 10;  // the largest entry of a board
   static constexpr std::size_t kEntrySlotBytes = kEntryBytes + 64;
   static constexpr std::size_t kWorldSlotBytes = 4u << 20;
-  // As measured (docs/tuning.md).
+  // Measured (docs/tuning.md).
   static constexpr std::size_t kSegmentBytes = 256u << 10;
   static constexpr std::size_t kSegments = 6;
 
@@ -47,12 +47,12 @@ class SharedMemory {
   static constexpr std::size_t kStaging = kWorldEntries + 2 * kWorldSlotBytes;
   static constexpr std::size_t kArena = huge_page_ceil(kStaging + kSegments * kSegmentBytes);
 
-  /// A new memfd with `arena_bytes` of arena (address space only), or as much as the host has
-  /// memory when 0. Throws Error(kInternal).
+  /// A new memfd with `arena_bytes` of arena (address space only); 0: the size of the host's
+  /// memory. Throws Error(kInternal).
   static Fd create(std::size_t arena_bytes = 0);
 
-  /// Maps the memory behind `fd`, its own or a peer's. Throws Error(kInternal), also when the
-  /// memory is not one that create() made.
+  /// Maps the memory behind `fd`, this rank's or a peer's. Throws Error(kInternal), also for a
+  /// descriptor that create() has not made.
   explicit SharedMemory(Fd fd);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
@@ -62,12 +62,12 @@ class SharedMemory {
   std::byte* at(std::size_t offset) const { return base_ + offset; }
   std::size_t size_bytes() const { return bytes_; }
 
-  /// Gives pages to a range of the memory, or takes them back. commit throws Error(kInternal).
+  /// Commits pages to a range of the memory, or releases them. commit() throws Error(kInternal).
   void commit(std::size_t offset, std::size_t bytes) const;
   void release(std::size_t offset, std::size_t bytes) const noexcept;
 
-  /// commit() of whole huge pages: one each, until the system has no more. After an error the range
-  /// has none.
+  /// commit() in huge pages, until the system has no more of them; then in small ones. After an
+  /// error the range has no pages.
   void commit_huge(std::size_t offset, std::size_t bytes) const;
 
  private:

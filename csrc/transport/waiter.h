@@ -1,5 +1,4 @@
-// Waiter: how a rank waits. It spins, then yields, then sleeps; always until a deadline, always
-// abortable.
+// Waiter: waits for peers. It spins, yields, then sleeps; each wait has a deadline and can abort.
 #pragma once
 
 #include <poll.h>
@@ -21,17 +20,17 @@ inline void pause_cpu() {
 #endif
 }
 
-/// Thread: only the progress thread of the communicator. Blocking: as each function says.
+/// Thread: the communicator's progress thread, but for wake(). Blocking: as each function says.
 /// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`.
 class Waiter {
  public:
-  /// `may_spin`: every rank on this kernel has a core of its own.
+  /// `may_spin`: whether every rank on this kernel has a core of its own.
   Waiter(const Abort& abort, const Doorbell& doorbell, bool may_spin,
          std::chrono::milliseconds timeout)
       : abort_(abort), doorbell_(doorbell), may_spin_(may_spin), timeout_(timeout) {}
 
-  /// Returns when ready() holds. `describe` gives the text of the timeout's error: who is waited
-  /// for, and how far we came. While it sleeps it also wakes for `fds`.
+  /// Returns when ready() holds. `describe` gives the text of the timeout's error: which peer is
+  /// late, and how far the transfer came. A sleep also ends when one of `fds` is ready.
   template <class Ready, class Describe>
   void wait(Ready&& ready, Describe&& describe, std::span<const pollfd> fds = {}) const {
     if (ready()) return;
@@ -41,15 +40,16 @@ class Waiter {
     }
   }
 
-  /// Returns whether ready() holds, at `deadline` at the latest; may return false earlier (a ring
-  /// for somebody else's reason). Spins for `spin` before it sleeps, if it may. Throws only the
-  /// Abort's cause.
+  /// Returns whether ready() holds, at `deadline` at the latest. May return false earlier: the
+  /// doorbell also rings for other reasons. Spins for `spin` before it sleeps, if it may. Throws
+  /// only the Abort's cause.
   template <class Ready>
   bool wait_until(Ready&& ready, Clock::time_point deadline, std::chrono::microseconds spin,
                   std::span<const pollfd> fds = {}) const {
-    // A yield lets another rank of an oversubscribed host run instead.
+    // The yields below let another rank of an oversubscribed host run instead.
     if (may_spin_) {
-      // By the clock: ready() is a load in shared memory, and two system calls over a socket.
+      // By the clock, because ready() is one load in shared memory but two system calls on a
+      // socket.
       const auto end = Clock::now() + spin;
       do {
         for (int i = 0; i < 16; ++i) {
@@ -68,8 +68,8 @@ class Waiter {
     return ready();
   }
 
-  /// Ends the sleep of the progress thread, if it sleeps. Call after a seq_cst store of what its
-  /// ready() looks at. Thread: any. Blocking: no.
+  /// Ends the sleep of the progress thread, if it sleeps. Call after a seq_cst store of the data
+  /// that its ready() loads. Thread: any. Blocking: no.
   void wake() const { doorbell_.ring(); }
 
   std::chrono::milliseconds timeout() const { return timeout_; }

@@ -7,16 +7,16 @@
 namespace torch_ring::test {
 namespace {
 
-/// A rank's tensors, one after the other. `begin` and `count` choose one of them.
+/// A rank's tensors, one after the other.
 using Vector = std::vector<double>;
 
-// One tensor is longer than two segments of shared memory, some have no part on some ranks.
+// One tensor is longer than two segments of shared memory; some have no part on some ranks.
 constexpr std::size_t kLong = kSanitized ? 66'001 : 70'001;
 const std::vector<std::size_t> kCounts{1, 1000, 0, kLong, 3, 5};
 constexpr std::size_t kCount = 1 + 1000 + kLong + 3 + 5;
 
-/// Whole numbers below 256, which all dtypes hold, of other norms and directions on every rank.
-/// The second tensor is all zeros on odd ranks, the last one on all.
+/// A rank's vector: whole numbers below 256, which all dtypes hold, with different norms and
+/// directions on every rank. The second tensor is zero on odd ranks, the last one on all.
 Vector vector_of(int rank) {
   Vector vector;
   for (std::size_t i = 0; i < kCount; ++i) {
@@ -47,7 +47,7 @@ Vector pairwise(const Vector& a, const Vector& b) {
   return sum;
 }
 
-/// Of ranks first, first + 1, ...: neighbours first, then pairs, and so on.
+/// The adaptive sum of ranks first, first + 1, ...: of neighbours first, then of pairs, and so on.
 Vector expected(int first, int ranks) {
   if (ranks == 1) return vector_of(first);
   return pairwise(expected(first, ranks / 2), expected(first + ranks / 2, ranks / 2));
@@ -70,8 +70,8 @@ void is_the_pairwise_formula(const Layout& layout, int size) {
       adasum(communicator, results[rank].data(), kCounts, dtype);
     });
     for (const Elements& result : results) CHECK(same(result.bytes(), results[0].bytes()));
-    const double computed = dtype == DType::kFloat64 ? 1e-11 : 3e-5;  // of numbers up to 50
-    const double subnormal = dtype == DType::kFloat16 ? 0x1p-14 : 0;  // what Elements cannot read
+    const double computed = dtype == DType::kFloat64 ? 1e-11 : 3e-5;  // for numbers up to 50
+    const double subnormal = dtype == DType::kFloat16 ? 0x1p-14 : 0;  // Elements reads none
     for (std::size_t i = 0; i < kCount; ++i) {
       const double error = std::fabs(results[0].at(i) - sum[i]);
       if (error <= rounding(dtype) * std::fabs(sum[i]) + computed + subnormal) continue;
@@ -94,7 +94,7 @@ const bool added = [] {
 
 }  // namespace
 
-TEST(adasum_refuses_before_anything_moves) {
+TEST(adasum_refuses_invalid_dtype_or_size_before_moving_data) {
   std::byte data[64]{};
   const std::vector<std::size_t> counts{3};
   const auto refuses = [&](int size, DType dtype, const char* what) {
@@ -109,7 +109,7 @@ TEST(adasum_refuses_before_anything_moves) {
   refuses(2, DType::kBool, "floating point");
 }
 
-TEST(adasum_partners_divide_what_they_have) {
+TEST(adasum_range_halves_are_disjoint_and_cover_all_elements) {
   for (const std::size_t count : {0u, 1u, 5u, 64u, 1001u}) {
     std::vector<int> owners(count, 0);
     for (int rank = 0; rank < 8; ++rank) {

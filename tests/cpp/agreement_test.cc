@@ -1,4 +1,4 @@
-// What the ranks decide from the same entries: pure, no threads.
+// Agreement: decisions from the ranks' entries. Pure, no threads.
 #include "engine/agreement.h"
 
 #include "engine/fusion.h"
@@ -54,7 +54,7 @@ Agreement among(int size) {
   return Agreement(labels);
 }
 
-TEST(fingerprints_survive_their_encoding) {
+TEST(fingerprint_is_equal_after_encode_and_decode) {
   Fingerprint fingerprint = broadcast("layer.0.weight", 2);
   fingerprint.dtype = DType::kBFloat16;
   fingerprint.prescale = 0.5;
@@ -64,7 +64,7 @@ TEST(fingerprints_survive_their_encoding) {
   CHECK(decode(encoded) == fingerprint);
 }
 
-TEST(broken_entries_are_refused) {
+TEST(parse_entry_throws_for_truncated_entries) {
   const Bytes whole = entry({allreduce("a"), allreduce("b")});
   for (std::size_t bytes = 0; bytes < whole.size(); bytes += 3) {
     CHECK_THROWS(parse_entry(ByteSpan(whole).first(bytes)), ErrorKind::kInternal, "broken entry");
@@ -72,28 +72,28 @@ TEST(broken_entries_are_refused) {
   CHECK_EQ(parse_entry(whole).announcements.size(), 2u);
 }
 
-TEST(equal_requests_are_decided_at_once) {
+TEST(equal_requests_are_decided_in_one_round) {
   Agreement agreement = among(3);
   const Bytes a = entry({allreduce("a")});
   CHECK_EQ(keys(round(agreement, {a, a, a})), Keys{"allreduce.a"});
   CHECK(agreement.empty());
 }
 
-TEST(order_does_not_matter_names_do) {
+TEST(requests_are_matched_by_name_in_any_order) {
   Agreement agreement = among(2);
   CHECK_EQ(keys(round(agreement, {entry({allreduce("a")}), entry({allreduce("b")})})), Keys{});
   CHECK_EQ(keys(round(agreement, {entry({allreduce("b")}), entry({})})), Keys{"allreduce.b"});
   CHECK_EQ(keys(round(agreement, {entry({}), entry({allreduce("a")})})), Keys{"allreduce.a"});
 }
 
-TEST(decisions_come_in_the_order_of_the_first_announcement) {
+TEST(decisions_have_the_order_of_first_announcements) {
   Agreement agreement = among(2);
   const auto decisions = round(agreement, {entry({allreduce("z"), allreduce("a")}),
                                            entry({allreduce("a"), allreduce("z")})});
   CHECK_EQ(keys(decisions), (Keys{"allreduce.z", "allreduce.a"}));
 }
 
-TEST(a_mismatch_names_both_sides_and_leaves_nothing_behind) {
+TEST(mismatch_names_both_requests_and_the_name_can_be_used_again) {
   Agreement agreement = among(3);
   const auto decisions = round(
       agreement,
@@ -106,13 +106,13 @@ TEST(a_mismatch_names_both_sides_and_leaves_nothing_behind) {
   CHECK(!round(agreement, {again, again, again})[0].mismatch);
 }
 
-TEST(numbered_requests_of_different_collectives_disagree_at_once) {
+TEST(numbered_requests_of_different_collectives_are_a_mismatch) {
   Agreement agreement = among(2);
   const auto decisions = round(agreement, {entry({allreduce("#1")}), entry({broadcast("#1", 0)})});
   CHECK(decisions.at(0).mismatch.has_value());
 }
 
-TEST(ranks_that_all_wait_for_something_else_are_told) {
+TEST(ranks_that_all_wait_for_different_requests_get_a_mismatch) {
   Agreement agreement = among(2);
   CHECK(round(agreement, {entry({allreduce("a")}), entry({broadcast("b", 1)})}).empty());
   CHECK(round(agreement, {entry({}, true), entry({}, false)}).empty());
@@ -124,7 +124,7 @@ TEST(ranks_that_all_wait_for_something_else_are_told) {
   CHECK(agreement.empty());
 }
 
-TEST(who_is_missing_is_known) {
+TEST(agreement_names_missing_ranks_and_what_ranks_wait_for) {
   Agreement agreement = among(3);
   round(agreement, {entry({allreduce("a")}), entry({}), entry({allreduce("a"), allreduce("b")})});
   CHECK_EQ(agreement.missing("allreduce.a"), std::vector<int>{1});
@@ -138,7 +138,7 @@ Fingerprint join() {
   return fingerprint;
 }
 
-TEST(a_rank_that_has_joined_is_not_waited_for) {
+TEST(requests_are_decided_without_a_joined_rank) {
   Agreement agreement = among(3);
   CHECK(round(agreement, {entry({allreduce("a")}), entry({allreduce("a")}), entry({})}).empty());
   const auto decisions = round(agreement, {entry({}), entry({allreduce("b")}), entry({join()})});
@@ -150,7 +150,7 @@ TEST(a_rank_that_has_joined_is_not_waited_for) {
   CHECK_EQ(agreement.waits_for(2), std::string("join"));
 }
 
-TEST(the_last_to_join_ends_the_join_for_all) {
+TEST(join_is_decided_when_the_last_rank_joins) {
   Agreement agreement = among(2);
   CHECK(round(agreement, {entry({}), entry({join()})}).empty());
   const auto decisions = round(agreement, {entry({join()}), entry({})});
@@ -161,7 +161,7 @@ TEST(the_last_to_join_ends_the_join_for_all) {
   CHECK_EQ(round(agreement, {entry({join()}), entry({join()})})[0].last_joined, 1);
 }
 
-TEST(only_a_reduction_can_do_without_a_rank) {
+TEST(joined_rank_makes_other_collectives_than_reductions_a_mismatch) {
   Fingerprint scaled = allreduce("scaled");
   scaled.op = ReduceOp::kMin;
   scaled.prescale = -1.0;
@@ -173,7 +173,7 @@ TEST(only_a_reduction_can_do_without_a_rank) {
   }
 }
 
-TEST(a_barrier_without_a_name_begins_an_era) {
+TEST(unnamed_barrier_resets_the_numbering) {
   Agreement agreement = among(2);
   Fingerprint barrier;
   barrier.collective = Collective::kBarrier;
@@ -186,7 +186,7 @@ TEST(a_barrier_without_a_name_begins_an_era) {
   }
 }
 
-TEST(fusion_groups_by_kind_and_size) {
+TEST(plan_fusion_groups_requests_by_dtype_and_size) {
   const Fingerprint small = allreduce("s", {10});
   const Fingerprint large = allreduce("l", {1000});
   Fingerprint other = allreduce("o", {10});

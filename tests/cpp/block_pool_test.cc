@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kBytes = 4096;
 
-/// Allocates, and knows what has not been freed.
+/// An allocator that counts allocations and lists live blocks.
 class Memory {
  public:
   std::shared_ptr<BlockPool> pool() {
@@ -38,7 +38,7 @@ class Memory {
 
 }  // namespace
 
-TEST(block_pool_gives_the_same_block_again) {
+TEST(block_pool_reuses_a_returned_block) {
   Memory memory;
   const auto pool = memory.pool();
   pool->expect(kBytes);
@@ -49,7 +49,7 @@ TEST(block_pool_gives_the_same_block_again) {
   CHECK_EQ(memory.allocations, 1);
 }
 
-TEST(block_pool_has_blocks_for_twice_what_is_expected) {
+TEST(block_pool_gives_at_most_twice_the_expected_blocks) {
   Memory memory;
   const auto pool = memory.pool();
   CHECK(pool->take(kBytes) == nullptr);
@@ -65,7 +65,7 @@ TEST(block_pool_has_blocks_for_twice_what_is_expected) {
   CHECK_EQ(memory.live.size(), 4u);
 }
 
-TEST(block_pool_frees_what_is_expected_no_more) {
+TEST(block_pool_frees_blocks_of_sizes_no_longer_expected) {
   Memory memory;
   const auto pool = memory.pool();
   pool->expect(kBytes);
@@ -82,7 +82,7 @@ TEST(block_pool_frees_what_is_expected_no_more) {
   CHECK(pool->take(2 * kBytes) != nullptr);
 }
 
-TEST(block_pool_block_outlives_the_pool) {
+TEST(block_outlives_its_block_pool) {
   Memory memory;
   auto pool = memory.pool();
   pool->expect(kBytes);
@@ -96,7 +96,7 @@ TEST(block_pool_block_outlives_the_pool) {
   CHECK(memory.live.empty());
 }
 
-TEST(block_pool_gives_nothing_when_memory_is_used_up) {
+TEST(block_pool_returns_null_when_allocation_fails) {
   Memory memory;
   const auto pool = memory.pool();
   pool->expect(kBytes);
@@ -106,7 +106,7 @@ TEST(block_pool_gives_nothing_when_memory_is_used_up) {
   CHECK(pool->take(kBytes) != nullptr);
 }
 
-TEST(block_pool_is_empty_in_a_child) {
+TEST(block_pool_gives_no_blocks_in_a_forked_child) {
   Memory memory;
   const auto pool = memory.pool();
   pool->expect(kBytes);

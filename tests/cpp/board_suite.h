@@ -1,4 +1,4 @@
-// What every Board does, whatever lies beneath.
+// board_suite: tests that every Board passes, whatever its transport.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 
 namespace torch_ring::test {
 
-/// A wait that ends by this, and not by what it waits for, is a hang.
+/// A deadline that no wait reaches.
 constexpr Clock::time_point kNever = Clock::time_point::max();
 
-/// The entry that `rank` posts in `round`: every rank can tell what to expect of the others.
+/// The entry that `rank` posts in `round`, which every other rank can compute too.
 inline Bytes entry_of(int rank, int round, std::size_t capacity) {
   std::mt19937 random(static_cast<unsigned>(round * 1000 + rank));
   const std::size_t longest = round % 16 == 15 ? capacity : random() % 4 == 0 ? 0 : 200;
@@ -95,7 +95,7 @@ inline void board_names_the_missing(const Layout& layout, int size) {
     } else {
       board.post({});
       CHECK(!misses(rank));
-      // Rank 0 leads its host, so it learns who is late; the others may see only their host.
+      // Rank 0 leads its host and so learns which ranks are late; others may see only their host.
       while (rank == 0 && !misses(late)) {
         board.wait_until(Clock::now() + std::chrono::milliseconds(5), kSpin);
       }
@@ -110,7 +110,7 @@ inline void board_wakes(const Layout& layout, int size) {
   run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
     board.wake();
-    board.wait_until(kNever, kSpin);  // the wake that came before
+    board.wait_until(kNever, kSpin);  // returns for the earlier wake()
     std::atomic<bool> awake{false};
     std::thread waker([&] {
       while (!awake) {
@@ -124,7 +124,7 @@ inline void board_wakes(const Layout& layout, int size) {
   });
 }
 
-/// Registers the suite; returns true, to initialise a static with.
+/// Registers the suite. Returns true, to initialise a static variable.
 inline bool add_board_suite(const Layout& layout) {
   add_for_sizes(layout, "board: all ranks see the same entries", board_rounds);
   add_for_sizes(layout, "board: entries are aligned to 8 bytes", board_entries_are_aligned);

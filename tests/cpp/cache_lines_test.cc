@@ -8,7 +8,7 @@
 
 using namespace torch_ring;
 
-TEST(copy_nontemporal_copies_what_it_is_given_and_no_more) {
+TEST(copy_nontemporal_writes_exactly_its_target_range) {
   constexpr std::size_t kMost = 5 * kCacheLine;
   constexpr auto kUntouched = std::byte{0xee};
   std::vector<std::byte> source(kMost + kCacheLine);

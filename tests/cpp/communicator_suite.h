@@ -1,4 +1,4 @@
-// What every Communicator does, whatever lies beneath.
+// communicator_suite: tests that every Communicator passes, whatever its transport.
 #pragma once
 
 #include <array>
@@ -35,12 +35,14 @@ inline void check_allreduce(Communicator& communicator, DType dtype, ReduceOp op
   }
 }
 
-// The arithmetic of every dtype is tested without threads: sanitizers see enough of it in three.
+// Under sanitizers three dtypes are enough: reduce_test tests the arithmetic of all, without
+// threads.
 constexpr int kDTypeStep = kSanitized ? 4 : 1;
-// ... and of long data a half, which is still more than two segments of every dtype.
+// Under sanitizers long data is half as long, still more than two segments of every dtype.
 constexpr std::size_t kShare = kSanitized ? 2 : 1;
 
-// Gathered and reduced by every rank of a ring, and sent around it (64 KiB is the bound).
+// Elements below and above a ring's bound of 64 KiB: gathered on every rank, and sent around the
+// ring.
 constexpr std::array<std::size_t, 2> kShortAndLong{1000, 40'009};
 
 inline void allreduce_all(const Layout& layout, int size) {
@@ -90,7 +92,7 @@ inline void allreduce_scaled(const Layout& layout, int size) {
 
 inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    // In float16, 2048 + 1 is 2048: whoever rounds in between loses the ones.
+    // In float16, 2048 + 1 is 2048: intermediate rounding loses the ones.
     const double largest = 2048 - (size - 1) % 2;  // the sum is even, so float16 can hold it
     for (const std::size_t count : kShortAndLong) {
       Elements data(DType::kFloat16, count);
@@ -143,7 +145,7 @@ inline void allgather_ragged(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     for (const std::size_t scale :
          {std::size_t{0}, std::size_t{1}, std::size_t{500}, 140'001 / kShare}) {
-      for (int empty = 0; empty <= size; ++empty) {  // at `size` there is none
+      for (int empty = 0; empty <= size; ++empty) {  // at `size` no rank is empty
         std::vector<std::size_t> bytes;
         Bytes expected;
         for (int rank = 0; rank < size; ++rank) {
@@ -229,7 +231,7 @@ inline void an_abort_ends_a_wait(const Layout& layout, int size) {
   });
 }
 
-/// Registers the suite, and the board's; returns true, to initialise a static with.
+/// Registers the suite, and the board's. Returns true, to initialise a static variable.
 inline bool add_communicator_suite(const Layout& layout) {
   const auto add = [&](const char* name, void (*body)(const Layout&, int)) {
     add_for_sizes(layout, name, body);

@@ -14,7 +14,7 @@ using namespace torch_ring::test;
 
 namespace {
 
-// Two ranks of a kind also spin, as ranks with cores of their own do.
+// Layouts of two ranks that spin, as ranks with cores of their own do.
 [[maybe_unused]] const bool added[] = {
     add_communicator_suite({"shm", one_host}),
     add_communicator_suite({"spinning shm", one_host, {2}, Sockets::kUnix, true}),
@@ -41,18 +41,18 @@ namespace {
 
 TEST(reducescatter_longer_than_a_round_of_a_ring_or_a_hierarchy) {
   run_world({"ring", one_rank_a_host}, 2, [](Communicator& communicator, Abort&) {
-    if (kSanitized) return;  // sanitizers see the rounds of a hierarchy, below
-    // Rounds of 1 MiB a part: the first rank's ends in the first one, the other's in the second.
+    if (kSanitized) return;  // under sanitizers the hierarchy's rounds are enough
+    // Rounds of 1 MiB a part: rank 0's part ends in the first round, rank 1's in the second.
     check_reducescatter(communicator, {}, [](std::size_t rank) { return rank == 0 ? 5 : 300'003; });
   });
   run_world({"two hosts", two_hosts}, 3, [](Communicator& communicator, Abort&) {
-    // Rounds of 8 MiB of the whole: the second rank's part lies in both.
+    // Rounds of 8 MiB of the whole tensor: rank 1's part lies in both.
     check_reducescatter(communicator, {DType::kFloat64, ReduceOp::kSum, {}},
                         [](std::size_t rank) { return rank == 0 ? 1'000'000 : 70'000; });
   });
 }
 
-TEST(shm_takes_over_the_lines_that_one_rank_reads) {
+TEST(shm_only_reader_owns_the_staged_cache_lines) {
   run_world({"shm", one_host}, 2, [](Communicator& communicator, Abort&) {
     constexpr std::size_t kBytes = 96u << 10;
     const auto& host = dynamic_cast<ShmCommunicator&>(communicator).host();
@@ -91,14 +91,14 @@ TEST(shm_takes_over_the_lines_that_one_rank_reads) {
   });
 }
 
-TEST(shm_stages_while_slots_are_free) {
+TEST(shm_broadcast_root_stages_into_free_slots_without_waiting) {
   constexpr std::size_t kBytes = (SharedMemory::kSegments - 2) * SharedMemory::kSegmentBytes;
   EngineConfig config;
   config.timeout = std::chrono::seconds(2);
   std::latch root_is_done(1);
   const auto broadcast = [&](Communicator& communicator, Abort&) {
     Bytes data = bytes_of(communicator.rank(), kBytes);
-    if (communicator.rank() == 0) {  // while nobody reads
+    if (communicator.rank() == 0) {  // no peer reads meanwhile
       const std::shared_ptr<void> done(nullptr, [&](void*) { root_is_done.count_down(); });
       communicator.broadcast(data.data(), kBytes, 0);
     } else {
@@ -110,7 +110,7 @@ TEST(shm_stages_while_slots_are_free) {
   run_world({"shm", one_host}, 2, broadcast, config);
 }
 
-TEST(shm_board_spins_for_as_long_as_it_is_told) {
+TEST(shm_board_spins_for_the_given_time_before_it_sleeps) {
   Layout layout{"shm", one_host};
   layout.may_spin = true;
   run_world(layout, 2, [](HostCommunicator& communicator, Abort&) {
@@ -135,12 +135,12 @@ TEST(shm_board_spins_for_as_long_as_it_is_told) {
   });
 }
 
-TEST(shm_writes_large_results_past_the_caches) {
+TEST(shm_large_results_by_nontemporal_copies_are_right) {
   run_world({"shm", one_host}, 3, [](Communicator& communicator, Abort&) {
     constexpr std::size_t kLarge = 17u << 20;
     constexpr std::size_t kFloats = kLarge / 4;
     check_allreduce(communicator, DType::kFloat32, ReduceOp::kSum, kFloats + 1, false);
-    // Large on two of the ranks only.
+    // Large results on two of the ranks only.
     check_reducescatter(communicator, {},
                         [](std::size_t rank) { return rank == 1 ? 1000 : kFloats; });
     check_alltoall(communicator,

@@ -19,7 +19,7 @@ Bytes pattern(std::size_t bytes, int seed) {
   return data;
 }
 
-/// Two ranks, each with its connection to the other and its way to wait.
+/// Two ranks, each with its connection to the other and its Waiter.
 struct End {
   End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout)
       : waiting(timeout),
@@ -52,7 +52,7 @@ struct Pair {
 
 void exchange_both_ways(Sockets sockets, int connections = 1) {
   Pair pair(sockets, patient().timeout, connections);
-  // Much more than the sockets hold: whoever only sent would block for ever.
+  // Much more than the sockets hold: a rank that only sent would block for ever.
   const Bytes data[2] = {pattern(9 * kMiB + 1, 0), pattern(5 * kMiB + 3, 1)};
   run_ranks(2, [&](int rank) {
     Bytes incoming(data[1 - rank].size());
@@ -72,7 +72,7 @@ TEST(connection_exchange_both_ways_unix) { exchange_both_ways(Sockets::kUnix); }
 TEST(connection_exchange_both_ways_tcp) { exchange_both_ways(Sockets::kTcp); }
 TEST(connection_exchange_both_ways_over_three_sockets) { exchange_both_ways(Sockets::kTcp, 3); }
 
-TEST(connection_of_several_sockets_takes_them_in_turns) {
+TEST(connection_stripes_data_over_its_sockets) {
   Pair pair(Sockets::kUnix, patient().timeout, 2);
   Connection& sender = pair.ends[0]->connection;
   Connection& receiver = pair.ends[1]->connection;
@@ -104,7 +104,7 @@ TEST(connection_exchange_in_one_direction_or_none) {
   exchange(nullptr, {}, nullptr, {}, pair.ends[0]->waiting.waiter);
 }
 
-TEST(connection_readable_when_bytes_or_the_end_have_come) {
+TEST(connection_is_readable_with_data_or_end_of_stream) {
   Pair pair(Sockets::kUnix);
   std::byte byte{7};
   CHECK(!pair.ends[0]->connection.readable());
@@ -118,7 +118,7 @@ TEST(connection_readable_when_bytes_or_the_end_have_come) {
   CHECK_EQ(pair.ends[0]->connection.try_receive({}), 0u);
 }
 
-TEST(connection_the_end_comes_after_the_last_byte) {
+TEST(connection_reports_end_of_stream_after_the_last_byte) {
   for (const Sockets sockets : {Sockets::kUnix, Sockets::kTcp}) {
     Pair pair(sockets);
     const Bytes data = pattern(1000, 0);
@@ -132,7 +132,7 @@ TEST(connection_the_end_comes_after_the_last_byte) {
   }
 }
 
-TEST(connection_a_lost_peer_is_named_with_the_progress) {
+TEST(connection_lost_error_names_peer_and_progress) {
   Pair pair(Sockets::kTcp);
   const Bytes data = pattern(3 * kMiB / 2, 0);
   run_ranks(2, [&](int rank) {
@@ -146,12 +146,12 @@ TEST(connection_a_lost_peer_is_named_with_the_progress) {
     }
   });
   const auto send_on = [&] {
-    while (true) pair.ends[0]->exchange(data, {});  // the first bytes still leave
+    while (true) pair.ends[0]->exchange(data, {});  // the first bytes are still sent
   };
   CHECK_THROWS(send_on(), ErrorKind::kPeerLost, "connection to rank 1 (a thread) failed: ");
 }
 
-TEST(connection_a_silent_peer_is_a_timeout_with_the_progress) {
+TEST(connection_timeout_error_names_peer_and_progress) {
   Pair pair(Sockets::kUnix, std::chrono::milliseconds(50));
   Bytes incoming(3000);
   pair.ends[1]->exchange(pattern(1000, 0), {});
@@ -159,7 +159,7 @@ TEST(connection_a_silent_peer_is_a_timeout_with_the_progress) {
                "no progress for 0.05 s: 1.0 of 2.9 KiB received from rank 1 (a thread)");
 }
 
-TEST(connection_an_abort_ends_an_exchange_with_its_cause) {
+TEST(connection_exchange_throws_the_abort_cause) {
   Pair pair(Sockets::kUnix);
   std::latch waiting(1);
   run_ranks(2, [&](int rank) {

@@ -1,4 +1,4 @@
-// Elements of every dtype, written and read as double.
+// Elements: a buffer of any dtype, written and read as double.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace torch_ring::test {
 
-/// The bits of a whole number below 2048 as float16; those are exact.
+/// The float16 bits of a whole number below 2048, which are exact.
 inline std::uint16_t float16_of(double value) {
   if (value == 0) return 0;
   const int exponent = std::ilogb(value);
@@ -21,7 +21,7 @@ inline std::uint16_t float16_of(double value) {
   return static_cast<std::uint16_t>((value < 0 ? 0x8000 : 0) | (exponent + 15) << 10 | fraction);
 }
 
-/// The normal number or zero that float16 bits stand for.
+/// The value of float16 bits: a normal number or zero.
 inline double value_of_float16(std::uint16_t bits) {
   const int exponent = bits >> 10 & 31;
   const double magnitude = exponent == 0 ? 0 : std::ldexp(1024 + (bits & 1023), exponent - 25);
@@ -41,7 +41,7 @@ T get(const std::byte* from) {
 
 using Bytes = std::vector<std::byte>;
 
-/// a == b, which the library compares byte by byte: for ever under a sanitizer.
+/// a == b by memcmp(): std::vector compares byte by byte, too slow under a sanitizer.
 inline bool same(const Bytes& a, const Bytes& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
 }
@@ -49,7 +49,8 @@ inline bool same(const Bytes& a, const Bytes& b) {
 /// A buffer of `count` elements.
 class Elements {
  public:
-  /// Element i is value(i % period): what repeats is made once, as sanitizers make loops slow.
+  /// Element i is value(i % period). One period is computed, then copied: loops are slow under
+  /// sanitizers.
   template <class Value>
   static Elements repeating(DType dtype, std::size_t count, std::size_t period, Value&& value) {
     Elements elements(dtype, count);

@@ -1,4 +1,4 @@
-// What engines do when ranks disagree, leave, fall silent, or interrupt a wait.
+// Engine errors: ranks that disagree, leave, fall silent, or interrupt a wait.
 #include <latch>
 #include <stdexcept>
 #include <thread>
@@ -37,7 +37,7 @@ const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](R
   std::vector<float> first = rank.input(5);
   std::vector<float> second = first;
   std::vector<float> gate(1, 1.0f);
-  const auto work = rank.allreduce(first, "twice", Engine::Mode::kBlocking);  // nobody starts it
+  const auto work = rank.allreduce(first, "twice", Engine::Mode::kBlocking);  // no thread starts it
   CHECK_THROWS(rank.allreduce(second, "twice", Engine::Mode::kBlocking),
                ErrorKind::kInvalidArgument, "'twice' float32 [5] Sum is in flight already");
   rank.wait(work);
@@ -84,7 +84,7 @@ const bool kInterrupt = on_all_layouts(
     },
     2);
 
-TEST(a_silent_rank_is_a_timeout_that_says_what_it_does) {
+TEST(stall_warning_and_timeout_name_the_rank_that_has_not_submitted) {
   EngineConfig config = patient();
   config.timeout = std::chrono::milliseconds(400);
   config.stall_warning = std::chrono::milliseconds(100);
@@ -107,7 +107,7 @@ TEST(a_silent_rank_is_a_timeout_that_says_what_it_does) {
       config);
 }
 
-TEST(after_a_fatal_error_everything_fails_with_its_cause) {
+TEST(pending_and_later_requests_fail_with_the_first_fatal_error) {
   EngineConfig config = patient();
   config.timeout = std::chrono::milliseconds(200);
   run_engines(
@@ -123,7 +123,7 @@ TEST(after_a_fatal_error_everything_fails_with_its_cause) {
       config);
 }
 
-TEST(a_closed_engine_fails_what_is_pending) {
+TEST(closing_an_engine_fails_pending_and_later_requests) {
   run_engines({0, 0}, [](Rank& rank) {
     std::vector<float> values(3);
     std::vector<float> other(3);
@@ -134,7 +134,7 @@ TEST(a_closed_engine_fails_what_is_pending) {
   });
 }
 
-/// A wait that is interrupted in the middle, once, by `handler`, as a signal handler would.
+/// Waits for a work; `handler` interrupts the wait once, as a signal handler would.
 void wait_with(Rank& rank, const std::shared_ptr<Work>& work,
                const std::function<void()>& handler) {
   bool handled = false;
@@ -175,7 +175,7 @@ const bool kClosesInInterrupt = on_all_layouts(
     },
     2);
 
-TEST(a_log_handler_that_waits_gets_an_error) {
+TEST(log_handler_that_waits_for_a_work_gets_an_error) {
   EngineConfig config = patient();
   config.stall_warning = std::chrono::milliseconds(50);
   std::latch refused(1);

@@ -1,4 +1,4 @@
-// Engines of several ranks, as threads, over every communicator.
+// Rank and run_engines(): engines of several ranks, as threads, over every communicator.
 #pragma once
 
 #include <functional>
@@ -34,14 +34,14 @@ class Rank {
   int size() const { return communicator_->size(); }
   Engine& engine() { return engine_; }
   HostCommunicator& communicator() { return *communicator_; }
-  /// Before anything is submitted: what the log handler does besides.
+  /// Adds `handler` to the log handler. Call before any submit.
   void on_log(std::function<void()> handler) { on_log_ = std::move(handler); }
   std::string log() {
     const std::scoped_lock lock(mutex_);
     return log_;
   }
 
-  /// Sum of element i = i * size + rank over the ranks.
+  /// The sums over the ranks, where element i on a rank is i * size + rank.
   static std::vector<float> sums(std::size_t count, int size) {
     std::vector<float> sums(count);
     for (std::size_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// What engines give.
+// Engine: results of its collectives, in any order of submission.
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -41,8 +41,8 @@ const bool kAnyOrder = on_all_layouts("any order of submission, matched by name"
 
 const bool kWaitInAnyOrder =
     on_all_layouts("a rank waits before it submits the rest", [](Rank& rank) {
-      // Rank 0 has both in flight; the others submit the second only when the first is done, and
-      // the first is what rank 0 submitted last.
+      // Rank 0 submits b, then a, and has both in flight. The others submit a first, and b only
+      // when a is done.
       std::vector<float> a = rank.input(10);
       std::vector<float> b = rank.input(20'000);
       if (rank.rank() == 0) {
@@ -81,7 +81,7 @@ const bool kThreads = on_all_layouts("several threads of a rank wait at once", [
   CHECK_EQ(right.load(), 80);
 });
 
-/// A request that is answered by ranks' rows, and the bytes that came.
+/// A request whose output size the ranks' rows decide, with its output and rows.
 struct Ragged {
   std::vector<std::int32_t> output;
   std::vector<std::int64_t> rows;
@@ -154,7 +154,8 @@ std::int64_t join(Rank& rank) {
 
 const bool kJoin = on_all_layouts("ranks join one after the other, twice", [](Rank& rank) {
   for (int repeat = 0; repeat < 2; ++repeat) {
-    // Rank r has r + 1 steps, so that in step i the ranks from i on give ones, the others nothing.
+    // Rank r takes r + 1 steps: in step i the ranks from i on contribute ones, the others have
+    // joined.
     for (int step = 0; step <= rank.rank(); ++step) {
       for (const std::size_t count : {7u, 50'000u}) {
         std::vector<float> ones(count, 1.0f);
@@ -166,7 +167,7 @@ const bool kJoin = on_all_layouts("ranks join one after the other, twice", [](Ra
   }
 });
 
-TEST(engine_a_join_waits_as_long_as_the_others_get_on) {
+TEST(join_does_not_time_out_while_other_ranks_make_progress) {
   using std::chrono::milliseconds;
   EngineConfig config = patient();
   config.timeout = milliseconds(3000);
@@ -181,7 +182,7 @@ TEST(engine_a_join_waits_as_long_as_the_others_get_on) {
           rank.wait(work);
           return;
         }
-        // More than the timeout in all, and less between one operation and the next.
+        // Longer than the timeout in total, but shorter between two operations.
         for (const char* name : {"first", "second"}) {
           std::this_thread::sleep_for(milliseconds(2000));
           rank.wait(rank.allreduce(values, name));

@@ -13,7 +13,7 @@ namespace torch_ring::test {
 
 namespace {
 
-// A hang, and not a slow machine: the longest test takes seconds, also under a sanitizer.
+// Time after which a test hangs: the longest one takes seconds, also under a sanitizer.
 constexpr std::chrono::seconds kHung{45};
 
 struct Test {
@@ -22,7 +22,7 @@ struct Test {
 };
 
 std::vector<Test>& tests() {
-  static std::vector<Test> all;  // of the program, as the tests are: static initialisers fill it
+  static std::vector<Test> all;  // static initialisers of all files fill it
   return all;
 }
 

@@ -1,8 +1,8 @@
-// A test harness of one page: a newcomer has g++ and nothing else.
+// TEST and CHECK: a test harness of one page, which needs g++ and nothing else.
 //
 //   TEST(name) { CHECK(a); CHECK_EQ(a, b); CHECK_THROWS(f(), ErrorKind::kPeerLost, "rank 1"); }
 //
-// A failed check throws, so a test ends at its first one. Names of tests are sentences.
+// A failed check throws, so it ends its test. The name of a test says what is tested.
 #pragma once
 
 #include <functional>
@@ -25,12 +25,12 @@ class CheckFailed : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Registers a test; TEST does so for a fixed name. Returns true, to initialise a static with.
+/// Registers a test; TEST does so for a fixed name. Returns true, to initialise a static variable.
 bool add_test(std::string name, std::function<void()> body);
 
 /// Runs fn(0) ... fn(ranks - 1), each in a thread of its own, and waits for all. Throws CheckFailed
-/// with what every rank threw. If some still run after 45 s, the program ends with their
-/// names and what the others threw: a thread cannot be killed.
+/// with the errors of all ranks. If a rank still runs after 45 s, the program ends with the names
+/// of such ranks and the errors of the others, because a thread cannot be killed.
 void run_ranks(int ranks, const std::function<void(int rank)>& fn);
 
 [[noreturn]] void fail(const char* file, int line, const std::string& what);

@@ -23,7 +23,7 @@ bool has(const std::string& text, const std::string& part) {
 
 }  // namespace
 
-TEST(harness_failed_checks_tell_what_was_there) {
+TEST(harness_failed_check_shows_the_values) {
   CHECK(has(message_of([] { CHECK(1 > 2); }), "not true: 1 > 2"));
   CHECK(has(message_of([] { CHECK_EQ(1 + 1, 3); }), "1 + 1 == 3: 2 is not 3"));
   const std::vector<int> two{1, 2};
@@ -31,7 +31,7 @@ TEST(harness_failed_checks_tell_what_was_there) {
   CHECK(has(message_of([] { CHECK_THROWS(1, ErrorKind::kTimeout, ""); }), "nothing was thrown"));
 }
 
-TEST(harness_run_ranks_runs_each_rank_and_names_those_that_failed) {
+TEST(harness_run_ranks_runs_all_ranks_and_names_the_failed) {
   std::atomic<int> sum{0};
   run_ranks(4, [&](int rank) { sum += rank; });
   CHECK_EQ(sum.load(), 6);

@@ -1,5 +1,5 @@
-// What the usual ways cost, without a clock: rounds, segments that are staged, barriers. And the
-// one whose instructions tests/collectives/test_hot_path.py counts.
+// hot_path: the costs of the usual allreduces in rounds, staged segments and barriers, without a
+// clock. tests/collectives/test_hot_path.py counts the instructions of torch_ring_hot_path().
 #include <algorithm>
 
 #include "collective/shm_communicator.h"
@@ -26,7 +26,7 @@ TEST(hot_path_on_one_rank) {
   });
 }
 
-/// How often each thing has happened that costs a rank something.
+/// Counts of the events that cost a rank time.
 struct Costs {
   std::uint64_t rounds;
   std::uint64_t staged;
@@ -75,11 +75,11 @@ constexpr std::size_t kSegment = SharedMemory::kSegmentBytes / sizeof(float);
 
 TEST(hot_path_a_small_tensor_is_inline_in_the_agreement) { check_costs(256, false, 0, 0, 0); }
 
-TEST(hot_path_a_small_tensor_in_shared_memory_does_too) { check_costs(256, true, 0, 0, 0); }
+TEST(hot_path_a_small_tensor_in_shared_memory_is_inline_too) { check_costs(256, true, 0, 0, 0); }
 
-TEST(hot_path_a_middling_tensor_is_staged_once) { check_costs(4096, false, 1, 0, 0); }
+TEST(hot_path_a_one_shot_tensor_is_staged_once) { check_costs(4096, false, 1, 0, 0); }
 
-TEST(hot_path_a_large_tensor_passes_in_segments) { check_costs(3 * kSegment, false, 3, 3, 0); }
+TEST(hot_path_a_large_tensor_is_staged_in_segments) { check_costs(3 * kSegment, false, 3, 3, 0); }
 
 TEST(hot_path_a_tensor_in_shared_memory_is_never_copied) {
   check_costs(3 * kSegment, true, 0, 0, 1);
@@ -98,7 +98,7 @@ void check_inline_limit(const std::vector<int>& host_of, std::size_t alone) {
   });
 }
 
-TEST(hot_path_more_is_inline_between_hosts_and_alone) {
+TEST(hot_path_inline_limit_is_larger_between_hosts_and_for_a_single_request) {
   check_inline_limit({0, 0}, 4096);
   check_inline_limit({0, 1}, 16384);
   check_inline_limit({0, 0, 1}, 16384);

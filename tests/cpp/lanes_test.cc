@@ -1,5 +1,5 @@
-// Every instruction set's conversions of 16-bit floats, also of those that reduce.cc would not
-// choose on this machine, against half.h, bit by bit.
+// Lanes: the conversions of every instruction set are compared with half.h, bit by bit, also those
+// of sets that reduce.cc does not choose on this machine.
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -16,7 +16,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 
-// Compiled for its instruction set, so that only pointers go in and out.
+// Only pointers go in and out, because each copy is compiled for its own instruction set.
 #define CONVERT(T)                           \
   void convert(const T* from, float* to) {   \
     const auto lanes = Lanes::load(from);    \
@@ -28,7 +28,7 @@
     Lanes::store(to, lanes);                 \
   }
 
-// The same for pairs, whose elements are those at even and at odd places.
+// The same for pairs: elements of even and of odd index.
 #define CONVERT_PAIRS                                     \
   void convert_pair(const BFloat16* from, float* to) {    \
     const Lanes::Pair pair = Lanes::load_pair(from);      \
@@ -80,8 +80,8 @@ T narrowed(float value) {
   }
 }
 
-/// Every number of 16 bits becomes the float32 that half.h makes of it. A NaN becomes one: the
-/// hardware makes a signalling one quiet, as the addition that follows does.
+/// Checks that every 16-bit number becomes the same float32 as with half.h. A NaN stays one:
+/// hardware makes a signalling NaN quiet, as the following addition does.
 template <class T, class Convert>
 void check_loads(std::size_t lanes, Convert&& convert) {
   std::vector<T> numbers(1u << 16);
@@ -98,12 +98,12 @@ void check_loads(std::size_t lanes, Convert&& convert) {
   }
 }
 
-/// Floats of all magnitudes, both signs, infinities and NaNs, and those halfway between two numbers
-/// of 16 bits, become the bits that half.h makes of them.
+/// Checks that floats become the same 16 bits as with half.h: floats of all magnitudes and both
+/// signs, infinities, NaNs, and those halfway between two 16-bit numbers.
 template <class T, class Convert>
 void check_stores(std::size_t lanes, Convert&& convert) {
   std::vector<float> floats;
-  constexpr std::uint32_t kStep = 4099;  // a prime: all low bits occur with all high ones
+  constexpr std::uint32_t kStep = 4099;  // a prime: all low bits meet all high ones
   for (std::uint64_t bits = 0; bits < (std::uint64_t{1} << 32); bits += kStep) {
     floats.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(bits)));
   }
@@ -114,7 +114,7 @@ void check_stores(std::size_t lanes, Convert&& convert) {
     }
   }
   floats.resize((floats.size() + lanes - 1) / lanes * lanes);
-  // NaNs have places of their own, and the only one may be any.
+  // A single NaN in each lane of a vector in turn.
   for (const std::uint32_t nan : {0x7f800001u, 0x7fc12345u, 0x7fffffffu, 0xffffffffu}) {
     for (std::size_t place = 0; place < lanes; ++place) {
       floats.resize(floats.size() + lanes, 1.0f);
@@ -134,7 +134,7 @@ void check_lanes(std::size_t lanes, Convert&& convert) {
   check_stores<T>(lanes, convert);
 }
 
-TEST(lanes_of_avx2_convert_as_half_h_does) {
+TEST(avx2_lanes_convert_like_half_h) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return;
   const auto convert = [](const auto* from, auto* to) { avx2::convert(from, to); };
   check_lanes<Float16>(8, convert);
@@ -142,7 +142,7 @@ TEST(lanes_of_avx2_convert_as_half_h_does) {
   check_lanes<BFloat16>(16, [](const auto* from, auto* to) { avx2::convert_pair(from, to); });
 }
 
-TEST(lanes_of_avx512_convert_as_half_h_does) {
+TEST(avx512_lanes_convert_like_half_h) {
   if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
       !__builtin_cpu_supports("avx512dq")) {
     return;

@@ -1,4 +1,4 @@
-// The NCCL communicator on a stand-in for NCCL (doubles/nccl_double.h).
+// NcclCommunicator on a stand-in for NCCL (doubles/nccl_double.h).
 
 #include "nccl/nccl_communicator.h"
 
@@ -11,8 +11,8 @@ using nccl::NcclCommunicator;
 
 namespace {
 
-/// One rank: its CPU communicator for agreement, a stream, and NCCL. Each call waits for the
-/// stream, so that the suites can be as they are.
+/// One rank's NcclCommunicator, its stream, and its CPU communicator for agreement. Each call waits
+/// for the stream, so that the suites run on it unchanged.
 class OnStream final : public HostCommunicator {
  public:
   OnStream(std::shared_ptr<HostCommunicator> host, const Abort& abort,
@@ -109,7 +109,7 @@ void sum(OnStream& rank, std::vector<float>& data, const Scaling& scaling = {}) 
 
 }  // namespace
 
-TEST(nccl_calls_return_before_the_stream_has_come_so_far) {
+TEST(nccl_calls_return_before_the_stream_has_run_them) {
   run_on_double(2, [](OnStream& rank, Abort&) {
     std::latch gate(1);
     std::vector<float> data(kCount, 0.0f);
@@ -118,14 +118,14 @@ TEST(nccl_calls_return_before_the_stream_has_come_so_far) {
       std::fill(data.begin(), data.end(), 1.0f);
     });
     sum(rank, data, {.postscale = 3, .divisor = 2});
-    CHECK_EQ(data[0], 0.0f);  // the stream stands at the gate
+    CHECK_EQ(data[0], 0.0f);  // the stream waits at the gate
     gate.count_down();
     rank.stream().synchronize();
     CHECK(data == std::vector<float>(kCount, 3.0f));
   });
 }
 
-TEST(nccl_calls_that_are_in_progress_are_waited_for) {
+TEST(nccl_call_waits_while_its_result_is_in_progress) {
   const FaultsEnd end;
   faults().in_progress = 5;
   run_on_double(2, [](OnStream& rank, Abort&) {
@@ -136,16 +136,16 @@ TEST(nccl_calls_that_are_in_progress_are_waited_for) {
   });
 }
 
-TEST(nccl_names_what_went_wrong_and_aborts) {
+TEST(nccl_asynchronous_error_is_thrown_and_aborts_the_communicator) {
   const FaultsEnd end;
   for (const auto& [code, kind, text] :
        {std::tuple{6, ErrorKind::kPeerLost, "NCCL: remote process exited (as told); another rank"},
         std::tuple{1, ErrorKind::kInternal, "NCCL: the double's error (as told)"}}) {
     const int aborted = faults().aborted;
-    std::vector<float> data = ones();  // outlives the communicators: until then it may be in use
+    std::vector<float> data = ones();  // outlives the communicators, which may use it
     run_on_double(2, [&](OnStream& rank, Abort&) {
-      rank.barrier();          // both have come
-      if (rank.rank() == 0) {  // alone: on the stream it waits for rank 1, for ever
+      rank.barrier();          // both ranks have joined
+      if (rank.rank() == 0) {  // alone: its stream waits for rank 1 for ever
         sum(rank, data);
         faults().async_error = code;
         CHECK_THROWS(rank.nccl().check(), kind, text);
@@ -157,7 +157,7 @@ TEST(nccl_names_what_went_wrong_and_aborts) {
   }
 }
 
-TEST(nccl_ranks_that_do_not_come_are_a_timeout) {
+TEST(nccl_constructor_times_out_when_ranks_are_missing) {
   const FaultsEnd end;
   faults().init_hangs = true;
   const int aborted = faults().aborted;
@@ -174,7 +174,7 @@ TEST(nccl_ranks_that_do_not_come_are_a_timeout) {
   CHECK_EQ(faults().aborted, aborted + 2);
 }
 
-TEST(nccl_waits_end_with_the_job) {
+TEST(nccl_wait_throws_the_abort_cause) {
   const FaultsEnd end;
   std::vector<float> of_rank[] = {ones(), ones()};
   run_on_double(2, [&](OnStream& rank, Abort& abort) {
@@ -185,7 +185,7 @@ TEST(nccl_waits_end_with_the_job) {
   });
 }
 
-TEST(nccl_that_is_too_old_or_none_is_refused) {
+TEST(nccl_load_refuses_missing_and_old_libraries) {
   const FaultsEnd end;
   faults().version = 21403;
   CHECK_THROWS(nccl::load(NCCL_DOUBLE), ErrorKind::kInvalidArgument,

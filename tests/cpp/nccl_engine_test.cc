@@ -1,4 +1,4 @@
-// Engines with a device: NCCL's double, and host memory whose copies run on its streams.
+// Engine with a device: NCCL's double, and host memory whose copies run on the double's streams.
 #include <cstring>
 
 #include "doubles/nccl_streams.h"
@@ -32,7 +32,7 @@ class StreamDevice final : public Device, public Buffers {
   }
   void abort() noexcept override { communicator_.abort(); }
 
-  // What the stream uses lives as long as the stream.
+  // Memory lives as long as the stream, which may use it.
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     return memory_.emplace_back(std::make_shared<std::byte[]>(bytes));
   }
@@ -57,7 +57,7 @@ class StreamDevice final : public Device, public Buffers {
   nccl::NcclCommunicator communicator_;
 };
 
-/// Ranks of one host, whose device is made with what `load` gives.
+/// Runs `fn` on the ranks of one host, whose devices use the NCCL that `load` returns.
 void run_with_device(
     int size, const std::function<void(Rank&)>& fn, const EngineConfig& config = patient(),
     const std::function<nccl::Api(int rank)>& load = [](int) { return double_api(); }) {
@@ -85,7 +85,7 @@ std::shared_ptr<Work> submit(Rank& rank, std::vector<float>& values, const std::
   return rank.engine().submit(std::move(request), Engine::Mode::kAsynchronous);
 }
 
-TEST(requests_on_a_device_and_on_the_host_are_matched_by_name) {
+TEST(device_and_host_requests_are_matched_by_name) {
   for (const int size : {1, 2, 3}) {
     run_with_device(size, [](Rank& rank) {
       constexpr std::size_t kRequests = 12;
@@ -111,7 +111,7 @@ TEST(requests_on_a_device_and_on_the_host_are_matched_by_name) {
   }
 }
 
-TEST(a_device_on_one_rank_and_the_host_on_another_is_a_mismatch) {
+TEST(same_name_on_device_and_host_is_a_mismatch) {
   run_with_device(2, [](Rank& rank) {
     std::vector<float> values(3, 1.0f);
     std::atomic<bool> finished{false};
@@ -123,7 +123,7 @@ TEST(a_device_on_one_rank_and_the_host_on_another_is_a_mismatch) {
   });
 }
 
-TEST(a_rank_without_nccl_is_named_and_the_host_goes_on) {
+TEST(error_names_the_rank_without_nccl_and_host_requests_still_work) {
   run_with_device(
       3,
       [](Rank& rank) {
@@ -142,7 +142,7 @@ TEST(a_rank_without_nccl_is_named_and_the_host_goes_on) {
       patient(), [](int rank) { return rank == 1 ? nccl::load("/nowhere") : double_api(); });
 }
 
-TEST(different_nccls_are_not_mixed) {
+TEST(different_nccl_versions_are_refused) {
   const auto load = [](int rank) {
     nccl::Api api = double_api();
     api.version = rank == 0 ? 22803 : 22703;
@@ -159,7 +159,7 @@ TEST(different_nccls_are_not_mixed) {
       patient(), load);
 }
 
-TEST(who_has_joined_stands_in_on_the_device) {
+TEST(joined_rank_contributes_zeros_on_the_device) {
   run_with_device(3, [](Rank& rank) {
     std::atomic<bool> finished{false};
     std::vector<float> ones(500, 1.0f);
@@ -175,7 +175,7 @@ TEST(who_has_joined_stands_in_on_the_device) {
   });
 }
 
-TEST(a_stream_that_waits_for_ever_is_aborted_when_a_rank_fails) {
+TEST(hanging_stream_is_aborted_when_a_rank_fails) {
   const FaultsEnd end;
   faults().aborted = 0;
   EngineConfig config = patient();

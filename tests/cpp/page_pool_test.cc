@@ -29,7 +29,7 @@ bool is_filled(const void* block, int value) {
 
 }  // namespace
 
-TEST(page_pool_keeps_pages_for_the_next) {
+TEST(page_pool_reuses_returned_blocks) {
   PagePool pages(kMostBytes);
   void* const first = pages.take(kBytes);
   void* const second = pages.take(kBytes);
@@ -45,12 +45,12 @@ TEST(page_pool_keeps_pages_for_the_next) {
   CHECK(is_filled(second, 2));
   pages.give_back(second);
   pages.give_back(first);
-  CHECK_EQ(pages.take(kBytes), first);  // what was used last is in the caches
+  CHECK_EQ(pages.take(kBytes), first);  // the last one used, which is in the caches
   CHECK_EQ(pages.take(kBytes), second);
   for (void* const block : {first, second}) pages.give_back(block);
 }
 
-TEST(page_pool_gives_whole_aligned_pages) {
+TEST(page_pool_blocks_are_aligned_whole_huge_pages) {
   PagePool pages(kMostBytes);
   for (const std::size_t bytes : {std::size_t{1}, kHugePage, kHugePage + 1, kBytes - 1}) {
     void* const block = pages.take(bytes);
@@ -62,13 +62,13 @@ TEST(page_pool_gives_whole_aligned_pages) {
   }
 }
 
-TEST(page_pool_serves_what_needs_almost_as_many) {
+TEST(page_pool_reuses_blocks_of_up_to_a_quarter_more) {
   PagePool pages(kMostBytes);
   void* const larger = pages.take(5 * kHugePage);
   void* const exact = pages.take(4 * kHugePage);
   pages.give_back(exact);
   pages.give_back(larger);
-  CHECK_EQ(pages.take(4 * kHugePage), exact);  // the smallest that will do
+  CHECK_EQ(pages.take(4 * kHugePage), exact);  // the smallest that fits
   CHECK_EQ(pages.take(4 * kHugePage), larger);
   CHECK_EQ(PagePool::bytes_of(larger), 5 * kHugePage);
   pages.give_back(larger);
@@ -80,7 +80,7 @@ TEST(page_pool_serves_what_needs_almost_as_many) {
   pages.give_back(exact);
 }
 
-TEST(page_pool_is_limited) {
+TEST(page_pool_keeps_at_most_its_limit) {
   PagePool pages(kMostBytes);
   pages.give_back(pages.take(kMostBytes + 1));
   CHECK_EQ(pages.kept_bytes(), std::size_t{0});
@@ -103,7 +103,7 @@ TEST(page_pool_is_limited) {
   CHECK_EQ(pages.kept_bytes(), std::size_t{0});
 }
 
-TEST(page_pool_fails_where_there_is_no_memory) {
+TEST(page_pool_returns_null_without_memory) {
   PagePool pages(kMostBytes);
   CHECK(pages.take(SIZE_MAX) == nullptr);
   CHECK(pages.take(SIZE_MAX - 2 * kHugePage) == nullptr);
@@ -122,7 +122,7 @@ TEST(page_pool_gives_several_threads_different_pages) {
   });
 }
 
-/// Forks; whether the child, and the parent while the child lives, find that all is well.
+/// Forks. Returns whether both checks hold: in_child(), and in_parent() while the child lives.
 template <class Child, class Parent>
 bool with_child(Child&& in_child, Parent&& in_parent) {
   int done[2];
@@ -132,7 +132,7 @@ bool with_child(Child&& in_child, Parent&& in_parent) {
     char byte = 0;
     const bool passed = in_child();
     ::close(done[1]);
-    ::_exit(::read(done[0], &byte, 1) == 0 && passed ? 0 : 1);  // when the parent has closed it
+    ::_exit(::read(done[0], &byte, 1) == 0 && passed ? 0 : 1);  // the parent has closed it
   }
   ::close(done[0]);
   const bool passed = in_parent();
@@ -142,7 +142,7 @@ bool with_child(Child&& in_child, Parent&& in_parent) {
   return passed && status == 0;
 }
 
-TEST(page_pool_in_a_forked_child_is_its_own) {
+TEST(page_pool_of_a_forked_child_is_independent) {
   PagePool pages(kMostBytes);
   void* const held = pages.take(kBytes);
   void* const kept = pages.take(kBytes);
@@ -165,14 +165,14 @@ TEST(page_pool_in_a_forked_child_is_its_own) {
   for (void* const block : {held, kept}) pages.give_back(block);
 }
 
-#ifndef TORCH_RING_SANITIZED  // their own memory is copied for the child
+#ifndef TORCH_RING_SANITIZED  // a sanitizer's own memory is copied for the child
 static long faults() {
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
   return usage.ru_minflt;
 }
 
-TEST(page_pool_is_not_copied_for_a_forked_child) {
+TEST(page_pool_kept_pages_are_not_copied_on_write_after_fork) {
   PagePool pages(kMostBytes);
   void* const block = pages.take(kBytes);
   fill(block, 1);
@@ -180,7 +180,7 @@ TEST(page_pool_is_not_copied_for_a_forked_child) {
   const auto in_parent = [&] {
     const long before = faults();
     fill(pages.take(kBytes), 2);
-    return faults() - before < 100;  // were it shared with the child, 4 KiB at a time
+    return faults() - before < 100;  // a copy would fault for every 4 KiB
   };
   CHECK(with_child([] { return true; }, in_parent));
   pages.give_back(block);

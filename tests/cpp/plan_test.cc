@@ -48,8 +48,8 @@ TEST(plan_ranges_cover_the_count) {
   CHECK_EQ(parts[2].count, 6u);
 }
 
-// Each rank keeps, for every chunk, the ranks whose values are in it; a step adds what the previous
-// rank had of the chunk that it sends.
+// Simulates the ring: each rank has, for every chunk, the set of ranks whose values it contains. A
+// step adds the previous rank's set of the chunk that it sends.
 TEST(plan_reduce_scatter_sums_each_rank_once) {
   for (int size = 1; size <= kLargest; ++size) {
     using Sums = std::vector<std::multiset<int>>;
@@ -71,7 +71,7 @@ TEST(plan_reduce_scatter_sums_each_rank_once) {
   }
 }
 
-TEST(plan_allgather_passes_on_only_what_has_come) {
+TEST(plan_allgather_sends_only_chunks_received_before) {
   for (int size = 1; size <= kLargest; ++size) {
     for (int rank = 0; rank < size; ++rank) {
       std::set<int> has{rank};
@@ -87,15 +87,15 @@ TEST(plan_allgather_passes_on_only_what_has_come) {
   }
 }
 
-TEST(plan_bruck_brings_every_entry_once_from_distinct_ranks) {
+TEST(plan_bruck_receives_every_entry_once_from_distinct_ranks) {
   for (int size = 1; size <= kLargest; ++size) {
     for (int rank = 0; rank < size; ++rank) {
       const auto steps = bruck_steps(rank, size);
       std::set<int> sources;
       int held = 1;
       for (std::size_t i = 0; i < steps.size(); ++i) {
-        CHECK_EQ(steps[i].from, (rank + held) % size);  // where the next entries begin
-        CHECK(steps[i].count <= held);                  // both have what they send
+        CHECK_EQ(steps[i].from, (rank + held) % size);  // whose entry is the next one
+        CHECK(steps[i].count <= held);                  // ranks send entries that they have
         CHECK_EQ(bruck_steps(steps[i].from, size)[i].to, rank);
         CHECK_EQ(bruck_steps(steps[i].from, size)[i].count, steps[i].count);
         CHECK(sources.insert(steps[i].from).second);
@@ -104,10 +104,10 @@ TEST(plan_bruck_brings_every_entry_once_from_distinct_ranks) {
       CHECK_EQ(held, size);
     }
   }
-  CHECK_EQ(bruck_steps(0, 1 << 14).size(), 14u);  // one less than a Doorbell can poll
+  CHECK_EQ(bruck_steps(0, 1 << 14).size(), 14u);  // one less than Doorbell polls
 }
 
-TEST(an_alltoall_begins_with_the_next_rank_and_leaves_out_itself) {
+TEST(rotated_ranges_begin_with_the_next_rank_and_skip_the_own) {
   const std::vector<std::size_t> counts{5, 6, 7};
   const auto ranges = rotated_ranges(counts, 1);
   CHECK_EQ(ranges[2].begin, 0u);

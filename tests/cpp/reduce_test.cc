@@ -24,7 +24,7 @@ constexpr DType kDTypes[] = {DType::kUInt8,   DType::kInt8,    DType::kInt32,
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 constexpr std::size_t kCounts[] = {0, 1, 1024, 2500};
 
-/// `value` rounded to a floating-point format; subnormal results are not looked at here.
+/// `value` rounded to a floating-point format, without subnormal numbers.
 double rounded(DType dtype, double value) {
   if (dtype == DType::kFloat64 || value == 0) return value;
   if (dtype == DType::kFloat32) return static_cast<float>(value);
@@ -33,7 +33,7 @@ double rounded(DType dtype, double value) {
   return std::nearbyint(value / unit) * unit;
 }
 
-/// `value` as the integers of a dtype hold it: the lowest bits.
+/// The lowest bits of `value`, as an integer of the dtype.
 double wrapped(DType dtype, std::int64_t value) {
   switch (dtype) {
     case DType::kUInt8:
@@ -47,8 +47,8 @@ double wrapped(DType dtype, std::int64_t value) {
   }
 }
 
-/// What reduce.h promises for one element, in the plainest way. Partial results are small whole
-/// numbers, or halves of them, so that they are exact in every dtype.
+/// One element's result by reduce.h's contract, computed in the plainest way. Partial results are
+/// small whole numbers or halves of them, so they are exact in every dtype.
 double expected(const Reduction& reduction, const std::vector<double>& inputs) {
   const auto& [dtype, op, scaling] = reduction;
   const DType partial_dtype = accumulation_dtype(dtype);
@@ -77,10 +77,10 @@ double expected(const Reduction& reduction, const std::vector<double>& inputs) {
   return rounded(dtype, rounded(partial_dtype, scaled));
 }
 
-/// Elements repeat after so many: what is expected is computed only once for each.
+/// Elements repeat with this period, so expected values are computed once for each.
 constexpr std::size_t kPeriod = 7;
 
-/// Elements of rank `rank`: small, of both signs where there are two, zero among them.
+/// Elements of rank `rank`: small numbers of both signs (if the dtype has two), zero among them.
 Elements elements_of(DType dtype, std::size_t count, std::size_t rank) {
   Elements elements(dtype, count);
   for (std::size_t i = 0; i < count; ++i) {
@@ -176,7 +176,7 @@ TEST(reduce_in_place_into_several_outputs) {
   });
 }
 
-TEST(reduce_in_halves_is_reduce) {
+TEST(reduce_partial_and_finish_partial_equal_reduce) {
   for_reductions([](const Reduction& reduction) {
     constexpr std::size_t kCount = 2500;
     const Inputs inputs(reduction.dtype, kCount, 4);
@@ -193,7 +193,7 @@ TEST(reduce_in_halves_is_reduce) {
   });
 }
 
-TEST(reduce_finishes_in_place_where_the_dtypes_are_the_same) {
+TEST(finish_partial_works_in_place_for_equal_dtypes) {
   Inputs inputs(DType::kFloat32, 1500, 1);
   const Inputs original = inputs;
   const Reduction reduction{DType::kFloat32, ReduceOp::kSum, {1, 1, 3}};
@@ -215,7 +215,7 @@ TEST(reduce_needs_no_alignment_beyond_the_dtype) {
     const std::array<void*, 1> outputs{output.data() + item};
     reduce(outputs, inputs.pointers, 19'998, reduction);
     check_result(output, whole, reduction, 1, 19'999);
-    CHECK_EQ(output.at(0), 1.0);  // nothing is written beyond the ends
+    CHECK_EQ(output.at(0), 1.0);  // no write beyond the ends
     CHECK_EQ(output.at(19'999), 1.0);
   }
 }
@@ -235,7 +235,7 @@ TEST(reduce_sums_16_bit_floats_in_float32) {
   }
 }
 
-TEST(reduce_lets_nan_win) {
+TEST(reduce_propagates_nan) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const ReduceOp op : kOps) {
     std::array<float, 2> a{nan, 1};
@@ -257,7 +257,7 @@ TEST(reduce_integers_wrap_divide_toward_zero_and_stay_in_range) {
     return output;
   };
   CHECK_EQ(sum_of(Limits::max(), 1, {}), Limits::min());
-  CHECK_EQ(sum_of(Limits::max() - 1, 0, {1, 1, 2}), Limits::max() / 2);  // not by way of float64
+  CHECK_EQ(sum_of(Limits::max() - 1, 0, {1, 1, 2}), Limits::max() / 2);  // not through float64
   CHECK_EQ(sum_of(-3, 0, {1, 1, 2}), -1);
   CHECK_EQ(sum_of(1, 2, {1.9, 1, 1}), 4);  // 1 + 3: each is truncated
   CHECK_EQ(sum_of(Limits::max(), 0, {1, 4, 1}), Limits::max());
@@ -283,7 +283,7 @@ TEST(float16_conversions_are_exact_for_every_number) {
 }
 
 TEST(float16_rounds_to_nearest_even) {
-  // Between every two neighbours, up to the 65536 that infinity stands for.
+  // Between every two neighbours, up to 65536, the value in infinity's place.
   for (std::uint16_t lower = 0; lower < 0x7c00; ++lower) {
     const auto upper = static_cast<std::uint16_t>(lower + 1);
     const float above = upper == 0x7c00 ? 65536.0F : to_float(Float16{upper});

@@ -15,7 +15,7 @@ const Layout kRing{"ring", one_rank_a_host, {}, Sockets::kTcp};
 TEST(ring_allreduce_partial_is_unscaled_and_in_the_accumulation_dtype) {
   run_world(kRing, 3, [](Communicator& communicator, Abort&) {
     constexpr std::size_t kCount = 70'001;
-    const auto value = [](int rank) { return 1 + rank + 1.0 / 4096; };  // no float16 is that
+    const auto value = [](int rank) { return 1 + rank + 1.0 / 4096; };  // not a float16
     Elements partial(DType::kFloat32, kCount);
     for (std::size_t i = 0; i < kCount; ++i) partial.set(i, value(communicator.rank()));
     const Scaling ignored{.prescale = 3, .postscale = 5, .divisor = 7};
@@ -27,7 +27,7 @@ TEST(ring_allreduce_partial_is_unscaled_and_in_the_accumulation_dtype) {
   });
 }
 
-TEST(ring_a_rank_that_left_is_lost_to_all_others) {
+TEST(ring_allreduce_throws_on_all_ranks_when_one_has_left) {
   for (int size = 2; size <= 4; ++size) {
     run_world(kRing, size, [](Communicator& communicator, Abort&) {
       Elements data(DType::kFloat32, kSanitized ? 1'000'000 : 3'000'000);
@@ -41,7 +41,7 @@ TEST(ring_a_rank_that_left_is_lost_to_all_others) {
   }
 }
 
-TEST(ring_a_rank_killed_in_a_transfer_is_named_with_the_progress) {
+TEST(ring_error_names_the_rank_lost_in_a_transfer_and_the_progress) {
   std::vector<World> worlds = make_worlds(one_rank_a_host(2), Sockets::kTcp);
   run_ranks(2, [&](int rank) {
     World& world = at(worlds, rank);
@@ -53,7 +53,7 @@ TEST(ring_a_rank_killed_in_a_transfer_is_named_with_the_progress) {
                    ErrorKind::kPeerLost,
                    "connection to rank 1 (a thread) closed after 0.5 of 1.0 MiB received");
     } else {
-      // Takes the whole chunk of rank 0, and leaves after half of its own.
+      // Receives rank 0's whole chunk, and leaves after sending half of its own.
       Connection connection(std::move(world.data[0]), world.labels[0]);
       Bytes incoming(1u << 20);
       exchange(&connection, {data.data(), 512u << 10}, &connection, incoming, waiting.waiter);

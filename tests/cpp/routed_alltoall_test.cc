@@ -20,7 +20,7 @@ struct Hosts {
 const std::vector<Hosts> kHosts{
     {{{0, 1}, {2}}, 1}, {{{0, 2}, {1, 3}}, 2}, {{{0, 3, 4, 5, 8}, {1, 2}, {6, 7, 9}}, 2}};
 
-/// With empty parts, and no two sums that are equal by chance.
+/// A matrix with empty parts, in which no two sums are equal by chance.
 std::vector<std::size_t> matrix_of(int size) {
   std::vector<std::size_t> bytes;
   for (int i = 0; i < size * size; ++i) {
@@ -29,7 +29,7 @@ std::vector<std::size_t> matrix_of(int size) {
   return bytes;
 }
 
-/// The parts at [begin, begin + bytes) of parts that lie one after the other.
+/// The parts at bytes [begin, begin + bytes) of consecutive parts.
 std::vector<Part> cut(const std::vector<Part>& parts, std::size_t begin, std::size_t bytes) {
   std::vector<Part> found;
   std::size_t next = 0;
@@ -42,7 +42,7 @@ std::vector<Part> cut(const std::vector<Part>& parts, std::size_t begin, std::si
 
 }  // namespace
 
-TEST(every_hop_stays_in_a_host_or_in_a_lane) {
+TEST(alltoall_hop_stays_in_a_host_or_a_lane) {
   const Routes routes{{{0, 3, 4}, {1, 2}}, 2};
   CHECK_EQ(routes.members(4, 1), (std::vector{0, 3, 4}));
   CHECK_EQ(routes.members(3, 2), (std::vector{3, 2}));
@@ -59,9 +59,9 @@ TEST(every_hop_stays_in_a_host_or_in_a_lane) {
   }
 }
 
-// Plays all ranks: what one cuts out of its alltoall is what another packed for it, and after the
-// last hop every rank has what is for it.
-TEST(hops_bring_every_part_to_its_receiver) {
+// Simulates all ranks: each rank unpacks the parts that its peers packed for it, and has all its
+// parts after the last hop.
+TEST(alltoall_hops_deliver_every_part_to_its_receiver) {
   for (const Hosts& hosts : kHosts) {
     const Routes routes(hosts.ranks, hosts.lanes);
     const int size = routes.size();
@@ -81,7 +81,7 @@ TEST(hops_bring_every_part_to_its_receiver) {
         for (std::size_t peer = 0; peer < members.size(); ++peer) {
           const Hop theirs = plan_hop(routes, members[peer], hop, bytes);
           CHECK_EQ(plan.bytes, theirs.bytes);
-          std::size_t received = 0;  // by the peer, from members before this rank
+          std::size_t received = 0;  // bytes from members before this rank
           for (std::size_t i = 0; i < own; ++i) received += plan.bytes[i * members.size() + peer];
           const std::size_t part = plan.bytes[own * members.size() + peer];
           CHECK(cut(plan.sent, sent, part) == cut(theirs.received, received, part));

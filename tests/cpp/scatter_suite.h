@@ -1,4 +1,4 @@
-// What every Communicator's reducescatter and alltoall do, whatever lies beneath.
+// scatter_suite: tests that every Communicator's reducescatter and alltoall pass.
 #pragma once
 
 #include <latch>
@@ -11,7 +11,7 @@
 
 namespace torch_ring::test {
 
-/// Rank r's part has part_of(r) elements.
+/// Checks a reducescatter in which rank r's part has part_of(r) elements.
 template <class PartOf>
 void check_reducescatter(Communicator& communicator, const Reduction& reduction, PartOf&& part_of) {
   const int size = communicator.size();
@@ -106,7 +106,8 @@ inline void reducescatter_same_bits(const Layout& layout, int size) {
   });
 }
 
-/// Rank `from` sends bytes_from_to(from, to) bytes to rank `to`, which tell both.
+/// Checks an alltoall in which rank `from` sends bytes_from_to(from, to) bytes to rank `to`. The
+/// bytes' values depend on both.
 template <class BytesFromTo>
 void check_alltoall(Communicator& communicator, BytesFromTo&& bytes_from_to) {
   std::vector<std::size_t> matrix;
@@ -178,7 +179,7 @@ inline void silence_in_parts_is_a_timeout(const Layout& layout, int size) {
   }
 }
 
-/// Registers the suite; returns true, to initialise a static with.
+/// Registers the suite. Returns true, to initialise a static variable.
 inline bool add_scatter_suite(const Layout& layout) {
   add_for_sizes(layout, "reducescatter of every dtype, op and edge", reducescatter_all);
   add_for_sizes(layout, "reducescatter longer than several segments", reducescatter_long);

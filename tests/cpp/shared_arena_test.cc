@@ -27,7 +27,7 @@ namespace {
 
 constexpr std::size_t kHugePages = 8;
 
-/// A rank's memory, and how a peer sees it.
+/// A rank's memory, and a peer's mapping of it.
 struct Memory {
   Memory() : Memory(SharedMemory::create(kHugePages * kHugePage)) {}
   explicit Memory(Fd made)
@@ -42,7 +42,7 @@ struct Memory {
     CHECK_EQ(::fstat(fd, &status), 0);
     return static_cast<std::size_t>(status.st_blocks) * 512;
   }
-  /// Huge pages that have memory, for blocks.
+  /// The number of huge pages committed for blocks.
   std::size_t huge_pages() const {
     CHECK_EQ((bytes() - without_blocks) % kHugePage, std::size_t{0});
     return (bytes() - without_blocks) / kHugePage;
@@ -65,7 +65,7 @@ bool is_filled(const unsigned char* data, std::size_t bytes, unsigned char value
   return std::all_of(data, data + bytes, [&](unsigned char byte) { return byte == value; });
 }
 
-/// The huge pages that some block lies in.
+/// The number of huge pages in which a block lies.
 std::size_t huge_pages_of(const std::vector<Block>& blocks) {
   std::set<std::uintptr_t> pages;
   for (const Block& block : blocks) {
@@ -77,7 +77,7 @@ std::size_t huge_pages_of(const std::vector<Block>& blocks) {
   return pages.size();
 }
 
-/// Bytes of this process's mappings of huge pages of shared memory.
+/// Bytes of shared memory that this process has mapped in huge pages.
 std::size_t mapped_in_huge_pages() {
   std::ifstream maps("/proc/self/smaps");
   std::size_t kilobytes = 0;
@@ -88,7 +88,7 @@ std::size_t mapped_in_huge_pages() {
   return kilobytes << 10;
 }
 
-/// Whether the system makes so many huge pages of shared memory when it is asked.
+/// Whether the system now has huge pages for so many bytes of shared memory.
 bool system_has_huge_pages(std::size_t bytes) {
   const Fd fd(::memfd_create("probe", MFD_CLOEXEC));
   CHECK_EQ(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0);
@@ -104,13 +104,13 @@ bool system_has_huge_pages(std::size_t bytes) {
   return can;
 }
 
-/// As on a system that has none.
+/// While this lives, the process gets no huge pages.
 struct NoHugePages {
   NoHugePages() { CHECK_EQ(::prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0), 0); }
   ~NoHugePages() { ::prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0); }
 };
 
-/// Allocates and frees at random, and looks at the memory and what is in it.
+/// Allocates and frees at random; checks the committed pages and their contents.
 void use_at_random() {
   Memory memory;
   std::mt19937 random(5);
@@ -120,7 +120,7 @@ void use_at_random() {
     const std::size_t bytes = 1 + random() % (is_small ? 20'000 : 3'000'000);
     auto* const data = static_cast<unsigned char*>(memory.arena.allocate(bytes));
     blocks.push_back({data, bytes, value});
-    CHECK_EQ(memory.huge_pages(), huge_pages_of(blocks));  // before anything touches them
+    CHECK_EQ(memory.huge_pages(), huge_pages_of(blocks));  // before the first access
     std::memset(data, value, bytes);
   };
   const auto free = [&](std::size_t index) {
@@ -144,7 +144,7 @@ void use_at_random() {
     }
   }
   while (!blocks.empty()) free(0);
-  memory.arena.allocate(kHugePages * kHugePage);  // nothing is split for ever
+  memory.arena.allocate(kHugePages * kHugePage);  // free ranges have joined again
 }
 
 }  // namespace
@@ -163,15 +163,15 @@ TEST(arena_blocks_share_huge_pages) {
   CHECK_EQ(memory.huge_pages(), std::size_t{4});
   memory.arena.free(rest);
   CHECK_EQ(memory.huge_pages(), std::size_t{3});
-  memory.arena.free(large);  // but not the huge page that another block is in
+  memory.arena.free(large);  // keeps the huge page of `beside`
   CHECK_EQ(memory.huge_pages(), std::size_t{1});
   memory.arena.free(beside);
   CHECK_EQ(memory.huge_pages(), std::size_t{0});
 }
 
-TEST(arena_has_memory_for_its_blocks_and_no_more) { use_at_random(); }
+TEST(arena_commits_only_the_huge_pages_of_its_blocks) { use_at_random(); }
 
-TEST(arena_does_without_huge_pages) {
+TEST(arena_works_without_huge_pages) {
   const NoHugePages none;
   use_at_random();
   Memory memory;
@@ -179,7 +179,7 @@ TEST(arena_does_without_huge_pages) {
   CHECK_EQ(mapped_in_huge_pages(), std::size_t{0});
 }
 
-TEST(arena_memory_is_in_huge_pages_where_the_system_can) {
+TEST(arena_memory_is_in_huge_pages_where_available) {
   constexpr std::size_t kBytes = 3 * kHugePage;
   if (!system_has_huge_pages(2 * kBytes)) return;
   Memory memory;
@@ -188,11 +188,11 @@ TEST(arena_memory_is_in_huge_pages_where_the_system_can) {
   const auto offset = static_cast<std::size_t>(memory.arena.offset_of(block, kBytes));
   std::memset(memory.peer.at(offset), 2, kBytes);
   const std::size_t huge = mapped_in_huge_pages();
-  if (!system_has_huge_pages(2 * kBytes)) return;  // another program has taken them
-  CHECK_EQ(huge, 2 * kBytes);                      // of the owner and of the peer
+  if (!system_has_huge_pages(2 * kBytes)) return;  // another program took them
+  CHECK_EQ(huge, 2 * kBytes);                      // the owner's and the peer's mapping
 }
 
-TEST(arena_says_when_it_is_full) {
+TEST(arena_throws_when_full) {
   Memory memory;
   CHECK_THROWS(memory.arena.allocate(kHugePages * kHugePage + 1), ErrorKind::kInternal,
                "bytes of shared memory are left");

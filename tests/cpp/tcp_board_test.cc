@@ -10,7 +10,7 @@ using namespace torch_ring::test;
 
 namespace {
 
-/// Rank 0 of two is a board; the test is rank 1, byte by byte.
+/// A board as rank 0 of two; the test plays rank 1, byte by byte.
 struct Peer {
   Peer() {
     auto [here, there] = unix_pair();
@@ -40,7 +40,7 @@ void check_garbled(const std::vector<std::uint64_t>& frame, const std::string& w
 
 }  // namespace
 
-TEST(tcp_board_takes_a_frame_in_any_pieces_and_not_a_byte_more) {
+TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
   Peer peer;
   peer.board->post({});
   const std::vector<std::uint64_t> frame{1, 16, 5, 0x0807060504030201};
@@ -49,7 +49,7 @@ TEST(tcp_board_takes_a_frame_in_any_pieces_and_not_a_byte_more) {
     CHECK_EQ(peer.board->missing(), std::vector<int>{1});
     CHECK_EQ(peer.us->try_send({&byte, 1}), 1u);
   }
-  peer.send({42});  // data that follows
+  peer.send({42});  // data after the frame
   CHECK(peer.board->complete());
   CHECK_EQ(peer.board->entry(1).size(), 5u);
   CHECK(peer.board->entry(1)[4] == std::byte{5});
@@ -58,7 +58,7 @@ TEST(tcp_board_takes_a_frame_in_any_pieces_and_not_a_byte_more) {
   CHECK_EQ(data, 42u);
 }
 
-TEST(tcp_board_refuses_impossible_frames) {
+TEST(tcp_board_throws_for_garbled_frames) {
   check_garbled({1, 1ull << 60}, "1152921504606846976 bytes for 1 entries");
   check_garbled({1, 0}, "0 bytes for 1 entries");
   check_garbled({1, 1016, 0}, "1016 bytes for 1 entries");
@@ -69,7 +69,7 @@ TEST(tcp_board_refuses_impossible_frames) {
   check_garbled({1, 16, 0, 0}, "more than its entries");
 }
 
-TEST(tcp_board_a_round_outlives_a_peer_that_finished_it) {
+TEST(tcp_board_round_completes_though_its_peer_has_left) {
   Peer peer;
   peer.board->post({});
   peer.send({1, 8, 0});
@@ -77,7 +77,7 @@ TEST(tcp_board_a_round_outlives_a_peer_that_finished_it) {
   CHECK_EQ(peer.us->try_receive(taken), 24u);
   peer.us.reset();
   CHECK(peer.board->complete());
-  CHECK(peer.board->peer_posted());  // the end of the stream is worth a look
+  CHECK(peer.board->peer_posted());  // the end of the stream counts as a post
   const auto next = [&] {
     peer.board->post({});
     wait_complete(*peer.board);
@@ -85,7 +85,7 @@ TEST(tcp_board_a_round_outlives_a_peer_that_finished_it) {
   CHECK_THROWS(next(), ErrorKind::kPeerLost, "connection to rank 1 (a thread) ");
 }
 
-TEST(tcp_board_waits_on_what_moves_the_round) {
+TEST(tcp_board_polls_the_sockets_that_the_round_needs) {
   Peer peer;
   const auto polled = [&] {
     std::vector<int> events;
@@ -97,7 +97,7 @@ TEST(tcp_board_waits_on_what_moves_the_round) {
   CHECK_EQ(polled(), std::vector<int>{POLLIN});
   const Bytes entry(1000);
   int rounds = 0;
-  while (polled() == std::vector<int>{POLLIN}) {  // until the socket takes no more
+  while (polled() == std::vector<int>{POLLIN}) {  // until the socket is full
     peer.send({static_cast<std::uint64_t>(++rounds), 8, 0});
     peer.board->post(entry);
   }

@@ -1,4 +1,5 @@
-// Worlds for tests: the ranks are threads of this process, and every descriptor is their own.
+// make_worlds() and Layout: worlds for tests, whose ranks are threads with descriptors of their
+// own.
 #pragma once
 
 #include <fcntl.h>
@@ -57,7 +58,7 @@ inline std::pair<Fd, Fd> socket_pair(Sockets sockets) {
   return sockets == Sockets::kTcp ? tcp_pair() : unix_pair();
 }
 
-/// What a Connection of one socket takes.
+/// One socket as the vector that Connection takes.
 inline std::vector<Fd> alone(Fd socket) {
   std::vector<Fd> sockets;
   sockets.push_back(std::move(socket));
@@ -109,16 +110,16 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
   return worlds;
 }
 
-/// What the suites run on: which rank is on which host, and what joins the hosts. It decides which
-/// communicator make_communicator() makes.
+/// A layout that the suites run on: the hosts of the ranks, and the connections between hosts. It
+/// decides which communicator make_communicator() makes.
 struct Layout {
   std::string name;
   std::function<std::vector<int>(int size)> host_of;
   std::vector<int> sizes{1, 2, 3, 4};
   Sockets sockets = Sockets::kUnix;
   bool may_spin = false;
-  int connections = 1;  // of two ranks
-  /// Makes what is tested of that communicator and the rank's Abort; empty: it is tested itself.
+  int connections = 1;  // sockets between two ranks
+  /// Makes the communicator under test from that one and the rank's Abort; empty: tests that one.
   std::function<std::shared_ptr<HostCommunicator>(std::shared_ptr<HostCommunicator>, Abort&)> over =
       {};
 };
@@ -144,21 +145,21 @@ inline std::vector<int> two_hosts_in_turns(int size) {
   return host_of;
 }
 
-/// With 2 + 1 + 1 or 2 + 2 + 1 ranks: some serve no network.
+/// Three hosts with 2 + 1 + 1 or 2 + 2 + 1 ranks: some ranks are on no lane.
 inline std::vector<int> three_hosts(int size) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * 3 / size);
   return host_of;
 }
 
-/// Long enough that only a hang reaches it, and shorter than the harness's patience.
+/// A config with a timeout that only a hang reaches, shorter than the harness's own.
 inline EngineConfig patient() {
   EngineConfig config;
   config.timeout = std::chrono::seconds(30);
   return config;
 }
 
-/// A rank's way to wait, for tests of what lies below a communicator.
+/// A rank's Waiter and its parts, for tests of connections and boards.
 struct Waiting {
   explicit Waiting(std::chrono::milliseconds timeout = patient().timeout)
       : waiter(abort, doorbell, false, timeout) {}
@@ -184,8 +185,9 @@ inline void run_world(const Layout& layout, int size,
   });
 }
 
-/// Registers `body(layout, size)` for every size: "<layout> x<size>: <name>". More than three ranks
-/// run no other code than three, where a layout has both: not for a sanitizer, ten times slower.
+/// Registers `body(layout, size)` for every size: "<layout> x<size>: <name>". Under a sanitizer,
+/// ten times slower, it leaves out sizes above three if a layout has smaller ones: they run the
+/// same code.
 inline void add_for_sizes(const Layout& layout, const std::string& name,
                           const std::function<void(const Layout&, int size)>& body) {
   for (const int size : layout.sizes) {

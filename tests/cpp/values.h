@@ -1,4 +1,4 @@
-// Data with a closed form, so that every rank can tell what the others have.
+// value_at() and bytes_of(): data in closed form, so every rank can compute the others' data.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@ namespace torch_ring::test {
 
 constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 
-constexpr std::size_t kPeriod = 25 * 3;  // of value_at(i, ...), whatever the op
+constexpr std::size_t kPeriod = 25 * 3;  // of value_at(i, ...), for every op
 
-/// Element i on rank r: i * size + r, kept so small that no result leaves the range of any dtype.
+/// Element i on rank r: i * size + r, modulo a number so small that results fit every dtype.
 inline double value_at(std::size_t i, int rank, int size, ReduceOp op) {
   const std::size_t value = i * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank);
   return op == ReduceOp::kProduct ? 1.0 + static_cast<double>(value % 3)
@@ -35,7 +35,7 @@ inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
   return dtype == DType::kBool ? static_cast<double>(result != 0) : result;
 }
 
-/// Bytes that differ from rank to rank, and from place to place.
+/// Bytes that differ by rank and by index.
 inline Bytes bytes_of(int rank, std::size_t count) {
   return Elements::repeating(
              DType::kUInt8, count, 251,

@@ -10,8 +10,8 @@
 namespace torch_ring::test {
 namespace {
 
-TEST(a_silent_process_is_missed_by_its_heartbeats) {
-  // A peer whose socket is open and says nothing: what SIGSTOP and a cut link look like.
+TEST(watchdog_raises_when_heartbeats_stop) {
+  // A peer with an open but silent socket, as after SIGSTOP or on a cut link.
   auto [ours, theirs] = unix_pair();
   std::vector<Fd> control(2);
   control[1] = std::move(ours);
@@ -23,7 +23,7 @@ TEST(a_silent_process_is_missed_by_its_heartbeats) {
   CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) has not been heard for 0.2");
 }
 
-TEST(a_dead_process_is_noticed_by_its_connection) {
+TEST(watchdog_raises_when_the_control_connection_closes) {
   auto [ours, theirs] = unix_pair();
   std::vector<Fd> control(2);
   control[1] = std::move(ours);
@@ -36,8 +36,8 @@ TEST(a_dead_process_is_noticed_by_its_connection) {
   CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) died");
 }
 
-TEST(who_misses_a_peer_tells_the_others_before_leaving) {
-  // Rank 1 hears from rank 0 about rank 2, which to rank 1 is still well: and then a goodbye.
+TEST(watchdog_passes_the_cause_on_before_it_leaves) {
+  // Rank 1 sees rank 2 alive. Rank 0 sends it the cause about rank 2, and then its goodbye.
   auto [zero_to_one, one_to_zero] = unix_pair();
   auto [zero_to_two, two_to_zero] = unix_pair();
   const std::vector<std::string> labels{"rank 0 (pid 5)", "rank 1 (pid 6)", "rank 2 (pid 7)"};

@@ -27,7 +27,7 @@ using Queue = torch_ring::nccl::Stream;
 
 constexpr c10::DeviceIndex kDevices = 2;
 constexpr int kPoison = 0xCD;
-// Freed memory stays poisoned until this much has been freed after it.
+// Freed memory stays poisoned until so many bytes have been freed after it.
 constexpr std::size_t kQuarantineBytes = 64 << 20;
 
 void enqueue(Queue queue, std::function<void()> task) {
@@ -158,16 +158,16 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // --- memory
 
-/// Memory that belongs to one stream: its order says when the memory is free.
+/// Memory of one stream, which is freed in the stream's order.
 struct Block {
   std::byte* data;
   std::size_t bytes;
   Queue owner;
   std::mutex mutex;
-  std::vector<Queue> users;  // other streams, which the owner waits for
+  std::vector<Queue> users;  // other streams, for which the owner waits
 };
 
-/// Keeps poisoned memory for a while, so that who still reads it sees the poison.
+/// Keeps poisoned memory for a while, so that late readers see the poison.
 void quarantine(std::byte* data, std::size_t bytes) {
   static auto* const mutex = new std::mutex;
   static auto* const freed = new std::deque<std::pair<std::byte*, std::size_t>>;
@@ -221,7 +221,7 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(c10::kPrivateUse1, &memory)
 
-/// Memory of the host that the device copies from without the host waiting.
+/// Pinned host memory, from which the device copies while the host runs on.
 class PinnedMemory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -263,7 +263,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  /// Whose memory it is nobody knows: who wraps a pointer has made its device the current one.
+  /// The current device: a pointer does not tell its device, but its caller has made that current.
   c10::Device getDeviceFromPtr(void*) const override { return device_of(current_index); }
   bool isPinnedPtr(const void* data) const override { return PinnedMemory::has(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }

@@ -1,6 +1,8 @@
-// A stand-in for a GPU, as torch's device type PrivateUse1: its memory is the host's, its streams
-// are those of the NCCL double, which are also what native_handle() of a stream is. What is not
-// synchronized really races, and what is freed too early really is garbage. Tests only.
+// The device double: a stand-in for a GPU, as torch's device type PrivateUse1. Tests only.
+//
+// Its memory is the host's; its streams are the NCCL double's, and a stream's native_handle() is
+// one. Unsynchronised accesses really race, and memory that is freed too early really becomes
+// garbage.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -10,13 +12,13 @@
 
 namespace device_double {
 
-/// This thread's.
+/// This thread's current device.
 c10::Device current_device();
 
 /// Runs a task on the current stream of the current device.
 void enqueue(std::function<void()> task);
 
-/// Waits for that stream.
+/// Waits for the current stream of the current device.
 void synchronize();
 
 c10::Allocator& device_memory();

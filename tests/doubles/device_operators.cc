@@ -1,4 +1,4 @@
-// The device double's operators: those that its memory and its streams need, and the CPU's.
+// The device double's operators: those for its memory and streams, and the CPU's for the rest.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -25,7 +25,7 @@
 namespace device_double {
 namespace {
 
-/// The same memory as a CPU tensor, which does not keep it.
+/// The same memory as a CPU tensor, which does not own it.
 at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
@@ -50,14 +50,14 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef strides,
                                            c10::dtype_or_default(dtype));
 }
 
-/// Within the device, and from pinned memory, on its current stream, which the caller does not wait
-/// for.
+/// Copies on the current stream without waiting for it, within the device or from pinned memory;
+/// all other copies wait.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::DeviceGuard guard(to.is_cpu() ? from.device() : to.device());
   if (from.device() == to.device()) {
     enqueue([source = on_host(from), target = on_host(to)] { target.copy_(source); });
   } else if (non_blocking && from.is_cpu() && from.is_pinned()) {
-    // As torch's own allocator of pinned memory, it keeps `from` until it has been copied.
+    // Keeps `from` until it has been copied, as torch's own allocator of pinned memory does.
     enqueue([source = from.detach(), target = on_host(to)] { target.copy_(source); });
   } else {
     synchronize();
@@ -90,7 +90,7 @@ void record_stream(at::Tensor& self, at::Stream stream) {
       .recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-/// The device of an operator's first tensor that is on one, or the current device.
+/// The device of the first tensor on a device among an operator's arguments, or the current one.
 c10::Device device_of(const torch::jit::Stack& arguments) {
   for (const c10::IValue& argument : arguments) {
     if (argument.isTensorList() && argument.toTensorList().empty()) continue;
@@ -102,7 +102,7 @@ c10::Device device_of(const torch::jit::Stack& arguments) {
   return current_device();
 }
 
-/// Everything else runs on the CPU when the current stream, and no other, has come so far.
+/// Runs an operator on the CPU, after waiting for the current stream (and no other).
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::DeviceGuard guard(device_of(*stack));
   synchronize();
@@ -113,7 +113,7 @@ void delay(std::int64_t milliseconds) {
   enqueue([=] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
 }
 
-/// Stops the current stream until the gate is opened, once.
+/// Stops the current stream until open_gate(), once.
 std::int64_t close_gate() {
   auto* const gate = new std::promise<void>;
   enqueue([opened = std::shared_future<void>(gate->get_future())] { opened.wait(); });
@@ -137,11 +137,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
   library.impl("resize_", TORCH_FN(at::native::resize_));
-  // The generic ones ask for a kernel of the device's own.
+  // The generic ones would call a kernel of the device.
   for (const char* name : {"convolution", "convolution_backward"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
   }
-  // Views do not look at memory: the CPU's will do.
+  // Views do not read memory, so the CPU's fit.
   library.impl("as_strided", TORCH_FN(at::cpu::as_strided));
   library.impl("view", TORCH_FN(at::cpu::view));
   library.impl("unfold", TORCH_FN(at::cpu::unfold));

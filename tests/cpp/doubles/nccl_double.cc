@@ -32,8 +32,8 @@ namespace {
 
 constexpr std::chrono::microseconds kPause{50};
 
-/// The way from one rank to another: a ring that holds the bytes [read, written). Each counter has
-/// one writer, whose release makes the bytes before it (or the room behind it) the other's.
+/// A one-way ring buffer from one rank to another, with the bytes [read, written). Each counter has
+/// one writer; its store releases the written bytes (or the free space) to the other rank.
 struct Mailbox {
   static constexpr std::size_t kBytes = 256 << 10;
   std::atomic<std::size_t> written;
@@ -41,11 +41,11 @@ struct Mailbox {
   std::byte bytes[kBytes];
 };
 
-/// What the ranks of a unique id share, in a file in memory that begins as zeros.
+/// The shared memory of the ranks of one unique id: a memfd, zero at first.
 struct alignas(Mailbox) World {
   std::atomic<int> joined;
 
-  /// size * size of them come after this: by sender and receiver.
+  /// size * size mailboxes after this struct, by sender and receiver.
   Mailbox* mail() { return reinterpret_cast<Mailbox*>(this + 1); }
 
   static std::size_t bytes(int size) {
@@ -75,7 +75,7 @@ struct OpaqueComm {
 
 namespace {
 
-/// Bytes on their way to a peer or from one; those that have gone are cut off.
+/// The rest of a transfer to or from a peer.
 struct Transfer {
   int peer;
   bool sends;
@@ -83,7 +83,7 @@ struct Transfer {
   std::size_t bytes;
 };
 
-/// Moves what can be moved now, and returns whether that was anything.
+/// Moves the bytes that fit or have arrived; returns whether there were any.
 bool advance(const OpaqueComm& self, Transfer& transfer) {
   Mailbox& mail =
       transfer.sends ? self.mail(self.rank, transfer.peer) : self.mail(transfer.peer, self.rank);
@@ -102,7 +102,7 @@ bool advance(const OpaqueComm& self, Transfer& transfer) {
   return true;
 }
 
-/// Makes all transfers together, those to or from one peer in their order. Returns false if the
+/// Runs all transfers at once; those to or from one peer stay in order. Returns false if the
 /// communicator is aborted before they are done.
 bool transfer_all(const OpaqueComm& self, std::span<Transfer> transfers) {
   while (!self.aborted) {
@@ -120,7 +120,7 @@ bool transfer_all(const OpaqueComm& self, std::span<Transfer> transfers) {
   return false;
 }
 
-/// A call: what it exchanges with the others, and what it computes when that is here.
+/// A call: its transfers, and the computation after they are done.
 struct Call {
   Comm comm;
   Stream stream;
@@ -128,15 +128,14 @@ struct Call {
   std::function<void()> compute;
 };
 
-/// A thread's calls between ncclGroupStart and ncclGroupEnd, which are of one communicator and
-/// stream.
+/// A thread's calls between ncclGroupStart and ncclGroupEnd, all of one communicator and stream.
 struct Group {
   int depth = 0;
   std::vector<Call> calls;
 };
 
-/// This thread's. Not thread_local: the sanitizer of threads that comes with GCC 12 fails now and
-/// then to start a thread while a library with such variables is loaded.
+/// This thread's group. Not thread_local: GCC 12's ThreadSanitizer sometimes fails to start a
+/// thread while a library with such variables is loaded.
 Group& my_group() {
   static std::mutex mutex;
   static std::map<std::thread::id, Group> groups;
@@ -190,8 +189,9 @@ void copy(const void* from, void* to, std::size_t bytes) {
   if (bytes > 0 && from != to) std::memcpy(to, from, bytes);
 }
 
-/// Every rank sends `count` elements of its input to each rank that `receives`, those from
-/// `stride` * that rank on, and each of these reduces what it gets in the order of ranks.
+/// A reduction for some ranks. Every rank sends `count` elements of its input, from element
+/// `stride` * r on, to each rank r for which receives(r) holds. Those ranks reduce them in the
+/// order of ranks.
 Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, const void* input,
                   void* output, std::size_t count, const Reduction& reduction, Comm comm,
                   Stream stream) {
@@ -242,7 +242,7 @@ Result ncclGetVersion(int* version) {
 }
 
 Result ncclGetUniqueId(UniqueId* id) {
-  // The others may come at any time; to the last few, for what they leave in memory would add up.
+  // Other ranks may join at any time, but only the last few worlds: older memory is freed.
   constexpr std::size_t kOpen = 32;
   static std::mutex mutex;
   static std::deque<Fd> files;

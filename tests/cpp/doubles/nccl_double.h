@@ -1,7 +1,8 @@
-// A stand-in for libnccl.so.2 and for a device's streams and events on machines without a GPU:
-// NCCL's symbols over host memory, among ranks that are threads or processes of one machine. Its
-// streams are queues with a thread each, so that whoever forgets to wait for a stream reads too
-// early. No time measured on it says anything about NCCL.
+// The NCCL double: a stand-in for libnccl.so.2 and for a device's streams and events.
+//
+// It needs no GPU. It has NCCL's symbols over host memory; its ranks are threads or processes of
+// one machine. Each stream is a queue with a thread, so code that forgets to wait for a stream
+// reads too early. No time measured on it says anything about NCCL.
 #pragma once
 
 #include <atomic>
@@ -10,32 +11,34 @@
 
 extern "C" {
 
-/// What goes wrong next, for all communicators of this process. Python reads it as an array.
+/// The faults to simulate, for all communicators of this process, and counters. Python reads it as
+/// an array.
 struct NcclDoubleFaults {
   std::atomic<int> version{22703};
   std::atomic<int> in_progress{0};  // how often a call answers "in progress" before it succeeds
-  std::atomic<int> async_error{0};  // what ncclCommGetAsyncError reports
+  std::atomic<int> async_error{0};  // the report of ncclCommGetAsyncError
   std::atomic<int> init_hangs{0};
   std::atomic<int> aborted{0};    // counts ncclCommAbort
   std::atomic<int> destroyed{0};  // counts ncclCommDestroy
-  std::atomic<int> hang{0};       // what streams run of a communicator waits until it is aborted
+  std::atomic<int> hang{0};       // collectives wait on their stream until they are aborted
 };
 NcclDoubleFaults* nccl_double_faults();
 
 torch_ring::nccl::Stream nccl_double_stream_create();
-/// Whether everything that was enqueued is done.
+/// Whether the stream has run all its tasks.
 bool nccl_double_stream_query(torch_ring::nccl::Stream);
 void nccl_double_stream_synchronize(torch_ring::nccl::Stream);
 void nccl_double_stream_destroy(torch_ring::nccl::Stream);
 /// Runs fn(argument) on the stream.
 void nccl_double_stream_enqueue(torch_ring::nccl::Stream, void (*fn)(void*), void* argument);
 
-/// Events are CUDA's: they stand for what their stream had to do when they were recorded last, and
-/// for nothing before that. Who waits waits for the recording that is the last one at the call.
+/// Events, as CUDA's: an event is done when its stream has run the tasks that were enqueued before
+/// its last recording; without a recording it is done. A wait is for the last recording before the
+/// call.
 void* nccl_double_event_create();
 void nccl_double_event_record(void* event, torch_ring::nccl::Stream);
 bool nccl_double_event_query(void* event);
-/// The stream waits, not the caller.
+/// Makes the stream wait, not the caller.
 void nccl_double_event_wait(void* event, torch_ring::nccl::Stream);
 void nccl_double_event_synchronize(void* event);
 void nccl_double_event_destroy(void* event);

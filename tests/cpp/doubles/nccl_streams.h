@@ -1,4 +1,4 @@
-// The NCCL double and its streams, loaded as NCCL is.
+// double_api() and Stream: the NCCL double and its streams, loaded as NCCL is.
 #pragma once
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ inline NcclDoubleFaults& faults() {
   return *double_symbol<decltype(nccl_double_faults)>("nccl_double_faults")();
 }
 
-/// Faults are over at the end of a test.
+/// Ends all simulated faults at the end of a test.
 struct FaultsEnd {
   ~FaultsEnd() {
     faults().version = 22703;

@@ -1,4 +1,4 @@
-// A stream of the doubles: a queue with a thread that runs it.
+// OpaqueStream: a stream of the doubles, which is a queue and a thread that runs its tasks.
 #pragma once
 
 #include <condition_variable>
@@ -39,7 +39,7 @@ struct OpaqueStream {
     std::unique_lock lock(mutex);
     for (;;) {
       changed.wait(lock, [&] { return !tasks.empty(); });
-      auto task = std::move(tasks.front());  // its place stays taken until it is done
+      auto task = std::move(tasks.front());  // its entry stays in the queue until it is done
       if (!task) return;
       lock.unlock();
       task();

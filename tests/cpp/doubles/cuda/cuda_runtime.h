@@ -1,5 +1,5 @@
-// A stand-in for the CUDA header that nccl.h includes, which wheels bring only in parts: nccl.h
-// needs no more of it than size_t and what a stream is.
+// A stand-in for the CUDA header that nccl.h includes, which wheels have only in parts: nccl.h
+// needs only size_t and the type of a stream.
 #pragma once
 
 #include <stddef.h>
