@@ -3,23 +3,18 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
+#include <span>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "collective/host_communicator.h"
 #include "core/config.h"
-#include "engine/agreement.h"
-#include "engine/device.h"
-#include "engine/executor.h"
-#include "engine/names.h"
-#include "engine/request.h"
+#include "engine/driver.h"
+#include "engine/progress_role.h"
+#include "engine/request_queue.h"
 #include "engine/watchdog.h"
 
 namespace torch_ring {
@@ -29,16 +24,17 @@ namespace torch_ring {
 /// costs more than a small allreduce; the engine's own thread makes progress when there are
 /// requests that nobody waits for. The thread that does so now is called the progress thread.
 ///
-///   submit -> queue_ -> outbox_ (of the progress thread) -> pending_ (announced) -> complete
+///   RequestQueue   submitted works, names in flight, and the mutex     any thread
+///   Driver         announced works, the agreement, the executors       the progress thread
+///   Engine         which thread makes progress, and when               any thread
 ///
-/// Thread: any. Blocking: wait() only.
+/// Thread: any. Blocking: wait(), submit_and_wait() and close() only.
 /// Errors: a failed collective is its work's error. After a fatal one (Error::fatal()) every
 /// pending and every later request fails with the same cause.
-class Engine {
+class Engine final : private Driver::Callbacks {
  public:
-  using Log = std::function<void(const std::string&)>;
-  /// Called now and then while a thread waits; what it throws ends the wait, not the work.
-  using Interrupt = std::function<void()>;
+  using Log = Driver::Log;
+  using Interrupt = Driver::Interrupt;
 
   struct Options {
     EngineConfig config;
@@ -79,83 +75,44 @@ class Engine {
   }
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = RequestQueue::Lock;
 
+  void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
+  void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void run();  // the engine's thread
   /// Makes this the progress thread until `target` is done (or, without a target, until there is
-  /// nothing to do or a waiting thread can make progress instead). `lock` is released meanwhile.
+  /// nothing to do or a waiting thread can make progress instead). The lock is released meanwhile.
   void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
-  std::shared_ptr<Work> make_work(Request request) const;
-  /// With the lock held.
-  void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
-  void wait(Lock& lock, Work& work, const Interrupt& interrupt);
-  void take_queue();
-  /// Whether this is the progress thread, at a point where nothing is half done: in its interrupt.
-  /// That may be a signal handler which waits for another work, and so makes progress too, or
-  /// closes the engine.
-  bool pausing_here() const {
-    return progressing_ && progress_thread_ == std::this_thread::get_id() && paused_;
-  }
-  bool idle() const { return queue_.empty() && outbox_.empty() && pending_.empty(); }
-  void fail_all();
+  bool needs_progress(const Lock& lock) const;
+  void fail(const Error& cause);
+  void fail_all(const Lock& lock, Driver& driver);
 
-  // By the progress thread, without the lock:
-  void make_progress(const Work* target, const Interrupt& interrupt);
-  bool should_yield();
-  bool only_submitter();
-  void announce_outbox(bool blocked);
-  void finish_round();
-  bool run_unanimous();
-  void reset_numbering();
-  Error describe(const Work& work, const Error& error) const;
-  Error departed(int rank) const;
-  Error root_cause(const Error& error) const;
-  void complete(Work& work, std::optional<Error> error);
-  void check_stalls();
-  void poll_device();
-  std::string late_ranks(const Work& work) const;
+  // Callbacks of the driver: by the progress thread.
+  void completed(const Lock& lock) override;
+  void set_device_busy(bool busy) override;
+  bool should_yield() override;
+  void pause(const Interrupt& interrupt) override;
 
   const std::shared_ptr<HostCommunicator> communicator_;
   const std::shared_ptr<Abort> abort_;
   const EngineConfig config_;
-  const std::vector<std::string> labels_;
   const std::string name_;  // "rank 2"
-  const Log log_;
   Board& board_;
 
-  // The progress thread's alone:
-  Agreement agreement_;
-  HostBuffers host_buffers_;
-  Executor executor_;
-  DeviceExecutor device_;
-  EntryWriter entry_;
-  Bytes fingerprint_;              // of the request that is being announced
-  std::vector<ByteSpan> entries_;  // of the round that is being finished
-  std::deque<std::shared_ptr<Work>> outbox_;
-  std::map<std::string, std::shared_ptr<Work>> pending_;
-  bool round_open_ = false;
-  bool paused_ = false;  // it calls its interrupt
-  Clock::time_point last_decision_;
-  Clock::time_point last_check_;
-
-  std::mutex mutex_;  // guards what follows; never locked while progress is made
+  RequestQueue queue_;  // its mutex also guards the role and the next five members
+  // Signals that a work is done, or that another thread has to look at the queue or at the role.
   std::condition_variable changed_;
-  std::vector<std::shared_ptr<Work>> queue_;
-  std::atomic<bool> queued_{false};  // whether it has something, for a look without the lock
-  std::size_t queued_bytes_ = 0;
-  std::unordered_map<std::string, Work*> in_flight_;  // but for numbered ones: theirs are unique
-  Names names_;
-  std::thread::id submitter_;        // the only thread that has submitted anything...
-  bool several_submitters_ = false;  // ...unless there were several
-  bool progressing_ = false;
-  std::thread::id progress_thread_;  // none while no progress is made
-  int waiters_ = 0;                  // threads that wait for the progress thread
-  bool device_was_busy_ = false;     // when progress was made last
-  bool device_busy_ = false;         // work that was enqueued there has not run yet
+  int waiters_ = 0;               // threads that wait for the progress thread
+  bool device_busy_ = false;      // work that was enqueued there has not run yet
+  bool device_was_busy_ = false;  // at the end of the last turn as the progress thread
   bool closing_ = false;
-  std::atomic<bool> closed_{false};  // in peace: all that was enqueued on the device has run
+  // Closed in peace: all that was enqueued on the device has run, so nothing of it is void. close()
+  // stores it once, after it has raised the abort, and check() loads it before it looks at the
+  // abort. A check() that runs beside close() may see the abort alone, and throws.
+  std::atomic<bool> closed_{false};
 
-  std::unique_ptr<Watchdog> watchdog_;
+  Watchdog watchdog_;
+  ProgressRole role_;
   std::thread thread_;  // last: it uses all of the above
 };
 

@@ -102,17 +102,19 @@ class Work {
   const Request& request() const noexcept { return request_; }
 
  private:
-  friend class Engine;
+  friend class RequestQueue;  // names it, and completes it
+  friend class Driver;        // runs its request
 
-  void complete(std::optional<Error> error) {
+  // The store releases error_ and the output to whoever acquires it by done().
+  void complete() { done_.store(true, std::memory_order_release); }
+  void fail(Error error) {
     error_ = std::move(error);
-    done_.store(true, std::memory_order_release);  // publishes error_ and the output to done()
+    complete();
   }
 
   Request request_;
   std::string key_;  // "<collective>.<name>": under what the ranks match it
   Clock::time_point submitted_;
-  bool warned_ = false;  // a stall was reported
   std::optional<Error> error_;
   std::atomic<bool> done_{false};
 };

@@ -15,6 +15,9 @@ namespace {
 constexpr std::size_t kHeaderBytes = 4;
 constexpr std::size_t kTextBytes = 4096;
 
+// What a departing rank has posted may be on its way; after this it is not.
+constexpr std::chrono::milliseconds kDepartureGrace{250};
+
 }  // namespace
 
 Watchdog::Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> labels,
@@ -34,13 +37,14 @@ Watchdog::Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> l
   if (!peers_.empty()) thread_ = std::thread([this] { run(); });
 }
 
-Watchdog::~Watchdog() {
+void Watchdog::stop() {
   {
     const std::scoped_lock lock(mutex_);
     stopping_ = true;
   }
   ::eventfd_write(wake_.get(), 1);
   if (thread_.joinable()) thread_.join();
+  peers_.clear();
 }
 
 void Watchdog::announce(const Error& cause) {
@@ -51,9 +55,31 @@ void Watchdog::announce(const Error& cause) {
   ::eventfd_write(wake_.get(), 1);
 }
 
+void Watchdog::check_departures() const {
+  const auto first = departure();
+  if (first && Clock::now() - first->since > kDepartureGrace) throw departed(first->rank);
+}
+
+Error Watchdog::root_cause(const Error& error) const {
+  if (error.kind() != ErrorKind::kPeerLost) return error;
+  auto first = departure();
+  const auto since = Clock::now();
+  // Peers may still be finishing a collective in which the departed rank took part, which raising
+  // the abort at once would spoil.
+  while (!abort_.raised() && Clock::now() - (first ? first->since : since) < kDepartureGrace) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (!first) first = departure();
+  }
+  return first ? departed(first->rank) : error;
+}
+
 std::optional<Watchdog::Departure> Watchdog::departure() const {
   const std::scoped_lock lock(mutex_);
   return departure_;
+}
+
+Error Watchdog::departed(int rank) const {
+  return {ErrorKind::kPeerLost, at(labels_, rank) + " has left: it called shutdown() or exited"};
 }
 
 void Watchdog::run() {
