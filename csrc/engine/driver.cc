@@ -18,8 +18,8 @@ using std::chrono::milliseconds;
 // the same differ by some hundred microseconds.
 constexpr microseconds kBlockingSpin{500};
 
-// A rank that has waited this long with nothing new tells the others, so that all find out when
-// everybody waits for something else. Mismatches are reported within a second.
+// A rank that has waited this long with nothing new tells the others, so that all ranks learn that
+// they wait for different things: they report mismatches within a second.
 constexpr milliseconds kBlockedAfter{200};
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -67,7 +67,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (!since) since = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
     board_.wait_until(now + kPollInterval, is_patient ? kBlockingSpin : kSpin);
-    // While rounds go on, there is little to look at.
+    // While rounds go on, the checks below can wait.
     now = Clock::now();
     if (now - last_check_ < kPollInterval && round_is_complete()) continue;
     last_check_ = now;
@@ -89,7 +89,7 @@ void Driver::announce_outbox(bool blocked) {
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
     const Request& request = work.request();
-    // From here on no round is unanimous: those that follow say that the others get on.
+    // From now on no round is unanimous, so each decision shows that the other ranks get on.
     if (request.fingerprint.collective == Collective::kJoin) last_decision_ = Clock::now();
     const Announcement announcement = announce(request, alone, communicator_, fingerprint_);
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
@@ -105,7 +105,7 @@ void Driver::announce_outbox(bool blocked) {
   round_open_ = true;
 }
 
-/// Decides what every rank has announced by now, and runs it.
+/// Runs the requests that every rank has announced by now, and fails mismatches.
 void Driver::finish_round() {
   round_open_ = false;
   entries_.clear();
@@ -122,7 +122,7 @@ void Driver::finish_round() {
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
     if (decision.resets_numbering) reset_numbering();
-    if (mine == pending_.end() && !decision.for_joined) continue;  // and a mismatch
+    if (mine == pending_.end() && !decision.for_joined) continue;  // other ranks' mismatch
     const Fingerprint& fingerprint =
         mine == pending_.end() ? *decision.for_joined : mine->second.work->request().fingerprint;
     std::optional<Error> error = decision.mismatch;
@@ -153,12 +153,12 @@ void Driver::finish_round() {
   };
   run(executor_, here);
   if (on_device.jobs.empty()) return;
-  callbacks_.set_device_busy(true);  // before a work is done: close() waits for what runs
+  callbacks_.set_device_busy(true);  // before a work is done: close() waits for the device
   run(device_, on_device);
 }
 
-/// The usual round: nothing was pending, and all ranks have announced the same one request. Returns
-/// whether this is one.
+/// Runs the usual round: nothing was pending, and all ranks have announced the same one request.
+/// Returns whether this round is one.
 bool Driver::run_unanimous() {
   if (pending_.size() != 1 || !agreement_.empty()) return false;
   Work& work = *pending_.begin()->second.work;
@@ -173,7 +173,7 @@ bool Driver::run_unanimous() {
   return true;
 }
 
-/// All ranks wait for the same thing: they begin to count anew.
+/// Begins to number requests anew: all ranks wait for the same thing.
 void Driver::reset_numbering() { queue_.reset_numbering(queue_.lock()); }
 
 void Driver::complete(Work& work) {
@@ -203,14 +203,15 @@ void Driver::fail_all(const Lock& lock, const Error& cause) {
   pending_.clear();
 }
 
-/// Warns of works that the other ranks keep waiting, and throws if they do so for too long.
+/// Warns of works for which this rank waits long, and throws if it has waited too long, or if a
+/// rank has left.
 void Driver::check_stalls() {
   if (pending_.empty() || round_is_complete()) return;
   watchdog_.check_departures();
   const auto now = Clock::now();
   for (auto& [key, pending] : pending_) {
     const Work& work = *pending.work;
-    // Who has joined waits as long as the others get on.
+    // A rank that has joined waits as long as the others get on.
     const bool joined = work.request().fingerprint.collective == Collective::kJoin;
     const auto age = now - (joined ? std::max(work.submitted_, last_decision_) : work.submitted_);
     if (age > config_.timeout) {

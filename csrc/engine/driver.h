@@ -20,17 +20,19 @@
 
 namespace torch_ring {
 
-/// Makes progress: announces works to the other ranks, completes rounds, runs what is agreed.
+/// The driver makes progress: it announces works to the other ranks, completes rounds, and runs the
+/// agreed works.
 ///
 ///   RequestQueue -> outbox_ -> pending_ (announced) -> done
 ///
-/// Thread: the progress thread; ProgressRole hands the driver to no other. So the driver has no
-/// mutex, and it locks the queue's only for moments in which it moves no data.
+/// Thread: the progress thread, as ProgressRole hands the driver to no other thread. So the driver
+/// needs no mutex of its own. It locks the queue's mutex only for short, and never during I/O.
 class Driver {
  public:
   using Lock = RequestQueue::Lock;
   using Log = std::function<void(const std::string&)>;
-  /// Called now and then while a thread waits; what it throws ends the wait, not the work.
+  /// A function that is called now and then while a thread waits. Its exception ends the wait, not
+  /// the work.
   using Interrupt = std::function<void()>;
 
   /// The driver's engine. Called by the progress thread, without the lock but for completed().
@@ -39,7 +41,7 @@ class Driver {
     /// A work is done, or has failed: threads may wait for it. With the lock.
     virtual void completed(const Lock& lock) = 0;
 
-    /// `busy`: works that were enqueued on the device have not run yet.
+    /// `busy`: enqueued work has not run yet.
     virtual void set_device_busy(bool busy) = 0;
 
     /// Whether the engine's thread must stop: another thread can make progress, or none should.
@@ -60,7 +62,7 @@ class Driver {
     DeviceExecutor::Make make_device;
   };
 
-  /// How often a waiting thread looks at the clock and lets its caller handle signals.
+  /// The time after which a waiting thread looks at the clock and lets its caller handle signals.
   static constexpr std::chrono::milliseconds kPollInterval{50};
 
   Driver(HostCommunicator& communicator, const Abort& abort, const Watchdog& watchdog,
@@ -80,10 +82,11 @@ class Driver {
   /// Fails the queue's works and the driver's.
   void fail_all(const Lock& lock, const Error& cause);
 
-  /// Whether works that were enqueued on the device have not run yet. Errors: the device's.
+  /// Whether enqueued work has not run yet. Errors: the device's.
   bool device_is_busy() { return device_.busy(); }
 
-  /// Ends what the device waits for. Nothing can be enqueued afterwards.
+  /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards. Only the
+  /// progress thread may call it: then no thread is inside NCCL.
   void abort_device() noexcept { device_.abort(); }
 
   /// Frees the device.
@@ -122,8 +125,8 @@ class Driver {
   Executor executor_;
   DeviceExecutor device_;
   EntryWriter entry_;
-  Bytes fingerprint_;                         // of the request that is being announced
-  std::vector<ByteSpan> entries_;             // of the round that is being finished
+  Bytes fingerprint_;                         // of the request in announce_outbox()
+  std::vector<ByteSpan> entries_;             // of the round in finish_round()
   std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet

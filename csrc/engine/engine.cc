@@ -10,9 +10,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kFarewell{1000};  // of a device whose own deadline has passed
+// The time after the timeout that close() gives a device: its own waits end with the timeout.
+constexpr milliseconds kFarewell{1000};
 
-/// What an Interrupt threw, on its way to the caller of wait().
+/// The exception of an Interrupt, on its way through the driver to the caller of wait().
 struct Interrupted {
   std::exception_ptr cause;
 };
@@ -42,9 +43,9 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
 void Engine::close() {
   Lock lock = queue_.lock();
   if (closing_) return;
-  // A signal handler, in an interrupt of this very thread: the progress thread.
+  // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
-  if (!pausing) {  // what still runs on the device is somebody's result
+  if (!pausing) {  // the work on the device is somebody's result
     changed_.wait_for(lock, config_.timeout + kFarewell, [&] { return !device_busy_; });
     if (closing_) return;
   }
@@ -132,12 +133,12 @@ void Engine::run() {
     const auto due = [&] { return closing_ || (waiters_ == 0 && needs_progress(lock)); };
     changed_.wait(lock, [&] { return device_busy_ || due(); });
     if (device_busy_ && !changed_.wait_for(lock, Driver::kPollInterval, due)) {
-      // The device alone: progress_exclusively() asks whether it is busy still.
+      // Only the device is busy: progress_exclusively() asks whether it still is.
       if (!role_.is_taken(lock) && !closing_) progress_exclusively(lock, nullptr, {});
       continue;
     }
-    // The fusion window: more may come, unless there is enough already or another thread waits and
-    // so makes progress.
+    // The fusion window: more requests may come. It ends early if there are enough, or if another
+    // thread waits and so makes progress.
     changed_.wait_for(lock, config_.fusion_window, [&] {
       return closing_ || role_.is_taken(lock) ||
              queue_.bytes(lock) >= config_.fusion_threshold_bytes;
@@ -162,16 +163,17 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
       device_busy = driver.device_is_busy();
     } catch (const Interrupted& caught) {
       interrupted = caught.cause;
-      device_busy = true;  // for all that is known here
+      device_busy = true;  // it may be: nobody has asked the device
     } catch (const Error& error) {
       fail(watchdog_.root_cause(error));
-    } catch (const std::exception& error) {  // out of memory, say: the ranks are out of step
+    } catch (const std::exception& error) {  // such as bad_alloc: the ranks are out of step
       fail(Error(ErrorKind::kInternal, error.what()));
     }
     if (!lock.owns_lock()) lock.lock();
-    if (abort_->raised() && !closing_) {  // else close() sees to it
+    if (abort_->raised() && !closing_) {  // close() aborts the device itself
       lock.unlock();
-      driver.abort_device();  // or its stream waits for ever, and so does who waits for the stream
+      // Otherwise the stream waits for other ranks for ever, and so do threads that wait for it.
+      driver.abort_device();
       device_busy = false;
       lock.lock();
     }
@@ -188,7 +190,7 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
   }
 }
 
-/// Whether there is something to do, and no progress thread.
+/// Whether there are works to make progress on, and no progress thread.
 bool Engine::needs_progress(const Lock& lock) const {
   return role_.is_needed(lock) || (queue_.has_works() && !role_.is_taken(lock));
 }
@@ -198,7 +200,7 @@ void Engine::fail(const Error& cause) {
   if (abort_->raise(cause)) watchdog_.announce(cause);
 }
 
-/// Fails all works with the cause of the abort, which has been raised.
+/// Fails all works with the cause of the abort. Precondition: the abort is raised.
 void Engine::fail_all(const Lock& lock, Driver& driver) {
   try {
     abort_->check();

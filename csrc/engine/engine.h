@@ -1,4 +1,4 @@
-// Engine: queues requests, agrees on them with the other ranks, and runs them.
+// Engine: the collectives of a rank, from their submission to their results.
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,11 @@
 
 namespace torch_ring {
 
-/// One thread at a time *makes progress* (MPI's word): it posts entries, completes rounds and runs
-/// collectives. A thread that waits for a result makes progress itself, because waking another one
-/// costs more than a small allreduce; the engine's own thread makes progress when there are
-/// requests that nobody waits for. The thread that does so now is called the progress thread.
+/// The engine queues requests, agrees on them with the other ranks, and runs them. One thread at a
+/// time, the *progress thread*, makes progress (MPI's word): it posts entries, completes rounds and
+/// runs collectives. A thread that waits for a result makes progress itself, because waking another
+/// thread costs more than a small allreduce. The engine's own thread makes progress on requests
+/// that nobody waits for.
 ///
 ///   RequestQueue   submitted works, names in flight, and the mutex     any thread
 ///   Driver         announced works, the agreement, the executors       the progress thread
@@ -44,32 +45,34 @@ class Engine final : private Driver::Callbacks {
     DeviceExecutor::Make make_device;  // may be empty
   };
 
-  /// `abort` is the one that the communicator's waits see.
+  /// `abort`: the Abort that the communicator's waits see.
   Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<Abort> abort,
          Options options);
   ~Engine() { close(); }
 
-  /// Fails what is pending and whatever comes later, says goodbye to the peers, joins the threads.
+  /// Fails all pending and all later requests, says goodbye to the peers, joins the threads. First
+  /// it waits for the device, whose work is somebody's result; not in an interrupt.
   void close();
 
   enum class Mode {
-    kAsynchronous,  // started by the engine after the fusion window
-    kBlocking,      // the caller is about to wait(): nobody else is woken
+    kAsynchronous,  // the engine's thread starts it after the fusion window
+    kBlocking,      // the caller is about to wait(): the engine's thread is not woken
   };
   /// Errors: Error(kInvalidArgument) when the name is in flight or reserved; the fatal cause.
   std::shared_ptr<Work> submit(Request request, Mode mode);
 
-  /// Submits all or, if one of them cannot be, none.
+  /// Submits all requests, or none if one of them is refused. Errors: as above.
   std::vector<std::shared_ptr<Work>> submit(std::vector<Request> requests, Mode mode);
 
-  /// Blocks until the work is done, and makes progress if no other thread does. Throws the work's
-  /// error.
+  /// Blocks until the work is done, and makes progress if no other thread does.
+  /// Errors: the work's; whatever the interrupt throws.
   void wait(Work& work, const Interrupt& interrupt);
 
-  /// submit() and wait() in one, for less than both: for operations that take microseconds.
+  /// submit() and wait() in one call that costs less than the two: for operations that take
+  /// microseconds.
   void submit_and_wait(Request request, const Interrupt& interrupt);
 
-  /// Throws the fatal cause, if there is one: what was enqueued on a device is void then.
+  /// Throws the fatal cause, if there is one: results that are still on a device are void then.
   void check() const {
     if (!closed_) abort_->check();
   }
@@ -80,8 +83,8 @@ class Engine final : private Driver::Callbacks {
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void run();  // the engine's thread
-  /// Makes this the progress thread until `target` is done (or, without a target, until there is
-  /// nothing to do or a waiting thread can make progress instead). The lock is released meanwhile.
+  /// Makes this the progress thread until `target` is done. Without a target: until there is
+  /// nothing to do, or a waiting thread can make progress instead. The lock is released meanwhile.
   void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
   bool needs_progress(const Lock& lock) const;
   void fail(const Error& cause);
@@ -103,17 +106,17 @@ class Engine final : private Driver::Callbacks {
   // Signals that a work is done, or that another thread has to look at the queue or at the role.
   std::condition_variable changed_;
   int waiters_ = 0;               // threads that wait for the progress thread
-  bool device_busy_ = false;      // work that was enqueued there has not run yet
-  bool device_was_busy_ = false;  // at the end of the last turn as the progress thread
+  bool device_busy_ = false;      // enqueued work has not run yet
+  bool device_was_busy_ = false;  // the same, when the last turn as the progress thread ended
   bool closing_ = false;
-  // Closed in peace: all that was enqueued on the device has run, so nothing of it is void. close()
-  // stores it once, after it has raised the abort, and check() loads it before it looks at the
-  // abort. A check() that runs beside close() may see the abort alone, and throws.
+  // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
+  // this once, after it has raised the abort; check() loads it before it looks at the abort. A
+  // check() on another thread during close() may see the abort alone, and throws.
   std::atomic<bool> closed_{false};
 
   Watchdog watchdog_;
   ProgressRole role_;
-  std::thread thread_;  // last: it uses all of the above
+  std::thread thread_;  // the last member: the thread uses all of the above
 };
 
 }  // namespace torch_ring

@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kHeaderBytes = 4;
 constexpr std::size_t kTextBytes = 4096;
 
-// What a departing rank has posted may be on its way; after this it is not.
+// A departed rank's last posts may still be on their way to this one; after this they are not.
 constexpr std::chrono::milliseconds kDepartureGrace{250};
 
 }  // namespace
@@ -106,7 +106,7 @@ void Watchdog::run() {
         return;
       }
     }
-    // First what was heard, then who was silent: a process that was itself stopped for a while
+    // Messages are received before silence is judged: a process that was itself stopped for a while
     // finds its peers' heartbeats waiting here.
     for (std::size_t i = 0; i < peers_.size(); ++i) {
       if (fds[i].revents != 0) receive(peers_[i]);
@@ -130,7 +130,7 @@ void Watchdog::receive(Peer& peer) {
   const ssize_t bytes = ::recv(peer.socket.get(), buffer, sizeof buffer, MSG_DONTWAIT);
   if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (bytes <= 0) {
-    peer.socket.reset();  // poll() ignores it from now on
+    peer.socket.reset();  // from now on poll() ignores the peer
     if (!peer.departed) lose(peer, "died: its control connection closed");
     return;
   }
@@ -177,8 +177,8 @@ void Watchdog::handle(Peer& peer, Message message, ErrorKind kind, const std::st
 void Watchdog::lose(const Peer& peer, const std::string& how) {
   const Error cause(ErrorKind::kPeerLost, label(peer) + ' ' + how);
   if (!abort_.raise(cause)) return;
-  // Before this rank leaves because of it: a peer that has not noticed yet would take the goodbye
-  // for the cause.
+  // The peers learn of the loss before this rank leaves because of it: otherwise a peer that has
+  // not noticed it would take this rank's goodbye for the cause.
   send_all(Message::kLost, cause.kind(), cause.what());
   raised_();
 }
@@ -189,7 +189,7 @@ void Watchdog::send_all(Message message, ErrorKind kind, const std::string& text
   frame.append(reinterpret_cast<const char*>(&text_bytes), sizeof text_bytes);
   frame.append(text, 0, text_bytes);
   for (const Peer& peer : peers_) {
-    // A full socket buffer means a peer that does not read: its silence is what is noticed then.
+    // A full socket buffer means that the peer does not read: the watchdog notices its silence.
     if (peer.socket)
       ::send(peer.socket.get(), frame.data(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   }

@@ -1,4 +1,4 @@
-// Watchdog: knows which ranks are alive.
+// Watchdog: a thread that notices dead, silent and departed ranks.
 #pragma once
 
 #include <atomic>
@@ -17,18 +17,19 @@
 
 namespace torch_ring {
 
-/// A thread that sleeps in poll() on one control connection per peer. A process that dies closes
-/// its end, so every other rank learns of it within milliseconds; one that is stopped, or cut off,
-/// is missed by its heartbeats. A rank that fails on its own tells the others why, and one that
-/// misses a peer tells them which.
+/// The watchdog's thread sleeps in poll() on one control connection per peer. A process that dies
+/// closes its end, so every other rank learns of it within milliseconds. A process that is stopped
+/// or cut off sends no more heartbeats. A rank that fails on its own tells the others why, and a
+/// rank that loses a peer tells them which.
 ///
 /// A message on a control connection: u8 kind, u8 ErrorKind, u16 bytes of text, text.
 ///
-/// Thread: the public functions may be called from any.
+/// Thread: any, but for stop(), which one thread calls at a time. Blocking: stop() and
+/// root_cause().
 class Watchdog {
  public:
-  /// `control`: rank -> connection, closed for this rank. `raised` is called, on the watchdog's
-  /// thread, after it has raised `abort` or noticed a departure.
+  /// `control`: a connection for each rank, and none for this one. The watchdog's thread calls
+  /// `raised` after it has raised `abort` or noticed a departure.
   Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> labels,
            std::chrono::milliseconds heartbeat_timeout, Abort& abort, std::function<void()> raised);
   ~Watchdog() { stop(); }
@@ -84,7 +85,7 @@ class Watchdog {
   std::optional<Departure> departure_;  // of the first rank that said goodbye
   bool stopping_ = false;
 
-  std::thread thread_;  // last: it uses all of the above
+  std::thread thread_;  // the last member: the thread uses all of the above
 };
 
 }  // namespace torch_ring
