@@ -7,11 +7,11 @@ namespace torch_ring {
 
 namespace {
 
-/// The first of the names that the engine makes; a user's name cannot collide with it, because the
-/// engine refuses such names.
+/// Whether the engine made the name. It refuses users' names that begin like its own.
 bool is_numbered(const std::string& name) { return name.starts_with('#'); }
 
-/// Whoever asks for a barrier without a name waits for it before anything else.
+/// Whether numbering begins anew: a rank that asks for a barrier without a name waits for it before
+/// it asks for anything else.
 bool resets_numbering(const Fingerprint& fingerprint) {
   return fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name);
 }
@@ -29,7 +29,7 @@ void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes) {
   std::memcpy(rows.data() + count, bytes.data(), bytes.size());
 }
 
-/// Appends one of `count` values; the first one makes room for all.
+/// Appends one of `count` values; the first one reserves memory for all.
 template <class T>
 void append(std::vector<T>& values, const T& value, std::size_t count) {
   if (values.empty()) values.reserve(count);
@@ -178,9 +178,9 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   return decision;
 }
 
-/// Why the request cannot be done when some ranks have joined; nothing if it can.
+/// The reason why the request cannot run without the ranks that have joined, or nothing if it can.
 std::optional<Error> Agreement::without_joined(const Fingerprint& f) const {
-  // Of a sum, zero is the identity whatever it is scaled by.
+  // A sum's identity is zero, whatever the factors.
   const bool sums =
       f.op == ReduceOp::kSum || f.op == ReduceOp::kAverage || f.op == ReduceOp::kAdasum;
   const bool can_stand_in =
@@ -193,7 +193,7 @@ std::optional<Error> Agreement::without_joined(const Fingerprint& f) const {
   return Error(ErrorKind::kMismatch, text);
 }
 
-/// Every rank has joined.
+/// The decision of the join, when every rank has joined.
 Decision Agreement::join() {
   Decision decision;
   decision.key = kJoinKey;
@@ -204,7 +204,8 @@ Decision Agreement::join() {
   return decision;
 }
 
-/// Every rank waits, nobody has anything new: what is pending can never be matched.
+/// Mismatches of all pending requests: every rank waits, none has anything new, so no other rank
+/// will ever announce them.
 std::vector<Decision> Agreement::deadlock() {
   std::string text = "the ranks wait for different collectives:";
   for (int rank = 0; rank < size_; ++rank) {

@@ -1,5 +1,4 @@
-// Agreement: decides what is done next, from the announcements of all ranks. Pure: no I/O, no
-// clock.
+// Agreement: the decisions that follow from the announcements of all ranks. Pure: no I/O, no clock.
 #pragma once
 
 #include <cstdint>
@@ -13,30 +12,30 @@
 
 namespace torch_ring {
 
-/// A request that every rank has announced: run it, or fail it.
+/// A request that every rank has announced, and that now runs, or fails if `mismatch` is set.
 struct Decision {
   std::string key;
-  std::vector<std::int64_t> rows;            // every rank's Request::rows, in the order of ranks
+  std::vector<std::int64_t> rows;            // Request::rows of all ranks, in their order
   std::vector<std::int64_t> shared_offsets;  // by rank; empty unless all buffers are shared
   std::vector<ByteSpan> payloads;            // by rank; empty unless all data is inline
-  std::optional<Error> mismatch;             // set: the ranks disagree; no data has moved
-  std::optional<Fingerprint> for_joined;     // set: what a rank that has joined stands in for
-  int last_joined = -1;                      // of a join: the rank that was the last
+  std::optional<Error> mismatch;             // the ranks disagree; no data has moved
+  std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
+  int last_joined = -1;                      // of a join: the rank that joined last
   bool resets_numbering = false;             // every rank waits for this, and for nothing else
 
-  std::vector<Bytes> storage;  // owns payloads of earlier rounds; those of this one are borrowed
+  std::vector<Bytes> storage;  // owns payloads of earlier rounds; this round's are borrowed
 };
 
-/// Every rank feeds the same entries in the same order to its own Agreement and so comes to the
+/// Every rank feeds the same entries in the same order to its own Agreement, and so comes to the
 /// same decisions in the same order, without a coordinator.
 ///
-/// Requests are matched by key, whatever order each rank announces them in. A decision is made in
-/// the round in which the last rank announces; decisions of one round are ordered by who was
-/// announced first.
+/// Ranks may announce requests in any order: the agreement matches them by key. It decides a
+/// request in the round in which the last rank announces it. Decisions of one round come in the
+/// order in which their requests were first announced.
 ///
-/// A rank that has announced a join is waited for no more: what the others announce is decided
-/// without it, and it stands in with the identity of the reduction. The join is decided when every
-/// rank has joined.
+/// The agreement no longer waits for a rank that has announced a join: it decides the others'
+/// requests without that rank, which stands in with the identity of the reduction. It decides the
+/// join when every rank has joined.
 ///
 /// Thread: one at a time. Blocking: no. Errors: Error(kInternal) on a broken entry.
 class Agreement {
@@ -48,12 +47,13 @@ class Agreement {
   /// the entries are.
   std::vector<Decision> round(std::span<const ByteSpan> entries);
 
-  /// The common case, with no table: if nothing was pending, and every rank announces one request
-  /// and all are equal to `own`, which this rank has announced, its decision, without the key.
+  /// The common case, with no table: the decision, without its key, if every rank announces exactly
+  /// one request and all are equal. `own`: the request that this rank has announced. Only while
+  /// empty().
   static std::optional<Decision> unanimous(const Fingerprint& own,
                                            std::span<const ByteSpan> entries);
 
-  /// Whether nothing is announced that is not decided.
+  /// Whether every announced request is decided.
   bool empty() const { return pending_.empty() && joined_count_ == 0; }
 
   bool has_joined(int rank) const { return at(joined_, rank); }
@@ -61,7 +61,7 @@ class Agreement {
   /// The ranks that have not announced `key`.
   std::vector<int> missing(const std::string& key) const;
 
-  /// What `rank` has announced and still waits for: "allreduce 'a' float32 [3] Sum", or "nothing".
+  /// The undecided requests of `rank`: "allreduce 'a' float32 [3] Sum and 2 more", or "nothing".
   std::string waits_for(int rank) const;
 
  private:
@@ -73,7 +73,7 @@ class Agreement {
     bool is_inline;
   };
   struct Pending {
-    std::uint64_t since = 0;  // counts announcements
+    std::uint64_t since = 0;  // the number of requests that were first announced earlier
     std::vector<std::optional<Announced>> by_rank;
   };
 
@@ -96,7 +96,7 @@ class Agreement {
 /// "rank 2" of the label "rank 2 (10.0.0.7, pid 4711)".
 std::string name_in(const std::string& label);
 
-/// Under what the ranks match a request: "<collective>.<name>".
+/// The key by which the ranks match a request: "<collective>.<name>", or its number.
 std::string key_of(const Fingerprint& fingerprint);
 
 }  // namespace torch_ring

@@ -6,12 +6,13 @@ namespace torch_ring {
 
 namespace {
 
+// Bytes of a payload whose entry announces other requests too: those can be fused.
 constexpr std::size_t kInlineAmongOthers = 4u << 10;
 
-// Every rank reads the payloads of all: with many ranks they have to be smaller.
+// Bytes of all ranks' payloads of one request: every rank reads them all.
 constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
 
-/// The bytes that travel with the agreement: this rank's tensor, or nothing.
+/// The payload of an inline request: this rank's tensor, or nothing.
 ByteSpan inline_payload(const Request& request, int rank) {
   const Fingerprint& f = request.fingerprint;
   const bool silent = f.collective == Collective::kBarrier || f.collective == Collective::kJoin ||

@@ -1,4 +1,4 @@
-// announce(): a request as its rank announces it.
+// announce(): the announcement of a request, with its data if that is inline.
 #pragma once
 
 #include "collective/host_communicator.h"
@@ -6,15 +6,15 @@
 
 namespace torch_ring {
 
-/// The announcement of a request: its fingerprint, and its data if that is inline. `alone`: it is
-/// the only one of its entry. The spans point into the request and into `fingerprint`, which
-/// becomes the encoded fingerprint. Thread: the progress thread. Blocking: no.
+/// The announcement of a request: its fingerprint, and its data if that is inline. `alone`: its
+/// entry has no other. The spans point into the request and into `fingerprint`, which becomes the
+/// encoded fingerprint. Thread: the progress thread. Blocking: no.
 Announcement announce(const Request& request, bool alone, HostCommunicator& communicator,
                       Bytes& fingerprint);
 
 /// Whether the tensor of a request is so small that it travels with the agreement, as the inline
-/// payload of an entry. Among others, which it can be fused with, it has to be smaller than
-/// `alone`.
+/// payload of an entry. The limit is lower for a request that is not `alone`, because it can be
+/// fused with the others.
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator);
 
 }  // namespace torch_ring

@@ -1,4 +1,4 @@
-// Buffers: the memory of a communicator, as an executor uses it.
+// Buffers: the memory operations of an executor, on the host or on a device.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,9 @@ struct Copy {
   std::size_t count;  // elements
 };
 
-/// Thread: the progress thread. On a device everything is enqueued in the order of the calls, as
-/// the communicator's work is.
+/// Memory of the kind that a communicator works on. On a device all operations are enqueued on the
+/// communicator's stream, in the order of the calls.
+/// Thread: the progress thread. Blocking: no. Errors: std::bad_alloc, or the device's.
 class Buffers {
  public:
   virtual ~Buffers() = default;
@@ -25,12 +26,12 @@ class Buffers {
   /// New memory, freed when the work that uses it has run.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
-  /// The memory of a fused collective, until the next call.
+  /// Memory for the tensors of a fused collective. It is valid until the next call.
   virtual void* fusion_buffer(std::size_t bytes) = 0;
 
   virtual void copy(std::span<const Copy> copies, DType dtype) = 0;
 
-  /// As core/reduce.h says.
+  /// Fills `data` with the identity of `op`, as core/reduce.h defines it.
   virtual void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) = 0;
 };
 

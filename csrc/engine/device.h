@@ -1,4 +1,4 @@
-// Device: an accelerator, as an engine sees it.
+// Device: an accelerator as the engine uses it. DeviceExecutor makes one and runs jobs on it.
 #pragma once
 
 #include <cstdint>
@@ -24,29 +24,32 @@ class Device {
   virtual Communicator& communicator() = 0;
   virtual Buffers& buffers() = 0;
 
-  /// Calls `enqueue` with this device and its stream as the thread's current ones.
+  /// Calls `enqueue` while this device and its stream are the calling thread's current ones.
   virtual void use(const std::function<void()>& enqueue) = 0;
 
-  /// Whether what was enqueued has not run yet. Throws what has gone wrong.
+  /// Whether enqueued work has not run yet. Throws the error of work that has failed.
   virtual bool busy() = 0;
 
-  /// Ends what waits for other ranks. Nothing can be enqueued afterwards.
+  /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards.
   virtual void abort() noexcept = 0;
 };
 
-/// Runs jobs on a device, which is made when the first of them comes: a rank that has no tensor
-/// there needs no driver, and no NCCL.
+/// Runs jobs on a device. It makes the device when the first job comes, so a rank without tensors
+/// on a device needs neither NCCL nor the vendor's software.
+/// Thread: the progress thread. Errors: the executor's and the device's.
 class DeviceExecutor {
  public:
-  /// `type`: Fingerprint::device. Collective over `host`'s ranks. Errors: of kind kInvalidArgument,
-  /// the same on all ranks, when they cannot use the device together; else as Device's.
+  /// Makes a device. Collective over `host`'s ranks. `type`: Fingerprint::device.
+  /// Errors: of kind kInvalidArgument, the same on all ranks, if they cannot use the device
+  /// together; else as Device's.
   using Make = std::function<std::unique_ptr<Device>(std::uint8_t type, Communicator& host,
                                                      const Abort& abort)>;
 
   DeviceExecutor(Make make, std::size_t fusion_threshold_bytes)
       : make_(std::move(make)), fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
-  /// Makes the device if there was none yet. Collective. Returns why there is none, if so.
+  /// Makes the device, if there is none yet. Collective. Returns the reason if the ranks cannot use
+  /// one together; no later call makes one then.
   const std::optional<Error>& prepare(std::uint8_t type, Communicator& host, const Abort& abort) {
     if (device_ || unusable_) return unusable_;
     try {
@@ -60,9 +63,10 @@ class DeviceExecutor {
     return unusable_;
   }
 
-  /// Only when prepared.
+  /// Precondition: prepare() has made the device.
   Buffers& buffers() { return device_->buffers(); }
 
+  /// Enqueues the jobs, as Executor::run() does. Precondition: prepare() has made the device.
   template <class Done>
   void run(std::span<const Job> jobs, Done&& done) {
     device_->use([&] { executor_->run(jobs, done); });

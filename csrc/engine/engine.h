@@ -1,44 +1,41 @@
-// Engine: queues requests, agrees on them with the other ranks, and runs them.
+// Engine: the collectives of a rank, from their submission to their results.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
+#include <span>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "collective/host_communicator.h"
 #include "core/config.h"
-#include "engine/agreement.h"
-#include "engine/device.h"
-#include "engine/executor.h"
-#include "engine/names.h"
-#include "engine/request.h"
+#include "engine/driver.h"
+#include "engine/progress_role.h"
+#include "engine/request_queue.h"
 #include "engine/watchdog.h"
 
 namespace torch_ring {
 
-/// One thread at a time *makes progress* (MPI's word): it posts entries, completes rounds and runs
-/// collectives. A thread that waits for a result makes progress itself, because waking another one
-/// costs more than a small allreduce; the engine's own thread makes progress when there are
-/// requests that nobody waits for. The thread that does so now is called the progress thread.
+/// The engine queues requests, agrees on them with the other ranks, and runs them. One thread at a
+/// time, the *progress thread*, makes progress (MPI's word): it posts entries, completes rounds and
+/// runs collectives. A thread that waits for a result makes progress itself, because waking another
+/// thread costs more than a small allreduce. The engine's own thread makes progress on requests
+/// that nobody waits for.
 ///
-///   submit -> queue_ -> outbox_ (of the progress thread) -> pending_ (announced) -> complete
+///   RequestQueue   submitted works, names in flight, and the mutex     any thread
+///   Driver         announced works, the agreement, the executors       the progress thread
+///   Engine         which thread makes progress, and when               any thread
 ///
-/// Thread: any. Blocking: wait() only.
+/// Thread: any. Blocking: wait(), submit_and_wait() and close() only.
 /// Errors: a failed collective is its work's error. After a fatal one (Error::fatal()) every
 /// pending and every later request fails with the same cause.
-class Engine {
+class Engine final : private Driver::Callbacks {
  public:
-  using Log = std::function<void(const std::string&)>;
-  /// Called now and then while a thread waits; what it throws ends the wait, not the work.
-  using Interrupt = std::function<void()>;
+  using Log = Driver::Log;
+  using Interrupt = Driver::Interrupt;
 
   struct Options {
     EngineConfig config;
@@ -48,115 +45,78 @@ class Engine {
     DeviceExecutor::Make make_device;  // may be empty
   };
 
-  /// `abort` is the one that the communicator's waits see.
+  /// `abort`: the Abort that the communicator's waits see.
   Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<Abort> abort,
          Options options);
   ~Engine() { close(); }
 
-  /// Fails what is pending and whatever comes later, says goodbye to the peers, joins the threads.
+  /// Fails all pending and all later requests, says goodbye to the peers, joins the threads. First
+  /// it waits for the device, whose work is somebody's result; not in an interrupt.
   void close();
 
   enum class Mode {
-    kAsynchronous,  // started by the engine after the fusion window
-    kBlocking,      // the caller is about to wait(): nobody else is woken
+    kAsynchronous,  // the engine's thread starts it after the fusion window
+    kBlocking,      // the caller is about to wait(): the engine's thread is not woken
   };
   /// Errors: Error(kInvalidArgument) when the name is in flight or reserved; the fatal cause.
   std::shared_ptr<Work> submit(Request request, Mode mode);
 
-  /// Submits all or, if one of them cannot be, none.
+  /// Submits all requests, or none if one of them is refused. Errors: as above.
   std::vector<std::shared_ptr<Work>> submit(std::vector<Request> requests, Mode mode);
 
-  /// Blocks until the work is done, and makes progress if no other thread does. Throws the work's
-  /// error.
+  /// Blocks until the work is done, and makes progress if no other thread does.
+  /// Errors: the work's; whatever the interrupt throws.
   void wait(Work& work, const Interrupt& interrupt);
 
-  /// submit() and wait() in one, for less than both: for operations that take microseconds.
+  /// submit() and wait() in one call that costs less than the two: for operations that take
+  /// microseconds.
   void submit_and_wait(Request request, const Interrupt& interrupt);
 
-  /// Throws the fatal cause, if there is one: what was enqueued on a device is void then.
+  /// Throws the fatal cause, if there is one: results that are still on a device are void then.
   void check() const {
     if (!closed_) abort_->check();
   }
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = RequestQueue::Lock;
 
-  void run();  // the engine's thread
-  /// Makes this the progress thread until `target` is done (or, without a target, until there is
-  /// nothing to do or a waiting thread can make progress instead). `lock` is released meanwhile.
-  void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
-  std::shared_ptr<Work> make_work(Request request) const;
-  /// With the lock held.
-  void enqueue(std::span<const std::shared_ptr<Work>> works, Mode mode);
+  void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
-  void take_queue();
-  /// Whether this is the progress thread, at a point where nothing is half done: in its interrupt.
-  /// That may be a signal handler which waits for another work, and so makes progress too, or
-  /// closes the engine.
-  bool pausing_here() const {
-    return progressing_ && progress_thread_ == std::this_thread::get_id() && paused_;
-  }
-  bool idle() const { return queue_.empty() && outbox_.empty() && pending_.empty(); }
-  void fail_all();
+  void run();  // the engine's thread
+  /// Makes this the progress thread until `target` is done. Without a target: until there is
+  /// nothing to do, or a waiting thread can make progress instead. The lock is released meanwhile.
+  void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
+  bool needs_progress(const Lock& lock) const;
+  void fail(const Error& cause);
+  void fail_all(const Lock& lock, Driver& driver);
 
-  // By the progress thread, without the lock:
-  void make_progress(const Work* target, const Interrupt& interrupt);
-  bool should_yield();
-  bool only_submitter();
-  void announce_outbox(bool blocked);
-  void finish_round();
-  bool run_unanimous();
-  void reset_numbering();
-  Error describe(const Work& work, const Error& error) const;
-  Error departed(int rank) const;
-  Error root_cause(const Error& error) const;
-  void complete(Work& work, std::optional<Error> error);
-  void check_stalls();
-  void poll_device();
-  std::string late_ranks(const Work& work) const;
+  // Callbacks of the driver: by the progress thread.
+  void completed(const Lock& lock) override;
+  void set_device_busy(bool busy) override;
+  bool should_yield() override;
+  void pause(const Interrupt& interrupt) override;
 
   const std::shared_ptr<HostCommunicator> communicator_;
   const std::shared_ptr<Abort> abort_;
   const EngineConfig config_;
-  const std::vector<std::string> labels_;
   const std::string name_;  // "rank 2"
-  const Log log_;
   Board& board_;
 
-  // The progress thread's alone:
-  Agreement agreement_;
-  HostBuffers host_buffers_;
-  Executor executor_;
-  DeviceExecutor device_;
-  EntryWriter entry_;
-  Bytes fingerprint_;              // of the request that is being announced
-  std::vector<ByteSpan> entries_;  // of the round that is being finished
-  std::deque<std::shared_ptr<Work>> outbox_;
-  std::map<std::string, std::shared_ptr<Work>> pending_;
-  bool round_open_ = false;
-  bool paused_ = false;  // it calls its interrupt
-  Clock::time_point last_decision_;
-  Clock::time_point last_check_;
-
-  std::mutex mutex_;  // guards what follows; never locked while progress is made
+  RequestQueue queue_;  // its mutex also guards the role and the next five members
+  // Signals that a work is done, or that another thread has to look at the queue or at the role.
   std::condition_variable changed_;
-  std::vector<std::shared_ptr<Work>> queue_;
-  std::atomic<bool> queued_{false};  // whether it has something, for a look without the lock
-  std::size_t queued_bytes_ = 0;
-  std::unordered_map<std::string, Work*> in_flight_;  // but for numbered ones: theirs are unique
-  Names names_;
-  std::thread::id submitter_;        // the only thread that has submitted anything...
-  bool several_submitters_ = false;  // ...unless there were several
-  bool progressing_ = false;
-  std::thread::id progress_thread_;  // none while no progress is made
-  int waiters_ = 0;                  // threads that wait for the progress thread
-  bool device_was_busy_ = false;     // when progress was made last
-  bool device_busy_ = false;         // work that was enqueued there has not run yet
+  int waiters_ = 0;               // threads that wait for the progress thread
+  bool device_busy_ = false;      // enqueued work has not run yet
+  bool device_was_busy_ = false;  // the same, when the last turn as the progress thread ended
   bool closing_ = false;
-  std::atomic<bool> closed_{false};  // in peace: all that was enqueued on the device has run
+  // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
+  // this once, after it has raised the abort; check() loads it before it looks at the abort. A
+  // check() on another thread during close() may see the abort alone, and throws.
+  std::atomic<bool> closed_{false};
 
-  std::unique_ptr<Watchdog> watchdog_;
-  std::thread thread_;  // last: it uses all of the above
+  Watchdog watchdog_;
+  ProgressRole role_;
+  std::thread thread_;  // the last member: the thread uses all of the above
 };
 
 }  // namespace torch_ring

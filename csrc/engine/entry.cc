@@ -23,8 +23,8 @@ struct AnnouncementHeader {
   std::int64_t shared_offset;
 };
 
-// What an encoded fingerprint begins with; the shape and the name follow. No padding is left to
-// chance, as equal fingerprints are compared as bytes.
+// The begin of an encoded fingerprint; the shape and the name follow. All padding is explicit and
+// zero, because fingerprints are compared as bytes.
 struct FingerprintHeader {
   double prescale;
   double postscale;
@@ -42,7 +42,7 @@ static_assert(sizeof(FingerprintHeader) == 40);
 
 constexpr std::size_t padded(std::size_t bytes) { return (bytes + 7) / 8 * 8; }
 
-/// Copies `count` bytes to `to` and returns where they end.
+/// Copies `count` bytes to `to` and returns the end of the copy.
 std::byte* put(std::byte* to, const void* data, std::size_t count) {
   if (count > 0) std::memcpy(to, data, count);
   return to + count;

@@ -1,4 +1,4 @@
-// Entry: the requests that are new on a rank, in the bytes that it posts to the board.
+// Entry: the new requests of a rank, as the bytes that it posts to the board.
 #pragma once
 
 #include <cstddef>
@@ -13,28 +13,28 @@ namespace torch_ring {
 using Bytes = std::vector<std::byte>;
 using ByteSpan = std::span<const std::byte>;
 
-/// One request as its rank announces it. The spans point into the entry.
+/// One request as its rank announces it. The spans point into the entry, which holds it as
 ///
 ///   u32 bytes of the fingerprint | u32 bytes of the payload | u32 count of rows | u32 0
 ///   i64 shared offset | i64 rows... | fingerprint | payload; each padded to a multiple of 8 bytes
 struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
-  ByteSpan payload;                 // the tensor's bytes if they are inline, else empty
+  ByteSpan payload;                 // the bytes of an inline tensor, else empty
   ByteSpan rows;                    // std::int64_t each: Request::rows
-  std::int64_t shared_offset = -1;  // where an in-place buffer lies in shared memory
+  std::int64_t shared_offset = -1;  // of an in-place buffer in shared memory, or -1
   bool is_inline = false;           // whether there is a payload (it may be empty)
 };
 
-/// Makes `bytes` the encoding of a fingerprint.
+/// Writes the encoding of a fingerprint to `bytes`, in place of their content.
 void encode(const Fingerprint& fingerprint, Bytes& bytes);
 
-/// Errors: Error(kInternal) on bytes that encode() did not make.
+/// The fingerprint of an encoding. Errors: Error(kInternal) on bytes that encode() did not make.
 Fingerprint decode(ByteSpan fingerprint);
 
 /// An entry under construction.
 class EntryWriter {
  public:
-  /// Begins an empty entry.
+  /// Begins an entry without announcements. `blocked`: see Entry.
   void clear(bool blocked);
   void append(const Announcement& announcement);
   static std::size_t bytes_needed(const Announcement& announcement);
@@ -53,10 +53,10 @@ struct Entry {
   std::vector<Announcement> announcements;
 };
 
-/// Errors: Error(kInternal) when the bytes are not an entry.
+/// The entry in received bytes. Errors: Error(kInternal) if they are not an entry.
 Entry parse_entry(ByteSpan bytes);
 
-/// The only announcement of an entry that has exactly one; nothing is allocated.
+/// The announcement of an entry that has exactly one, or nothing. Allocates nothing.
 std::optional<Announcement> parse_single(ByteSpan bytes);
 
 }  // namespace torch_ring

@@ -13,7 +13,7 @@ namespace {
 
 std::size_t row_bytes_of(const Fingerprint& f) { return f.count() * size_of(f.dtype); }
 
-/// What a rank's data weighs, given what all of them have announced.
+/// The bytes of a rank's inline payload, as they follow from the rows that all ranks announced.
 std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int size, int rank) {
   const std::int64_t* rows = decision.rows.data();
   switch (f.collective) {
@@ -30,7 +30,7 @@ std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int s
   }
 }
 
-/// From rows that other ranks have announced: all there, and none negative.
+/// Checks the rows that the ranks have announced: one for each that is needed, none negative.
 void check_rows(const Fingerprint& f, const Decision& decision, int size) {
   std::size_t expected = 0;
   if (f.collective == Collective::kAllgather) expected = static_cast<std::size_t>(size);
@@ -85,7 +85,7 @@ Reduction Executor::reduction_of(const Fingerprint& f) const {
     reduction.op = ReduceOp::kSum;
     reduction.scaling.divisor = communicator_.size();
   }
-  if (!f.on_host()) reduction.scaling.prescale = 1.0;  // done where the tensor came from
+  if (!f.on_host()) reduction.scaling.prescale = 1.0;  // the bindings have scaled the input
   return reduction;
 }
 

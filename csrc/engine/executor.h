@@ -1,4 +1,4 @@
-// Executor: runs what has been agreed.
+// Executor: the agreed requests of a round, run over one communicator.
 #pragma once
 
 #include <memory>
@@ -12,10 +12,10 @@
 
 namespace torch_ring {
 
-/// The request of a rank that has joined, instead of its own: the identity of a reduction, or
-/// nothing. Its results are nobody's.
+/// The request of a rank that has joined, in place of one of its own: it gives the identity of a
+/// reduction, or no rows. Nobody reads its result.
 struct StandIn {
-  /// `buffers`, of the executor that will run it, outlive it.
+  /// `buffers` belong to the executor that will run the request, and outlive it.
   StandIn(const Fingerprint& fingerprint, Buffers& buffers);
   StandIn(const StandIn&) = delete;
   StandIn& operator=(const StandIn&) = delete;
@@ -30,6 +30,7 @@ struct Job {
   const Decision* decision;
 };
 
+/// Runs jobs over a communicator, on memory of its kind.
 /// Thread: the progress thread. Blocking: as the communicator.
 /// Errors: the communicator's and the buffers'; Error(kInternal) on an inline payload of a wrong
 /// size.
@@ -40,8 +41,9 @@ class Executor {
         buffers_(buffers),
         fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
-  /// Runs the jobs of one round in order, allreduces fused; calls done(index of the job) when its
-  /// output is written.
+  /// Runs the jobs of one round: those that cannot be fused in their order, then the others in
+  /// fused groups. Calls done(index of the job) when the output of a job is written (on a device:
+  /// enqueued).
   template <class Done>
   void run(std::span<const Job> jobs, Done&& done) {
     for (const Job& job : jobs) {

@@ -1,4 +1,4 @@
-// plan_fusion(): which allreduces travel together. Pure.
+// plan_fusion(): the groups of allreduces that share a buffer and travel together. Pure.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace torch_ring {
 
-/// Indices of `fingerprints`, in groups to be reduced as one buffer, ordered by their first member.
-/// Members of a group have equal dtype, op and scaling and together at most `threshold_bytes`;
-/// what is larger travels alone. Every request must be an allreduce.
+/// Indices of `fingerprints` in groups, each to be reduced as one buffer, ordered by their first
+/// members. Members of a group have equal dtype, op and scaling, and together at most
+/// `threshold_bytes`; a larger tensor is a group of its own. Every request must be an allreduce.
 std::vector<std::vector<std::size_t>> plan_fusion(std::span<const Fingerprint* const> fingerprints,
                                                   std::size_t threshold_bytes);
 

@@ -1,4 +1,4 @@
-// Names: the names of requests that were given none.
+// Names: the numbers that name requests without a name.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,13 @@
 
 namespace torch_ring {
 
-/// Numbers requests: the same on all ranks if these make them in the same order. Where every rank
-/// waits for the same thing an era begins, so that ranks which had lost step agree again.
+/// Numbers requests. Ranks that make the same requests in the same order number them alike. An era
+/// begins when every rank waits for the same thing, so that ranks which had lost step agree again.
+/// Thread: one at a time (with the lock of the RequestQueue).
 class Names {
  public:
-  /// "#7", or "#2.7" in a later era. Barriers have numbers of their own: ranks that have submitted
-  /// different numbers of requests still wait at the same one.
+  /// The next name: "#7", or "#2.7" in a later era. Barriers are numbered apart, so that ranks
+  /// which have submitted different numbers of requests still wait at the same barrier.
   std::string next(Collective collective) {
     std::string name = "#";
     if (era_ > 0) name.append(std::to_string(era_)).append(".");

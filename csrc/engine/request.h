@@ -1,4 +1,4 @@
-// Request and Work: what is submitted, and its pending result.
+// Request and Work: a collective that a rank asks for, and its pending result.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ enum class Collective : std::uint8_t {
 
 const char* name_of(Collective collective);
 
-/// The key of a join, of which a rank has one at a time.
+/// The key of every join: a rank has one at a time.
 inline constexpr const char* kJoinKey = "join";
 
 /// The part of a request on which all ranks must agree.
@@ -36,27 +36,29 @@ struct Fingerprint {
   Collective collective = Collective::kAllreduce;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
-  std::uint8_t device = 0;  // c10::DeviceType, of which this layer knows 0: the host
+  std::uint8_t device = 0;  // a c10::DeviceType; this layer knows only 0, the host
   std::int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
-  bool joinable = false;            // an allgather in which ranks that have joined give no rows
+  bool joinable = false;            // an allgather to which ranks that have joined give no rows
   std::vector<std::int64_t> shape;  // of an allgather or alltoall: without the first dimension
   std::string name;                 // empty: numbered by the engine
 
   /// Elements of `shape`.
   std::size_t count() const;
 
-  /// Whether the data is in the host's memory. For Adasum it is brought there.
+  /// Whether the collective works on the host's memory. For Adasum the bindings copy the tensor
+  /// there.
   bool on_host() const { return device == 0 || op == ReduceOp::kAdasum; }
 
-  /// "allreduce 'a' float32 [3] Average": what errors call it.
+  /// The request as errors call it: "allreduce 'a' float32 [3] Average".
   std::string describe() const;
 
   bool operator==(const Fingerprint&) const = default;
 };
 
-/// The buffers belong to the caller and stay valid until the work is done.
+/// A collective that a rank asks for. The buffers belong to the caller and stay valid until the
+/// work is done. The progress thread calls the functions.
 struct Request {
   Fingerprint fingerprint;
   std::vector<std::int64_t> rows;  // of an allgather: {this rank's}; of an alltoall: for each rank
@@ -67,23 +69,23 @@ struct Request {
   /// Bytes of this rank's input.
   std::size_t input_bytes() const;
 
-  /// On a device, called first: its stream waits for the input. Thread: the progress thread.
+  /// Called first, for a tensor on a device: makes the engine's stream wait for the input.
   std::function<void()> begin;
 
-  /// Of an allgather or alltoall: called once with the rows that come from each rank, returns the
-  /// memory of the result. Thread: the progress thread.
+  /// Called once, for an allgather or alltoall, with the rows that come from each rank: returns the
+  /// memory of the result.
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
-  /// Called when the output is written, or on a device: will be when the stream has come so far;
-  /// before the work is done. Thread: the progress thread.
+  /// Called before the work is done, when the output is written or, on a device, when the writing
+  /// is enqueued on the stream.
   std::function<void()> finish;
 };
 
-/// How many of a reducescatter's `rows` each of `size` ranks gets: the first ones one more, if they
-/// do not divide evenly.
+/// The rows of a reducescatter's `rows` that each of `size` ranks gets. If they do not divide
+/// evenly, the first ranks get one more.
 std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size);
 
-/// The pending result of a request. Made by Engine::submit().
+/// The pending result of a request. Engine::submit() makes it.
 /// Thread: any. Blocking: no.
 class Work {
  public:
@@ -91,10 +93,10 @@ class Work {
 
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 
-  /// Only when done().
+  /// Precondition: done().
   bool failed() const noexcept { return error_.has_value(); }
 
-  /// Throws the work's error, if it failed. Only when done().
+  /// Throws the work's error, if it failed. Precondition: done().
   void check() const {
     if (error_) throw *error_;
   }
@@ -102,17 +104,19 @@ class Work {
   const Request& request() const noexcept { return request_; }
 
  private:
-  friend class Engine;
+  friend class RequestQueue;  // names it, and completes it
+  friend class Driver;        // runs its request
 
-  void complete(std::optional<Error> error) {
+  // The store releases error_ and the output to whoever acquires it by done().
+  void complete() { done_.store(true, std::memory_order_release); }
+  void fail(Error error) {
     error_ = std::move(error);
-    done_.store(true, std::memory_order_release);  // publishes error_ and the output to done()
+    complete();
   }
 
   Request request_;
-  std::string key_;  // "<collective>.<name>": under what the ranks match it
+  std::string key_;  // by which the ranks match the request: see key_of()
   Clock::time_point submitted_;
-  bool warned_ = false;  // a stall was reported
   std::optional<Error> error_;
   std::atomic<bool> done_{false};
 };

@@ -15,6 +15,9 @@ namespace {
 constexpr std::size_t kHeaderBytes = 4;
 constexpr std::size_t kTextBytes = 4096;
 
+// A departed rank's last posts may still be on their way to this one; after this they are not.
+constexpr std::chrono::milliseconds kDepartureGrace{250};
+
 }  // namespace
 
 Watchdog::Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> labels,
@@ -34,13 +37,14 @@ Watchdog::Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> l
   if (!peers_.empty()) thread_ = std::thread([this] { run(); });
 }
 
-Watchdog::~Watchdog() {
+void Watchdog::stop() {
   {
     const std::scoped_lock lock(mutex_);
     stopping_ = true;
   }
   ::eventfd_write(wake_.get(), 1);
   if (thread_.joinable()) thread_.join();
+  peers_.clear();
 }
 
 void Watchdog::announce(const Error& cause) {
@@ -51,9 +55,31 @@ void Watchdog::announce(const Error& cause) {
   ::eventfd_write(wake_.get(), 1);
 }
 
+void Watchdog::check_departures() const {
+  const auto first = departure();
+  if (first && Clock::now() - first->since > kDepartureGrace) throw departed(first->rank);
+}
+
+Error Watchdog::root_cause(const Error& error) const {
+  if (error.kind() != ErrorKind::kPeerLost) return error;
+  auto first = departure();
+  const auto since = Clock::now();
+  // Peers may still be finishing a collective in which the departed rank took part, which raising
+  // the abort at once would spoil.
+  while (!abort_.raised() && Clock::now() - (first ? first->since : since) < kDepartureGrace) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (!first) first = departure();
+  }
+  return first ? departed(first->rank) : error;
+}
+
 std::optional<Watchdog::Departure> Watchdog::departure() const {
   const std::scoped_lock lock(mutex_);
   return departure_;
+}
+
+Error Watchdog::departed(int rank) const {
+  return {ErrorKind::kPeerLost, at(labels_, rank) + " has left: it called shutdown() or exited"};
 }
 
 void Watchdog::run() {
@@ -80,7 +106,7 @@ void Watchdog::run() {
         return;
       }
     }
-    // First what was heard, then who was silent: a process that was itself stopped for a while
+    // Messages are received before silence is judged: a process that was itself stopped for a while
     // finds its peers' heartbeats waiting here.
     for (std::size_t i = 0; i < peers_.size(); ++i) {
       if (fds[i].revents != 0) receive(peers_[i]);
@@ -104,7 +130,7 @@ void Watchdog::receive(Peer& peer) {
   const ssize_t bytes = ::recv(peer.socket.get(), buffer, sizeof buffer, MSG_DONTWAIT);
   if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (bytes <= 0) {
-    peer.socket.reset();  // poll() ignores it from now on
+    peer.socket.reset();  // from now on poll() ignores the peer
     if (!peer.departed) lose(peer, "died: its control connection closed");
     return;
   }
@@ -151,8 +177,8 @@ void Watchdog::handle(Peer& peer, Message message, ErrorKind kind, const std::st
 void Watchdog::lose(const Peer& peer, const std::string& how) {
   const Error cause(ErrorKind::kPeerLost, label(peer) + ' ' + how);
   if (!abort_.raise(cause)) return;
-  // Before this rank leaves because of it: a peer that has not noticed yet would take the goodbye
-  // for the cause.
+  // The peers learn of the loss before this rank leaves because of it: otherwise a peer that has
+  // not noticed it would take this rank's goodbye for the cause.
   send_all(Message::kLost, cause.kind(), cause.what());
   raised_();
 }
@@ -163,7 +189,7 @@ void Watchdog::send_all(Message message, ErrorKind kind, const std::string& text
   frame.append(reinterpret_cast<const char*>(&text_bytes), sizeof text_bytes);
   frame.append(text, 0, text_bytes);
   for (const Peer& peer : peers_) {
-    // A full socket buffer means a peer that does not read: its silence is what is noticed then.
+    // A full socket buffer means that the peer does not read: the watchdog notices its silence.
     if (peer.socket)
       ::send(peer.socket.get(), frame.data(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   }

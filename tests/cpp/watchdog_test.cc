@@ -61,5 +61,29 @@ TEST(watchdog_passes_the_cause_on_before_it_leaves) {
                "rank 2 (pid 7) died: its control connection closed, says rank 0 (pid 5)");
 }
 
+TEST(a_departed_rank_is_the_cause_of_lost_connections_and_an_error_after_a_grace) {
+  auto [ours, theirs] = unix_pair();
+  std::vector<Fd> control(2);
+  std::vector<Fd> peers_control(2);
+  control[1] = std::move(ours);
+  peers_control[0] = std::move(theirs);
+  const std::vector<std::string> labels{"rank 0", "rank 1 (pid 7)"};
+  Abort aborts[2];
+  std::atomic<bool> noticed{false};
+  const Watchdog watchdog(0, std::move(control), labels, std::chrono::minutes(1), aborts[0],
+                          [&] { noticed = true; });
+  Watchdog(1, std::move(peers_control), labels, std::chrono::minutes(1), aborts[1], [] {}).stop();
+  while (!noticed) std::this_thread::yield();
+
+  const Error lost(ErrorKind::kPeerLost, "connection closed");
+  CHECK_EQ(std::string(watchdog.root_cause(lost).what()),
+           "rank 1 (pid 7) has left: it called shutdown() or exited");
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));  // of the grace nothing is left now
+  CHECK_THROWS(watchdog.check_departures(), ErrorKind::kPeerLost, "rank 1 (pid 7) has left");
+  const Error silent(ErrorKind::kTimeout, "nothing came");
+  CHECK_EQ(std::string(watchdog.root_cause(silent).what()), "nothing came");
+  CHECK(!aborts[0].raised());
+}
+
 }  // namespace
 }  // namespace torch_ring::test

@@ -1,0 +1,137 @@
+// Driver: the state and the steps of the progress thread.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collective/host_communicator.h"
+#include "core/config.h"
+#include "engine/agreement.h"
+#include "engine/device.h"
+#include "engine/executor.h"
+#include "engine/request_queue.h"
+#include "engine/watchdog.h"
+
+namespace torch_ring {
+
+/// The driver makes progress: it announces works to the other ranks, completes rounds, and runs the
+/// agreed works.
+///
+///   RequestQueue -> outbox_ -> pending_ (announced) -> done
+///
+/// Thread: the progress thread, as ProgressRole hands the driver to no other thread. So the driver
+/// needs no mutex of its own. It locks the queue's mutex only for short, and never during I/O.
+class Driver {
+ public:
+  using Lock = RequestQueue::Lock;
+  using Log = std::function<void(const std::string&)>;
+  /// A function that is called now and then while a thread waits. Its exception ends the wait, not
+  /// the work.
+  using Interrupt = std::function<void()>;
+
+  /// The driver's engine. Called by the progress thread, without the lock but for completed().
+  class Callbacks {
+   public:
+    /// A work is done, or has failed: threads may wait for it. With the lock.
+    virtual void completed(const Lock& lock) = 0;
+
+    /// `busy`: enqueued work has not run yet.
+    virtual void set_device_busy(bool busy) = 0;
+
+    /// Whether the engine's thread must stop: another thread can make progress, or none should.
+    virtual bool should_yield() = 0;
+
+    /// Calls the interrupt. Nothing is half done here, so it may wait for another work, and so make
+    /// progress itself, or close the engine: it may be a signal handler.
+    virtual void pause(const Interrupt& interrupt) = 0;
+
+   protected:
+    ~Callbacks() = default;
+  };
+
+  struct Options {
+    EngineConfig config;
+    std::vector<std::string> labels;  // by rank
+    Log log;                          // takes a warning
+    DeviceExecutor::Make make_device;
+  };
+
+  /// The time after which a waiting thread looks at the clock and lets its caller handle signals.
+  static constexpr std::chrono::milliseconds kPollInterval{50};
+
+  Driver(HostCommunicator& communicator, const Abort& abort, const Watchdog& watchdog,
+         RequestQueue& queue, Callbacks& callbacks, Options options);
+
+  /// Moves the queue's works to the outbox.
+  void take_submitted(const Lock& lock) { queue_.take(lock, outbox_); }
+
+  /// Makes progress until `target` is done. Without a target: until there is nothing to do, or the
+  /// engine says that it should yield.
+  /// Blocking. Errors: fatal ones (the ranks are out of step then); whatever pause() throws.
+  void make_progress(const Work* target, const Interrupt& interrupt);
+
+  /// Whether nothing is in the outbox or pending.
+  bool idle() const { return outbox_.empty() && pending_.empty(); }
+
+  /// Fails the queue's works and the driver's.
+  void fail_all(const Lock& lock, const Error& cause);
+
+  /// Whether enqueued work has not run yet. Errors: the device's.
+  bool device_is_busy() { return device_.busy(); }
+
+  /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards. Only the
+  /// progress thread may call it: then no thread is inside NCCL.
+  void abort_device() noexcept { device_.abort(); }
+
+  /// Frees the device.
+  void reset_device() { device_.reset(); }
+
+ private:
+  struct Pending {
+    std::shared_ptr<Work> work;
+    bool warned = false;  // its stall has been logged
+  };
+
+  bool only_submitter();
+  void announce_outbox(bool blocked);
+  bool round_is_complete() { return round_open_ && board_.complete(); }
+  void finish_round();
+  bool run_unanimous();
+  void reset_numbering();
+  void complete(Work& work);
+  void fail(Work& work, const Error& cause);
+  static void release_tensors(Work& work);
+  void check_stalls();
+  std::string late_ranks(const Work& work) const;
+
+  HostCommunicator& communicator_;
+  Board& board_;
+  const Abort& abort_;
+  const Watchdog& watchdog_;
+  RequestQueue& queue_;
+  Callbacks& callbacks_;
+  const EngineConfig config_;
+  const std::vector<std::string> labels_;
+  const Log log_;
+
+  Agreement agreement_;
+  HostBuffers host_buffers_;
+  Executor executor_;
+  DeviceExecutor device_;
+  EntryWriter entry_;
+  Bytes fingerprint_;                         // of the request in announce_outbox()
+  std::vector<ByteSpan> entries_;             // of the round in finish_round()
+  std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
+  std::map<std::string, Pending> pending_;    // announced, by key
+  bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
+  Clock::time_point last_decision_;
+  Clock::time_point last_check_;  // of stalls
+};
+
+}  // namespace torch_ring

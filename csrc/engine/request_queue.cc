@@ -1,0 +1,65 @@
+#include "engine/request_queue.h"
+
+#include "engine/agreement.h"
+
+namespace torch_ring {
+
+namespace {
+
+constexpr std::size_t kNameBytes = 4096;
+
+}  // namespace
+
+std::shared_ptr<Work> RequestQueue::make_work(Request request) {
+  if (request.fingerprint.name.starts_with('#')) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "the name '" + request.fingerprint.name + "' is reserved: it begins with #");
+  }
+  if (request.fingerprint.name.size() > kNameBytes) {
+    throw Error(ErrorKind::kInvalidArgument, "a name is longer than 4096 bytes");
+  }
+  auto work = std::make_shared<Work>(std::move(request));
+  work->submitted_ = Clock::now();
+  return work;
+}
+
+void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works) {
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    Work& work = *works[i];
+    Fingerprint& fingerprint = work.request_.fingerprint;
+    const bool numbered = fingerprint.name.empty();
+    if (numbered) fingerprint.name = names_.next(fingerprint.collective);
+    work.key_ = key_of(fingerprint);
+    if (numbered) continue;
+    if (!in_flight_.emplace(work.key_, &work).second) {
+      for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
+      throw Error(ErrorKind::kInvalidArgument,
+                  rank_name_ + ": " + fingerprint.describe() +
+                      " is in flight already: a name is free again when its operation is done");
+    }
+  }
+  for (const auto& work : works) {
+    const Fingerprint& fingerprint = work->request_.fingerprint;
+    works_.push_back(work);
+    bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
+  }
+  has_works_.store(true, std::memory_order_release);
+  const auto self = std::this_thread::get_id();
+  if (submitter_ == std::thread::id()) submitter_ = self;
+  has_several_submitters_ = has_several_submitters_ || submitter_ != self;
+}
+
+void RequestQueue::take(const Lock&, std::deque<std::shared_ptr<Work>>& works) {
+  for (auto& work : works_) works.push_back(std::move(work));
+  works_.clear();
+  bytes_ = 0;
+  has_works_.store(false, std::memory_order_relaxed);
+}
+
+void RequestQueue::fail(const Lock&, Work& work, const Error& cause) {
+  free_name(work);
+  const Fingerprint& fingerprint = work.request_.fingerprint;
+  work.fail(Error(cause.kind(), rank_name_ + ": " + fingerprint.describe() + ": " + cause.what()));
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,93 @@
+// RequestQueue: the submitted works that no progress thread has taken yet, and the names in flight.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/names.h"
+#include "engine/request.h"
+
+namespace torch_ring {
+
+/// The side of an engine that every thread touches. A work enters by add(), leaves the queue by
+/// take(), and keeps its name until complete().
+///
+/// The queue owns the engine's only mutex. Whether a thread must be woken depends on the queue and
+/// on who makes progress, so one mutex guards both, and a small allreduce locks it three times.
+///
+/// Thread: any. Blocking: only for the mutex, which nobody holds during I/O.
+class RequestQueue {
+ public:
+  /// The mutex, locked. A function with a parameter of this type needs it locked; only lock() makes
+  /// one.
+  class Lock : public std::unique_lock<std::mutex> {
+    friend class RequestQueue;
+    explicit Lock(std::mutex& mutex) : std::unique_lock<std::mutex>(mutex) {}
+  };
+
+  /// `rank_name`: "rank 2", with which errors begin.
+  explicit RequestQueue(std::string rank_name) : rank_name_(std::move(rank_name)) {}
+
+  Lock lock() { return Lock(mutex_); }
+
+  /// A work for add(). Errors: Error(kInvalidArgument) if the name is reserved or too long.
+  static std::shared_ptr<Work> make_work(Request request);
+
+  /// Numbers works without a name, and queues all works, or none on an error.
+  /// Errors: Error(kInvalidArgument) if a name is in flight.
+  void add(const Lock& lock, std::span<const std::shared_ptr<Work>> works);
+
+  /// Moves all works to the end of `works`, in the order of their submission.
+  void take(const Lock& lock, std::deque<std::shared_ptr<Work>>& works);
+
+  /// Whether take() would move something. Needs no lock.
+  bool has_works() const { return has_works_.load(std::memory_order_acquire); }
+
+  /// The size of the queued tensors.
+  std::size_t bytes(const Lock&) const { return bytes_; }
+
+  /// Whether several threads have submitted works so far.
+  bool has_several_submitters(const Lock&) const { return has_several_submitters_; }
+
+  /// Frees a work's name, and marks the work done.
+  void complete(const Lock&, Work& work) {
+    free_name(work);
+    work.complete();
+  }
+
+  /// Frees a work's name, and marks the work failed. Its error names the rank and the request.
+  void fail(const Lock& lock, Work& work, const Error& cause);
+
+  /// Begins to number anew: all ranks wait for the same thing now.
+  void reset_numbering(const Lock&) { names_.renew(); }
+
+ private:
+  void free_name(const Work& work) {
+    if (!in_flight_.empty()) in_flight_.erase(work.key_);
+  }
+
+  const std::string rank_name_;
+
+  std::mutex mutex_;  // guards what follows, and the engine's own state
+  std::vector<std::shared_ptr<Work>> works_;
+  std::size_t bytes_ = 0;
+  // Whether works_ holds something: a hint, as works change hands under the mutex. add() releases
+  // it before the engine wakes the board, and the progress thread acquires it after it was woken:
+  // no wake-up is followed by a look that misses its work.
+  std::atomic<bool> has_works_{false};
+  std::unordered_map<std::string, Work*> in_flight_;  // by key; without numbered works: no two have
+                                                      // the same number
+  Names names_;
+  std::thread::id submitter_;            // the first thread that submitted anything
+  bool has_several_submitters_ = false;  // another thread has done so too
+};
+
+}  // namespace torch_ring
