@@ -109,15 +109,15 @@ class BackwardSync:
         After shutdown() this is left to the next step(), which will fail: the parameters may belong
         to an optimizer of a newer world by now.
         """
-        if not current.is_initialized():
+        world = current.find_world()
+        if world is None:
             return
-        table = current.world().process_sets
-        for record in table.records():
+        records = world.process_sets.records
+        for record in records:
             sync = record.owned.get(BackwardSync)
             if sync is not None:
                 sync.finalize()
-        is_of_this_world = current.world().engine is self._world_engine
-        if is_of_this_world and table.find(self._record.ranks) is not self._record:
+        if self._record not in records and world.engine is self._world_engine:
             self.finalize()
 
     def register(self, participant: Participant) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "cross_size",
     "disable_in_child",
     "engine",
+    "find_world",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -133,6 +134,11 @@ def require_own() -> None:
             f"this process was forked from rank {rank()}: it cannot take part in collectives "
             "(unless it calls shutdown() and init(), and is a rank of its own)"
         )
+
+
+def find_world() -> World | None:
+    """Return the world of this process, if it has joined one."""
+    return _world
 
 
 def world() -> World:

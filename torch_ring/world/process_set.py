@@ -209,7 +209,7 @@ class _Basics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """Return the ranks of all sets, by id."""
-        return {record.id: list(record.ranks) for record in current.world().process_sets.records()}
+        return {record.id: list(record.ranks) for record in current.world().process_sets.records}
 
 
 _basics = _Basics()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,10 @@ class ProcessSetTable:
 
     Attributes:
         everyone: set 0, of all ranks.
+        records: all sets, by id.
     """
+
+    records: tuple[ProcessSetRecord, ...]
 
     def __init__(
         self,
@@ -76,19 +79,14 @@ class ProcessSetTable:
         self._engine = engine
         self._labels = labels
         self.everyone = ProcessSetRecord(0, tuple(range(identity.size)), engine)
-        self._records = {self.everyone.ranks: self.everyone}
+        self._keep([self.everyone])
         self._closed = False
-        self._changing = threading.RLock()  # guards the records, and whether the table is closed
+        self._changing = threading.RLock()  # held while the records change, or the table closes
         self._in_collective = threading.Lock()
 
     def find(self, ranks: Ranks) -> ProcessSetRecord | None:
         """Return the set of these ranks, if there is one."""
-        return self._records.get(ranks)
-
-    def records(self) -> list[ProcessSetRecord]:
-        """Return all sets, by id."""
-        with self._changing:
-            return sorted(self._records.values(), key=lambda record: record.id)
+        return self._by_ranks.get(ranks)
 
     def add(self, ranks: Ranks) -> ProcessSetRecord:
         """Make a set.
@@ -101,15 +99,16 @@ class ProcessSetTable:
         with self._in_collective:
             exchange = self._agree("add_process_set", ranks)
             require_below(ranks, self._identity.size)
-            if ranks in self._records:
+            if ranks in self._by_ranks:
                 raise InvalidArgumentError(f"there is a process set of the ranks {list(ranks)}")
             engine = self._join(ranks, exchange)
             with self._changing:
                 if not self._closed:
-                    ids = {record.id for record in self._records.values()}
+                    ids = {record.id for record in self.records}
                     free = next(number for number in range(1, len(ids) + 1) if number not in ids)
-                    self._records[ranks] = ProcessSetRecord(free, ranks, engine)
-                    return self._records[ranks]
+                    record = ProcessSetRecord(free, ranks, engine)
+                    self._keep([*self.records, record])
+                    return record
             if engine is not None:
                 engine.shutdown()
             raise NotInitializedError
@@ -123,10 +122,10 @@ class ProcessSetTable:
         with self._in_collective:
             self._agree("remove_process_set", ranks)
             with self._changing:
-                record = self._records.get(ranks)
+                record = self._by_ranks.get(ranks)
                 if record is None or record.id == 0:
                     return False
-                del self._records[ranks]
+                self._keep(other for other in self.records if other is not record)
             if record.engine is not None:
                 record.engine.shutdown()
             return True
@@ -135,9 +134,9 @@ class ProcessSetTable:
         """Shut down the engines of all sets, the world's last."""
         with self._changing:
             self._closed = True
-            records = sorted(self._records.values(), key=lambda record: -record.id)
-            self._records.clear()
-        for record in records:
+            records = self.records
+            self._keep([])
+        for record in reversed(records):
             if record.engine is not None:
                 record.engine.shutdown()
 
@@ -145,9 +144,14 @@ class ProcessSetTable:
         """Let go of the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
         self._rendezvous = None
-        for record in self._records.values():
+        for record in self.records:
             if record.engine is not None:
                 record.engine.abandon()
+
+    def _keep(self, records: Iterable[ProcessSetRecord]) -> None:
+        """Make `records` the sets: other threads see the old ones or the new ones."""
+        self.records = tuple(sorted(records, key=lambda record: record.id))
+        self._by_ranks = {record.ranks: record for record in self.records}
 
     def _agree(self, function: str, ranks: Ranks) -> EngineExchange:
         """Check that all ranks call `function` for the same set; return an exchange to make it."""
