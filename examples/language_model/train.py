@@ -84,7 +84,7 @@ def load_data(args: argparse.Namespace) -> tuple[Text, DataLoader[Tensor], DataL
     train_set = Subset(windows, range(split))
     share = Subset(windows, range(split + hvd.rank(), len(windows), hvd.size()))
     batch_size = args.batch_size // hvd.size()
-    # The sampler deals an epoch's windows like cards: in each step, n ranks with batches of B / n
+    # The sampler deals an epoch's windows round-robin: in each step, n ranks with batches of B / n
     # together have the windows that one rank with a batch of B has.
     sampler = ShardedSampler(train_set, drop_last=True)
     loader = DataLoader(
