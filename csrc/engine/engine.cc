@@ -179,11 +179,8 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
     }
     if (abort_->raised()) fail_all(lock, driver);
   }
-  device_busy_ = device_busy;
-  if (waiters_ > 0 || needs_progress(lock) || closing_ || device_busy != device_was_busy_) {
-    changed_.notify_all();
-  }
-  device_was_busy_ = device_busy;
+  const bool device_changed = std::exchange(device_busy_, device_busy) != device_busy;
+  if (waiters_ > 0 || needs_progress(lock) || closing_ || device_changed) changed_.notify_all();
   if (interrupted) {
     lock.unlock();
     std::rethrow_exception(interrupted);
@@ -216,7 +213,8 @@ void Engine::completed(const Lock&) {
 
 void Engine::set_device_busy(bool busy) {
   const Lock lock = queue_.lock();
-  if (std::exchange(device_busy_, busy) && !busy) changed_.notify_all();
+  // Busy: the engine's thread has to poll. Idle: close() may go on.
+  if (std::exchange(device_busy_, busy) != busy) changed_.notify_all();
 }
 
 bool Engine::should_yield() {

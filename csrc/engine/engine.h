@@ -102,12 +102,11 @@ class Engine final : private Driver::Callbacks {
   const std::string name_;  // "rank 2"
   Board& board_;
 
-  RequestQueue queue_;  // its mutex also guards the role and the next five members
+  RequestQueue queue_;  // its mutex also guards the role and the next four members
   // Signals that a work is done, or that another thread has to look at the queue or at the role.
   std::condition_variable changed_;
-  int waiters_ = 0;               // threads that wait for the progress thread
-  bool device_busy_ = false;      // enqueued work has not run yet
-  bool device_was_busy_ = false;  // the same, when the last turn as the progress thread ended
+  int waiters_ = 0;           // threads that wait for the progress thread
+  bool device_busy_ = false;  // enqueued work has not run yet
   bool closing_ = false;
   // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
   // this once, after it has raised the abort; check() loads it before it looks at the abort. A
