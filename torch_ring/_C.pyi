@@ -148,7 +148,11 @@ class Engine:
         """Submit all or none (here and below). Member i of group "g" has the name "g.i"."""
 
     def grouped_allgather(
-        self, tensors: Sequence[Tensor], name: str, blocking: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        blocking: bool = False,
+        joinable: bool = False,
     ) -> list[Work]: ...
     def grouped_reducescatter(
         self,

@@ -154,13 +154,14 @@ class PyEngine {
   }
 
   std::vector<PyWork> grouped_allgather(const std::vector<at::Tensor>& tensors,
-                                        const std::string& name, bool blocking) const {
+                                        const std::string& name, bool blocking,
+                                        bool joinable) const {
     for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
     std::vector<Member> members;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       auto result = std::make_shared<Result>();
-      members.push_back({allgather_request(tensors[i], result, member_name(name, i), false), result,
-                         tensors[i].device()});
+      members.push_back({allgather_request(tensors[i], result, member_name(name, i), joinable),
+                         result, tensors[i].device()});
     }
     return submit(std::move(members), blocking);
   }
@@ -378,7 +379,7 @@ void bind_engine(py::module_& module) {
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("blocking") = false)
       .def("grouped_allgather", &PyEngine::grouped_allgather, py::arg("tensors"), py::arg("name"),
-           py::arg("blocking") = false)
+           py::arg("blocking") = false, py::arg("joinable") = false)
       .def("grouped_reducescatter", &PyEngine::grouped_reducescatter, py::arg("tensors"),
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("blocking") = false)

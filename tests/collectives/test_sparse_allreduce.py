@@ -52,6 +52,27 @@ def test_dtypes_of_sparse_tensors(dtype):
     run(check_dtypes, 2, args=(dtype,))
 
 
+def refuse_then_reduce() -> None:
+    """A dtype that cannot be sent is refused whole: nothing of the operation is in flight."""
+    rank = hvd.rank()
+    for name in ("rows", None):
+        for dtype in (torch.int16, torch.int32):
+            values = torch.tensor([[2 + rank]], dtype=dtype)
+            mine = torch.sparse_coo_tensor(torch.tensor([[0]]), values, (2, 1))
+            if dtype == torch.int16:
+                with pytest.raises(ValueError, match=r"int16|Short"):
+                    hvd.sparse_allreduce_async(mine, name, hvd.Sum)
+            else:
+                summed = hvd.sparse_allreduce_async(mine, name, hvd.Sum)()
+                assert summed.to_dense().tolist() == [[5], [0]]
+    one = torch.sparse_coo_tensor(torch.zeros(1, 1 - rank, dtype=torch.long), [1.0][rank:], (2,))
+    assert hvd.sparse_allreduce_async(one, op=hvd.Sum)().is_coalesced()  # as torch finds: one row
+
+
+def test_a_refused_tensor_leaves_nothing_in_flight():
+    run(refuse_then_reduce, 2)
+
+
 def check_mismatches() -> None:
     rank = hvd.rank()
     row = torch.tensor([[0]])

@@ -64,9 +64,8 @@ def test_every_name_is_there():
 
 def test_every_module_is_there():
     """Programs ask for ``hvd.mpi_ops.Sum``, and import from horovod.torch's modules."""
-    from torch_ring.compression import Compressor
-    from torch_ring.compression.casts import FP16Compressor, NoneCompressor
-    from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer
+    from torch_ring.compression import Compressor, FP16Compressor, NoneCompressor
+    from torch_ring.optimizer import _DistributedOptimizer
     from torch_ring.sync_batch_norm import SyncBatchNorm
 
     functions = [

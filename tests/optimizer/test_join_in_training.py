@@ -55,6 +55,24 @@ def test_uneven_batches(transport, size, first_out):
     run(train_unevenly, size, args=(first_out, {}), transport=transport)
 
 
+def train_on_an_equal_set() -> None:
+    """A set that consists of all ranks is the global one: join() brings it in step again, too."""
+    everyone = hvd.ProcessSet(range(hvd.size()))
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), process_set=everyone)
+    for epoch in range(2):
+        for step in range(1 + 2 * hvd.rank() + epoch):
+            optimizer.zero_grad()
+            model(rows_of(hvd.rank(), step)).square().mean().backward()
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), hvd.join())
+    assert_same_on_all_ranks(*model.parameters())
+
+
+def test_uneven_batches_on_a_set_that_equals_the_global_one():
+    run(train_on_an_equal_set, 2)
+
+
 @pytest.mark.parametrize("options", [{"groups": 2}, {"compression": hvd.Compression.none}])
 def test_uneven_batches_in_many_buckets(options):
     env = {"TORCH_RING_BUCKET_BYTES": "256"}

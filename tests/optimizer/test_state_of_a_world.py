@@ -42,19 +42,20 @@ def end_a_process_set() -> None:
     old = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), process_set=pair)
     (parameters[0] * 2).backward()
     hvd.remove_process_set(pair)
+    if hvd.rank() < 2:
+        with pytest.raises(hvd.RingError, match="shut down"):  # gradients that nobody averages
+            (parameters[0] * 2).backward()
     pair = hvd.add_process_set([0, 1])
     assert pair.process_set_id == old_id
     if not pair.included():
         return
     assert backward_sync_of(pair).number == 0
-    with pytest.raises(hvd.RingError, match="shut down"):  # gradients that nobody averages
-        (parameters[0] * 2).backward()
-    del old
-    others = weights(1)
-    new = hvd.DistributedOptimizer(SGD(others, lr=0.0), process_set=pair)
-    (others[0] * hvd.rank()).backward()
-    assert grads(others) == [0.5]
+    new = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), process_set=pair)
+    new.zero_grad()
+    (parameters[0] * hvd.rank()).backward()  # beside the old optimizer, which takes no part
+    assert grads(parameters) == [0.5]
     new.step()
+    del old
 
 
 def test_synchronisation_ends_with_its_process_set():
@@ -78,6 +79,29 @@ def fork(shut_down: bool) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert grads(parameters) == [total]
     del optimizer
+
+
+def refuse_an_optimizer() -> None:
+    """A refused optimizer leaves its parameters as they were, also while the error lives."""
+    compressor = hvd.Compression.int8()
+    p, q = weights(1, 1)
+    first = hvd.DistributedOptimizer(
+        SGD([p], lr=0.0), named_parameters=[("w", p)], compression=compressor
+    )
+    with pytest.raises(ValueError, match="already serves") as error:
+        hvd.DistributedOptimizer(
+            SGD([q], lr=0.0), named_parameters=[("w", q)], compression=compressor
+        )
+    (q * (2 + hvd.rank())).backward()
+    assert q.grad.item() == 2 + hvd.rank()  # not averaged
+    (p * hvd.rank()).backward()
+    first.step()
+    assert p.grad.item() == pytest.approx(0.5, abs=0.01)
+    assert "already serves" in str(error.value)
+
+
+def test_a_refused_optimizer_leaves_no_hooks():
+    run(refuse_an_optimizer, 2)
 
 
 @pytest.mark.parametrize("shut_down", [False, True])

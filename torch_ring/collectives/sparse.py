@@ -65,6 +65,7 @@ def start_sparse_sum(
     own: Tensor | None,
     *,
     joinable: bool = False,
+    is_coalesced: bool | None = None,
 ) -> SparseHandle:
     """Start to sum the ranks' sparse tensors.
 
@@ -79,6 +80,7 @@ def start_sparse_sum(
         like: a tensor with the shape, dtype and device of the sum.
         own: this rank's tensor; None if it has none.
         joinable: whether ranks may have joined.
+        is_coalesced: of the sum; None: as torch finds.
     """
     header = torch.empty(0, dtype=torch.int64, device=like.device)
     values = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -88,10 +90,7 @@ def start_sparse_sum(
         header = torch.cat([torch.tensor(request, device=like.device), indices.flatten()])
     if values.is_complex():
         values = torch.view_as_real(values).flatten()
-    works = [
-        engine.allgather(header, name and f"{name}.indices", joinable=joinable),
-        engine.allgather(values, name and f"{name}.values", joinable=joinable),
-    ]
+    works = engine.grouped_allgather([header, values], name, joinable=joinable)
 
     def combine(gathered: list[Tensor]) -> Tensor:
         headers = torch.split(gathered[0], works[0].received_splits())
@@ -108,7 +107,7 @@ def start_sparse_sum(
         joined = torch.cat([part.indices for part in parts], dim=1)
         values = values.view(joined.shape[1], *like.shape[joined.shape[0] :])
         return torch.sparse_coo_tensor(
-            joined, values, like.shape, check_invariants=False, is_coalesced=False
+            joined, values, like.shape, check_invariants=False, is_coalesced=is_coalesced
         )
 
     return SparseHandle(works, combine)

@@ -9,7 +9,7 @@ from torch_ring.compression.casts import (
 from torch_ring.compression.int8 import Int8Compressor
 from torch_ring.compression.powersgd import PowerSGDCompressor
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compression:

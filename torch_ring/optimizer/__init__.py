@@ -1,5 +1,5 @@
 """DistributedOptimizer, and the reduction of gradients behind it."""
 
-from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer
+from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer, _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "_DistributedOptimizer"]

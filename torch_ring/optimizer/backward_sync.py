@@ -13,7 +13,7 @@ from torch_ring._C import DenseFinalizer, Engine, all_sent, backward_name
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.world import current
-from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, membership
+from torch_ring.world.process_set import ProcessSet, engine_of, membership
 from torch_ring.world.process_set_table import ProcessSetRecord
 
 __all__ = ["BackwardSync", "FastPath", "Participant", "backward_sync_of"]
@@ -96,7 +96,7 @@ class BackwardSync:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
         self._record = membership(self.process_set)
-        if self.process_set is global_process_set:  # no other can be joined
+        if self._record.id == 0:  # no other set can be joined
             current.world().on_rejoin.append(self.resynchronize)
 
     def on_backward_end(self) -> None:
@@ -104,7 +104,7 @@ class BackwardSync:
 
         It calls in an order that may differ between ranks, so the first call does it all, in the
         order of the sets' ids: two ranks with two sets in common never wait for each other. If this
-        set has been removed, its closed engine raises.
+        set has been removed, and no set of the same ranks added since, its closed engine raises.
 
         After shutdown() this is left to the next step(), which will fail: the parameters may belong
         to an optimizer of a newer world by now.
@@ -112,12 +112,12 @@ class BackwardSync:
         world = current.find_world()
         if world is None:
             return
-        records = world.process_sets.records
-        for record in records:
+        for record in world.process_sets.records:
             sync = record.owned.get(BackwardSync)
             if sync is not None:
                 sync.finalize()
-        if self._record not in records and world.engine is self._world_engine:
+        is_removed = world.process_sets.find(self._record.ranks) is None
+        if is_removed and world.engine is self._world_engine:
             self.finalize()
 
     def register(self, participant: Participant) -> int:

@@ -51,6 +51,10 @@ class BucketWire(Protocol):
         """
 
 
+WireMaker = Callable[[Bucket, GradientHooks], BucketWire]
+"""Makes the wire of a bucket; the hooks are those of the optimizer's parameters."""
+
+
 class _RunBucket(ABC):
     """A bucket each of whose runs of touched gradients is sent on its own."""
 
@@ -130,16 +134,14 @@ def wire_maker(
     settings: ReductionSettings,
     engine: Engine,
     size: int,
-    hooks: GradientHooks,
     named_parameters: Sequence[tuple[str, Tensor]],
-) -> Callable[[Bucket], BucketWire]:
+) -> WireMaker:
     """Return the function that makes the wire of each bucket of one optimizer.
 
     Args:
         settings: choose the kind of wire.
         engine: of the process set.
         size: the number of its ranks.
-        hooks: of the optimizer's parameters.
         named_parameters: of the optimizer, in the order of their indices.
 
     Raises:
@@ -154,14 +156,14 @@ def wire_maker(
     if isinstance(compression, StatefulCompressor):
         collectives = Collectives(engine, settings.mean_arguments(size))
         scale = size if settings.op == Sum else 1
-        shared = BucketCompression(compression, named_parameters, hooks, collectives, scale)
-        return lambda bucket: StatefulBucket(shared, bucket)
+        shared = BucketCompression(compression, named_parameters, collectives, scale)
+        return lambda bucket, hooks: StatefulBucket(shared, bucket, hooks)
     if compression is Compression.none:
-        return lambda bucket: PlainBucket(bucket, allreduce)
+        return lambda bucket, _: PlainBucket(bucket, allreduce)
     stateless = compression  # known not to be stateful, in the function below too
     wire_dtype: torch.dtype | None = getattr(compression, "wire_dtype", None)
 
-    def make(bucket: Bucket) -> BucketWire:
+    def make(bucket: Bucket, _: GradientHooks) -> BucketWire:
         if wire_dtype is None or wire_dtype == bucket.dtype:
             return CompressedBucket(bucket, allreduce, stateless)
         return CastBucket(bucket, allreduce, bucket_memory(engine, bucket, wire_dtype))

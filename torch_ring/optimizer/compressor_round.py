@@ -108,6 +108,3 @@ def _require_same_requests(headers: Sequence[Header]) -> None:
                     f"the compressor asks for different things: rank 0: {left}; rank {rank}: "
                     f"{right}. What it yields must not depend on one rank's gradient"
                 )
-
-
-# --- the wire format

@@ -60,6 +60,8 @@ class Reducer:
         self._settings = settings
         self._groups = groups
         self._specs = [_spec(name, parameter) for name, parameter in named]
+        # What may refuse comes before the hooks: a refused optimizer must leave no trace.
+        self._make_wire = wire_maker(settings, sync.engine, sync.size, named)
         self._is_plain = settings.compression is Compression.none
         direct = settings.direct_bytes > 0 and self._is_plain
         blocks = sync.engine.gradient_blocks() if direct else None
@@ -75,7 +77,6 @@ class Reducer:
             on_bucket_full=functools.partial(sync.start_bucket, self.index),
             blocks=blocks,
         )
-        self._make_wire = wire_maker(settings, sync.engine, sync.size, self.hooks, named)
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
@@ -146,6 +147,7 @@ class Reducer:
                 self._parameters[parameter],
                 _coalesced(self.hooks.local_gradient(parameter)),
                 joinable=True,
+                is_coalesced=False,
             )
         touched ^= sparse
         self._touched = touched
@@ -215,7 +217,7 @@ class Reducer:
         if plan == self._plan:
             return
         self._plan = plan
-        self._wires = [self._make_wire(bucket) for bucket in plan]
+        self._wires = [self._make_wire(bucket, self.hooks) for bucket in plan]
         slots: dict[int, tuple[int, int]] = {
             slot.parameter: (index, slot.offset)
             for index, bucket in enumerate(plan)

@@ -25,14 +25,12 @@ class BucketCompression:
     Attributes:
         compressor: serves this optimizer alone.
         named_parameters: of the optimizer, in the order of their indices.
-        hooks: of these parameters.
         collectives: answer its requests.
         scale: multiplies the means: the number of ranks for op=Sum, else 1.
     """
 
     compressor: StatefulCompressor
     named_parameters: Sequence[tuple[str, Tensor]]
-    hooks: GradientHooks
     collectives: Collectives
     scale: int
 
@@ -46,11 +44,15 @@ class StatefulBucket:
     Args:
         compression: shared by the buckets of an optimizer.
         bucket: this one.
+        hooks: of the optimizer's parameters.
     """
 
-    def __init__(self, compression: BucketCompression, bucket: Bucket) -> None:
+    def __init__(
+        self, compression: BucketCompression, bucket: Bucket, hooks: GradientHooks
+    ) -> None:
         self._compression = compression
         self._bucket = bucket
+        self._hooks = hooks
 
     def start(
         self,
@@ -65,7 +67,7 @@ class StatefulBucket:
         for slot in self._bucket.slots:
             if touched >> slot.parameter & 1 and slot.numel:
                 parameter_name, _ = self._compression.named_parameters[slot.parameter]
-                view = self._compression.hooks.bucket_view(slot.parameter)
+                view = self._hooks.bucket_view(slot.parameter)
                 gradients[parameter_name] = torch.view_as_real(view) if view.is_complex() else view
         return [_StatefulReduction(self._compression, name(0), gradients).advance]
 

@@ -1,4 +1,4 @@
-"""SetupExchange: values and failures that ranks exchange before they are connected."""
+"""SetupExchange: values and failures that ranks exchange while they make connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SetupExchange", "failing_together"]
 
 
 class SetupExchange(Protocol):
-    """One rank's side of an out-of-band exchange, while ranks connect to one another.
+    """One rank's side of an exchange beside the connections that ranks are about to make.
 
     All ranks call `gather` in the same order. Every method raises RingError when another rank has
     failed, TimeoutError at the deadline.

@@ -222,13 +222,13 @@ def disable_in_child(inherited: _Inherited) -> None:
 def _leave_parents_world() -> None:
     """Keep only the readable part of the parent's world in a forked child (a DataLoader worker)."""
     global _is_parents, _changing
+    for inherited in _disabled_in_child:  # first: nothing below may keep it from happening
+        inherited.disable()
     if _world is not None:
         _world.process_sets.abandon()
         _is_parents = True
     _changing = threading.RLock()
     rendezvous_store.drop_in_child()
-    for inherited in _disabled_in_child:
-        inherited.disable()
 
 
 os.register_at_fork(after_in_child=_leave_parents_world)

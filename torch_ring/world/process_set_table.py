@@ -126,6 +126,7 @@ class ProcessSetTable:
                 if record is None or record.id == 0:
                     return False
                 self._keep(other for other in self.records if other is not record)
+            record.owned.clear()
             if record.engine is not None:
                 record.engine.shutdown()
             return True
@@ -137,6 +138,7 @@ class ProcessSetTable:
             records = self.records
             self._keep([])
         for record in reversed(records):
+            record.owned.clear()
             if record.engine is not None:
                 record.engine.shutdown()
 
