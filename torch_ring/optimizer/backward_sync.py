@@ -104,7 +104,8 @@ class BackwardSync:
 
         It calls in an order that may differ between ranks, so the first call does it all, in the
         order of the sets' ids: two ranks with two sets in common never wait for each other. If this
-        set has been removed, and no set of the same ranks added since, its closed engine raises.
+        set has been removed, its closed engine raises: these gradients would not be averaged. A set
+        of the same ranks that was added since, and has an optimizer, takes its place.
 
         After shutdown() this is left to the next step(), which will fail: the parameters may belong
         to an optimizer of a newer world by now.
@@ -116,8 +117,9 @@ class BackwardSync:
             sync = record.owned.get(BackwardSync)
             if sync is not None:
                 sync.finalize()
-        is_removed = world.process_sets.find(self._record.ranks) is None
-        if is_removed and world.engine is self._world_engine:
+        found = world.process_sets.find(self._record.ranks)
+        is_synchronised = found is not None and BackwardSync in found.owned
+        if not is_synchronised and world.engine is self._world_engine:
             self.finalize()
 
     def register(self, participant: Participant) -> int:
