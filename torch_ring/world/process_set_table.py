@@ -151,7 +151,7 @@ class ProcessSetTable:
                 record.engine.abandon()
 
     def _keep(self, records: Iterable[ProcessSetRecord]) -> None:
-        """Make `records` the sets. Other threads read without the lock, so nothing changes in place."""
+        """Make `records` the sets. Readers take no lock, so nothing changes in place."""
         self.records = tuple(sorted(records, key=lambda record: record.id))
         self._by_ranks = {record.ranks: record for record in self.records}
 
