@@ -3,17 +3,24 @@
 #   make mnist    trains MNIST on 2 processes
 #   make test     runs the whole test suite
 #
-# Both make a virtual environment first and build the extension there. Others: test-cpp,
-# test-python and test-mpi (parts of test), doubles, lint, bench, clean. Settings:
+# Both make a virtual environment first and build the extension there. Others:
+#
+#   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
+#   make sdist    the source archive, in dist/
+#   test-cpp, test-python and test-mpi (parts of test), doubles, lint, bench, clean
+#
+# Settings:
 #   TORCH=torch==2.13.0   another torch (default: the newest)
 #   VENV=.venv            another environment (default: one for each TORCH)
-#   PYTHON=python3        the Python that makes it
+#   PYTHON=python3        the Python that makes it, and that a wheel is for
+#   TORCHES="2.13.0 2.14.1"   the versions of torch that a wheel is for
 #   ARGS="--dataset digits"   arguments for mnist, pytest or bench
 
 TORCH ?= torch
 VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))
 PYTHON ?= python3
 ARGS ?=
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
@@ -27,7 +34,7 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-cpp test-python test-mpi doubles lint bench clean FORCE
+.PHONY: help mnist test test-cpp test-python test-mpi doubles lint bench wheels sdist clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -63,8 +70,14 @@ lint: $(STAMPS)/extension $(STAMPS)/lint
 bench: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench
 	$(PY) benchmarks/suite.py $(ARGS)
 
+wheels:
+	$(PYTHON) .ci/wheels.py $(TORCHES)
+
+sdist: $(STAMPS)/torch
+	$(PY) setup.py --quiet sdist
+
 clean:
-	rm -rf build *.egg-info torch_ring/*.so torch_ring/_build.py $(STAMPS)
+	rm -rf build *.egg-info torch_ring/native/torch_* $(STAMPS)
 
 # --- the environment: a stamp for each step, so that nothing is done twice
 
@@ -76,7 +89,7 @@ $(STAMPS)/venv:
 # torchvision is made for one torch only, the newest: without it the example has its own data set.
 $(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/wanted
 	$(PIP) --upgrade "$(TORCH)" $(if $(filter torch,$(TORCH)),torchvision) \
-	  "setuptools>=77" wheel ninja pybind11 numpy
+	  "setuptools>=77" ninja numpy
 	touch $@
 
 $(STAMPS)/extension: $(STAMPS)/torch build/venv $(SOURCES)

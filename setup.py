@@ -1,52 +1,241 @@
-"""Builds the native module against the torch that is installed: only g++ is needed, no CUDA."""
+"""Builds the native module for one minor version of torch: only g++ is needed, no CUDA.
 
+It builds against the torch of the environment that torch_ring is installed in. pip hides that
+environment from a build, unless told `--no-build-isolation`, so this file looks for it there. If
+there is no torch, it asks pip for the newest one, for the build alone.
+"""
+
+import os
+import shutil
+import subprocess
 import sys
+import sysconfig
+import threading
+import time
+
+if sys.version_info < (3, 10):
+    raise SystemExit(
+        "torch_ring needs Python 3.10 or newer, and this is Python {}.{}".format(*sys.version_info)
+    )
+try:
+    import setuptools
+except ImportError:
+    raise SystemExit(
+        "torch_ring: setuptools is missing: pip install 'setuptools>=77' ninja"
+    ) from None
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"torch_ring needs setuptools 77 or newer to build, and this is {setuptools.__version__}: "
+        "pip install 'setuptools>=77'"
+    )
+
+import site
 from pathlib import Path
 
-import torch
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
-
-
-class Build(BuildExtension):
-    """Records the torch version next to the module, where it can be read without loading it."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        # Kept, where pip would choose a temporary folder, so that only what changed is compiled;
-        # one for each torch, whose headers ninja takes for system headers that never change.
-        variant = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
-        self.build_temp = str(ROOT / "build" / variant)
-
-    def run(self) -> None:
-        super().run()
-        package = Path(self.get_ext_fullpath("torch_ring._C")).parent
-        package.mkdir(parents=True, exist_ok=True)
-        text = '"""Written by setup.py."""\n\nTORCH_VERSION = "{}"\n'
-        (package / "_build.py").write_text(text.format(torch.__version__))
-
+ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 11)
+CORE_MINUTES = 8  # that g++ 12 takes for the sources
 
 # Relative to this file, as setuptools wants them; sorted, so that builds repeat.
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*/*.cc"))
-if not SOURCES:
-    raise SystemExit("torch_ring: there are no sources in csrc/: is the checkout complete?")
 
-setup(
-    ext_modules=[
-        CppExtension(
-            "torch_ring._C",
-            SOURCES,
-            include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args=[
-                "-std=c++20",
-                "-O3",
-                "-g0",
-                "-fvisibility=hidden",
-                "-fno-trapping-math",  # or GCC does not vectorise csrc/core/half.h
-            ],
+# A folder with modules for several versions of torch (torch_2_14/_C.*.so), which go into one wheel.
+BUILT_BEFORE = os.environ.get("TORCH_RING_NATIVE_MODULES")
+
+
+def say(text):
+    """Tell the user. pip hides what a build prints, unless it fails: write to the terminal."""
+    try:
+        with open("/dev/tty", "w") as terminal:
+            print(f"\r\033[Ktorch_ring: {text}", file=terminal)
+    except OSError:  # there is none
+        print(f"torch_ring: {text}", file=sys.stderr, flush=True)
+
+
+def find_torch():
+    """Import torch from here, or from the environment that an isolated build works for."""
+    hidden = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    for folder in [None, *hidden, site.getusersitepackages()]:
+        if folder is not None:
+            sys.path.append(folder)
+        try:
+            import torch
+        except ImportError:
+            continue
+        return torch
+    return None
+
+
+def minor(version):
+    """Return (2, 14) for 2.14.1+cu130."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def module_name(torch_minor):
+    """Return the name of the module for a minor version of torch, which torch_ring/native finds."""
+    return "torch_ring.native.torch_{}_{}._C".format(*torch_minor)
+
+
+def torch_requirement(minors):
+    """Return the versions of torch that modules for these minor versions run with."""
+    first, last = min(minors), max(minors)
+    if len(minors) != last[1] - first[1] + 1:
+        raise SystemExit(f"torch_ring: there are modules for torch {minors}, with a gap")
+    return "torch>={}.{},<{}.{}".format(*first, last[0], last[1] + 1)
+
+
+def check_tools():
+    """Exit with one sentence if something is missing that a build needs."""
+    compiler = os.environ.get("CXX", "g++").split()
+    if shutil.which(compiler[0]) is None:
+        raise SystemExit(
+            f"torch_ring: there is no C++ compiler ({compiler[0]}): install g++ (Debian: apt "
+            "install g++), or name another one in CXX"
         )
-    ],
-    cmdclass={"build_ext": Build},
-)
+    probe = [*compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    if subprocess.run(probe, input=b"#include <semaphore>", capture_output=True).returncode != 0:
+        raise SystemExit(f"torch_ring: {compiler[0]} does not know C++20: g++ 11 or newer does")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise SystemExit(
+            "torch_ring: this Python has no headers (Python.h): install them (Debian: apt install "
+            "python3-dev)"
+        )
+
+
+class CleanBuild(build):
+    """Forgets what the last build left: a wheel has no file that is not in the tree any more."""
+
+    def run(self):
+        shutil.rmtree(Path(self.build_lib) / "torch_ring", ignore_errors=True)
+        super().run()
+
+
+class Progress(threading.Thread):
+    """Says now and then how many files are compiled."""
+
+    INTERVAL_S = 20
+
+    def __init__(self, objects):
+        super().__init__(daemon=True)
+        self.objects = objects
+        self.ended = threading.Event()
+
+    def run(self):
+        while not self.ended.wait(self.INTERVAL_S):
+            compiled = sum(1 for _ in self.objects.glob("**/*.o"))
+            say(f"compiled {compiled} of {len(SOURCES)} files")
+
+
+def compiled_module(torch):
+    """Return the module for the installed torch, and the command that compiles it."""
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    class Compile(BuildExtension):
+        """Checks the tools, keeps object files, and reports progress."""
+
+        def finalize_options(self):
+            super().finalize_options()
+            # Kept, where pip would choose a temporary folder, so that only what changed is
+            # compiled; one for each torch, whose headers ninja takes for system headers that
+            # never change.
+            variant = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
+            self.build_temp = str(ROOT / "build" / variant)
+
+        def run(self):
+            check_tools()
+            if self.inplace:  # The source tree holds one module, which was built last.
+                native = ROOT / "torch_ring" / "native"
+                for other in native.glob("torch_*"):
+                    shutil.rmtree(other)
+                (native / module.name.split(".")[-2]).mkdir()
+            if Path(self.build_temp).exists():  # then few files are left to compile
+                super().run()
+                return
+            cores = int(os.environ.get("MAX_JOBS", len(os.sched_getaffinity(0))))
+            say(
+                f"compiling {len(SOURCES)} files for torch {torch.__version__}, about "
+                f"{-(-CORE_MINUTES // cores)} min on {cores} cores"
+            )
+            began = time.monotonic()
+            progress = Progress(Path(self.build_temp))
+            progress.start()
+            try:
+                super().run()
+            finally:
+                progress.ended.set()
+                progress.join()
+            say(f"compiled in {(time.monotonic() - began) / 60:.1f} min")
+
+    module = CppExtension(
+        module_name(minor(torch.__version__)),
+        SOURCES,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=[
+            "-std=c++20",
+            "-O3",
+            "-g0",
+            "-fvisibility=hidden",
+            "-fno-trapping-math",  # or GCC does not vectorise csrc/core/half.h
+        ],
+    )
+    return module, Compile
+
+
+class Copy(build_ext):
+    """Takes modules that were built before."""
+
+    def build_extension(self, ext):
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(BUILT_BEFORE) / target.parent.name / target.name, target)
+
+
+def native_modules():
+    """Return setup()'s arguments that are about native modules and torch."""
+    if BUILT_BEFORE:
+        folders = Path(BUILT_BEFORE).glob("torch_*")
+        minors = sorted(tuple(map(int, path.name.split("_")[1:])) for path in folders)
+        return {
+            "ext_modules": [Extension(module_name(each), []) for each in minors],
+            "cmdclass": {"build": CleanBuild, "build_ext": Copy},
+            "install_requires": [torch_requirement(minors), "numpy"],
+        }
+    torch = None if "sdist" in sys.argv else find_torch()
+    if torch is not None:
+        found = minor(torch.__version__)
+        if found < OLDEST_TORCH:
+            raise SystemExit(
+                "torch_ring needs torch {}.{} or newer, and this is {}: pip install --upgrade "
+                "torch".format(*OLDEST_TORCH, torch.__version__)
+            )
+        if not SOURCES:
+            raise SystemExit("torch_ring: there are no sources in csrc/: is this tree complete?")
+        module, command = compiled_module(torch)
+        return {
+            "ext_modules": [module],
+            "cmdclass": {"build": CleanBuild, "build_ext": command},
+            "install_requires": [torch_requirement([found]), "numpy"],
+        }
+    oldest = "torch>={}.{}".format(*OLDEST_TORCH)
+    arguments = {"install_requires": [oldest, "numpy"]}
+    if "egg_info" in sys.argv:  # pip asks what the build needs
+        arguments["setup_requires"] = [oldest]
+        say(
+            "there is no torch in this environment: pip downloads the newest one (with CUDA's "
+            "libraries 3 GB), and torch_ring is built for it. For another one stop here, and "
+            "`pip install` that torch first"
+        )
+    elif "sdist" not in sys.argv:
+        raise SystemExit(
+            "torch_ring: there is no torch to build for: pip install torch, or leave out "
+            "--no-build-isolation"
+        )
+    return arguments
+
+
+if __name__ == "__main__":
+    setup(**native_modules())

@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from targets import MB, Report, load, of_kind, rows_of
 
 # One colour for each library, in all figures; a palette that colour-blind readers can tell apart.
@@ -49,6 +50,36 @@ def allreduce(reports: dict[str, Report], axes: Axes) -> None:
         yscale="log",
         ylabel="bytes / time (GB/s)",
         title=f"allreduce, {machine(reports, 'allreduce')}",
+    )
+
+
+def overview(reports: dict[str, Report], sheet: Figure) -> None:
+    """README.md's picture: allreduce of three libraries by size, and training steps beside DDP."""
+    left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
+    rows = of_kind(rows_of(reports, "allreduce"), "float32", "private")
+    for library in ("torch_ring", "mpi", "gloo"):
+        if library in rows[0]["results"]:
+            draw(left, library, rows, lambda row, x=library: row["results"][x]["algbw"])
+    sizes(left)
+    left.set(
+        yscale="log",
+        ylabel="bytes / time (GB/s)",
+        title=f"allreduce, {machine(reports, 'allreduce')}",
+    )
+    steps: dict[str, dict[str, float]] = {}
+    for row in rows_of(reports, "training_step"):
+        steps.setdefault(row["model"], {})[row["variant"]] = row["step_ms"]
+    for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
+        heights = [of_model[variant] / of_model["ddp"] for of_model in steps.values()]
+        places = [place + offset for place in range(len(steps))]
+        bars = right.bar(places, heights, 0.38, color=COLOURS[variant], label=name_of(variant))
+        if variant != "ddp":
+            right.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
+    right.set_xticks(range(len(steps)), list(steps))
+    right.set(
+        ylim=(0, 1.3),
+        ylabel="time / DDP's",
+        title=f"a training step, {machine(reports, 'training_step')}",
     )
 
 
@@ -226,13 +257,23 @@ def draw_all(folder: Path) -> list[Path]:
         if needed not in reports:
             continue
         with plt.rc_context(style):
-            figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+            sheet, axes = plt.subplots(figsize=(7, 4), layout="constrained")
             figure_of(reports, axes)
-            axes.legend(fontsize=7)
-            files.append(folder / f"{name}.png")
-            figure.savefig(files[-1], dpi=80, metadata={"Software": None})
-            plt.close(figure)
+            files.append(save(sheet, folder / f"{name}.png"))
+    if {"allreduce", "training_step"} <= reports.keys():
+        with plt.rc_context(style):
+            sheet = plt.figure(figsize=(10, 3.6), layout="constrained")
+            overview(reports, sheet)
+            files.append(save(sheet, folder / "overview.png"))
     return files
+
+
+def save(sheet: Figure, path: Path) -> Path:
+    for axes in sheet.axes:
+        axes.legend(fontsize=7)
+    sheet.savefig(path, dpi=80, metadata={"Software": None})
+    plt.close(sheet)
+    return path
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 ``import torch_ring as hvd`` runs scripts written for ``horovod.torch``.
 """
 
-from torch_ring.errors import check_build
+from torch_ring.native import folder_of_module
 
-check_build()
+# Here `torch_ring._C` is found: a wheel has a native module for each minor version of torch.
+__path__.append(folder_of_module())
 
 from torch_ring import (
     checkpoint,

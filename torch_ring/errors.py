@@ -13,7 +13,6 @@ __all__ = [
     "PeerLostError",
     "RingError",
     "TimeoutError",
-    "check_build",
     "first_line",
 ]
 
@@ -56,35 +55,3 @@ class NotInitializedError(ValueError, RuntimeError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message: torch's and its store's may have thirty."""
     return str(error).partition("\n")[0]
-
-
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps"
-
-
-def build_problem(built_for: str, running: str) -> str | None:
-    """Return why a module built for one torch cannot run with another, in one line, or None.
-
-    Torch's C++ interface changes with every minor version, and only then.
-    """
-    if built_for.split(".")[:2] == running.split(".")[:2]:
-        return None
-    return (
-        f"torch_ring was built for torch {built_for}, and this is torch {running}: rebuild it with "
-        f"`{_REBUILD} .` in its source directory"
-    )
-
-
-def check_build() -> None:
-    """Raise ImportError, in one line, if the native module does not fit the installed torch."""
-    import torch
-
-    try:
-        from torch_ring._build import TORCH_VERSION
-    except ImportError:
-        raise ImportError(
-            "torch_ring is not built: run `pip install --no-build-isolation .` in its source "
-            "directory"
-        ) from None
-    problem = build_problem(TORCH_VERSION, torch.__version__)
-    if problem is not None:
-        raise ImportError(problem)

@@ -1,9 +1,9 @@
-"""Settings from the environment, and the check of the torch that the extension was built for."""
+"""Settings from the environment."""
 
 import pytest
 
 from torch_ring.config import SETTINGS, Config
-from torch_ring.errors import InvalidArgumentError, build_problem
+from torch_ring.errors import InvalidArgumentError
 
 
 def test_settings_have_defaults():
@@ -65,12 +65,3 @@ def test_errors_name_the_variable_its_value_and_the_choice(variable, text, messa
 def test_the_secret_is_not_shown():
     assert "hush" not in repr(Config(secret="hush"))
     assert "TORCH_RING_SECRET" not in Config().common()
-
-
-def test_another_torch_is_refused_in_one_line():
-    assert build_problem("2.15.0+cu132", "2.15.1") is None
-    problem = build_problem("2.15.0+cu132", "2.13.0+cpu")
-    assert problem is not None
-    assert "built for torch 2.15.0+cu132, and this is torch 2.13.0+cpu" in problem
-    assert "pip install --no-build-isolation" in problem
-    assert "\n" not in problem

@@ -1,0 +1,227 @@
+"""setup.py: what it says when something is missing, and which torch it builds for."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pty
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from scripts import ROOT
+
+DEADLINE_S = 60
+HIDE_PACKAGES = "import sys; sys.path = [p for p in sys.path if not p.endswith('site-packages')]"
+HOOKS = "import setuptools.build_meta as backend"
+# What an environment's torch needs for this: its version, and the classes that setup.py uses.
+TORCH = """
+__version__ = "{}"
+"""
+CPP_EXTENSION = """
+from setuptools import Extension as CppExtension
+from setuptools.command.build_ext import build_ext as BuildExtension
+"""
+
+
+class Environment:
+    """A virtual environment without pip, and a source tree of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder / "venv", symlinks=True)
+        self.python = folder / "venv" / "bin" / "python"
+        self.tree = folder / "tree"
+        self.tree.mkdir()
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+            shutil.copy(ROOT / name, self.tree)
+        for name in ("csrc", "torch_ring"):
+            ignored = shutil.ignore_patterns("torch_2_*", "__pycache__")
+            shutil.copytree(ROOT / name, self.tree / name, ignore=ignored)
+        self.setuptools = folder / "setuptools"
+        self.setuptools.mkdir()
+        site = Path(setuptools.__file__).parents[1]
+        for path in (*site.glob("setuptools*"), site / "_distutils_hack"):
+            (self.setuptools / path.name).symlink_to(path)
+        self.variables = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(self.setuptools),
+            "PYTHONUSERBASE": str(folder / "user"),
+        }
+
+    def install_torch(self, version: str) -> None:
+        """Put a torch into the environment that has what setup.py looks at."""
+        (site,) = self.python.parents[1].glob("lib/python*/site-packages")
+        (site / "torch" / "utils").mkdir(parents=True)
+        (site / "torch" / "__init__.py").write_text(TORCH.format(version))
+        (site / "torch" / "utils" / "cpp_extension.py").write_text(CPP_EXTENSION)
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        """Run Python in the tree; return its exit status and output."""
+        ended = subprocess.run(
+            [self.python, *arguments],
+            cwd=self.tree,
+            env={**self.variables, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # without a terminal
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        return ended.returncode, ended.stdout.decode()
+
+    def isolated(self, code: str, **variables: str) -> str:
+        """Run code that knows setuptools as `backend` as pip's isolated build does."""
+        status, output = self.run("-c", f"{HIDE_PACKAGES}\n{HOOKS}\n{code}", **variables)
+        assert status == 0, output
+        return output
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path)
+
+
+def requirements(folder: Path) -> list[str]:
+    """Return what the metadata in a folder requires."""
+    (metadata,) = folder.glob("*.dist-info/METADATA")
+    return HeaderParser().parsestr(metadata.read_text()).get_all("Requires-Dist") or []
+
+
+def last_line(output: str) -> str:
+    return output.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The functions of setup.py."""
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_an_old_python_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    ast.parse((ROOT / "setup.py").read_text(), feature_version=(3, 7))
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    with pytest.raises(SystemExit, match=r"needs Python 3\.10 or newer, and this is Python 3\.9"):
+        runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_without_setuptools(environment: Environment) -> None:
+    status, output = environment.run("setup.py", "build_ext", PYTHONPATH="")
+    assert status == 1
+    assert last_line(output).startswith("torch_ring: setuptools is missing: pip install")
+
+
+def test_an_old_setuptools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match="needs setuptools 77 or newer to build, and this is 65"):
+        runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_without_torch_and_without_isolation(environment: Environment) -> None:
+    status, output = environment.run("setup.py", "dist_info")
+    assert status == 1
+    assert last_line(output).startswith("torch_ring: there is no torch to build for: pip install")
+
+
+def test_an_isolated_build_without_torch_asks_for_the_newest_and_says_so(
+    environment: Environment,
+) -> None:
+    output = environment.isolated("print(backend.get_requires_for_build_wheel())")
+    assert "there is no torch in this environment: pip downloads the newest one" in output
+    assert last_line(output) == "['torch>=2.11']"
+
+
+def test_an_isolated_build_takes_the_torch_of_the_environment(environment: Environment) -> None:
+    environment.install_torch("2.13.0+cpu")
+    output = environment.isolated("print(backend.get_requires_for_build_wheel())")
+    assert last_line(output) == "[]"
+    environment.isolated("backend.prepare_metadata_for_build_wheel('.')")
+    assert "torch<2.14,>=2.13" in requirements(environment.tree)
+
+
+def test_an_old_torch(environment: Environment) -> None:
+    environment.install_torch("2.10.1")
+    status, output = environment.run("setup.py", "build_ext")
+    assert status == 1
+    assert last_line(output).startswith("torch_ring needs torch 2.11 or newer, and this is 2.10.1")
+
+
+def test_without_a_compiler(environment: Environment, tmp_path: Path) -> None:
+    environment.install_torch("2.13.0+cpu")
+    status, output = environment.run("setup.py", "build_ext", PATH=str(tmp_path))
+    assert status == 1
+    assert last_line(output).startswith("torch_ring: there is no C++ compiler (g++): install g++")
+
+
+def test_an_old_compiler(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(SystemExit, match=r"false does not know C\+\+20"):
+        setup["check_tools"]()
+
+
+def test_without_the_headers_of_python(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"no headers \(Python\.h\): .*python3-dev"):
+        setup["check_tools"]()
+
+
+def test_a_wheel_takes_modules_that_were_built_before(
+    environment: Environment, tmp_path: Path
+) -> None:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    modules = tmp_path / "modules"
+    for minor in (13, 14):
+        (modules / f"torch_2_{minor}").mkdir(parents=True)
+        (modules / f"torch_2_{minor}" / f"_C{suffix}").write_text(f"for 2.{minor}")
+    stale = environment.tree / "build" / f"lib.linux-x86_64-{sys.implementation.cache_tag}"
+    (stale / "torch_ring").mkdir(parents=True)
+    (stale / "torch_ring" / "removed.py").touch()
+    for name in ("first", "second"):
+        environment.isolated(
+            f"backend.build_wheel('{name}')", TORCH_RING_NATIVE_MODULES=str(modules)
+        )
+    (wheel,) = (environment.tree / "second").glob("*.whl")
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        for minor in (13, 14):
+            path = f"torch_ring/native/torch_2_{minor}/_C{suffix}"
+            assert archive.read(path).decode() == f"for 2.{minor}"
+        assert not [name for name in names if name.endswith("removed.py")]
+        assert {"torch_ring/py.typed", "torch_ring/_C.pyi"} <= set(names)
+        archive.extractall(tmp_path / "unpacked")
+    assert "torch<2.15,>=2.13" in requirements(tmp_path / "unpacked")
+
+
+def test_a_gap_between_modules_is_refused(setup: dict[str, Any]) -> None:
+    assert setup["torch_requirement"]([(2, 13), (2, 14), (2, 15)]) == "torch>=2.13,<2.16"
+    with pytest.raises(SystemExit, match="gap"):
+        setup["torch_requirement"]([(2, 13), (2, 15)])
+
+
+def test_messages_reach_the_terminal_past_pip() -> None:
+    """pip reads what a build prints, and shows it only if it fails."""
+    say = f"import runpy; runpy.run_path({str(ROOT / 'setup.py')!r})['say']('hello')"
+    child, terminal = pty.fork()
+    if child == 0:
+        ended = subprocess.run([sys.executable, "-c", say], capture_output=True, check=False)
+        os._exit(ended.returncode)
+    shown = b""
+    try:
+        while chunk := os.read(terminal, 1024):
+            shown += chunk
+    except OSError:  # the child has ended
+        pass
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "torch_ring: hello" in shown.decode()

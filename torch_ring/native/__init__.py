@@ -1,0 +1,52 @@
+"""Native modules: ``torch_2_14/_C.*.so`` is the one for torch 2.14.
+
+Torch's C++ interface changes with every minor version, and only then. A build from source makes the
+module for the torch that is installed; a released wheel holds one for each version.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+__all__ = ["folder_of_module"]
+
+
+def folder_of_module() -> str:
+    """Return the folder of the native module for the installed torch and this Python.
+
+    Raises:
+        ImportError: there is none; the message says in one line what to type.
+    """
+    import torch
+
+    return find_module(Path(__file__).parent, torch.__version__)
+
+
+def find_module(modules: Path, torch_version: str) -> str:
+    """Return the folder below `modules` that has the module for a version of torch.
+
+    Raises:
+        ImportError: there is none.
+    """
+    major, minor = torch_version.split(".")[:2]
+    folder = modules / f"torch_{major}_{minor}"
+    if any((folder / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        return str(folder)
+    build = "with `pip install .` in torch_ring's source directory"
+    built = sorted(
+        tuple(map(int, path.parent.name.split("_")[1:])) for path in modules.glob("torch_*/_C.*.so")
+    )
+    if not built:
+        raise ImportError(f"torch_ring is not built: build it {build}")
+    if (int(major), int(minor)) in built:
+        python = "{}.{}".format(*sys.version_info)
+        raise ImportError(
+            f"torch_ring was built for another Python, and this is {python}: build it {build}"
+        )
+    versions = ", ".join(dict.fromkeys("{}.{}".format(*each) for each in built))
+    raise ImportError(
+        f"torch_ring was built for torch {versions}, and this is torch {torch_version}: build it "
+        f"again {build}"
+    )
