@@ -64,9 +64,11 @@ def find_torch():
             sys.path.append(folder)
         try:
             import torch
-        except ImportError:
-            continue
-        return torch
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+        else:
+            return torch
     return None
 
 
