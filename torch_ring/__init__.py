@@ -190,3 +190,9 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the names and modules that are meant to be used."""
+    modules = {"compression", "optimizer", "sync_batch_norm"}  # the others are in __all__
+    return sorted({*__all__, *modules, "__version__"} - {"_basics"})

@@ -42,7 +42,7 @@ def broadcast_parameters(
         process_set: the ranks that take part; this one and the root must be among them.
 
     Raises:
-        ValueError: `params` is neither a mapping nor a list.
+        ValueError: `params` is neither a mapping nor a list of tensors.
         MismatchError: the name, shape or dtype of a tensor differs between ranks.
     """
     pairs = params.items() if isinstance(params, Mapping) else _named(params)
@@ -53,8 +53,17 @@ def broadcast_parameters(
 def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         kind = type(params).__name__
-        raise ValueError(f"params must be a state_dict() or a list of tensors, not a {kind}")
+        raise ValueError(
+            f"broadcast_parameters takes model.state_dict() or a list of tensors, not {kind}"
+            + (": use broadcast_optimizer_state()" if hasattr(params, "param_groups") else "")
+        )
     for index, param in enumerate(params):
+        if not isinstance(param, (Tensor, tuple)):
+            kind = type(param).__name__
+            raise ValueError(
+                f"broadcast_parameters overwrites tensors, and item {index} of the list is "
+                f"{kind}: use broadcast_object() for other values"
+            )
         yield param if isinstance(param, tuple) else (str(index), param)
 
 
@@ -106,8 +115,15 @@ def broadcast_optimizer_state(
         process_set: the ranks that take part; this one and the root must be among them.
 
     Raises:
+        TypeError: `optimizer` is no optimizer.
         MismatchError: the parameter groups are not the same on all ranks.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            "broadcast_optimizer_state takes the optimizer itself, not "
+            f"{type(optimizer).__name__}"
+            + (": use broadcast_parameters()" if isinstance(optimizer, torch.nn.Module) else "")
+        )
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     require_same(

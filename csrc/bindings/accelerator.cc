@@ -125,10 +125,9 @@ class Accelerator final : public Device, public Buffers {
       progress_ = Clock::now();
     }
     if (!batches_.empty() && Clock::now() - progress_ > timeout_) {
-      throw Error(ErrorKind::kTimeout,
-                  "a collective on " + stream_.device().str() + " has not ended within " +
-                      std::to_string(static_cast<double>(timeout_.count()) / 1000.0).substr(0, 5) +
-                      " s: another rank's device does not get to it");
+      throw Error(ErrorKind::kTimeout, "a collective on " + stream_.device().str() +
+                                           " has not ended within " + in_seconds(timeout_) +
+                                           ": another rank's device does not get to it");
     }
     return !batches_.empty();
   }

@@ -26,7 +26,7 @@ std::string quoted(const std::string& collective, const std::string& name) {
 
 void check_tensor(const at::Tensor& tensor, const std::string& what) {
   if (tensor.layout() != at::kStrided || tensor.is_nested()) {
-    refuse(what + ": the tensor is not dense");
+    refuse(what + ": the tensor is not dense: use to_dense(), or sparse_allreduce_async()");
   }
   if (!tensor.is_cpu() && !tensor.is_cuda() && !tensor.is_privateuseone()) {
     refuse(what + ": tensors on " + tensor.device().str() + " are not supported: use cpu or cuda");
@@ -92,7 +92,8 @@ void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
     }
   }
   if (dtype == DType::kBool && (op == ReduceOp::kAverage || op == ReduceOp::kSum)) {
-    refuse(what + ": bool tensors take Min, Max and Product, not " + name_of(op));
+    refuse(what + ": bool tensors take Min, Max and Product, not " + name_of(op) +
+           ": for counts and shares, convert to an integer or a float");
   }
 }
 
@@ -185,9 +186,9 @@ DType dtype_of(const at::Tensor& tensor) {
     case at::kBool:
       return DType::kBool;
     default:
-      refuse(std::string("dtype ") + c10::toString(tensor.scalar_type()) +
-             " is not supported; use uint8, int8, int32, int64, float16, bfloat16, float32, "
-             "float64 or bool");
+      refuse("dtype " + std::string(c10::getDtypeNames(tensor.scalar_type()).first) +
+             " is not supported: use uint8, int8, int32, int64, float16, bfloat16, float32, "
+             "float64 or bool, as by tensor.to(torch.float32)");
   }
 }
 
@@ -226,7 +227,8 @@ Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> resu
                           std::string name, bool joinable) {
   const std::string what = quoted("allgather", name);
   check_tensor(tensor, what);
-  if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to gather along");
+  if (tensor.dim() == 0)
+    refuse(what + ": a scalar has no first dimension to gather along: reshape(1)");
   const at::Tensor input = values_of(tensor);
   Request request;
   request.fingerprint = fingerprint_of(Collective::kAllgather, tensor, std::move(name));

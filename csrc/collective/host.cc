@@ -57,7 +57,7 @@ void Host::barrier() {
 
 std::string Host::silent(int peer, const char* doing) const {
   return std::string(doing) + " in shared memory: " + (peer < 0 ? "a peer" : label(peer)) +
-         " made no progress for " + std::to_string(waiter_.timeout().count() / 1000.0) + " s";
+         " made no progress for " + in_seconds(waiter_.timeout()) + " (TORCH_RING_TIMEOUT)";
 }
 
 }  // namespace torch_ring

@@ -1,7 +1,11 @@
-// Clock and kSpin: the clock of every deadline, and how long a wait spins.
+// Clock, kSpin, in_seconds(): the clock of every deadline, how long a wait spins, and how messages
+// give a duration.
 #pragma once
 
 #include <chrono>
+#include <iomanip>
+#include <sstream>
+#include <string>
 
 namespace torch_ring {
 
@@ -10,5 +14,12 @@ using Clock = std::chrono::steady_clock;
 /// How long a rank spins before it sleeps, where every rank has a core. A wake-up costs 12 to 40 us
 /// (docs/tuning.md): a spin of that length costs at most twice the best choice.
 inline constexpr std::chrono::microseconds kSpin{40};
+
+/// "10 s", "0.25 s": a duration in a message.
+inline std::string in_seconds(std::chrono::milliseconds duration) {
+  std::ostringstream text;
+  text << std::setprecision(12) << static_cast<double>(duration.count()) / 1000 << " s";
+  return text.str();
+}
 
 }  // namespace torch_ring

@@ -159,7 +159,8 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
           "the ranks disagree: " +
               name_of_rank(static_cast<std::size_t>(reference - pending.by_rank.begin())) + ": " +
               decode(first).describe() + "; " + name_of_rank(rank) + ": " +
-              decode(a->fingerprint).describe());
+              decode(a->fingerprint).describe() + ". " + kAllRanksMustCall +
+              ", with the same shapes, dtypes and arguments");
     }
     append_rows(decision.rows, a->rows);
     decision.shared_offsets.push_back(a->shared_offset);
@@ -186,7 +187,7 @@ std::optional<Error> Agreement::without_joined(const Fingerprint& f) const {
   const bool can_stand_in =
       f.joinable || (f.collective == Collective::kAllreduce && (sums || f.prescale == 1.0));
   if (can_stand_in) return std::nullopt;
-  std::string text = "it needs every rank, but these have called join():";
+  std::string text = "it needs data of every rank, but these have called join():";
   for (std::size_t rank = 0; rank < joined_.size(); ++rank) {
     if (joined_[rank]) text += " " + labels_[rank];
   }
@@ -211,6 +212,7 @@ std::vector<Decision> Agreement::deadlock() {
   for (int rank = 0; rank < size_; ++rank) {
     text += (rank > 0 ? "; " : " ") + at(labels_, rank) + ": " + waits_for(rank);
   }
+  text.append(". ").append(kAllRanksMustCall);
   std::vector<Decision> decisions;
   for (auto& [key, pending] : pending_) {
     Decision decision;
@@ -247,7 +249,6 @@ std::string Agreement::waits_for(int rank) const {
       ++more;
     }
   }
-  if (text.empty()) return "nothing";
   return more == 0 ? text : text + " and " + std::to_string(more) + " more";
 }
 

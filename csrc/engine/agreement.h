@@ -61,7 +61,7 @@ class Agreement {
   /// The ranks that have not announced `key`.
   std::vector<int> missing(const std::string& key) const;
 
-  /// The undecided requests of `rank`: "allreduce 'a' float32 [3] Sum and 2 more", or "nothing".
+  /// The undecided requests of `rank`: "allreduce 'a' float32 [3] Sum and 2 more", or "" for none.
   std::string waits_for(int rank) const;
 
  private:

@@ -22,7 +22,10 @@ constexpr microseconds kBlockingSpin{500};
 // they wait for different things: they report mismatches within a second.
 constexpr milliseconds kBlockedAfter{200};
 
-double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+// Tenths of a second: enough for a message.
+milliseconds rounded(Clock::duration duration) {
+  return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
+}
 
 }  // namespace
 
@@ -215,28 +218,39 @@ void Driver::check_stalls() {
     const bool joined = work.request().fingerprint.collective == Collective::kJoin;
     const auto age = now - (joined ? std::max(work.submitted_, last_decision_) : work.submitted_);
     if (age > config_.timeout) {
-      throw Error(ErrorKind::kTimeout,
-                  late_ranks(work) + " within " + std::to_string(seconds(config_.timeout)) + " s");
+      throw Error(ErrorKind::kTimeout, work.request().fingerprint.describe() + ": gave up after " +
+                                           in_seconds(config_.timeout) +
+                                           " (TORCH_RING_TIMEOUT): " + late_ranks(work));
     }
     if (config_.stall_warning.count() > 0 && age > config_.stall_warning && !pending.warned) {
       pending.warned = true;
-      log_(name_in(at(labels_, communicator_.rank())) + " has waited " +
-           std::to_string(static_cast<int>(seconds(age))) + " s for " +
-           work.request().fingerprint.describe() + ": " + late_ranks(work));
+      log_(name_in(at(labels_, communicator_.rank())) + " has waited " + in_seconds(rounded(age)) +
+           " for " + work.request().fingerprint.describe() + ": " + late_ranks(work) +
+           ". It fails after " + in_seconds(config_.timeout) + " (TORCH_RING_TIMEOUT)");
     }
   }
 }
 
-/// "rank 2 (pid 7) has not submitted it (it waits for allreduce 'b' float32 [3] Sum)"
+/// "rank 2 (pid 7) has not called it (it is computing, in no collective). All ranks must ..."
 std::string Driver::late_ranks(const Work& work) const {
-  std::vector<int> late = agreement_.missing(work.key_);
-  if (late.empty() && round_open_) late = board_.missing();
+  const auto doing = [&](int rank) {
+    const std::string instead = agreement_.waits_for(rank);
+    return instead.empty() ? "computing, in no collective" : "in " + instead;
+  };
   std::string text;
-  for (const int rank : late) {
-    text += (text.empty() ? "" : ", ") + at(labels_, rank) +
-            " has not submitted it (it waits for " + agreement_.waits_for(rank) + ")";
+  for (const int rank : agreement_.missing(work.key_)) {
+    text.append(text.empty() ? "" : ", ").append(at(labels_, rank));
+    text.append(" has not called it (it is ").append(doing(rank)).append(")");
   }
-  return text.empty() ? "not every rank has submitted it" : text;
+  if (text.empty() && round_open_) {
+    // Who has not posted yet; between hosts also ranks whose entries wait behind a late one.
+    const std::vector<int> late = board_.missing();
+    for (const int rank : late) text.append(text.empty() ? "" : ", ").append(at(labels_, rank));
+    if (late.size() > 1) text = "at least one of " + text;
+    if (!late.empty()) text += " has not called it (it is " + doing(late.front()) + ")";
+  }
+  if (text.empty()) text = "a rank of another host has not called it";
+  return text + ". All ranks must call it, in the same order";
 }
 
 }  // namespace torch_ring

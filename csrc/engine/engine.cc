@@ -90,12 +90,22 @@ void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
 }
 
 void Engine::enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode) {
-  abort_->check();
+  require_world();
   queue_.add(lock, works);
   if (role_.is_taken(lock)) {
     board_.wake();
   } else if (mode == Mode::kAsynchronous) {
     changed_.notify_all();
+  }
+}
+
+/// Throws the cause of the abort, if there is one, to a caller that comes after it.
+void Engine::require_world() const {
+  try {
+    abort_->check();
+  } catch (const Error& cause) {
+    throw Error(cause.kind(), name_ + ": this world has ended: " + cause.what() +
+                                  ". Call shutdown() and init(), or exit");
   }
 }
 

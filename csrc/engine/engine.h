@@ -81,6 +81,7 @@ class Engine final : private Driver::Callbacks {
   using Lock = RequestQueue::Lock;
 
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
+  void require_world() const;
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void run();  // the engine's thread
   /// Makes this the progress thread until `target` is done. Without a target: until there is

@@ -28,6 +28,10 @@ enum class Collective : std::uint8_t {
 
 const char* name_of(Collective collective);
 
+/// What to do about ranks that disagree, or that have left: the end of such errors.
+inline constexpr const char* kAllRanksMustCall =
+    "All ranks must call the same collectives, in the same order";
+
 /// The key of every join: a rank has one at a time.
 inline constexpr const char* kJoinKey = "join";
 

@@ -16,7 +16,7 @@ std::shared_ptr<Work> RequestQueue::make_work(Request request) {
                 "the name '" + request.fingerprint.name + "' is reserved: it begins with #");
   }
   if (request.fingerprint.name.size() > kNameBytes) {
-    throw Error(ErrorKind::kInvalidArgument, "a name is longer than 4096 bytes");
+    throw Error(ErrorKind::kInvalidArgument, "a name is longer than 4096 bytes: give a short one");
   }
   auto work = std::make_shared<Work>(std::move(request));
   work->submitted_ = Clock::now();
@@ -35,7 +35,7 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
       for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
       throw Error(ErrorKind::kInvalidArgument,
                   rank_name_ + ": " + fingerprint.describe() +
-                      " is in flight already: a name is free again when its operation is done");
+                      " is in flight already: wait for its handle first, or give another name");
     }
   }
   for (const auto& work : works) {
@@ -58,8 +58,10 @@ void RequestQueue::take(const Lock&, std::deque<std::shared_ptr<Work>>& works) {
 
 void RequestQueue::fail(const Lock&, Work& work, const Error& cause) {
   free_name(work);
-  const Fingerprint& fingerprint = work.request_.fingerprint;
-  work.fail(Error(cause.kind(), rank_name_ + ": " + fingerprint.describe() + ": " + cause.what()));
+  const std::string request = work.request_.fingerprint.describe();
+  std::string text = cause.what();
+  if (!text.starts_with(request + ": ")) text = request + ": " + text;
+  work.fail(Error(cause.kind(), rank_name_ + ": " + text));
 }
 
 }  // namespace torch_ring

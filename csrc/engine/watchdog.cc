@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "engine/request.h"
+
 namespace torch_ring {
 
 namespace {
@@ -79,7 +81,8 @@ std::optional<Watchdog::Departure> Watchdog::departure() const {
 }
 
 Error Watchdog::departed(int rank) const {
-  return {ErrorKind::kPeerLost, at(labels_, rank) + " has left: it called shutdown() or exited"};
+  return {ErrorKind::kPeerLost,
+          at(labels_, rank) + " has left: it called shutdown() or exited. " + kAllRanksMustCall};
 }
 
 void Watchdog::run() {
@@ -114,8 +117,8 @@ void Watchdog::run() {
     const auto now = Clock::now();
     for (const Peer& peer : peers_) {
       if (peer.socket && !peer.departed && now - peer.heard > heartbeat_timeout_) {
-        lose(peer, "has not been heard for " + std::to_string(heartbeat_timeout_.count() / 1000.0) +
-                       " s: it is stopped, or its host is cut off");
+        lose(peer, "has not been heard for " + in_seconds(heartbeat_timeout_) +
+                       " (TORCH_RING_HEARTBEAT_TIMEOUT): it is stopped, or its host is cut off");
       }
     }
     if (now >= next_heartbeat) {
@@ -131,7 +134,7 @@ void Watchdog::receive(Peer& peer) {
   if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (bytes <= 0) {
     peer.socket.reset();  // from now on poll() ignores the peer
-    if (!peer.departed) lose(peer, "died: its control connection closed");
+    if (!peer.departed) lose(peer, "died: its connection closed; see its output");
     return;
   }
   peer.heard = Clock::now();
@@ -168,7 +171,7 @@ void Watchdog::handle(Peer& peer, Message message, ErrorKind kind, const std::st
       raised_();
       return;
     case Message::kLost:
-      if (abort_.raise(Error(ErrorKind::kPeerLost, text + ", says " + label(peer)))) raised_();
+      if (abort_.raise(Error(ErrorKind::kPeerLost, label(peer) + " says that " + text))) raised_();
       return;
   }
   lose(peer, "sent something that is no control message");

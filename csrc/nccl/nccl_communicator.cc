@@ -213,9 +213,8 @@ void NcclCommunicator::wait(Result result, const char* call) {
     if (Clock::now() > deadline) {
       failed_ = true;
       throw Error(ErrorKind::kTimeout,
-                  std::string(call) + " was not taken within " +
-                      std::to_string(timeout_.count() / 1000.0).substr(0, 5) +
-                      " s: another rank has not called it, or cannot be reached");
+                  std::string(call) + " was not taken within " + in_seconds(timeout_) +
+                      ": another rank has not called it, or cannot be reached");
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestSleep);

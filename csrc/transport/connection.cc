@@ -152,7 +152,7 @@ void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* f
 
   const auto silence = [&] {
     std::ostringstream text;
-    text << "no progress for " << static_cast<double>(waiter.timeout().count()) / 1000 << " s:";
+    text << "no progress for " << in_seconds(waiter.timeout()) << " (TORCH_RING_TIMEOUT):";
     if (!send.finished()) text << ' ' << send.described() << " to " << to->peer();
     if (!send.finished() && !receive.finished()) text << ',';
     if (!receive.finished()) text << ' ' << receive.described() << " from " << from->peer();

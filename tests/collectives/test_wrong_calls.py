@@ -81,9 +81,9 @@ def check_wrong_arguments() -> None:
     hvd.synchronize(first)
     for call, message in [
         (lambda: hvd.allreduce(t.long(), op=hvd.Adasum), "Adasum needs floating point"),
-        (lambda: hvd.allreduce(t, op=17), "17 is not a valid ReduceOp"),
+        (lambda: hvd.allreduce(t, op=17), "or hvd.Product; got 17$"),
         (lambda: hvd.allreduce(t, average=True, op=hvd.Sum), "not both"),
-        (lambda: hvd.allreduce(t.to(torch.complex64)), "dtype ComplexFloat is not supported"),
+        (lambda: hvd.allreduce(t.to(torch.complex64)), "dtype complex64 is not supported: use"),
         (lambda: hvd.allreduce(t.to_sparse()), "not dense"),
         (lambda: hvd.allreduce(t.to("meta")), "meta"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "a scalar has no first dimension"),
@@ -123,21 +123,95 @@ def test_wrong_arguments():
 def check_wrong_types() -> None:
     for name in ("allreduce", "allgather", "alltoall", "reducescatter"):
         for call in (getattr(hvd, name), getattr(hvd, f"{name}_async")):
-            with pytest.raises(TypeError, match=rf"^{name}\w* takes a torch.Tensor, not list$"):
+            takes = rf"^{name}\w* takes a torch.Tensor, not "
+            with pytest.raises(TypeError, match=rf"{takes}list: use torch.as_tensor\(\)$"):
                 call([1.0, 2.0])
+            with pytest.raises(TypeError, match=rf"{takes}ndarray: use torch.as_tensor\(\)$"):
+                call(torch.ones(2).numpy())
+            grouped = f"grouped_{call.__name__}" if name != "alltoall" else r"torch.stack\(\)"
+            with pytest.raises(TypeError, match=rf"{takes}list: use {grouped}$"):
+                call([torch.ones(2)])
     for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
         with pytest.raises(TypeError, match=r"takes a torch.Tensor, not NoneType$"):
             call(None, 0)
     for call in (hvd.allreduce_, hvd.allreduce_async_):
         with pytest.raises(TypeError, match=r"takes a torch.Tensor, not str$"):
             call("weight")
-    with pytest.raises(ValueError, match="a group is a list of tensors"):
-        hvd.grouped_allreduce(None)
-    with pytest.raises(ValueError, match="not a Linear"):
-        hvd.broadcast_parameters(torch.nn.Linear(2, 2), 0)
+    with pytest.raises(ValueError, match=r"a group is a list of tensors, .* got Tensor$"):
+        hvd.grouped_allreduce(torch.ones(2))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for params, message in [
+        (model, r"takes model.state_dict\(\) or a list of tensors, not Linear$"),
+        (optimizer, r"not SGD: use broadcast_optimizer_state\(\)$"),
+        ([torch.ones(1), torch.ones(1).numpy()], "item 1 of the list is ndarray"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hvd.broadcast_parameters(params, 0)
+    with pytest.raises(TypeError, match=r"not Linear: use broadcast_parameters\(\)$"):
+        hvd.broadcast_optimizer_state(model, 0)
+    with pytest.raises(TypeError, match=r"the optimizer itself, not dict$"):
+        hvd.broadcast_optimizer_state(optimizer.state_dict(), 0)
     with pytest.raises(ValueError, match="root_rank='0'"):
         hvd.broadcast(torch.zeros(1), "0")
 
 
 def test_arguments_that_are_no_tensors():
     run(check_wrong_types, 2)
+
+
+def check_wrong_operators() -> None:
+    t = torch.ones(3)
+    every = "hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product"
+    theirs = torch.distributed.ReduceOp
+    for op, got in [
+        ("sum", "'sum': use hvd.Sum"),
+        ("mean", "'mean': use hvd.Average"),
+        (theirs.SUM, "<RedOpType.SUM: 0>: use hvd.Sum"),  # 0 is Average here
+        (theirs.AVG, "<RedOpType.AVG: 1>: use hvd.Average"),
+        (torch.max, f"{torch.max!r}: use hvd.Max"),
+        (6, "6"),
+        (-1, "-1"),
+        (1.0, "1.0"),
+        (True, "True"),
+        (theirs.BAND, f"{theirs.BAND!r}"),
+    ]:
+        for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.allreduce_async_):
+            assert error_of(lambda call=call, op=op: call(t, op=op)) == (
+                "InvalidArgumentError",
+                f"op must be {every}; got {got}",
+            )
+        for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_async_):
+            kind, text = error_of(lambda call=call, op=op: call([t], op=op))
+            assert (kind, text) == ("InvalidArgumentError", f"op must be {every}; got {got}")
+    few = "op must be hvd.Average or hvd.Sum; got "
+    for call, argument in [
+        (hvd.reducescatter, t),
+        (hvd.reducescatter_async, t),
+        (hvd.grouped_reducescatter, [t]),
+        (hvd.sparse_allreduce_async, t.to_sparse()),
+    ]:
+        for op, got in [("sum", "'sum': use hvd.Sum"), (hvd.Max, "hvd.Max"), (theirs.MAX, None)]:
+            kind, text = error_of(lambda call=call, x=argument, op=op: call(x, op=op))
+            assert kind == "InvalidArgumentError"
+            assert text == few + (got or repr(op))
+    assert hvd.allreduce(t, op=1).tolist() == [hvd.size()] * 3  # Horovod's number of Sum
+
+
+def test_operators_that_are_none():
+    run(check_wrong_operators, 2)
+
+
+def check_average() -> None:
+    t = torch.ones(3)
+    for flag, use in [(hvd.Sum, "op=hvd.Sum"), ("sum", "op=hvd.Sum"), ("loss", "name='loss'")]:
+        kind, text = error_of(lambda flag=flag: hvd.allreduce(t, flag))
+        assert kind == "InvalidArgumentError"
+        assert text.startswith("`average` must be True or False; got ")
+        assert text.endswith(f": use {use}")
+    assert hvd.allreduce(t, True).tolist() == [1.0] * 3
+    assert hvd.allreduce(t, average=0).tolist() == [hvd.size()] * 3
+
+
+def test_average_is_a_flag():
+    run(check_average, 2)

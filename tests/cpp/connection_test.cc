@@ -156,7 +156,8 @@ TEST(connection_timeout_error_names_peer_and_progress) {
   Bytes incoming(3000);
   pair.ends[1]->exchange(pattern(1000, 0), {});
   CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kTimeout,
-               "no progress for 0.05 s: 1.0 of 2.9 KiB received from rank 1 (a thread)");
+               "no progress for 0.05 s (TORCH_RING_TIMEOUT): 1.0 of 2.9 KiB received from rank 1 "
+               "(a thread)");
 }
 
 TEST(connection_exchange_throws_the_abort_cause) {

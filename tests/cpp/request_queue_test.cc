@@ -32,6 +32,15 @@ Works take(RequestQueue& queue) {
   return works;
 }
 
+std::string error_text(const Work& work) {
+  try {
+    work.check();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
 std::string name_of(const std::shared_ptr<Work>& work) { return work->request().fingerprint.name; }
 
 TEST(queue_hands_works_over_once_in_the_order_of_submission) {
@@ -67,6 +76,18 @@ TEST(queue_keeps_a_name_until_its_work_is_done) {
   CHECK_THROWS(again->check(), ErrorKind::kMismatch,
                "rank 2: allreduce 'a' float32 [3] Sum: the ranks disagree");
   add(queue, "a");
+}
+
+TEST(queue_names_a_failed_request_once) {
+  RequestQueue queue("rank 2");
+  const auto late = add(queue, "a");
+  const auto other = add(queue, "b");
+  const Error cause(ErrorKind::kTimeout, "allreduce 'a' float32 [3] Sum: gave up");
+  queue.fail(queue.lock(), *late, cause);
+  queue.fail(queue.lock(), *other, cause);
+  CHECK_EQ(error_text(*late), "rank 2: allreduce 'a' float32 [3] Sum: gave up");
+  CHECK_EQ(error_text(*other),
+           "rank 2: allreduce 'b' float32 [3] Sum: allreduce 'a' float32 [3] Sum: gave up");
 }
 
 TEST(queue_takes_a_group_whole_or_not_at_all) {

@@ -20,7 +20,10 @@ TEST(watchdog_raises_when_heartbeats_stop) {
   Watchdog watchdog(0, std::move(control), {"rank 0", "rank 1 (pid 7)"},
                     std::chrono::milliseconds(200), abort, [&] { raised = true; });
   while (!raised) std::this_thread::yield();
-  CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) has not been heard for 0.2");
+  CHECK_THROWS(
+      abort.check(), ErrorKind::kPeerLost,
+      "rank 1 (pid 7) has not been heard for 0.2 s (TORCH_RING_HEARTBEAT_TIMEOUT): it is stopped, "
+      "or its host is cut off");
 }
 
 TEST(watchdog_raises_when_the_control_connection_closes) {
@@ -33,7 +36,8 @@ TEST(watchdog_raises_when_the_control_connection_closes) {
                     abort, [&] { raised = true; });
   theirs.reset();
   while (!raised) std::this_thread::yield();
-  CHECK_THROWS(abort.check(), ErrorKind::kPeerLost, "rank 1 (pid 7) died");
+  CHECK_THROWS(abort.check(), ErrorKind::kPeerLost,
+               "rank 1 (pid 7) died: its connection closed; see its output");
 }
 
 TEST(watchdog_passes_the_cause_on_before_it_leaves) {
@@ -58,7 +62,7 @@ TEST(watchdog_passes_the_cause_on_before_it_leaves) {
   zero.reset();
   while (!raised[1]) std::this_thread::yield();
   CHECK_THROWS(aborts[1].check(), ErrorKind::kPeerLost,
-               "rank 2 (pid 7) died: its control connection closed, says rank 0 (pid 5)");
+               "rank 0 (pid 5) says that rank 2 (pid 7) died: its connection closed");
 }
 
 TEST(a_departed_rank_is_the_cause_of_lost_connections_and_an_error_after_a_grace) {
@@ -77,7 +81,8 @@ TEST(a_departed_rank_is_the_cause_of_lost_connections_and_an_error_after_a_grace
 
   const Error lost(ErrorKind::kPeerLost, "connection closed");
   CHECK_EQ(std::string(watchdog.root_cause(lost).what()),
-           "rank 1 (pid 7) has left: it called shutdown() or exited");
+           "rank 1 (pid 7) has left: it called shutdown() or exited. All ranks must call the same "
+           "collectives, in the same order");
   std::this_thread::sleep_for(std::chrono::milliseconds(5));  // of the grace nothing is left now
   CHECK_THROWS(watchdog.check_departures(), ErrorKind::kPeerLost, "rank 1 (pid 7) has left");
   const Error silent(ErrorKind::kTimeout, "nothing came");

@@ -118,8 +118,12 @@ def check_refusals() -> None:
     for message, options in {
         "unique: 0.weight": {"named_parameters": [named[0], *named]},
         "lacks 1 of the 6": {"named_parameters": named[1:]},
-        "must be pairs": {"named_parameters": model.parameters()},
-        "Average, Sum or Adasum": {"op": hvd.Max},
+        "lacks 6 .* of the same model": {"named_parameters": make_model().named_parameters()},
+        r"give model.named_parameters\(\)$": {"named_parameters": model.parameters()},
+        r"pairs of names and parameters: give": {"named_parameters": model},
+        r"pairs of names and parameters": {"named_parameters": model.named_parameters},
+        r"hvd.Average, hvd.Sum or hvd.Adasum; got hvd.Max$": {"op": hvd.Max},
+        r"got 'sum': use hvd.Sum$": {"op": "sum"},
         "needs op=Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
         "positive": {"gradient_predivide_factor": 0.0},
         "at least 1, not 0": {"backward_passes_per_step": 0},
@@ -135,8 +139,11 @@ def check_refusals() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             hvd.DistributedOptimizer(make_sgd(model), **options)
-    with pytest.raises(TypeError, match="Optimizer"):
-        hvd.DistributedOptimizer(model)
+    for wrong, found in ((model, "Sequential"), (SGD, "the class SGD")):
+        with pytest.raises(TypeError, match=rf"Optimizer, not {found}: make the optimizer first"):
+            hvd.DistributedOptimizer(wrong)
+    with pytest.raises(ValueError, match="wrap it once"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(make_sgd(model)))
     with (
         pytest.warns(DeprecationWarning, match="use groups"),
         pytest.raises(ValueError, match="-2"),

@@ -72,15 +72,21 @@ def test_identity_from_each_launcher(environment, identity):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: set both, or neither"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not"),
-        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4: ranks count from 0"),
         (TORCHRUN | {"RANK": "-1"}, "RANK='-1': must be a whole number"),
         (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE='four': must be a whole number"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
-        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8, but srun says 7"),
-        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, but Open MPI says 1"),
+        (
+            SRUN | {"WORLD_SIZE": "8"},
+            r"WORLD_SIZE=8, but SLURM_STEP_NUM_TASKS=7 \(srun\): unset WORLD_SIZE",
+        ),
+        (
+            OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"},
+            r"RANK=0, but OMPI_COMM_WORLD_RANK=1 \(Open MPI\): unset RANK",
+        ),
     ],
 )
 def test_incomplete_and_contradicting_variables_are_named(environment, message):
@@ -91,12 +97,19 @@ def test_incomplete_and_contradicting_variables_are_named(environment, message):
 def test_arguments_go_before_variables():
     assert discover(OPEN_MPI, rank=0, size=4) == Identity(0, 4, launcher="init")
     assert discover(OPEN_MPI, rank=1, size=2) == IS_OPEN_MPI
+    assert discover({}, rank=0, size=1) == Identity(launcher="init")
     assert discover({"RANK": "0"}, rank=1, size=2) == Identity(1, 2, launcher="init")
     moved = discover(TORCHRUN, local_rank=0, local_size=1)
     assert (moved.local_rank, moved.local_size, moved.node) == (0, 1, None)
     for wrong in ({"rank": 0}, {"rank": 2, "size": 2}, {"local_rank": 3, "local_size": 3}):
         with pytest.raises(InvalidArgumentError, match="rank"):
             discover(TORCHRUN, **wrong)
+
+
+def test_errors_name_what_has_set_the_rank():
+    assert discover({"RANK": "0", "WORLD_SIZE": "2"}).source() == "RANK and WORLD_SIZE"
+    assert discover({}, rank=0, size=2).source() == "init(rank=, size=)"
+    assert discover(OPEN_MPI).source() == "Open MPI"
 
 
 def test_launchers_that_tell_of_one_node():

@@ -1,13 +1,18 @@
 """Ranks that die, stop, leave or come late: the other ranks get an error soon that names them."""
 
+import io
+import logging
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from pool import error_of, run
+from scripts import ROOT
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -59,16 +64,114 @@ def test_a_lost_rank_is_named(how, bytes_each, size, transport):
         assert "allreduce 'doomed' float32" in text, text
 
 
-def wait_for_a_late_rank() -> str:
-    if hvd.rank() == 1:
-        time.sleep(3)
-    kind, text = error_of(lambda: hvd.allreduce(torch.ones(3), name="slow"))
-    assert kind == "TimeoutError", (kind, text)
-    return text
+def lines_logged(call: Callable[[], object]) -> list[str]:
+    """Return what torch_ring logs during a call."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    log = logging.getLogger("torch_ring")
+    log.addHandler(handler)
+    call()
+    log.removeHandler(handler)
+    return stream.getvalue().splitlines()
+
+
+def reduce_on_rank_0(others: str) -> tuple[list[str], list[str]]:
+    """Reduce on rank 0 only, and again. Return its errors, as tracebacks show them, and its log."""
+    loss = torch.ones(3)
+    hvd.barrier()
+    if hvd.rank() != 0:
+        if others == "leave":
+            hvd.shutdown()
+        elif others == "gather":
+            time.sleep(1)  # rank 0 must be the first to give up
+            hvd.allgather_async(torch.ones(1, 2), name="rows")
+        time.sleep(4)
+        kind, _ = error_of(lambda: hvd.allreduce(loss, name="loss"))  # late
+        assert kind in ("TimeoutError", "PeerLostError", "NotInitializedError"), kind
+        return [], []
+    errors: list[str] = []
+
+    def reduce() -> None:
+        errors.append("{}: {}".format(*error_of(lambda: hvd.allreduce(loss, name="loss"))))
+
+    log = lines_logged(reduce)
+    reduce()
+    return errors, log
+
+
+def without_numbers(text: str) -> str:
+    """Return a text that is the same in every run: without pids, addresses and times."""
+    text = re.sub(r"\d+(\.\d+)? s\b", "N s", text)
+    return re.sub(r"\((?:[\d.]+, )?pid \d+\)", "(pid N)", text)
 
 
 @on_both_transports
-def test_a_late_rank_is_named(transport):
-    texts = run(wait_for_a_late_rank, 2, transport=transport, env={"TORCH_RING_TIMEOUT": "1"})
-    assert "rank 1 (pid " in texts[0]
-    assert "has not submitted it" in texts[0]
+@pytest.mark.parametrize("others", ["compute", "gather", "leave"])
+def test_rank_0_calls_a_collective_alone(others, transport):
+    """The texts are those of docs/errors.md."""
+    env = {"TORCH_RING_TIMEOUT": "2.5", "TORCH_RING_STALL_WARNING": "2"}
+    (errors, log), *_ = run(reduce_on_rank_0, 2, args=(others,), transport=transport, env=env)
+    found = [without_numbers(text) for text in (*errors, *log)]
+    request = "allreduce 'loss' float32 [3] Average: "
+    must_call = "All ranks must call it, in the same order"
+    if others == "leave":
+        cause = (
+            "rank 1 (pid N) has left: it called shutdown() or exited. All ranks must call the same "
+            "collectives, in the same order"
+        )
+        expected = [f"PeerLostError: rank 0: {request}{cause}"]
+        ended = f"PeerLostError: rank 0: this world has ended: {cause}"
+    else:
+        doing = {
+            "compute": "computing, in no collective",
+            "gather": "in allgather 'rows' float32 [*, 2]",
+        }[others]
+        late = f"rank 1 (pid N) has not called it (it is {doing}). {must_call}"
+        cause = f"{request}gave up after N s (TORCH_RING_TIMEOUT): {late}"
+        expected = [
+            f"TimeoutError: rank 0: {cause}",
+            f"rank 0 has waited N s for {request}{late}. It fails after N s (TORCH_RING_TIMEOUT)",
+        ]
+        ended = f"TimeoutError: rank 0: this world has ended: {cause}"
+    expected.insert(1, f"{ended}. Call shutdown() and init(), or exit")
+    assert found == expected
+    page = without_numbers((ROOT / "docs" / "errors.md").read_text())
+    for text in expected:
+        assert others == "gather" or ended in text or text in page, text
+
+
+def die_on_rank_1() -> str:
+    values = torch.ones(4000000)
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "{}: {}".format(*error_of(lambda: hvd.allreduce(values, name="gradients.0.17.3.0")))
+
+
+def test_the_text_of_a_death_is_that_of_the_page():
+    text = without_numbers(run(die_on_rank_1, 2, may_die={1})[0])
+    assert text.endswith("rank 1 (pid N) died: its connection closed; see its output")
+    assert text in without_numbers((ROOT / "docs" / "errors.md").read_text())
+
+
+def disagree() -> str:
+    return "{}: {}".format(
+        *error_of(lambda: hvd.allreduce(torch.ones(3 + hvd.rank()), name="loss"))
+    )
+
+
+def test_the_text_of_a_mismatch_is_that_of_the_page():
+    assert run(disagree, 2)[0] in (ROOT / "docs" / "errors.md").read_text()
+
+
+def call_one_more_on_rank_0() -> str:
+    """Return the error of a collective that does not fit the one more that rank 0 has called."""
+    if hvd.rank() == 0:
+        return error_of(lambda: hvd.allreduce(torch.ones(3)))[1]
+    return error_of(lambda: hvd.broadcast(torch.ones(2), root_rank=0))[1]
+
+
+@on_both_transports
+def test_one_collective_more_on_rank_0(transport):
+    for text in run(call_one_more_on_rank_0, 2, transport=transport):
+        assert "rank 0: allreduce '#1' float32 [3] Average; rank 1: broadcast '#1'" in text
+        assert ". All ranks must call the same collectives, in the same order" in text

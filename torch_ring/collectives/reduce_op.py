@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
-__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum", "resolve_op"]
+from torch_ring.errors import InvalidArgumentError
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "checked_op",
+    "resolve_op",
+]
 
 
 class ReduceOp(IntEnum):
@@ -26,14 +39,64 @@ Max = ReduceOp.Max
 Product = ReduceOp.Product
 
 
+# What other libraries call the operators: torch.distributed, NumPy, MPI.
+_OTHER_NAMES = {
+    "add": Sum,
+    "avg": Average,
+    "mean": Average,
+    "maximum": Max,
+    "minimum": Min,
+    "mul": Product,
+    "prod": Product,
+}
+
+
 def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     """Return the operator that an `average` flag (deprecated) or an `op` asks for.
 
     Raises:
-        ValueError: both are given, or `op` is unknown.
+        InvalidArgumentError: both are given, `op` is unknown, or `average` is no flag.
     """
     if op is not None:
         if average is not None:
-            raise ValueError("give `op` or the deprecated `average`, not both")
-        return op if type(op) is ReduceOp else ReduceOp(op)
-    return Average if average is None or average else Sum
+            raise InvalidArgumentError("give `op` or the deprecated `average`, not both")
+        return op if type(op) is ReduceOp else checked_op(op)
+    if average is None:
+        return Average
+    meant = _meant(average)
+    if meant is not None or isinstance(average, str):
+        advice = f"name={average!r}" if meant is None else f"op=hvd.{meant.name}"
+        raise InvalidArgumentError(
+            f"`average` must be True or False; got {_described(average)}: use {advice}"
+        )
+    return Average if average else Sum
+
+
+def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
+    """Return an operator that a user has given, by name or by Horovod's number.
+
+    Raises:
+        InvalidArgumentError: it is not allowed: another library's operator, for example, whose
+            number means something else here.
+    """
+    if isinstance(op, int) and not isinstance(op, bool) and op in allowed:
+        return ReduceOp(op)
+    names = [f"hvd.{each.name}" for each in allowed]
+    meant = _meant(op)
+    advice = f": use hvd.{meant.name}" if meant is not None and meant in allowed else ""
+    raise InvalidArgumentError(
+        f"op must be {', '.join(names[:-1])} or {names[-1]}; got {_described(op)}{advice}"
+    )
+
+
+def _meant(op: object) -> ReduceOp | None:
+    """Return the operator of the name that `op` is or has, if there is one."""
+    if isinstance(op, ReduceOp):
+        return op
+    word = op if isinstance(op, str) else getattr(op, "name", getattr(op, "__name__", ""))
+    known = {each.name.lower(): each for each in ReduceOp} | _OTHER_NAMES
+    return known.get(str(word).lower())
+
+
+def _described(value: object) -> str:
+    return f"hvd.{value.name}" if isinstance(value, ReduceOp) else repr(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_ring._C import empty_result
 from torch_ring.collectives.allgather import allgather, grouped_allgather
 from torch_ring.collectives.handle import GroupHandle, Handle
-from torch_ring.collectives.reduce_op import Average, Sum
+from torch_ring.collectives.reduce_op import Average, Sum, checked_op
 from torch_ring.collectives.tensors import checked_group, needs_function, require_tensor
 from torch_ring.compression import Compression, Compressor
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
@@ -97,6 +97,7 @@ def _reducescatter(
     *,
     blocking: bool,
 ) -> Handle:
+    op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
     output = _scattered(tensor, process_set)
     return Handle(
@@ -194,6 +195,7 @@ def _grouped_reducescatter(
     *,
     blocking: bool,
 ) -> GroupHandle:
+    op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
     outputs = [_scattered(tensor, process_set) for tensor in tensors]
     return GroupHandle(

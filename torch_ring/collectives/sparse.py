@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torch_ring._C import Engine
 from torch_ring.collectives.handle import GroupHandle
-from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum
+from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum, checked_op
+from torch_ring.collectives.tensors import require_tensor
 from torch_ring.errors import MismatchError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
@@ -49,10 +50,12 @@ def sparse_allreduce_async(
         ValueError: `tensor` is not sparse COO, or `op` is neither Average nor Sum.
     """
     engine = engine_of(process_set)
+    require_tensor(tensor, "sparse_allreduce_async")
     if tensor.layout != torch.sparse_coo:
-        raise ValueError("sparse_allreduce: the tensor is not sparse (COO)")
-    if op not in (Average, Sum):
-        raise ValueError(f"sparse_allreduce: op must be Average or Sum, not {op!r}")
+        raise ValueError(
+            "sparse_allreduce_async takes a sparse COO tensor: a dense one goes to allreduce_async"
+        )
+    op = checked_op(op, (Average, Sum))
     return start_sparse_sum(engine, process_set.ranks or [], name or "", op, tensor, tensor)
 
 

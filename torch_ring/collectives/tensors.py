@@ -30,7 +30,20 @@ def empty_result_like(tensor: Tensor) -> Tensor:
 def require_tensor(tensor: object, operation: str) -> None:
     """Raise TypeError, with the operation's name, if `tensor` is no tensor."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{operation} takes a torch.Tensor, not {type(tensor).__name__}")
+        found = type(tensor).__name__
+        remedy = _remedy(operation, tensor)
+        raise TypeError(f"{operation} takes a torch.Tensor, not {found}{remedy}")
+
+
+def _remedy(operation: str, value: object) -> str:
+    """Return how to give what is no tensor, if there is a way."""
+    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
+        collective = operation.removesuffix("_").removesuffix("_async")
+        grouped = collective in ("allreduce", "allgather", "reducescatter")
+        return f": use grouped_{operation}" if grouped else ": use torch.stack()"
+    if isinstance(value, (int, float, list, tuple)) or hasattr(value, "__array__"):
+        return ": use torch.as_tensor()"
+    return ""
 
 
 def is_recorded(tensor: Tensor) -> bool:
@@ -55,7 +68,8 @@ def checked_group(tensors: Sequence[Tensor]) -> list[Tensor]:
     is_group = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
     group = list(tensors) if is_group else []
     if not is_group or not all(isinstance(tensor, Tensor) for tensor in group):
-        raise ValueError("a group is a list of tensors")
+        found = type(tensors).__name__
+        raise ValueError(f"a group is a list of tensors, such as [a, b]; got {found}")
     devices = {str(tensor.device) for tensor in group}
     if len(devices) > 1:
         raise ValueError(f"the tensors of a group are on several devices: {sorted(devices)}")

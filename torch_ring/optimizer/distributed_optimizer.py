@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum
+from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
@@ -99,9 +99,14 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         MismatchError: the parameters differ between ranks; the first difference is named.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{optimizer!r} is not a torch.optim.Optimizer")
+        is_class = isinstance(optimizer, type)
+        found = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
+        raise TypeError(
+            f"DistributedOptimizer wraps a torch.optim.Optimizer, not {found}: make the optimizer "
+            "first, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
+        )
     if isinstance(optimizer, Wrapped):
-        raise ValueError("the optimizer is a DistributedOptimizer already")
+        raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     _check_passes(backward_passes_per_step)
     if not callable(getattr(compression, "compress", None)):
         raise ValueError(
@@ -110,13 +115,14 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
     names = _checked_names(optimizer, named_parameters)
+    op = checked_op(op, (Average, Sum, Adasum))
     if op == Adasum:
         if gradient_predivide_factor != 1.0:
             raise ValueError("gradient_predivide_factor needs op=Average")
         wrap_adasum(optimizer, names, compression, process_set, backward_passes_per_step)
         return optimizer
     reduction = ReductionSettings(
-        _checked_op(op, gradient_predivide_factor),
+        _checked_with(gradient_predivide_factor, op),
         gradient_predivide_factor,
         compression,
         current.config().bucket_bytes,
@@ -325,14 +331,12 @@ def _check_passes(passes: int) -> None:
         raise ValueError(f"backward_passes_per_step must be an integer, at least 1, not {passes!r}")
 
 
-def _checked_op(op: int, predivide_factor: float) -> ReduceOp:
-    if op not in (Average, Sum):
-        raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
+def _checked_with(predivide_factor: float, op: ReduceOp) -> ReduceOp:
     if predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
     if not predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {predivide_factor}")
-    return ReduceOp(op)
+    return op
 
 
 def _checked_names(
@@ -345,9 +349,11 @@ def _checked_names(
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
-    named = list(named_parameters)
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError("named_parameters must be pairs, such as model.named_parameters() gives")
+        raise ValueError(
+            "named_parameters must be pairs of names and parameters: give model.named_parameters()"
+        )
     repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if repeated:
         raise ValueError(f"named_parameters has names that are not unique: {', '.join(repeated)}")
@@ -356,7 +362,8 @@ def _checked_names(
     unnamed = sum(parameter not in name_of for parameter in parameters)
     if unnamed:
         raise ValueError(
-            f"named_parameters lacks {unnamed} of the {len(parameters)} parameters of the optimizer"
+            f"named_parameters lacks {unnamed} of the {len(parameters)} parameters of the "
+            "optimizer: is it of the same model?"
         )
     return {parameter: name_of[parameter] for parameter in parameters}
 

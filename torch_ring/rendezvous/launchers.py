@@ -61,6 +61,11 @@ class Identity:
         """Return this process's rank as the launcher counts."""
         return self.part[self.rank] if self.part else self.rank
 
+    def source(self) -> str:
+        """Return what has set rank and size, as errors call it."""
+        names = {"env": "RANK and WORLD_SIZE", "init": "init(rank=, size=)"}
+        return names.get(self.launcher, self.launcher)
+
     def on_one_node(self) -> bool:
         """Return whether the launcher says that all ranks are on one node."""
         return self.local_size == self.size or self.nodes == 1
@@ -154,14 +159,16 @@ def discover(
             contradict one another.
     """
     if (rank is None) != (size is None):
-        raise InvalidArgumentError("give init() both rank and size, or neither")
+        raise InvalidArgumentError(
+            "give init() both rank and size, as in init(rank=0, size=2), or neither"
+        )
     if rank is None or size is None:
         identity = _launched(environment)
     else:
         identity = Identity(rank, size, launcher="init")
         with contextlib.suppress(InvalidArgumentError):
             launched = _launched(environment)
-            if (rank, size) == (launched.rank, launched.size):
+            if (rank, size) == (launched.rank, launched.size) and launched.launcher != "python":
                 identity = launched  # it has the node and the job, too
     if local_rank is not None:
         identity = replace(identity, local_rank=local_rank, node=None)
@@ -177,7 +184,9 @@ def first_host(hostlist: str) -> str:
     """Return the first host of a Slurm host list: "gpu01" of "gpu[01-03,07],login"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]+\])+", hostlist)
     if first is None:
-        raise InvalidArgumentError(f"{hostlist!r} is not a list of hosts")
+        raise InvalidArgumentError(
+            f"{hostlist!r}, of Slurm's SLURM_STEP_NODELIST, is not a list of hosts: set MASTER_ADDR"
+        )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
@@ -196,7 +205,9 @@ def _launched(environment: Mapping[str, str]) -> Identity:
             halves.append((size if unset == [launcher.rank] else launcher.rank, unset[0]))
     if identity is None:
         if halves:
-            raise InvalidArgumentError("{} is set and {} is not".format(*halves[0]))
+            raise InvalidArgumentError(
+                "{} is set and {} is not: set both, or neither".format(*halves[0])
+            )
         return Identity()
     if identity.launcher != "torchrun":
         _require_no_contradiction(identity, environment)
@@ -236,11 +247,13 @@ def _read(
 
 
 def _require_no_contradiction(identity: Identity, environment: Mapping[str, str]) -> None:
-    for variable, value in (("RANK", identity.rank), ("WORLD_SIZE", identity.size)):
-        if variable in environment and _whole(variable, environment) != value:
+    launcher = LAUNCHERS[identity.launcher]
+    size = next(v for v in launcher.size if v in environment)
+    for variable, same in (("RANK", launcher.rank), ("WORLD_SIZE", size)):
+        if variable in environment and _whole(variable, environment) != _whole(same, environment):
             raise InvalidArgumentError(
-                f"{variable}={environment[variable]}, but {identity.launcher} says {value}: "
-                f"unset {variable}"
+                f"{variable}={environment[variable]}, but {same}={environment[same]} "
+                f"({identity.launcher}): unset {variable}"
             )
 
 
@@ -253,4 +266,6 @@ def _whole(variable: str, environment: Mapping[str, str]) -> int:
 
 def _require_below(index_name: str, index: int, size_name: str, size: int) -> None:
     if not 0 <= index < size:
-        raise InvalidArgumentError(f"{index_name}={index} is not below {size_name}={size}")
+        raise InvalidArgumentError(
+            f"{index_name}={index} is not below {size_name}={size}: ranks count from 0"
+        )

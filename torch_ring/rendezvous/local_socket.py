@@ -105,8 +105,8 @@ def _starter(identity: Identity) -> str:
         if prefix is None or not any(entry.startswith(prefix) for entry in environment):
             return f"{pid}.{_stat(pid)[19]}"
     raise RingError(
-        f"the process that started this one as a rank of {identity.launcher} cannot be seen: set "
-        "MASTER_ADDR and MASTER_PORT"
+        f"cannot see the process that started this rank ({identity.source()}): set MASTER_ADDR to "
+        "127.0.0.1 and MASTER_PORT to a free port"
     )
 
 

@@ -179,7 +179,9 @@ def _slurm_host(environment: Mapping[str, str]) -> str:
     for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environment.get(variable):
             return first_host(environment[variable])
-    raise InvalidArgumentError("SLURM_STEP_NODELIST is not set: set MASTER_ADDR")
+    raise InvalidArgumentError(
+        "SLURM_STEP_NODELIST is not set, so rank 0's host is unknown: set MASTER_ADDR to it"
+    )
 
 
 def _slurm_port(identity: Identity) -> int:
@@ -190,9 +192,9 @@ def _slurm_port(identity: Identity) -> int:
 def _mpi_world(identity: Identity) -> Any:
     """Return MPI's communicator of the ranks of this world."""
     advice = (
-        f"the {identity.size} ranks of {identity.launcher} may be on several hosts: set "
-        "MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there, or "
-        f"{_DEFAULT_PORT}) on all of them"
+        f"the {identity.size} ranks of {identity.source()} may be on several hosts: set "
+        "MASTER_ADDR (rank 0's host; 127.0.0.1 if all are on this one) and MASTER_PORT (a free "
+        f"port there, or {_DEFAULT_PORT}) on all of them"
     )
     if identity.launcher not in ("Open MPI", "Hydra", "PMI"):
         raise InvalidArgumentError(advice)

@@ -64,7 +64,8 @@ def init(
 ) -> None:
     """Join the other ranks. A process that no launcher has started is a world of one.
 
-    Does nothing in a process that has joined already; after shutdown() it joins anew.
+    Does nothing in a process that has joined already, but warns if it is to be another rank; after
+    shutdown() it joins anew.
 
     Args:
         comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
@@ -86,6 +87,7 @@ def init(
     global _world
     with _changing:
         if _world is not None:
+            _warn_if_other(_world, rank, size)
             return
         config = Config.from_environment()
         _set_up_log(config)
@@ -199,6 +201,17 @@ def is_homogeneous() -> bool:
 def cpu_sharers() -> int:
     """Return the number of ranks, this one included, that may run on this one's CPUs."""
     return world().cpu_sharers
+
+
+def _warn_if_other(world: World, rank: int | None, size: int | None) -> None:
+    """Warn of an init() that asks for another place than this process has."""
+    if rank in (None, world.rank) and size in (None, world.size):
+        return
+    _log.warning(
+        "init(rank=%s, size=%s) does nothing: this process is rank %s of %s already. Call "
+        "shutdown() first",
+        *(rank, size, world.rank, world.size),
+    )
 
 
 def _set_up_log(config: Config) -> None:

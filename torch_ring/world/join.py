@@ -21,6 +21,7 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together
 from torch_ring.rendezvous.launchers import Identity, discover
+from torch_ring.rendezvous.siblings import why_not_alone
 from torch_ring.rendezvous.store import Rendezvous, drop_connections, find_store, store_of_part
 from torch_ring.rendezvous.store_exchange import StoreExchange
 from torch_ring.world.engine import make_engine, wait_for_all
@@ -77,6 +78,12 @@ def join_world(
     else:
         identity = _identity_in_communicator(comm, given)
     sets = _static_sets(process_sets, identity.size)
+    if identity.launcher == "python":
+        reason = why_not_alone()
+        if reason is not None:
+            _log.warning(
+                "no launcher was found: this process trains alone (size 1), but %s", reason
+            )
     if identity.size > 1:
         world = _connect(identity, config, comm, store, {"process_sets": sets})
     else:

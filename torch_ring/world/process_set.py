@@ -182,7 +182,7 @@ def root_in(process_set: ProcessSet, root_rank: int) -> int:
     ranks = membership(process_set).ranks
     if root_rank not in ranks:
         raise InvalidArgumentError(
-            f"root_rank={root_rank!r} is not in the process set {list(ranks)}"
+            f"root_rank={root_rank!r} is not in the process set {list(ranks)}: give one of these"
         )
     return ranks.index(root_rank)
 
@@ -193,7 +193,10 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
     record = process_set._record()
     if record is None:
         current.world()  # raises NotInitializedError
-        raise InvalidArgumentError(f"{process_set} has not been added, or has been removed")
+        raise InvalidArgumentError(
+            f"{process_set} has not been added, or has been removed: call add_process_set() on all "
+            "ranks first"
+        )
     if record.engine is None:
         raise InvalidArgumentError(f"rank {current.rank()} is not in {process_set}")
     return record
@@ -201,7 +204,9 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
 
 def _require_process_set(process_set: object) -> None:
     if not isinstance(process_set, ProcessSet):
-        raise InvalidArgumentError(f"{process_set!r} is not a ProcessSet")
+        raise InvalidArgumentError(
+            f"{process_set!r} is not a ProcessSet: give what add_process_set() returns"
+        )
 
 
 class _Basics:

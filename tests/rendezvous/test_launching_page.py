@@ -1,0 +1,68 @@
+"""docs/launching.md: its command lines and its program run as they are printed."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from launcher_commands import mpirun_command, output_of, start_program
+from scripts import ROOT
+
+PAGE = (ROOT / "docs" / "launching.md").read_text()
+HELLO = Path(__file__).parent / "hello.py"
+COMMANDS = list(dict.fromkeys(re.findall(r"^\|[^|]*\| `([^`]*train\.py)`", PAGE, re.MULTILINE)))
+ON_ONE_HOST = [command for command in COMMANDS if "host0" not in command and "srun" not in command]
+pytestmark = pytest.mark.launcher
+
+
+def run_command(command: list[str], folder: Path) -> str:
+    """Return what a command prints in a folder, with the commands of this Python in the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = ["env", "-C", str(folder), *command]
+    return output_of(start_program(command, PATH=path, PYTHONPATH=python_path))
+
+
+def test_the_page_has_a_line_for_each_way_to_launch():
+    for word in ("torchrun", "mpirun", "mpiexec", "srun", "mp.spawn"):
+        assert any(word in row for row in re.findall(r"^\|.*", PAGE, re.MULTILINE)), word
+    assert len(ON_ONE_HOST) >= 5
+
+
+@pytest.mark.parametrize("command", ON_ONE_HOST)
+def test_a_command_runs_as_printed(command, tmp_path):
+    words = shlex.split(command)
+    if words[0] == "mpirun":
+        mpirun_command("Open MPI")  # skips where there is none
+        if os.geteuid() == 0 and "--allow-run-as-root" not in words:
+            output = run_command(words, tmp_path)
+            assert "--allow-run-as-root" in output, output  # as the row below the line says
+            return
+    elif words[0] == "mpiexec":
+        mpirun_command("MPICH")
+    shutil.copy(HELLO, tmp_path / "train.py")
+    output = run_command(words, tmp_path)
+    size = 1 if words[0] == "python" else 2
+    for rank in range(size):
+        assert f"rank {rank} of {size}: torch" in output, output
+
+
+def test_the_program_without_a_launcher_runs_as_printed(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    output = run_command(["python", "train.py"], tmp_path)
+    for rank in range(2):
+        assert f"rank {rank} of 2: the mean of all ranks is 0.5" in output, output
+    assert "no launcher was found" not in output
+
+
+def test_the_program_with_init_alone_is_warned(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "train.py").write_text(program.replace("rank=rank, size=size", ""))
+    output = run_command(["python", "train.py"], tmp_path)
+    assert output.count("no launcher was found: this process trains alone (size 1)") == 2, output
+    assert output.count("torchrun --nproc-per-node 2 train.py") == 2, output
+    assert output.count("init(rank=rank, size=2)") == 2, output
