@@ -40,7 +40,7 @@ def broadcast_parameters(
             dtype: in the same order or with the same names on all ranks. Values that are no
             tensors are left alone.
         root_rank: the global rank, even in a process set, whose values all ranks get.
-        process_set: the ranks that take part; this one and the root must be among them.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         ValueError: `params` is neither a mapping nor a list.
@@ -95,7 +95,7 @@ def broadcast_buffers(
         model: any module, the same on all ranks. Buffers of any dtype count, those that
             ``state_dict()`` leaves out (``persistent=False``) included.
         root_rank: the global rank, even in a process set, whose values all ranks get.
-        process_set: the ranks that take part; this one and the root must be among them.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         MismatchError: on all ranks: the name, dtype or shape of a buffer differs between ranks; the
@@ -145,8 +145,8 @@ def broadcast_optimizer_state(
     Args:
         optimizer: wrapped or not, with the same parameters on all ranks.
         root_rank: the global rank, even in a process set, whose state all ranks get.
-        model: ignored; an argument of Horovod's.
-        process_set: the ranks that take part; this one and the root must be among them.
+        model: ignored, None or not; an argument of Horovod's.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         MismatchError: the parameter groups are not the same on all ranks.
