@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -162,21 +163,23 @@ def test_search_finds_a_function(address: str, tmp_path: Path) -> None:
     chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     try:
         chromium.set_page_load_timeout(BROWSER_DEADLINE_S)
-        wait = WebDriverWait(chromium, BROWSER_DEADLINE_S)
+        waiting = WebDriverWait(chromium, BROWSER_DEADLINE_S)
+
+        def find(selector: str) -> Any:
+            return waiting.until(lambda page: page.find_elements(By.CSS_SELECTOR, selector))[0]
+
         chromium.get(address)
-        wait.until(lambda page: page.current_url == f"{address}docs/index.html")
-        field = chromium.find_element(By.CSS_SELECTOR, ".sidebar-search")
+        waiting.until(lambda page: page.current_url == f"{address}docs/index.html")
+        field = find(".sidebar-search")
         field.send_keys("allreduce")
         field.submit()
-        selector = '#search-results a[href*="docs/api/collectives.html"]'
-        wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, selector))
+        page = "docs/api/collectives.html"
+        result = find(f'#search-results a[href*="{page}"][href$="#torch_ring.allreduce"]')
         loaded = "return performance.getEntriesByType('resource').map(entry => entry.name)"
         assert all(url.startswith(address) for url in chromium.execute_script(loaded))
-        exact = f'{selector}[href$="#torch_ring.allreduce"]'
-        (result,) = wait.until(lambda page: page.find_elements(By.CSS_SELECTOR, exact))
         result.click()
-        wait.until(lambda page: "docs/api/collectives.html" in page.current_url)
-        entry = chromium.find_element(By.ID, "torch_ring.allreduce")
+        waiting.until(lambda browser: browser.current_url.startswith(f"{address}{page}"))
+        entry = find('dt[id="torch_ring.allreduce"]')
         assert entry.is_displayed()
         assert "prescale_factor=1.0" in entry.text
     finally:
