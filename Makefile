@@ -6,6 +6,7 @@
 # Both make a virtual environment first and build the extension there. Others:
 #
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
+#   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/
 #   test-cpp, test-python and test-mpi (parts of test), doubles, lint, bench, clean
 #
@@ -34,7 +35,7 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-cpp test-python test-mpi doubles lint bench wheels sdist clean FORCE
+.PHONY: help mnist test test-cpp test-python test-mpi doubles lint docs bench wheels sdist clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -51,7 +52,8 @@ test: doubles
 test-cpp:
 	@+$(CPP) --silent check
 
-test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench doubles
+test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/docs \
+  doubles
 	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
@@ -65,6 +67,10 @@ lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.inc')
+
+# The site, build/docs/index.html. All pages anew: of a page that is kept, no warning comes again.
+docs: $(STAMPS)/extension $(STAMPS)/docs
+	$(PY) -m sphinx -E -W --keep-going --quiet -c docs . build/docs
 
 # An hour; an idle machine; root for the part among hosts. ARGS="--only overhead": a part of it.
 bench: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench
@@ -116,6 +122,10 @@ $(STAMPS)/test: $(STAMPS)/torch
 
 $(STAMPS)/bench: $(STAMPS)/torch
 	$(PIP) matplotlib scipy
+	touch $@
+
+$(STAMPS)/docs: $(STAMPS)/torch
+	$(PIP) sphinx myst-parser furo selenium
 	touch $@
 
 $(STAMPS)/lint: $(STAMPS)/venv

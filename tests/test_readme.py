@@ -18,3 +18,4 @@ def test_readme_has_every_setting(setting: Setting) -> None:
     assert len(rows) == 1
     assert setting.meaning in rows[0]
     assert all(f"`{alias}`" in rows[0] for alias, _ in setting.aliases)
+    assert rows[0].endswith(f"| {setting.default} |")

@@ -76,7 +76,11 @@ from torch_ring.errors import (
     TimeoutError,
 )
 from torch_ring.optimizer import DistributedOptimizer
-from torch_ring.state import broadcast_optimizer_state, broadcast_parameters
+from torch_ring.state import (
+    broadcast_buffers,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from torch_ring.world import (
     cross_rank,
@@ -142,6 +146,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_buffers",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",

@@ -29,7 +29,7 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return False; see :func:`mpi_built`."""
+    """Return False: no collective uses MPI, even if mpirun started the ranks."""
     return False
 
 
@@ -52,7 +52,7 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return True; see :func:`gloo_built`."""
+    """Return True: CPU collectives work without MPI, which is what scripts ask this for."""
     return True
 
 

@@ -37,7 +37,7 @@ def save(
         path: the file; missing folders are made.
         state: tensors, numbers and strings, in dicts and lists, such as state dicts: a value that
             ``torch.save`` writes and `load` can read. Read on the first rank only.
-        process_set: the ranks that take part; the lowest writes.
+        process_set: the ranks that take part; the lowest writes. By default all.
 
     Raises:
         CheckpointError: on all ranks: the file could not be written.
@@ -61,7 +61,7 @@ def load(
         path: the file that `save` wrote.
         default: returned on all ranks if there is no such file; if not given, a missing file is an
             error.
-        process_set: the ranks that take part; the lowest reads.
+        process_set: the ranks that take part; the lowest reads. By default all.
 
     Returns:
         The saved state, with all tensors on the CPU.

@@ -78,6 +78,12 @@ class Setting:
     aliases: tuple[tuple[str, Callable[[str], Any]], ...] = ()
     common: bool = False  # must be the same on all ranks
 
+    @property
+    def default(self) -> str:
+        """The default, as one would write it into the variable."""
+        value = getattr(Config(), self.field)
+        return f"{value / self.parse('1'):g}" if isinstance(value, float) else str(value)
+
 
 def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:

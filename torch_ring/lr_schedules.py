@@ -43,9 +43,9 @@ class WarmupLR(LambdaLR):
         after: the decay factor as a function of the epochs since the beginning, such as
             :func:`step_decay` or :func:`cosine_decay`; None: no decay.
         steps_per_epoch: calls of ``step()`` in an epoch, not necessarily a whole number: usually
-            ``len(loader)``, read before a :class:`ShardedSampler` loads its state, because it
-            counts only the rest of the epoch afterwards. With 1, call ``step()`` once an epoch, or
-            give `warmup` and `after` in steps, whatever the number of ranks.
+            ``len(loader)``, read before a :class:`torch_ring.data.ShardedSampler` loads its state,
+            because it counts only the rest of the epoch afterwards. With 1, call ``step()`` once an
+            epoch, or give `warmup` and `after` in steps, whatever the number of ranks.
         scale: the factor that the warm-up reaches; None: the number of ranks. Give another if a
             step averages over more batches (``backward_passes_per_step``), or if the rate must not
             grow linearly with the ranks (1 with Adasum; their square root is common with Adam).
@@ -83,7 +83,11 @@ class WarmupLR(LambdaLR):
         super().__init__(optimizer, factor, last_epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the state's epoch. Sets the optimizer's rates, so load that one first."""
+        """Continue at the state's epoch. Sets the optimizer's rates, so load that one first.
+
+        Args:
+            state_dict: what ``state_dict()`` returned, on any number of ranks.
+        """
         steps_per_epoch = self.steps_per_epoch
         super().load_state_dict(state_dict)
         self.last_epoch = round(self.last_epoch * steps_per_epoch / self.steps_per_epoch)
@@ -105,6 +109,9 @@ def step_decay(milestones: Sequence[float], gamma: float = 0.1) -> Factor:
     Args:
         milestones: ascending, in epochs since the beginning, or in the unit that `WarmupLR` counts.
         gamma: Goyal et al. 2017 use 0.1 at epochs 30, 60 and 80.
+
+    Returns:
+        A function from epochs to the factor, for ``WarmupLR(after=...)``.
     """
     return lambda epoch: gamma ** bisect_right(milestones, epoch)
 
@@ -116,6 +123,9 @@ def cosine_decay(begin: float, end: float, floor: float = 0.0) -> Factor:
         begin: the epoch until which the factor is 1, such as the end of the warm-up.
         end: the epoch from which on the factor is `floor`, such as the end of the training.
         floor: the smallest factor, from 0 to 1.
+
+    Returns:
+        A function from epochs to the factor, for ``WarmupLR(after=...)``.
 
     Raises:
         ValueError: `end` is not after `begin`.

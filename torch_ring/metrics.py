@@ -30,7 +30,7 @@ class Means:
 
     Args:
         names: the names of the quantities, the same on all ranks.
-        process_set: the ranks whose samples count.
+        process_set: the ranks whose samples count; by default all.
 
     Raises:
         ValueError: no name is given.
@@ -48,7 +48,7 @@ class Means:
         Args:
             count: the number of samples; with 0 the values are ignored. A tensor of one element
                 if only the device knows the number.
-            values: means over these samples, each a number or a tensor of one element.
+            values: means over these samples, by name, each a number or a tensor of one element.
 
         Raises:
             ValueError: a name was not given to the constructor, or a tensor does not have exactly
@@ -63,10 +63,16 @@ class Means:
             self._sums[name] = (total + product, samples + weight)
 
     def compute(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks; NaN for a quantity without samples.
+        """Return the means over the samples of all ranks.
 
         A collective of all ranks of the set, even of those without samples. The sums stay until
         `reset`.
+
+        Returns:
+            The means by name, the same on all ranks; NaN for a quantity without samples.
+
+        Raises:
+            RingError: MismatchError, PeerLostError or TimeoutError.
         """
         sums = [[float(part) for part in pair] for pair in self._sums.values()]
         # On the host: a rank without samples does not know the device of the others' sums.
@@ -82,21 +88,39 @@ class Means:
 
 
 class Mean:
-    """The mean of one quantity over the samples of all ranks; see :class:`Means`.
+    """The mean of one quantity over the samples of all ranks.
+
+    Every sample has the same weight, even if ranks have different numbers of samples.
 
     Args:
-        process_set: the ranks whose samples count.
+        process_set: the ranks whose samples count; by default all.
     """
 
     def __init__(self, process_set: ProcessSet = global_process_set) -> None:
         self._means = Means("mean", process_set=process_set)
 
     def update(self, value: float | Tensor, count: int | Tensor = 1) -> None:
-        """Add this rank's mean over `count` samples, which may be 0."""
+        """Add this rank's mean over some samples.
+
+        Args:
+            value: the mean over these samples: a number, or a tensor of one element.
+            count: the number of samples; with 0 the value is ignored. A tensor of one element if
+                only the device knows the number.
+
+        Raises:
+            ValueError: a tensor does not have exactly one element.
+        """
         self._means.update(count, mean=value)
 
     def compute(self) -> float:
-        """Return the mean over the samples of all ranks; NaN without samples. A collective."""
+        """Return the mean over the samples of all ranks. A collective, even without samples.
+
+        Returns:
+            The mean, the same on all ranks; NaN without samples.
+
+        Raises:
+            RingError: MismatchError, PeerLostError or TimeoutError.
+        """
         return self._means.compute()["mean"]
 
     def reset(self) -> None:

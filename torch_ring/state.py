@@ -1,4 +1,4 @@
-"""broadcast_parameters, broadcast_optimizer_state: all ranks start with the root's values."""
+"""broadcast_parameters, broadcast_buffers, broadcast_optimizer_state: the root's values for all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_ring import world
-from torch_ring.collectives.broadcast import broadcast_async_
+from torch_ring.collectives.broadcast import broadcast_, broadcast_async_
 from torch_ring.collectives.objects import broadcast_object, require_same
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = [
+    "broadcast_buffers",
     "broadcast_nested",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -39,7 +40,7 @@ def broadcast_parameters(
             dtype: in the same order or with the same names on all ranks. Values that are no
             tensors are left alone.
         root_rank: the global rank, even in a process set, whose values all ranks get.
-        process_set: the ranks that take part; this one and the root must be among them.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         ValueError: `params` is neither a mapping nor a list of tensors.
@@ -88,6 +89,48 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.view(_OF_BYTES.get(tensor.itemsize, torch.uint8))
 
 
+def broadcast_buffers(
+    model: torch.nn.Module,
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrite the buffers of a model in place with the root's, by one broadcast.
+
+    Buffers are what a model keeps besides its parameters, such as the running statistics of batch
+    normalisation. Each rank computes its own, and an optimizer reduces gradients only. So call this
+    function before all ranks evaluate or keep the same model.
+
+    Args:
+        model: any module, the same on all ranks. Buffers of any dtype count, those that
+            ``state_dict()`` leaves out (``persistent=False``) included.
+        root_rank: the global rank, even in a process set, whose values all ranks get.
+        process_set: the ranks that take part, this one and the root among them; by default all.
+
+    Raises:
+        MismatchError: on all ranks: the name, dtype or shape of a buffer differs between ranks; the
+            message names the first one.
+        InvalidArgumentError: `root_rank` or this rank is not in the process set.
+    """
+    named = dict(model.named_buffers())
+    require_same(
+        [f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}" for name, buffer in named.items()],
+        "the ranks have different models",
+        process_set,
+    )
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for buffer in named.values():
+        by_device.setdefault(buffer.device, []).append(buffer.detach())
+    for buffers in by_device.values():  # usually one
+        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+        packed = torch.cat(parts)
+        broadcast_(packed, root_rank, "buffers", process_set)
+        if world.rank() == root_rank:
+            continue
+        received = torch.split(packed, [part.numel() for part in parts])
+        for buffer, part in zip(buffers, received, strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # clone: aligned
+
+
 @dataclass(frozen=True)
 class _Sent:
     """The placeholder of a tensor in a pickled structure."""
@@ -111,8 +154,8 @@ def broadcast_optimizer_state(
     Args:
         optimizer: wrapped or not, with the same parameters on all ranks.
         root_rank: the global rank, even in a process set, whose state all ranks get.
-        model: ignored; an argument of Horovod's.
-        process_set: the ranks that take part; this one and the root must be among them.
+        model: ignored, None or not; an argument of Horovod's.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         TypeError: `optimizer` is no optimizer.

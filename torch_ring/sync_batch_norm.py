@@ -31,8 +31,15 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features: C of an input of shape [N, C, ...].
-        eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
-        process_set: the ranks whose batches belong together; this one must be among them.
+        eps: added to the variance, so that it is not zero.
+        momentum: the weight of a new batch in the running statistics; None: all batches weigh
+            the same.
+        affine: whether the layer has a weight and a bias for each channel.
+        track_running_stats: whether it keeps running statistics for evaluation; if not, it
+            normalises with the batch there, too.
+        process_set: the ranks whose batches belong together, this one among them; by default all.
+        device: where parameters and buffers are made; None: torch's default device.
+        dtype: of parameters and buffers; None: torch's default dtype.
     """
 
     def __init__(
@@ -60,7 +67,13 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of floating point, got {input.dtype}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Normalise `input`, shape [N, C, ...], floating point. Collective in training.
+        """Normalise a batch. Collective in training.
+
+        Args:
+            input: this rank's batch, shape [N, C, ...], floating point. N may differ between ranks.
+
+        Returns:
+            The normalised batch, with the shape and dtype of `input`.
 
         Raises:
             ValueError: another shape or dtype, or fewer than two values per channel over all ranks.
@@ -93,7 +106,19 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Replace the batch normalisations in `module`; see :func:`convert_sync_batchnorm`."""
+        """Replace every batch normalisation in a module by one of this class.
+
+        Args:
+            module: changed in place, with all its submodules.
+            process_set: the ranks whose batches belong together, this one among them; by default
+                all.
+
+        Returns:
+            `module`, or its replacement if it is a batch normalisation itself.
+
+        Raises:
+            ValueError: a lazy layer has not seen any input.
+        """
         converted: dict[torch.nn.Module, SyncBatchNorm] = {}  # a layer may have several names
 
         def convert(layer: torch.nn.Module) -> torch.nn.Module:
@@ -137,7 +162,7 @@ def convert_sync_batchnorm(
 
     Args:
         module: changed in place, with all its submodules.
-        process_set: the ranks whose batches belong together; this one must be among them.
+        process_set: the ranks whose batches belong together, this one among them; by default all.
 
     Returns:
         `module`, or its replacement if it is a batch normalisation itself.

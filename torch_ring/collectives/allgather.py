@@ -28,12 +28,15 @@ def allgather_async(
 
     Args:
         tensor: at least one dimension; dtype and all dimensions but the first are equal on all
-            ranks.
-        name: the operation's name on all ranks; None: a running number.
-        process_set: the ranks that take part; this one must be among them.
+            ranks, and the first may differ.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
 
     Returns:
-        A handle whose result has the rows of all tensors, in the order of ranks.
+        A handle, whose result has the rows of all tensors, in the order of ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "allgather_async")
     return Handle(engine_of(process_set).allgather(tensor, name or ""))
@@ -42,10 +45,23 @@ def allgather_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the ranks' tensors, concatenated along the first dimension.
+    """Concatenate the ranks' tensors along their first dimension.
 
     Differentiable: the result's gradient is averaged over the ranks, as in Horovod, and each rank
-    gets its rows of the average. See :func:`allgather_async`.
+    gets its rows of the average.
+
+    Args:
+        tensor: at least one dimension; dtype and all dimensions but the first are equal on all
+            ranks, and the first may differ.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        A new tensor with the rows of all tensors, in the order of ranks; equal on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "allgather")
     if not needs_function(tensor):
@@ -74,13 +90,19 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to gather each of `tensors` from the ranks; see :func:`allgather_async`.
+    """Start to concatenate the ranks' tensors, those of each place in the list.
+
+    Args:
+        tensors: of one device, as many on every rank; each with at least one dimension, and dtype
+            and all dimensions but the first equal on all ranks.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
 
     Returns:
-        A handle whose result is the list of gathered tensors.
+        A handle that is done when all are gathered; its result is the list of gathered tensors.
 
     Raises:
-        ValueError: a tensor cannot be gathered, or the tensors are on several devices.
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     tensors = checked_group(tensors)
     return GroupHandle(engine_of(process_set).grouped_allgather(tensors, name or ""))
@@ -91,7 +113,24 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Gather each of `tensors` from the ranks; differentiable, see :func:`allgather`."""
+    """Concatenate the ranks' tensors, those of each place in the list.
+
+    Differentiable: the gradients are averaged over the ranks, as in Horovod, and each rank gets its
+    rows of the averages.
+
+    Args:
+        tensors: of one device, as many on every rank; each with at least one dimension, and dtype
+            and all dimensions but the first equal on all ranks.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        The list of gathered tensors; each has the rows of all ranks, in the order of ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
     return list(_GroupedAllgather.apply(name, process_set, *checked_group(tensors)))
 
 

@@ -41,20 +41,22 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to reduce `tensor` over all ranks into a new tensor.
+    """Start to reduce `tensor` over the ranks into a new tensor.
 
     Args:
         tensor: any shape; the same shape and dtype on every rank.
-        average: deprecated, use `op`.
-        name: the operation's name on all ranks; None: a running number.
-        op: Average (the default), Sum, Min, Max, Product or Adasum. A bool tensor takes Min, Max or
-            Product only; Adasum takes floating point, on a power of two of ranks.
-        prescale_factor: multiplies the tensor before it is reduced.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
-        process_set: the ranks that take part; this one must be among them.
+        process_set: the ranks that take part, this one among them; by default all.
 
     Returns:
-        A handle whose result has the shape and dtype of `tensor`.
+        A handle, whose result has the shape and dtype of `tensor` and is equal on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "allreduce_async")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -71,9 +73,22 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to reduce `tensor` over all ranks in place; see :func:`allreduce_async`.
+    """Start to reduce `tensor` over the ranks in place.
 
-    `tensor` may be a leaf that requires grad. The handle's result is `tensor` itself.
+    Args:
+        tensor: any shape; the same shape and dtype on every rank; may be a leaf that requires grad.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        A handle, whose result is `tensor` itself, with the same values on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "allreduce_async_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -90,11 +105,26 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce `tensor` over all ranks and return the result; see :func:`allreduce_async`.
+    """Reduce `tensor` over the ranks into a new tensor.
 
     Differentiable: the gradient is the same allreduce of the result's gradient.
 
-    `compression`, such as ``Compression.fp16``, makes the tensor that is sent in place of `tensor`.
+    Args:
+        tensor: any shape; the same shape and dtype on every rank.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        compression: makes what is sent in place of `tensor`, such as ``Compression.fp16``.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        The result, with the shape and dtype of `tensor`; equal on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "allreduce")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -115,7 +145,24 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce `tensor` over all ranks in place and return it; see :func:`allreduce_async_`."""
+    """Reduce `tensor` over the ranks in place.
+
+    Args:
+        tensor: any shape; the same shape and dtype on every rank; may be a leaf that requires grad.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        `tensor` itself, with the same values on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
     require_tensor(tensor, "allreduce_")
     op = resolve_op(average, op)
     return _allreduce_now(tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
@@ -168,14 +215,22 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to reduce each of `tensors` over the ranks; see :func:`allreduce_async`.
+    """Start to reduce each of `tensors` over the ranks into a new one.
+
+    Args:
+        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
 
     Returns:
-        A handle that is done when all tensors are reduced; its result is the list of them.
+        A handle that is done when all are reduced; its result is the list of new tensors.
 
     Raises:
-        ValueError: a tensor cannot be reduced, or the tensors are on several devices; nothing is
-            sent.
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     op = resolve_op(average, op)
     tensors = checked_group(tensors)
@@ -194,7 +249,23 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to reduce each of `tensors` in place; see :func:`grouped_allreduce_async`."""
+    """Start to reduce each of `tensors` over the ranks in place.
+
+    Args:
+        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        A handle that is done when all are reduced; its result is the list of `tensors`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+    """
     op = resolve_op(average, op)
     tensors = checked_group(tensors)
     handle = _grouped_allreduce(
@@ -215,7 +286,25 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce each of `tensors` over the ranks; differentiable, see :func:`allreduce`."""
+    """Reduce each of `tensors` over the ranks into a new one; differentiable.
+
+    Args:
+        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        compression: makes what is sent in place of each tensor, such as ``Compression.fp16``.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        The list of results, with the shapes and dtypes of `tensors`; equal on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
     op = resolve_op(average, op)
     compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
     arguments = (op, prescale_factor, postscale_factor, process_set)
@@ -235,7 +324,24 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce each of `tensors` in place and return them."""
+    """Reduce each of `tensors` over the ranks in place.
+
+    Args:
+        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
+        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
+        name: matches the operation between the ranks; None: a running number.
+        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        The list of `tensors`, with the same values on all ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
     result: list[Tensor] = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()

@@ -30,15 +30,16 @@ def alltoall_async(
             ranks.
         splits: integers, shape [ranks]: the number of rows for rank 0, 1, ..., together at most
             those of `tensor`; None: the same number for each.
-        name: the operation's name on all ranks; None: a running number.
-        process_set: the ranks that take part; this one must be among them.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
 
     Returns:
-        A handle whose result is the received rows in the order of ranks. With `splits` it is a pair
-        of these rows and the number of rows from each rank (int32, shape [ranks]).
+        A handle, whose result is the received rows in the order of ranks. With `splits` it is a
+        pair of these rows and the number of rows from each rank (int32, shape [ranks]).
 
     Raises:
-        ValueError: `splits` do not fit `tensor`, or `tensor` is a scalar.
+        TypeError: `tensor` is no tensor.
+        ValueError: `splits` do not fit `tensor`, or `tensor` is a scalar; nothing was sent.
     """
     require_tensor(tensor, "alltoall_async")
     engine = engine_of(process_set)
@@ -52,9 +53,26 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send some rows of `tensor` to each rank; return those received, see :func:`alltoall_async`.
+    """Send some rows of `tensor` to each rank, and receive some from each.
 
     Differentiable: each row's gradient goes back to the rank that sent the row.
+
+    Args:
+        tensor: at least one dimension; dtype and all dimensions but the first are equal on all
+            ranks.
+        splits: integers, shape [ranks]: the number of rows for rank 0, 1, ..., together at most
+            those of `tensor`; None: the same number for each.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        The received rows in the order of ranks. With `splits`, a pair of these rows and the number
+        of rows from each rank (int32, shape [ranks]).
+
+    Raises:
+        TypeError: `tensor` is no tensor.
+        ValueError: `splits` do not fit `tensor`, or `tensor` is a scalar; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "alltoall")
     engine = engine_of(process_set)  # its errors come before those of other arguments

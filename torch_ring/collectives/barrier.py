@@ -12,6 +12,12 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until every rank of the set has called this function.
 
     Afterwards the running numbers of operations without a name start again on all ranks.
+
+    Args:
+        process_set: the ranks that wait for one another, this one among them; by default all.
+
+    Raises:
+        RingError: MismatchError (a rank waits for something else), PeerLostError or TimeoutError.
     """
     engine_of(process_set).barrier("", blocking=True).wait()
 
@@ -29,6 +35,9 @@ def join(device: int = -1) -> int:  # noqa: ARG001
 
     Returns:
         The last rank that joined.
+
+    Raises:
+        RingError: PeerLostError or TimeoutError.
     """
     last = int(current.engine().join().wait())
     for callback in current.world().on_rejoin:

@@ -33,11 +33,14 @@ def broadcast_async(
     Args:
         tensor: the same shape and dtype on every rank; its values matter on the root only.
         root_rank: the global rank, even in a process set, whose values all ranks get.
-        name: the operation's name on all ranks; None: a running number.
-        process_set: the ranks that take part; this one and the root must be among them.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Returns:
-        A handle whose result has the shape and dtype of `tensor`.
+        A handle, whose result has the shape and dtype of `tensor`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "broadcast_async")
     output = empty_result_like(tensor)
@@ -50,7 +53,20 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to overwrite `tensor` with the root's; see :func:`broadcast_async`."""
+    """Start to overwrite `tensor` with the root's.
+
+    Args:
+        tensor: the same shape and dtype on every rank; overwritten on all but the root.
+        root_rank: the global rank, even in a process set, whose values all ranks get.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one and the root among them; by default all.
+
+    Returns:
+        A handle, whose result is `tensor` itself.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+    """
     require_tensor(tensor, "broadcast_async_")
     return written_in_place(
         _broadcast(tensor, tensor, root_rank, name, process_set, blocking=False), tensor
@@ -63,10 +79,23 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the root's `tensor` on every rank; see :func:`broadcast_async`.
+    """Copy the root's `tensor` into a new tensor on every rank.
 
     Differentiable: the root's gradient is the average over ranks, as in Horovod (not the sum);
     the others' is zero.
+
+    Args:
+        tensor: the same shape and dtype on every rank; its values matter on the root only.
+        root_rank: the global rank, even in a process set, whose values all ranks get.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one and the root among them; by default all.
+
+    Returns:
+        A new tensor with the shape and dtype of `tensor`, and the root's values.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "broadcast")
     broadcast_now = _Broadcast.apply if needs_function(tensor) else _broadcast_now
@@ -80,7 +109,21 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Overwrite `tensor` with the root's and return it; see :func:`broadcast_async`."""
+    """Overwrite `tensor` with the root's.
+
+    Args:
+        tensor: the same shape and dtype on every rank; overwritten on all but the root.
+        root_rank: the global rank, even in a process set, whose values all ranks get.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one and the root among them; by default all.
+
+    Returns:
+        `tensor` itself, with the root's values.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
     require_tensor(tensor, "broadcast_")
     handle = _broadcast(tensor, tensor, root_rank, name, process_set, blocking=True)
     result: Tensor = written_in_place(handle, tensor).wait()

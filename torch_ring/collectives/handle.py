@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Handle:
-    """The pending result of an ``*_async`` operation; see :func:`synchronize` and :func:`poll`."""
+    """The pending result of an ``*_async`` operation."""
 
     __slots__ = ("_finish", "_work")
 
@@ -34,7 +34,7 @@ class Handle:
         """Block until the operation is done and return its result.
 
         Returns:
-            The result tensor the first time, None from then on.
+            The result the first time, None from then on.
 
         Raises:
             MismatchError: the ranks called different operations; the job may go on.
@@ -62,7 +62,14 @@ class GroupHandle(Handle):
         return self._works is None or all(work.done() for work in self._works)
 
     def wait(self) -> Any:
-        """Block until all operations are done; see :meth:`Handle.wait`. Raises the first error."""
+        """Block until all operations are done, even if one fails, and return their results.
+
+        Returns:
+            The results the first time, None from then on.
+
+        Raises:
+            RingError: the first failure: MismatchError, PeerLostError or TimeoutError.
+        """
         if self._works is None:
             return None
         works, self._works = self._works, None
@@ -85,7 +92,13 @@ def _checked(handle: Handle) -> Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether the operation is done, so that :func:`synchronize` would not block.
+    """Return whether an operation is done, so that :func:`synchronize` would not block.
+
+    Args:
+        handle: what an ``*_async`` operation has returned.
+
+    Returns:
+        True if it has completed, successfully or not.
 
     Raises:
         ValueError: `handle` is not the handle of an ``*_async`` operation.
@@ -94,9 +107,18 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Block until the operation is done and return its result; see :meth:`Handle.wait`.
+    """Block until an operation is done and return its result.
+
+    Args:
+        handle: what an ``*_async`` operation has returned.
+
+    Returns:
+        The operation's result the first time, None from then on.
 
     Raises:
         ValueError: `handle` is not the handle of an ``*_async`` operation.
+        MismatchError: the ranks called different operations; the job may go on.
+        PeerLostError: a rank is gone or silent.
+        TimeoutError: a rank is late.
     """
     return _checked(handle).wait()

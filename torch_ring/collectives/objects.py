@@ -34,8 +34,8 @@ def broadcast_object(
         obj: any object that pickle takes, or cloudpickle if it is installed, which takes lambdas
             and local classes; read on the root only.
         root_rank: the global rank, even in a process set, whose object all ranks get.
-        name: the operation's name on all ranks; None: a running number.
-        process_set: the ranks that take part; this one and the root must be among them.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one and the root among them; by default all.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
@@ -57,15 +57,18 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks of the set, by rank.
+    """Return the objects of all ranks of the set.
 
     Args:
-        obj: any object that pickle takes, or cloudpickle if it is installed.
-        name: the operation's name on all ranks; None: a running number.
-        process_set: the ranks that take part; this one must be among them.
+        obj: any object that pickle takes, or cloudpickle if it is installed; the ranks' may differ.
+        name: matches the operation between the ranks; None: a running number.
+        process_set: the ranks that take part, this one among them; by default all.
+
+    Returns:
+        A list with an object for each rank, in the order of ranks.
 
     Raises:
-        Exception: a rank cannot pickle its object: pickle's error there, a RuntimeError elsewhere.
+        Exception: a rank cannot pickle its object: pickle's error there, a RuntimeError on others.
     """
     payload, failure = _pickled(obj)
     sizes = allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)

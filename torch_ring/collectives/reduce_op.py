@@ -21,7 +21,12 @@ __all__ = [
 
 
 class ReduceOp(IntEnum):
-    """The operator that combines the ranks' tensors: elementwise, except for Adasum."""
+    """The operator that combines the ranks' tensors, element by element except for Adasum.
+
+    Average divides the sum by the number of ranks; integers truncate toward zero. Adasum is
+    adaptive summation (S. Maleki et al., MLSys 2021). It takes floating point, on a power of two of
+    ranks.
+    """
 
     Average = 0
     Sum = 1

@@ -34,17 +34,22 @@ def reducescatter_async(
 ) -> Handle:
     """Start to reduce `tensor` over the ranks and to give each rank some rows of the result.
 
+    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
+    more each.
+
     Args:
         tensor: at least one dimension; the same shape and dtype on every rank.
-        name: the operation's name on all ranks; None: a running number.
+        name: matches the operation between the ranks; None: a running number.
         op: Average or Sum.
-        process_set: the ranks that take part; this one must be among them.
-        prescale_factor: multiplies the tensor before it is reduced.
+        process_set: the ranks that take part, this one among them; by default all.
+        prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
 
     Returns:
-        A handle whose result is this rank's rows of the reduction. Rows are dealt out in the order
-        of ranks; if they do not divide evenly, the first ranks get one more each.
+        A handle, whose result is this rank's rows of the reduction.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "reducescatter_async")
     return _reducescatter(
@@ -61,10 +66,29 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction; see :func:`reducescatter_async`.
+    """Reduce `tensor` over the ranks and give each rank some rows of the result.
+
+    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
+    more each.
 
     Differentiable: the gradient is the allgather of the ranks' gradients, times both factors and,
     for Sum, the number of ranks, as in Horovod.
+
+    Args:
+        tensor: at least one dimension; the same shape and dtype on every rank.
+        name: matches the operation between the ranks; None: a running number.
+        compression: makes what is sent in place of `tensor`, such as ``Compression.fp16``.
+        op: Average or Sum.
+        process_set: the ranks that take part, this one among them; by default all.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+
+    Returns:
+        This rank's rows of the reduction, in the dtype of `tensor`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "reducescatter")
     compressed, context = compression.compress(tensor)
@@ -132,13 +156,26 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> GroupHandle:
-    """Start to reduce and scatter each of `tensors`; see :func:`reducescatter_async`.
+    """Start to reduce each of `tensors`, and to give each rank some rows of each.
+
+    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
+    more each.
+
+    Args:
+        tensors: of one device, each with at least one dimension; the same shapes and dtypes, in the
+            same order, on every rank.
+        name: matches the operation between the ranks; None: a running number.
+        op: Average or Sum.
+        process_set: the ranks that take part, this one among them; by default all.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
 
     Returns:
-        A handle whose result is the list of this rank's rows of each reduction.
+        A handle that is done when all are reduced; its result is the list of this rank's rows of
+        each reduction.
 
     Raises:
-        ValueError: a tensor cannot be reduced, or the tensors are on several devices.
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     return _grouped_reducescatter(
         checked_group(tensors),
@@ -160,7 +197,31 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce and scatter each of `tensors`; differentiable, see :func:`reducescatter`."""
+    """Reduce each of `tensors`, and give each rank some rows of each result.
+
+    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
+    more each.
+
+    Differentiable: the gradients are the allgathers of the ranks' gradients, times both factors
+    and, for Sum, the number of ranks, as in Horovod.
+
+    Args:
+        tensors: of one device, each with at least one dimension; the same shapes and dtypes, in the
+            same order, on every rank.
+        name: matches the operation between the ranks; None: a running number.
+        compression: makes what is sent in place of each tensor, such as ``Compression.fp16``.
+        op: Average or Sum.
+        process_set: the ranks that take part, this one among them; by default all.
+        prescale_factor: multiplies what each rank gives, before the reduction.
+        postscale_factor: multiplies the result.
+
+    Returns:
+        The list of this rank's rows of each reduction, in the dtypes of `tensors`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
     compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
     arguments = (op, prescale_factor, postscale_factor, process_set)
     reduced = _GroupedReducescatter.apply(name, arguments, *[wire for wire, _ in compressed])

@@ -31,8 +31,12 @@ def empty_shared(
 
     Args:
         size: the shape: integers, or one sequence of them.
-        dtype: torch's default dtype if not given.
-        process_set: the set whose collectives will take the tensor; this process must be in it.
+        dtype: the dtype; None: torch's default dtype.
+        process_set: the set whose collectives will take the tensor, this rank in it; by default all
+            ranks.
+
+    Returns:
+        A tensor of that shape and dtype, whose values are undefined.
 
     Raises:
         NotInitializedError: before :func:`torch_ring.init`.

@@ -38,9 +38,9 @@ def sparse_allreduce_async(
 
     Args:
         tensor: sparse COO; the same shape, dtype and number of sparse dimensions on every rank.
-        name: the operation's name on all ranks; None: a running number.
+        name: matches the operation between the ranks; None: a running number.
         op: Average or Sum.
-        process_set: the ranks that take part; this one must be among them.
+        process_set: the ranks that take part, this one among them; by default all.
 
     Returns:
         A handle, which may also be called. Its result is an uncoalesced sparse COO tensor; it

@@ -19,11 +19,26 @@ class Compressor(Protocol):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor to send instead of `tensor`, and the context for `decompress`."""
+        """Return what to send instead of a tensor.
+
+        Args:
+            tensor: flat, of any dtype.
+
+        Returns:
+            The tensor to send, of any dtype, and the context for `decompress`.
+        """
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the decompressed `tensor`, which was reduced; `ctx` is `compress`'s context."""
+        """Return the result of the reduction in its original form.
+
+        Args:
+            tensor: the sent tensors of all ranks, reduced element by element.
+            ctx: the context that `compress` returned on this rank.
+
+        Returns:
+            A tensor with the shape and dtype of the one that was compressed.
+        """
 
 
 class NoneCompressor:

@@ -45,7 +45,7 @@ class Int8Compressor(ErrorFeedback):
         gradient: Tensor,
         state: State,  # noqa: ARG002
     ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
-        """See `ErrorFeedback`."""
+        """Send codes and scales, and add up those of all ranks."""
         mine = quantize(gradient, self.elements_per_scale)
         everyones = yield Gather(*mine)
         total = torch.zeros((), dtype=gradient.dtype, device=gradient.device)

@@ -43,7 +43,7 @@ class PowerSGDCompressor(ErrorFeedback):
         self.seed = seed
 
     def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:
-        """See `StatefulCompressor`."""
+        """Send a tensor whole if two thin matrices would have as many elements."""
         if self._pays(gradient.shape):
             return (yield from super().reduce(gradient, state))
         return (yield Reduce(gradient))  # type: ignore[no-any-return]
@@ -51,7 +51,7 @@ class PowerSGDCompressor(ErrorFeedback):
     def send(
         self, gradient: Tensor, state: State
     ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
-        """See `ErrorFeedback`."""
+        """Take one step of the power iteration, and send the projection."""
         matrix = gradient.flatten(1)
         right = state["right"] if "right" in state else self._first_right(matrix)
         left = torch.linalg.qr((yield Reduce(matrix @ right))).Q

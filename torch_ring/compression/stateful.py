@@ -16,9 +16,12 @@ State: TypeAlias = dict[str, Any]
 
 
 class Gather:
-    """Asks for the `tensors` of all ranks: any number of them, of any shapes and dtypes.
+    """Asks for the `tensors` of all ranks.
 
     ``yield Gather(a, b)`` gives a list with a tuple ``(a, b)`` for each rank, in rank order.
+
+    Args:
+        tensors: any number of them, of any shapes and dtypes, which may differ between ranks.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -30,6 +33,9 @@ class Reduce:
 
     ``yield Reduce(a)`` gives a new tensor of the shape and dtype of `a`, equal on all ranks bit by
     bit.
+
+    Args:
+        tensor: of floating point; the same shape and dtype on every rank.
 
     Raises:
         ValueError: `tensor` is not of floating point.
@@ -81,6 +87,9 @@ class StatefulCompressor(ABC):
             state: this parameter's state. Changes are kept if the result is finite; otherwise
                 ``GradScaler`` skips the step. So replace tensors, do not write into them.
 
+        Returns:
+            The mean, in the shape and dtype of `gradient`.
+
         Raises:
             Exception: any exception ends the backward pass on all ranks.
         """
@@ -90,11 +99,18 @@ class StatefulCompressor(ABC):
         return {name: dict(state) for name, state in self.states.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, State]) -> None:
-        """Continue with the states that `state_dict` returned on this rank."""
+        """Continue with the states of an earlier run.
+
+        Args:
+            state_dict: what `state_dict` returned on this rank.
+        """
         self.states = {name: dict(state) for name, state in state_dict.items()}
 
     def serve(self, parameters: Mapping[str, Tensor]) -> None:
-        """Keep the states of `parameters` from now on.
+        """Keep the states of some parameters from now on. An optimizer calls it.
+
+        Args:
+            parameters: by name.
 
         Raises:
             ValueError: the compressor already serves another parameter of the same name.
@@ -109,7 +125,14 @@ class StatefulCompressor(ABC):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> NoReturn:  # noqa: ARG003
-        """Raise ValueError: operations other than an optimizer's call this method."""
+        """Refuse: operations other than an optimizer's call this method.
+
+        Args:
+            tensor: ignored.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError(
             f"{cls.__name__} keeps a state for each parameter, so that it works in "
             "DistributedOptimizer only"
@@ -117,7 +140,15 @@ class StatefulCompressor(ABC):
 
     @classmethod
     def decompress(cls, tensor: Tensor, ctx: Any) -> NoReturn:  # noqa: ARG003
-        """Raise ValueError, as `compress`."""
+        """Refuse, like `compress`.
+
+        Args:
+            tensor: ignored.
+            ctx: ignored.
+
+        Raises:
+            ValueError: always.
+        """
         cls.compress(tensor)
 
     def __repr__(self) -> str:
@@ -147,13 +178,37 @@ class ErrorFeedback(StatefulCompressor):
     def send(
         self, gradient: Tensor, state: State
     ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
-        """As `reduce`, but return the mean and the part of `gradient` that this rank has sent.
+        """Return the mean over ranks of the sent parts of gradients, and this rank's sent part.
 
-        The mean is that of the parts that the ranks have sent. `gradient` must not be overwritten.
+        A generator with requests, like `reduce`: equally many on all ranks, and the mean computed
+        from their answers alone.
+
+        Args:
+            gradient: this rank's gradient plus the error of the earlier ones, in the shape of the
+                parameter, float32 or float64. It must not be overwritten.
+            state: this parameter's state. Replace its tensors, do not write into them.
+
+        Returns:
+            The mean of the parts that the ranks have sent, and the part of `gradient` that this
+            rank has sent; both in the shape of `gradient`. The rest of it is the next error.
+
+        Raises:
+            Exception: any exception ends the backward pass on all ranks.
         """
 
     def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:
-        """See `StatefulCompressor`."""
+        """Return the mean of what the ranks send of their gradients, by `send`.
+
+        Args:
+            gradient: this rank's gradient, in the shape of the parameter.
+            state: this parameter's state; its entry ``"error"`` is what was not sent so far.
+
+        Returns:
+            The mean over the ranks.
+
+        Raises:
+            ValueError: the state is that of a parameter of another shape.
+        """
         owed = state.get("error")
         if owed is not None:
             if owed.shape != gradient.shape:

@@ -49,13 +49,14 @@ class InputPipeline:
     are.)
 
     Args:
-        loader: a DataLoader, or an iterable of batches; see :class:`DevicePrefetcher`.
+        loader: a DataLoader, or an iterable of batches: tensors, or tensors in tuples, lists and
+            dicts, in any nesting.
         device: the device on which batches are handed out.
         mode: ``"real"``: the loader's batches; ``"cached"``: its first batches again and again,
             copied to the device each time; ``"synthetic"``: its first batch only, kept on the
             device.
         cached_batches: the number of batches that mode ``"cached"`` repeats.
-        process_set: the ranks that train and report together.
+        process_set: the ranks that train and report together; by default all.
 
     Raises:
         ValueError: `mode` is unknown, or `cached_batches` less than 1; in an iteration: the loader

@@ -57,6 +57,12 @@ class DevicePrefetcher:
         """Return a batch on the device, copied by the current stream.
 
         The host does not wait for the copy, unless it has to pin the batch.
+
+        Args:
+            batch: a tensor, or tensors in tuples, namedtuples, lists and dicts, in any nesting.
+
+        Returns:
+            The same structure, with copies of the tensors on the device.
         """
         return tree_map_only(Tensor, self._to_device, batch)
 

@@ -35,12 +35,12 @@ class Rates:
 
     @property
     def gap(self) -> float:
-        """1 - real / synthetic: the part of the speed that the data costs."""
+        """The part of the speed that the data cost, ``1 - real / synthetic``."""
         return 1 - self.real / self.synthetic
 
     @property
     def loader_share(self) -> float:
-        """1 - real / cached: the part that the loader costs; the rest of the gap is the copy's."""
+        """The loader's part of the gap, ``1 - real / cached``; the rest is the copy's."""
         return 1 - self.real / self.cached
 
     @classmethod

@@ -47,7 +47,7 @@ class ShardedSampler(Sampler[int]):
         seed: the seed of the orders; the same on all ranks.
         drop_last: whether to leave out an epoch's last samples, fewer than there are ranks, that
             cannot be dealt evenly; with `shuffle` they are others in each epoch.
-        process_set: the ranks among which the samples are dealt.
+        process_set: the ranks among which the samples are dealt; by default all.
 
     Raises:
         ValueError: the length is negative.
@@ -85,7 +85,11 @@ class ShardedSampler(Sampler[int]):
         return min(self._begin + self._taken, self.length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; keep the position if `epoch` is the current one."""
+        """Go to the beginning of an epoch; keep the position if it is the current one.
+
+        Args:
+            epoch: the epoch that the next iteration begins, from 0.
+        """
         if epoch != self._epoch:
             self._go_to(epoch, 0)
 
@@ -103,7 +107,11 @@ class ShardedSampler(Sampler[int]):
             self.set_epoch(self._epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of all ranks, in plain numbers; all must have advanced alike."""
+        """Return the progress of all ranks, which must have advanced alike.
+
+        Returns:
+            Plain numbers: ``epoch``, ``consumed`` (samples), ``length``, ``shuffle`` and ``seed``.
+        """
         return {
             "epoch": self._epoch,
             "consumed": self.consumed,
@@ -114,6 +122,9 @@ class ShardedSampler(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the ranks were, whatever their number was; call it on all ranks.
+
+        Args:
+            state: what `state_dict` returned, the same on all ranks.
 
         Raises:
             ValueError: the state is that of a sampler with another length, `shuffle` or `seed`.

@@ -70,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     Args:
         optimizer: any torch optimizer, fresh or with state.
         named_parameters: the names of parameters in errors, as ``model.named_parameters()``. All
-            parameters of the optimizer must be among them.
+            parameters of the optimizer must be among them. None: errors have numbers instead.
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
             a Compressor or StatefulCompressor of your own (docs/compression.md).
         backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
@@ -78,8 +78,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             AssertionError. With 1, the gradients of each pass are averaged and added to ``p.grad``.
             Under ``GradScaler``, call ``synchronize()`` before a step that follows fewer passes.
         op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
-            gradients and the changes of the parameters are combined
-            (:class:`torch_ring.optimizer.adasum_optimizer.AdasumOptimizer`).
+            gradients and the changes of the parameters are combined by adaptive summation.
         gradient_predivide_factor: Average divides by this before the sum, by size / this after it.
         num_groups: deprecated, use `groups`.
         groups: gradients that are reduced together, whatever their size, and apart from others:
@@ -87,8 +86,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             number of groups of consecutive parameters into which to split all. 0 or None: gradients
             are packed into buckets by size and readiness.
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
-        process_set: the ranks that train this model together. On other ranks the wrapped optimizer
-            steps with its own gradients.
+        process_set: the ranks that train this model together; by default all. On other ranks the
+            wrapped optimizer steps with its own gradients.
 
     Returns:
         `optimizer`.

@@ -69,14 +69,16 @@ def init(
 
     Args:
         comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
-            anew in the order of their ranks. Usually None: all ranks.
+            anew in the order of their ranks. None, the usual value: all ranks.
         process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks.
-            "dynamic", Horovod's word, adds none; sets can always be added later.
-        rank: the rank of this process, if the launcher does not tell it.
-        size: the number of processes; goes with `rank`.
-        local_rank: the index of this process within its node.
-        local_size: the number of processes of its node.
-        store: the store of the rendezvous, instead of the one that the launcher's variables name.
+            "dynamic", Horovod's word, and None add none; sets can always be added later.
+        rank: the rank of this process, from 0; None: the launcher's variables tell it.
+        size: the number of processes; goes with `rank`. None: the launcher's variables tell it.
+        local_rank: the index of this process within its node; None: the launcher's, or what the
+            ranks find out.
+        local_size: the number of processes of its node; None: as for `local_rank`.
+        store: the key-value store over which the ranks find one another; None: the one that the
+            launcher's variables name.
 
     Raises:
         InvalidArgumentError: a variable or argument is wrong; names it.
@@ -156,22 +158,38 @@ def config() -> Config:
 
 
 def rank() -> int:
-    """Return the index of this process among all, from 0. Raises NotInitializedError."""
+    """Return the index of this process among all, from 0.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().rank
 
 
 def size() -> int:
-    """Return the number of processes. Raises NotInitializedError."""
+    """Return the number of processes.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().size
 
 
 def local_rank() -> int:
-    """Return the index of this process within its node, from 0. Raises NotInitializedError."""
+    """Return the index of this process within its node, from 0.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().topology.local_rank
 
 
 def local_size() -> int:
-    """Return the number of processes of this node. Raises NotInitializedError."""
+    """Return the number of processes of this node.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().topology.local_size
 
 
@@ -194,7 +212,11 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have the same number of processes. Raises NotInitializedError."""
+    """Return whether all nodes have the same number of processes.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
     return world().topology.is_homogeneous
 
 

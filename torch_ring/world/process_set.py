@@ -121,7 +121,7 @@ def add_process_set(process_set: Any) -> ProcessSet:
     """Make a process set. A collective of all ranks, members or not.
 
     Args:
-        process_set: a ProcessSet, or the argument of its constructor; the same on all ranks.
+        process_set: a ProcessSet, a list of ranks or an mpi4py communicator; the same on all ranks.
 
     Returns:
         The set; it exists until it is removed, or until shutdown().
@@ -143,6 +143,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """End a process set. A collective of all ranks, members or not.
 
     Synchronize its operations first: those in flight fail. Another set may get its id.
+
+    Args:
+        process_set: a set that was added, or another object with the same ranks.
 
     Returns:
         Whether the set existed; False for the global set, which stays.

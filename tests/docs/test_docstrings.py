@@ -1,0 +1,105 @@
+"""Docstrings of the public names: they describe every argument and result themselves."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import torch_ring as hvd
+from torch_ring.compression.int8 import Int8Compressor
+from torch_ring.compression.powersgd import PowerSGDCompressor
+
+MODULES = (hvd, hvd.checkpoint, hvd.data, hvd.lr_schedules, hvd.metrics)
+NO_CONSTRUCTOR = (hvd.Handle, hvd.NotInitializedError, hvd.Compressor)  # that a user would call
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    for module in MODULES:
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not isinstance(thing, ModuleType) and not name.startswith("_"):
+                yield f"{module.__name__}.{name}", thing
+    yield "Int8Compressor", Int8Compressor
+    yield "PowerSGDCompressor", PowerSGDCompressor
+
+
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("torch_ring")
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Return the name, the signature's owner and the docstring of functions and constructors."""
+    for name, thing in public_objects():
+        if inspect.isfunction(thing):
+            yield name, thing, inspect.getdoc(thing) or ""
+        if not inspect.isclass(thing) or issubclass(thing, enum.Enum):
+            continue
+        if "__init__" in vars(thing) and thing not in NO_CONSTRUCTOR:
+            yield name, thing.__init__, inspect.getdoc(thing) or ""
+        inherited = {name for base in thing.__mro__[1:] for name in vars(base) if is_ours(base)}
+        for method, value in vars(thing).items():
+            if method in inherited:
+                continue
+            function = getattr(value, "__func__", value)
+            if inspect.isfunction(function) and not method.startswith("_"):
+                yield f"{name}.{method}", function, inspect.getdoc(function) or ""
+
+
+def described_arguments(doc: str) -> dict[str, str]:
+    """Return the text on each argument, by name."""
+    section = re.search(
+        r"^(?:Args|Attributes):\n((?:(?:    .*)?\n)*(?:    .*)?)", doc, re.MULTILINE
+    )
+    if section is None:
+        return {}
+    entries = re.findall(r"^    (\w[\w, ]*): ((?:.|\n     )*)", section[1], re.MULTILINE)
+    return {name: text for names, text in entries for name in names.split(", ")}
+
+
+FUNCTIONS = list(public_functions())
+on_every_function = pytest.mark.parametrize(
+    ("function", "doc"), [f[1:] for f in FUNCTIONS], ids=[f[0] for f in FUNCTIONS]
+)
+
+
+@on_every_function
+def test_every_argument_is_described(function, doc):
+    described = described_arguments(doc)
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in ("self", "cls")
+    }
+    assert set(described) == set(parameters)
+    for name, parameter in parameters.items():
+        if parameter.default is None:
+            assert "None" in described[name], f"what does {name}=None mean?"
+
+
+@on_every_function
+def test_every_result_is_described(function, doc):
+    result = inspect.signature(function).return_annotation
+    if result not in ("None", "NoReturn", None):
+        assert "\nReturns:\n" in doc or doc.startswith("Return "), doc
+
+
+@on_every_function
+def test_nothing_is_described_elsewhere(function, doc):
+    assert not re.search(r"\b[Ss]ee (:\w+:)?`|^As `", doc), doc
+
+
+def test_arguments_are_found_in_a_docstring():
+    doc = (
+        "Sum.\n\nArgs:\n    a, b: numbers,\n        or not.\n    c: None: none.\n\nReturns:\n    d."
+    )
+    assert described_arguments(doc) == {
+        "a": "numbers,\n        or not.",
+        "b": "numbers,\n        or not.",
+        "c": "None: none.",
+    }
