@@ -301,11 +301,14 @@ def backward_name(number: int, /) -> str:
     """Return the name of the allgather of reports at the end of a backward pass.
 
     `number` counts the agreements of the process set. The fast path in C++ uses the same name
-    (csrc/bindings/backward_messages.h).
+    (csrc/engine/backward_messages.h).
     """
 
 def bucket_name(optimizer: int, number: int, bucket: int, begin: int, /) -> str:
     """Return the name of the allreduce of a bucket, or of its part from element `begin` on."""
+
+def in_words(name: str, /) -> str | None:
+    """Return what an operation of backward synchronisation is for, by its name; None for others."""
 
 def all_sent(gathered: bytes, own: bytes, /) -> bool:
     """Return whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes."""

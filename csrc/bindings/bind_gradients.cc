@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/backward_messages.h"
 #include "bindings/finalize_dense.h"
 #include "bindings/gradient_hooks.h"
+#include "engine/backward_messages.h"
 
 namespace torch_ring {
 namespace {
@@ -104,6 +104,7 @@ void bind_gradients(py::module_& module) {
 
   module.def("backward_name", &backward_name);
   module.def("bucket_name", &bucket_name);
+  module.def("in_words", &in_words);
   module.def("all_sent", &all_sent);
 }
 

@@ -3,8 +3,8 @@
 #include <numeric>
 #include <utility>
 
-#include "bindings/backward_messages.h"
 #include "bindings/requests.h"
+#include "engine/backward_messages.h"
 
 namespace torch_ring {
 

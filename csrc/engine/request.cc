@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "core/at.h"
+#include "engine/backward_messages.h"
 
 namespace torch_ring {
 
@@ -22,10 +23,11 @@ std::size_t Fingerprint::count() const {
 }
 
 std::string Fingerprint::describe() const {
+  if (collective == Collective::kJoin) return name_of(collective);
+  const auto purpose = in_words(name);
+  if (purpose && collective == Collective::kAllgather) return *purpose;  // of bytes, or of rows
   std::ostringstream text;
-  text << name_of(collective);
-  if (collective == Collective::kJoin) return text.str();
-  text << " '" << name << "'";
+  text << purpose.value_or(std::string(name_of(collective)) + " '" + name + "'");
   if (collective == Collective::kBarrier) return text.str();
   text << ' ' << name_of(dtype) << " [";
   const bool ragged = collective == Collective::kAllgather || collective == Collective::kAlltoall;

@@ -55,7 +55,8 @@ struct Fingerprint {
   /// there.
   bool on_host() const { return device == 0 || op == ReduceOp::kAdasum; }
 
-  /// The request as errors call it: "allreduce 'a' float32 [3] Average".
+  /// The request as errors call it: "allreduce 'a' float32 [3] Average". A request of backward
+  /// synchronisation says what it is for: in_words().
   std::string describe() const;
 
   bool operator==(const Fingerprint&) const = default;

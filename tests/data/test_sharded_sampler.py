@@ -34,18 +34,28 @@ def union_of(ranks: list[ShardedSampler]) -> list[int]:
     return sorted(index for sampler in ranks for index in sampler)
 
 
-@given(length=st.integers(0, 40), size=st.integers(1, 5), shuffle=st.booleans())
-def test_evaluation_takes_every_sample_once(length, size, shuffle):
-    ranks = samplers(size, length, shuffle=shuffle)
+@given(
+    length=st.integers(0, 40),
+    size=st.integers(1, 5),
+    options=st.sampled_from(
+        [{"shuffle": False}, {"shuffle": False, "drop_last": False}, {"drop_last": False}]
+    ),
+)
+def test_evaluation_takes_every_sample_once(length, size, options):
+    ranks = samplers(size, length, **options)
     assert union_of(ranks) == list(range(length))
     shares = [len(list(sampler)) for sampler in ranks]
     assert shares == [len(sampler) for sampler in ranks]
     assert max(shares) - min(shares) <= 1
 
 
-@given(length=st.integers(0, 40), size=st.integers(1, 5))
-def test_training_gives_all_ranks_equally_many(length, size):
-    ranks = samplers(size, length, drop_last=True)
+@given(
+    length=st.integers(0, 40),
+    size=st.integers(1, 5),
+    options=st.sampled_from([{}, {"drop_last": True}, {"shuffle": False, "drop_last": True}]),
+)
+def test_training_gives_all_ranks_equally_many(length, size, options):
+    ranks = samplers(size, length, **options)
     shares = [list(sampler) for sampler in ranks]
     assert [len(share) for share in shares] == [length // size] * size
     assert [len(sampler) for sampler in ranks] == [length // size] * size
@@ -160,7 +170,7 @@ def resume_in_a_smaller_set() -> None:
     assert len(seen) == 4 * hvd.size() == sampler.consumed
     rank = hvd.rank()
     pair = hvd.add_process_set([0, 1])
-    smaller = ShardedSampler(23, process_set=pair)
+    smaller = ShardedSampler(23, drop_last=False, process_set=pair)
     smaller.load_state_dict(sampler.state_dict())
     if rank < 2:
         seen += chain(*hvd.allgather_object(list(smaller), process_set=pair))

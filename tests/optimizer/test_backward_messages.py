@@ -12,6 +12,7 @@ from training import grads, weights
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import BackwardSync
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 
 ALIGNED = 16  # float32 elements from the beginning of one gradient to that of the next
 
@@ -80,3 +81,19 @@ def train_with_a_peer_by_hand(path: str) -> None:
 @pytest.mark.parametrize("path", ["fast", "slow"])
 def test_messages_of_a_pass_are_these(path):
     run(train_with_a_peer_by_hand, 2, args=(path,))
+
+
+def test_bytes_of_a_report():
+    """The first report of an optimizer has the order of readiness, and a digest of the weights."""
+    digest = bytes(range(8))
+    first = GradientReport(2, 0b101, 0b100, True, (2, 0), digest)
+    later = GradientReport(3, 0b1)
+    accumulating, has_digest = 1, 2
+    body = struct.pack("<IBIII", 2, accumulating | has_digest, 1, 1, 2)
+    body += b"\x05" + b"\x04" + struct.pack("<II", 2, 0) + digest
+    body += struct.pack("<IBIII", 3, 0, 1, 0, 0) + b"\x01"
+    encoded = struct.pack("<IQI", 16 + len(body), 7, 2) + body
+    report = BackwardReport(7, (first, later))
+    assert report.encode() == encoded
+    other = BackwardReport(8)
+    assert list(BackwardReport.decode_all(memoryview(encoded + other.encode()))) == [report, other]

@@ -32,7 +32,7 @@ class InputPipeline:
 
     ::
 
-        sampler = ShardedSampler(train_set, drop_last=True)
+        sampler = ShardedSampler(train_set)
         loader = DataLoader(train_set, batch_size, sampler=sampler)
         pipeline = InputPipeline(loader, device, args.data)
         for epoch in range(epochs):

@@ -17,10 +17,11 @@ __all__ = ["ShardedSampler"]
 class ShardedSampler(Sampler[int]):
     """Deals the samples of a data set to the ranks in turn, one sample at a time.
 
-    For training, use ``drop_last=True``: all ranks get the same number of samples and of batches; a
-    rank with one batch more would wait there for the others. For evaluation, use the default: every
-    sample is taken once, by one rank. Shares may then differ by one sample, so a loop over them
-    must not call a collective. No sample is ever repeated to even out the shares.
+    A shuffled epoch is for training: all ranks get the same number of samples and of batches, since
+    a rank with one batch more would wait there for the others. Without ``shuffle`` an epoch is for
+    evaluation: every sample is taken once, by one rank. Shares may then differ by one sample, so a
+    loop over them must not call a collective. ``drop_last`` says it if it is to be otherwise. No
+    sample is ever repeated to even out the shares, as torch's DistributedSampler does.
 
     An epoch's order follows from `seed` and the epoch, and is the same on all ranks. After k
     batches of b samples on each rank, the first ``k * b * size`` samples of that order have been
@@ -28,7 +29,7 @@ class ShardedSampler(Sampler[int]):
     because the DataLoader's workers fetch samples before the model is trained on them.
     :class:`InputPipeline` calls `advance`; without one, call it after each step::
 
-        sampler = ShardedSampler(train_set, drop_last=True)
+        sampler = ShardedSampler(train_set)
         loader = DataLoader(train_set, batch_size, sampler=sampler)
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
@@ -46,7 +47,8 @@ class ShardedSampler(Sampler[int]):
         shuffle: whether each epoch has a random order of its own, or the data set's.
         seed: the seed of the orders; the same on all ranks.
         drop_last: whether to leave out an epoch's last samples, fewer than there are ranks, that
-            cannot be dealt evenly; with `shuffle` they are others in each epoch.
+            cannot be dealt evenly; with `shuffle` they are others in each epoch. None: with
+            `shuffle`, and not without it.
         process_set: the ranks among which the samples are dealt; by default all.
 
     Raises:
@@ -59,7 +61,7 @@ class ShardedSampler(Sampler[int]):
         *,
         shuffle: bool = True,
         seed: int = 0,
-        drop_last: bool = False,
+        drop_last: bool | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self.length = dataset if isinstance(dataset, int) else len(dataset)
@@ -67,7 +69,7 @@ class ShardedSampler(Sampler[int]):
             raise ValueError(f"a data set cannot have {self.length} samples")
         self.shuffle = shuffle
         self.seed = seed
-        self.drop_last = drop_last
+        self.drop_last = shuffle if drop_last is None else drop_last
         self.process_set = process_set
         self._epoch = 0
         self._begin = 0  # samples of the epoch that were taken before this iteration began

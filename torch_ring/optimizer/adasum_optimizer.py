@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,17 @@ from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.errors import RingError
+from torch_ring.optimizer.other_reducers import refuse_sharded
+from torch_ring.optimizer.uneven_batches import explained
+from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
 from torch_ring.optimizer.wrapping import Wrapped, wrap
-from torch_ring.world.process_set import ProcessSet
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet, engine_of
 
 __all__ = ["AdasumOptimizer", "wrap_adasum"]
+
+_log = logging.getLogger("torch_ring")
 
 
 class AdasumOptimizer(Wrapped):
@@ -33,6 +41,7 @@ class AdasumOptimizer(Wrapped):
     _compression: Compressor
     _process_set: ProcessSet
     _before: dict[Tensor, Tensor] | None
+    _steps: int
     backward_passes_per_step: int
 
     def synchronize(self) -> None:
@@ -86,6 +95,7 @@ def wrap_adasum(
         if not parameter.is_floating_point():
             raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")
     if size > 1:
+        refuse_sharded((name, parameter) for parameter, name in names.items())
         require_same(
             [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
             "the ranks wrap different optimizers",
@@ -96,6 +106,7 @@ def wrap_adasum(
     wrapped._compression = compression
     wrapped._process_set = process_set
     wrapped._before = None
+    wrapped._steps = 0
     wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
@@ -112,7 +123,22 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
     """Step pre-hook; called twice for one step if a `step` calls its base class's."""
     assert isinstance(optimizer, AdasumOptimizer)
     if optimizer._before is None:
+        if optimizer._steps == 0:
+            _compare_weights(optimizer)
         optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
+
+
+def _compare_weights(optimizer: AdasumOptimizer) -> None:
+    """Warn on one rank if the ranks' weights differ. A collective of those that have not joined."""
+    engine = engine_of(optimizer._process_set)
+    rank = torch.tensor([current.rank()], device="cpu")
+    own = torch.cat([rank, digests_of(list(optimizer._parameter_names))])
+    rows = engine.allgather(own, "", blocking=True, joinable=True).wait().view(-1, len(own))
+    ranks = rows[:, 0].tolist()
+    names = list(optimizer._parameter_names.values())
+    difference = describe_difference(names, ranks, rows[:, 1:])
+    if difference and current.rank() == ranks[0]:
+        _log.warning(difference)
 
 
 @torch.no_grad()
@@ -123,11 +149,20 @@ def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
     if before is None:
         return
     changes = [parameter - start for parameter, start in before.items()]
-    combined = grouped_allreduce(
-        changes,
-        compression=optimizer._compression,
-        op=Adasum,
-        process_set=optimizer._process_set,
-    )
+    steps = optimizer._steps
+    try:
+        combined = grouped_allreduce(
+            changes,
+            compression=optimizer._compression,
+            op=Adasum,
+            process_set=optimizer._process_set,
+        )
+    except RingError as error:
+        done = f"{steps} optimizer step{'s' if steps != 1 else ''}"
+        better = explained(error, "", done)
+        if better is not None:
+            raise better from error
+        raise
+    optimizer._steps += 1
     for (parameter, start), change in zip(before.items(), combined, strict=True):
         parameter.copy_(start + change)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, Engine, all_sent, backward_name
+from torch_ring._C import DenseFinalizer, Engine, all_sent, backward_name, in_words
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
+from torch_ring.optimizer.uneven_batches import explained
+from torch_ring.optimizer.weight_comparison import summary_of
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
 from torch_ring.world.process_set_table import ProcessSetRecord
@@ -35,6 +38,9 @@ class Participant(Protocol):
     fast_path: FastPath | None
     """The fast path, once the buckets are in their final order and where there is one."""
 
+    weights_compared: bool
+    """Whether the ranks have compared their weights since the start, or since join()."""
+
     def report(self, everything: bool) -> GradientReport | None:
         """Return which gradients are due here, or with `everything` which exist; None: none."""
 
@@ -53,6 +59,12 @@ class Participant(Protocol):
     def finish(self, order: Sequence[int]) -> None:
         """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
 
+    def weight_digests(self) -> Tensor:
+        """Return a number for the weights of each parameter, int64 on the CPU."""
+
+    def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
+        """Warn if these digests, int64 [rank, parameter], differ between the ranks."""
+
 
 @dataclass
 class BackwardSync:
@@ -67,6 +79,9 @@ class BackwardSync:
     left no gradient behind on any rank; its agreement has told all of them, and `reduce_pending`
     does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more. If
     only this rank has accumulated since, the next agreement finds the ranks in different steps.
+
+    A rank's first gradients for an optimizer travel with a digest of its weights, so that somebody
+    who has forgotten broadcast_parameters() hears of it.
 
     Ranks that have called join() take no part in agreements; reductions count them as zeros.
 
@@ -85,6 +100,7 @@ class BackwardSync:
     size: int = field(init=False)
     number: int = 0
     steps: int = 0
+    _rank: int = field(default_factory=current.rank)
     _world_engine: Engine = field(default_factory=current.engine)
     _record: ProcessSetRecord = field(init=False)
     _registered: int = 0
@@ -131,7 +147,11 @@ class BackwardSync:
 
     def start_bucket(self, participant: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all of it is due here."""
-        self._participants[participant].start_bucket(bucket)
+        try:
+            self._participants[participant].start_bucket(bucket)
+        except RingError as error:
+            self._raise_explained(error)
+            raise
 
     def finalize(self) -> None:
         """End a backward pass: agree with the other ranks, and reduce what is due on any."""
@@ -146,11 +166,15 @@ class BackwardSync:
 
     def _finalize_dense(self, participant: Participant) -> bool:
         """Take the fast path if all gradients are due here; return whether the pass has ended."""
-        if participant.fast_path is None:
+        if participant.fast_path is None or not participant.weights_compared:
             return False
         finalizer, report = participant.fast_path
         own = BackwardReport(self.steps, (report,)).encode()
-        differing = self.engine.finalize_dense(finalizer, own, self.number)
+        try:
+            differing = self.engine.finalize_dense(finalizer, own, self.number)
+        except RingError as error:
+            self._raise_explained(error)
+            raise
         if differing is None:
             return False
         if differing:
@@ -170,6 +194,7 @@ class BackwardSync:
         self.number = self.steps = 0
         for participant in self._participants.values():
             participant.nothing_pending = False
+            participant.weights_compared = False  # a rank that had joined has not stepped
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())
@@ -178,24 +203,66 @@ class BackwardSync:
 
     def _agree(self, reports: tuple[GradientReport, ...]) -> None:
         """Tell the other ranks, and reduce the gradients that are due on any of them."""
-        report = BackwardReport(self.steps, reports)
+        report = BackwardReport(self.steps, tuple(map(self._with_digest, reports)))
         own = report.encode()
-        work = self.engine.allgather(
-            torch.frombuffer(bytearray(own), dtype=torch.uint8),
-            backward_name(self.number),
-            blocking=True,
-            joinable=True,
-        )
-        gathered = bytes(work.wait().numpy())
+        message = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        try:
+            gathered = bytes(self._gather(message, backward_name(self.number)).numpy())
+        except RingError as error:
+            self._raise_explained(error)
+            raise
         if all_sent(gathered, own):  # the usual case: nothing to decode
             self._reduce([report] * (len(gathered) // len(own)))
         else:
             self._reduce(list(BackwardReport.decode_all(memoryview(gathered))))
 
+    def _gather(self, message: Tensor, name: str) -> Tensor:
+        """Return the messages of all ranks that have not joined, one after the other."""
+        return self.engine.allgather(message, name, blocking=True, joinable=True).wait()
+
+    def _raise_explained(self, error: RingError) -> None:
+        """Raise the error of an agreement with what its user may have done wrong, if that helps."""
+        purpose = f"rank {self._rank}: {in_words(backward_name(self.number))}"
+        done = f"{self.number} backward pass{'es' if self.number != 1 else ''}"
+        better = explained(error, purpose, done)
+        if better is not None:
+            raise better from error
+
+    def _with_digest(self, report: GradientReport) -> GradientReport:
+        """Return the report with a digest of the weights, if these are the first gradients."""
+        participant = self._participants[report.participant]
+        if participant.weights_compared or not report.due:
+            return report
+        return replace(report, digest=summary_of(participant.weight_digests()))
+
+    def _compare_weights(self, ranks: Sequence[BackwardReport], number: int) -> None:
+        """Compare the weights of each optimizer whose first gradients are due on some rank."""
+        digests: dict[int, list[bytes]] = {}
+        for report in (report for rank in ranks for report in rank.gradients if report.digest):
+            digests.setdefault(report.participant, []).append(report.digest)
+        if not digests:
+            return
+        participants = [self._participant(index) for index in sorted(digests)]
+        if any(found != found[:1] * len(ranks) for found in digests.values()):
+            # They differ, or a rank has no gradients yet and has sent none.
+            self._find_difference(participants, f"{backward_name(number)}.weights")
+        for participant in participants:
+            participant.weights_compared = True
+
+    def _find_difference(self, participants: Sequence[Participant], name: str) -> None:
+        """Warn of each optimizer whose weights differ between the ranks. Collective."""
+        digests = [participant.weight_digests() for participant in participants]
+        own = torch.cat([torch.tensor([current.rank()], device="cpu"), *digests])
+        rows = self._gather(own, name).view(-1, len(own))
+        ranks, *parts = torch.split(rows, [1, *map(len, digests)], dim=1)
+        for participant, part in zip(participants, parts, strict=True):
+            participant.warn_of_difference(ranks.flatten().tolist(), part)
+
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number, self.number = self.number, self.number + 1
         self._check_steps([rank.steps for rank in ranks])
+        self._compare_weights(ranks, number)
         touched: dict[int, int] = {}
         dense: dict[int, int] = {}
         for report in (report for rank in ranks for report in rank.gradients):

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 __all__ = ["BackwardReport", "GradientReport"]
 
+_ACCUMULATING, _HAS_DIGEST = 1, 2  # flags of a report
+_DIGEST_BYTES = 8
+
 
 @dataclass(frozen=True)
 class GradientReport:
@@ -20,6 +23,7 @@ class GradientReport:
         accumulating: whether there are gradients that will be reduced later in this step.
         order: parameters in the order in which their gradients became ready; empty if the ranks
             know it already.
+        digest: 8 bytes that follow from the weights; empty if the ranks have compared them.
     """
 
     participant: int
@@ -27,6 +31,7 @@ class GradientReport:
     sparse: int = 0
     accumulating: bool = False
     order: tuple[int, ...] = ()
+    digest: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,20 @@ class BackwardReport:
 
     # Sizes in bytes or elements; little-endian, no padding.
     _HEADER = struct.Struct("<IQI")  # bytes in all, steps, optimizers
-    # participant, accumulating, bytes of due and of sparse, elements of order
-    _REPORT = struct.Struct("<I?III")
+    # participant, flags, bytes of due and of sparse, elements of order
+    _REPORT = struct.Struct("<IBIII")
 
     def encode(self) -> bytes:
         """Return the bytes that `decode_all` decodes."""
         body = bytearray()
         for report in self.gradients:
             due, sparse = _encode_bitmap(report.due), _encode_bitmap(report.sparse)
+            flags = _ACCUMULATING * report.accumulating | _HAS_DIGEST * bool(report.digest)
             body += self._REPORT.pack(
-                report.participant, report.accumulating, len(due), len(sparse), len(report.order)
+                report.participant, flags, len(due), len(sparse), len(report.order)
             )
             body += due + sparse + struct.pack(f"<{len(report.order)}I", *report.order)
+            body += report.digest
         total = self._HEADER.size + len(body)
         return self._HEADER.pack(total, self.steps, len(self.gradients)) + bytes(body)
 
@@ -69,16 +76,21 @@ class BackwardReport:
     @classmethod
     def _decode_reports(cls, data: memoryview, count: int) -> Iterator[GradientReport]:
         for _ in range(count):
-            participant, accumulating, due_bytes, sparse_bytes, order_count = (
-                cls._REPORT.unpack_from(data)
-            )
+            participant, flags, due_bytes, sparse_bytes, order_count = cls._REPORT.unpack_from(data)
             data = data[cls._REPORT.size :]
             due, data = data[:due_bytes], data[due_bytes:]
             sparse, data = data[:sparse_bytes], data[sparse_bytes:]
             order = struct.unpack_from(f"<{order_count}I", data)
             data = data[4 * order_count :]
+            digest_bytes = _DIGEST_BYTES if flags & _HAS_DIGEST else 0
+            digest, data = bytes(data[:digest_bytes]), data[digest_bytes:]
             yield GradientReport(
-                participant, _decode_bitmap(due), _decode_bitmap(sparse), accumulating, order
+                participant,
+                _decode_bitmap(due),
+                _decode_bitmap(sparse),
+                bool(flags & _ACCUMULATING),
+                order,
+                digest,
             )
 
 

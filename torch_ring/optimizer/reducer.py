@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,11 +18,15 @@ from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
+from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.settings import ReductionSettings
+from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
 __all__ = ["Reducer"]
+
+_log = logging.getLogger("torch_ring")
 
 _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -51,8 +56,9 @@ class Reducer:
         settings: ReductionSettings,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        _require_same_parameters(sync.process_set, parameters, names, settings, groups)
         named = tuple(zip(names, parameters, strict=True))
+        refuse_sharded(named)
+        _require_same_parameters(sync.process_set, parameters, names, settings, groups)
         self._sync = sync
         self._engine = sync.engine
         self._parameters = parameters
@@ -67,6 +73,7 @@ class Reducer:
         blocks = sync.engine.gradient_blocks() if direct else None
         self._direct = self._large_ones(settings.direct_bytes) if blocks else frozenset[int]()
         self.nothing_pending = False
+        self.weights_compared = False
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.hooks = GradientHooks(
@@ -85,6 +92,7 @@ class Reducer:
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
         self._order_is_real = False
+        self._has_warned = False
         self._rebuild_buckets(range(len(parameters) - 1, -1, -1))
         current.disable_in_child(self.hooks)
 
@@ -106,7 +114,7 @@ class Reducer:
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, reduced as the gradients are."""
         reduced = loss.detach().clone()
-        name = f"loss.{self.index}.{self._sync.number}"
+        name = f"gradients.{self.index}.{self._sync.number}.loss"
         work = self._engine.allreduce(
             reduced, reduced, name, self._settings.op, 1.0, 1.0, blocking=True
         )
@@ -122,6 +130,18 @@ class Reducer:
         return GradientReport(
             self.index, bitmap, int.from_bytes(sparse, "little"), accumulating, order
         )
+
+    def weight_digests(self) -> Tensor:
+        """See `Participant`."""
+        return digests_of(self._parameters)
+
+    def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
+        """See `Participant`. One rank warns, once."""
+        difference = describe_difference(self._names, ranks, digests)
+        if difference and not self._has_warned:
+            self._has_warned = True
+            if current.rank() == ranks[0]:
+                _log.warning(difference)
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
@@ -180,6 +200,8 @@ class Reducer:
             rest = set(range(len(self._specs))).difference(order)
             self._rebuild_buckets([*order, *sorted(rest, reverse=True)])
             self.fast_path = self._make_fast_path()
+            if self._sync.process_set.rank() == 0:
+                warn_of_ddp(self._parameters)
 
     def _overlaps(self, device: torch.device) -> bool:
         """Return whether reducing during backward leaves it the processor."""

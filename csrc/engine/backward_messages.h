@@ -1,11 +1,14 @@
-// backward_name(), bucket_name() and all_sent(): the messages of backward synchronisation.
+// backward_name(), bucket_name(), in_words() and all_sent(): the messages of backward
+// synchronisation.
 //
 // The ranks match operations by name. In one pass some ranks may take the fast path
 // (DenseFinalizer) and others the slow one (BackwardSync in Python), so both take names from here.
+// Users do not know these names: errors say in words what such an operation is for.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -19,6 +22,12 @@ std::string backward_name(std::uint64_t number);
 /// process set.
 std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
                         std::int64_t begin);
+
+/// What the operation of such a name is for: "averaging the gradients of backward pass 3". Nothing
+/// for a name of another kind. Python adds to these names: ".weights" to that of an agreement; in
+/// the place of the bucket "sparse.", a parameter and a number, or "loss"; to a bucket's, what a
+/// compressor's rounds are called.
+std::optional<std::string> in_words(std::string_view name);
 
 /// Whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes.
 bool all_sent(std::string_view gathered, std::string_view own);

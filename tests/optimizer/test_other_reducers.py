@@ -1,0 +1,95 @@
+"""Parameters whose gradients torch reduces already: DDP, FSDP, DTensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from logs import logged
+from pool import error_of, run
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from training import make_model
+
+import torch_ring as hvd
+
+WARNING = (
+    "DistributedDataParallel averages the gradients of 6 of the 6 parameters of this "
+    "DistributedOptimizer, too: they travel twice. Train the model itself (`ddp.module`), or do "
+    "not wrap the optimizer"
+)
+
+
+def start_torch_distributed() -> None:
+    """Make a process group that sends nothing: what wraps the model is looked for, not its data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=hvd.rank(), world_size=hvd.size())
+
+
+def train_beside_ddp(which: str) -> list[str]:
+    """Train a model; DDP has the same one, another one, or has had one."""
+    start_torch_distributed()
+    try:
+        model = make_model()
+        ddp = DistributedDataParallel(make_model() if which == "another" else model)
+        ddp.register_comm_hook(None, noop_hook)
+        if which == "gone":
+            del ddp
+        trained = ddp if which == "same" else model
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+        with logged() as messages:
+            for _ in range(3):
+                optimizer.zero_grad()
+                trained(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+        return messages
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("which", ["same", "another", "gone"])
+def test_a_model_of_ddp(which):
+    messages, others = run(train_beside_ddp, 2, args=(which,))
+    assert messages == ([WARNING] if which == "same" else [])
+    assert others == []
+
+
+def wrap_sharded(kind: str) -> tuple[str, str]:
+    start_torch_distributed()
+    try:
+        model: torch.nn.Module = make_model()
+        if kind == "fully_shard":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
+        else:
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            use_orig_params = kind == "original"
+            model = FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+            )
+        optimizer = SGD(model.parameters(), lr=0.1)
+        adasum = error_of(lambda: hvd.DistributedOptimizer(optimizer, op=hvd.Adasum))
+        average = error_of(lambda: hvd.DistributedOptimizer(optimizer, model.named_parameters()))
+        assert adasum[0] == average[0]
+        return average
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("fully_shard", "'0.weight' is a DTensor: this rank has only a part of it"),
+        ("flat", "_flat_param' is a parameter of FullyShardedDataParallel: this rank has only"),
+        ("original", "is a parameter of FullyShardedDataParallel: this rank has only a part of"),
+    ],
+)
+def test_sharded_parameters_are_refused(kind, complaint):
+    for error, text in run(wrap_sharded, 2, args=(kind,)):
+        assert error == "ValueError", text
+        assert complaint in text

@@ -1,0 +1,174 @@
+"""Ranks with different numbers of batches: errors that say so, without torch_ring's own names."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from logs import logged
+from pool import error_of, run
+from torch.optim import SGD
+from training import make_model
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+REMEDY = (
+    "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
+    "loader, or equal shards), or let a rank that has no more call join()"
+)
+MANY_BUCKETS = {"TORCH_RING_BUCKET_BYTES": "256"}
+
+
+def make_step(kind: str) -> Callable[[], None]:
+    """Return a function that takes one training step."""
+    models = [make_model(), make_model()] if kind == "two optimizers" else [make_model()]
+    op = hvd.Adasum if kind == "adasum" else hvd.Average
+    optimizers = [hvd.DistributedOptimizer(SGD(m.parameters(), lr=0.1), op=op) for m in models]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(model(torch.ones(2, 8)).sum() for model in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+def leave_early(batches: int, kind: str) -> tuple[str, str]:
+    """The last rank has no more than `batches` batches. Return the error of the others."""
+    step = make_step(kind)
+    for _ in range(batches):
+        step()
+    if hvd.rank() == hvd.size() - 1:
+        hvd.shutdown()
+        return "", ""
+    return error_of(step)
+
+
+def departure(size: int, purpose: str) -> str:
+    """Return how an error begins; with three ranks, one may hear it from the other."""
+    left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
+    heard = r"(rank [01] \(pid \d+\) failed: )?"
+    return rf"rank \d: {purpose}: {heard}{left}\. The rank that has left did "
+
+
+@pytest.mark.parametrize("env", [{}, MANY_BUCKETS])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("batches", "done"),
+    [(0, "0 backward passes"), (1, "1 backward pass"), (3, "3 backward passes")],
+)
+@on_both_transports
+def test_a_rank_that_has_left(transport, batches, done, size, env):
+    outcomes = run(leave_early, size, args=(batches, "one"), transport=transport, env=env)
+    purpose = f"averaging the gradients of backward pass {batches + 1}"
+    for kind, text in outcomes[:-1]:
+        assert kind == "PeerLostError", text
+        begin = re.match(departure(size, purpose), text)
+        assert begin, text
+        assert text[begin.end() :] == f"{done}: {REMEDY}. If it has failed, see its log"
+
+
+def test_a_rank_that_has_left_two_optimizers():
+    ((_, text), _) = run(leave_early, 2, args=(2, "two optimizers"))
+    assert re.match(departure(2, "averaging the gradients of backward pass 3"), text), text
+    assert f"2 backward passes: {REMEDY}" in text
+
+
+def test_a_rank_that_has_left_adasum():
+    ((kind, text), _) = run(leave_early, 2, args=(2, "adasum"))
+    assert kind == "PeerLostError", text
+    assert "has left: it called shutdown() or exited. The rank" in text
+    assert f"The rank that has left did 2 optimizer steps: {REMEDY}" in text
+
+
+def go_on_elsewhere(elsewhere: str) -> tuple[str, str]:
+    """Rank 1 has one batch less, and waits in another collective."""
+    step = make_step("one")
+    step()
+    if hvd.rank() == 0:
+        return error_of(step)
+    return error_of(hvd.barrier if elsewhere == "barrier" else lambda: hvd.allreduce(torch.ones(1)))
+
+
+@on_both_transports
+@pytest.mark.parametrize("elsewhere", ["barrier", "allreduce"])
+def test_a_rank_in_another_collective(elsewhere, transport):
+    trains, waits = run(go_on_elsewhere, 2, args=(elsewhere,), transport=transport)
+    for kind, text in (trains, waits):
+        assert kind == "MismatchError", text
+        assert re.search(r"rank 0 \(pid \d+\): averaging the gradients of backward pass 2", text)
+        assert re.search(rf"rank 1 \(pid \d+\): {elsewhere}", text)
+        assert "'backward." not in text
+    assert REMEDY in trains[1]
+    assert "All ranks have done 1 backward pass, " in trains[1]
+    assert REMEDY not in waits[1]
+
+
+def come_late() -> tuple[tuple[str, str], list[str]]:
+    step = make_step("one")
+    step()
+    if hvd.rank() == 1:
+        time.sleep(2.5)
+    with logged() as messages:
+        return error_of(step), messages
+
+
+@pytest.mark.parametrize(("transport", "env"), [("shm", {}), ("tcp", {}), ("tcp", MANY_BUCKETS)])
+def test_a_late_rank(transport, env):
+    timeouts = {"TORCH_RING_TIMEOUT": "1.5", "TORCH_RING_STALL_WARNING": "0.5"}
+    ((kind, text), messages), _ = run(come_late, 2, transport=transport, env=timeouts | env)
+    assert kind == "TimeoutError", text
+    assert re.match(r"rank 0: averaging the gradients of backward pass 2: rank 1 \(pid", text), text
+    assert text.endswith(f"All ranks have done 1 backward pass, one does not do the next: {REMEDY}")
+    assert messages
+    for message in messages:
+        assert "for averaging the gradients of backward pass 2" in message
+    for line in (text, *messages):
+        assert "'backward." not in line
+        assert "gradients." not in line
+
+
+def die() -> tuple[str, str]:
+    step = make_step("one")
+    step()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(step)
+
+
+@on_both_transports
+def test_a_rank_that_has_died_had_no_fewer_batches(transport):
+    (kind, text), _ = run(die, 2, transport=transport, may_die={1})
+    assert kind == "PeerLostError", text
+    assert re.match(r"rank 0: averaging the gradients of backward pass 2: rank 1 \(pid", text), text
+    assert "batches" not in text
+
+
+def lose_a_loss() -> tuple[str, str]:
+    """Rank 1 takes no part in the closure's second loss."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        if hvd.rank() == 1:
+            hvd.allreduce(torch.ones(1), name="mine")
+        return loss
+
+    return error_of(lambda: optimizer.step(closure))
+
+
+def test_a_closures_loss_has_no_internal_name():
+    for kind, text in run(lose_a_loss, 2):
+        assert kind == "MismatchError"
+        assert "averaging the closure's loss after backward pass" in text

@@ -1,0 +1,36 @@
+"""explained: the error of a rank that waits for other ranks' gradients, with the likely cause.
+
+The commonest mistake in data-parallel training is that ranks have different numbers of batches. One
+rank then waits in backward() while another one has left, or has gone on to something else.
+"""
+
+from __future__ import annotations
+
+from torch_ring.errors import PeerLostError, RingError
+
+__all__ = ["explained"]
+
+_REMEDY = (
+    "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
+    "loader, or equal shards), or let a rank that has no more call join()"
+)
+
+
+def explained(error: RingError, purpose: str, done: str) -> RingError | None:
+    """Return an error of the same type that says what may be wrong; None if nothing is to be added.
+
+    Args:
+        error: of an operation in which the ranks agree on their gradients.
+        purpose: begins the error's text, unless the world had failed before the operation began.
+        done: what all ranks have done before.
+    """
+    text = str(error)
+    if type(error) is RingError:  # of the set, not of the ranks: shut down, say
+        return None
+    if purpose not in text:
+        text = f"{purpose}: {text}"
+    if not isinstance(error, PeerLostError):
+        text += f". All ranks have done {done}, one does not do the next: {_REMEDY}"
+    elif " has left" in text:
+        text += f". The rank that has left did {done}: {_REMEDY}. If it has failed, see its log"
+    return type(error)(text) if text != str(error) else None
