@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_ring.config import SETTINGS, Config
+from torch_ring.config import SETTINGS, Config, variables_set
 from torch_ring.errors import InvalidArgumentError, build_problem
 
 
@@ -74,3 +74,22 @@ def test_another_torch_is_refused_in_one_line():
     assert "built for torch 2.15.0+cu132, and this is torch 2.13.0+cpu" in problem
     assert "pip install --no-build-isolation" in problem
     assert "\n" not in problem
+
+
+def test_variables_that_are_set_are_shown_without_secrets():
+    environment = {
+        "TORCH_RING_SECRET": "hush",
+        "TORCH_RING_SERCET": "hush",
+        "HOROVOD_SECRET_KEY": "hush",
+        "TORCH_RING_TRANSPORT": "tcp",
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOME": "/root",
+    }
+    unknown = "(not a setting of torch_ring)"
+    assert variables_set(environment) == {
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOROVOD_SECRET_KEY": unknown,
+        "TORCH_RING_SECRET": "(set, not shown)",
+        "TORCH_RING_SERCET": unknown,
+        "TORCH_RING_TRANSPORT": "tcp",
+    }
