@@ -212,7 +212,10 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> N
         process.kill()
         process.communicate()
     assert ranks
-    assert pool.eventually(lambda: all(map(is_gone, ranks)), 20)
+    ended = pool.eventually(lambda: all(map(is_gone, ranks)), 20)
+    for pid in [] if ended else ranks:
+        os.kill(pid, signal.SIGKILL)
+    assert ended
     if sent == signal.SIGINT:
         assert process.returncode == 130
         assert errors == "torch_ring: the self-test was interrupted\n"
