@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Config", "nccl_is_blocking"]
+__all__ = ["Config", "nccl_is_blocking", "variables_set"]
 
 _MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
 _LEVELS = ("debug", "info", "warning", "error")
@@ -57,6 +57,24 @@ class Config:
     def common(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, by variable."""
         return {s.variable: getattr(self, s.field) for s in SETTINGS if s.common}
+
+
+def variables_set(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of torch_ring and of Horovod that are set, to be shown to anybody.
+
+    A secret is not among them: only settings have their values, since TORCH_RING_SERCET has one.
+    """
+    shown = {v for s in SETTINGS if s.field != "secret" for v in (s.variable, *dict(s.aliases))}
+    return {
+        variable: environment[variable] if variable in shown else _hidden(variable)
+        for variable in sorted(environment)
+        if variable.startswith(("TORCH_RING_", "HOROVOD_"))
+    }
+
+
+def _hidden(variable: str) -> str:
+    known = {setting.variable for setting in SETTINGS}
+    return "(set, not shown)" if variable in known else "(not a setting of torch_ring)"
 
 
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:

@@ -10,6 +10,7 @@ Every rank runs this whole file. The lines with `hvd` are what makes it parallel
 """
 
 import argparse
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=200, help="steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("function_approximation.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--plot", type=Path, help="a picture, such as fit.png")
     parser.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard")
@@ -70,12 +71,14 @@ def make_team(members: int) -> tuple[int, hvd.ProcessSet]:
     return member, teams[member]
 
 
-def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
+def load(checkpoint: Path, program: str, team: hvd.ProcessSet) -> dict:
     """Return the team's checkpoint. If one team has none, all ranks end and rank 0 says why."""
     state, problem = None, None
     try:
         state = hvd.checkpoint.load(checkpoint, process_set=team)
-    except hvd.checkpoint.CheckpointError as error:
+        if (other := state.get("program", "another program")) != program:
+            raise ValueError(f"{checkpoint} is of {other}, not of {program}")
+    except (ValueError, hvd.checkpoint.CheckpointError) as error:
         problem = error
     problems = list(filter(None, hvd.allgather_object(problem and str(problem))))
     if problems:
@@ -84,6 +87,7 @@ def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
     log = print if hvd.rank() == 0 else lambda *_, **__: None
@@ -104,9 +108,10 @@ def main() -> None:
     checkpoint = args.checkpoint
     if members > 1:
         checkpoint = checkpoint.with_stem(f"{checkpoint.stem}-{member}")
+    program = f"examples/function_approximation with {args.depth} layers of {args.width}"
     trained, curve = 0, []
     if args.resume:
-        state = load(checkpoint, team)
+        state = load(checkpoint, program, team)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr * team.size()  # the checkpoint has another team's
@@ -149,10 +154,9 @@ def main() -> None:
             log(f"step {step}: loss {curve[-1][1]:.3e}", flush=True)
             if writer:
                 writer.add_scalar("loss", curve[-1][1], step)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            hvd.checkpoint.save(
-                checkpoint, {**state, "steps": step, "curve": curve}, process_set=team
-            )
+            state = {"program": program, "steps": step, "curve": curve}
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            hvd.checkpoint.save(checkpoint, state, process_set=team)
     if writer:
         writer.close()
 

@@ -5,6 +5,9 @@ The same program twice: one imports horovod.torch, the other torch_ring, as `hvd
 
 import argparse
 import os
+import signal
+import sys
+from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import horovod.torch as hvd
+
+PROGRAM = "examples/horovod_migration"  # it resumes from no other's checkpoint
 
 parser = argparse.ArgumentParser(description="Digits, data-parallel")
 parser.add_argument("--batch-size", type=int, default=16, help="images of a rank in a step")
@@ -25,7 +30,7 @@ parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients in 16 bits")
 parser.add_argument("--use-adasum", action="store_true", help="combine by adaptive summation")
 parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
-parser.add_argument("--checkpoint", default="checkpoint.pt")
+parser.add_argument("--checkpoint", default="horovod_migration.pt")
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
 parser.add_argument("--plot", help="a picture, such as training.png")
 parser.add_argument("--tensorboard", help="a folder for TensorBoard")
@@ -99,6 +104,7 @@ def test(model, loader, sampler, args):
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parser.parse_args()
     if args.smoke:
         args.epochs = 1
@@ -127,9 +133,18 @@ def main():
     )
 
     # Rank 0 has written the checkpoint and reads it; the other ranks get the state by broadcast.
-    history = []
+    history, problem = [], None
     if args.resume and hvd.rank() == 0:
-        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        try:
+            checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            if checkpoint.get("program") != PROGRAM:
+                problem = f"cannot resume: {args.checkpoint} is of another program"
+        except (OSError, RuntimeError, UnpicklingError) as error:
+            problem = f"cannot resume: {str(error).splitlines()[0]}"
+    # All ranks end, one says why: if only rank 0 ended, the others would wait for it.
+    if problem := hvd.broadcast_object(problem, root_rank=0, name="problem"):
+        sys.exit(problem if hvd.rank() == 0 else 1)
+    if args.resume and hvd.rank() == 0:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         for group in optimizer.param_groups:  # the checkpoint's was for its number of ranks
@@ -161,7 +176,8 @@ def main():
             writer.add_scalar("loss/test", test_loss, epoch + 1)
             writer.add_scalar("accuracy/test", accuracy, epoch + 1)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "history": history}, args.checkpoint + ".new")
+        state |= {"program": PROGRAM, "history": history}
+        torch.save(state, args.checkpoint + ".new")
         os.replace(args.checkpoint + ".new", args.checkpoint)  # a job killed here keeps the old one
     if writer:
         writer.close()
@@ -183,6 +199,8 @@ def plot(path, history):
     left.set(xlabel="epoch", ylabel="loss")
     left.legend()
     right.plot(epochs, accuracies)
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="epoch", ylabel="test accuracy")
     figure.savefig(path, dpi=70)
 

@@ -9,6 +9,7 @@ Every rank runs this whole file. The recipe is that of Goyal et al. 2017 (arXiv:
 
 import argparse
 import os
+import signal
 import sys
 import time
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from torch_ring.lr_schedules import WarmupLR, step_decay
 from torch_ring.metrics import Means
 
 SMOKE = {"model": "resnet18", "image_size": 32, "batch_size": 4, "images": 24}
-SMOKE |= {"epochs": 2, "warmup_epochs": 1, "workers": 0, "report_steps": 1}
+SMOKE |= {"epochs": 2, "warmup_epochs": 1, "workers": 0}
 WIRES = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
 
 
@@ -57,12 +58,13 @@ def parse_args() -> argparse.Namespace:
     add("--wire", choices=WIRES, default="none", help="how gradients are sent")
     add("--amp", **flag, help="compute in 16 bits where that is safe")
     add("--workers", type=int, help="processes that load images, of one rank; default: by CPUs")
-    add("--checkpoint", type=Path, default=Path("checkpoint.pt"), help="after every epoch")
+    add("--checkpoint", type=Path, default=Path("imagenet.pt"), help="after every epoch")
     add("--checkpoint-every", type=int, metavar="STEPS", help="and within one")
     add("--resume", **flag, help="go on from the checkpoint, on any number of ranks")
     add("--tensorboard", type=Path, metavar="DIR")
     add("--plot", type=Path, metavar="FILE", help="draw the epochs")
-    add("--report-steps", type=int, default=100, metavar="N", help="of each kind of data; 0: none")
+    text = "report on the input pipeline, by N more steps with each kind of data; 0: by none"
+    add("--report-steps", type=int, metavar="N", help=text)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=["cpu", "cuda"], default=default)
     add("--seed", type=int, default=0)
@@ -125,11 +127,13 @@ def draw(history: list[dict], path: Path) -> None:
         for key in keys:
             axes.plot([row["epoch"] for row in history], [row[key] for row in history], label=key)
         axes.set(xlabel="epoch", ylabel=label, ylim=(0, None))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
     figure.savefig(path, dpi=80)
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
     is_first = hvd.rank() == 0
@@ -180,10 +184,13 @@ def main() -> None:
     )
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     parts |= {"scaler": scaler, "sampler": sampler}
+    program = f"examples/imagenet with {args.model} and {len(train_set.classes)} classes"
     history = []
     if args.resume:
         try:
             state = checkpoint.load(args.checkpoint)  # rank 0 reads it and sends it to all
+            if (other := state.get("program", "another program")) != program:
+                raise ValueError(f"it is of {other}, not of {program}")
             for name, part in parts.items():
                 part.load_state_dict(state[name])
             history = state["history"]
@@ -219,7 +226,8 @@ def main() -> None:
 
     def save() -> None:
         states = {name: part.state_dict() for name, part in parts.items()}
-        checkpoint.save(args.checkpoint, states | {"history": history})  # by rank 0, for all
+        states |= {"program": program, "history": history}
+        checkpoint.save(args.checkpoint, states)  # by rank 0, for all
 
     writer = None
     if args.tensorboard and is_first:
@@ -253,10 +261,11 @@ def main() -> None:
         writer.close()
     if args.plot and is_first:
         draw(history, args.plot)
-    # The report trains on, with each kind of data; the last checkpoint is on the disk already.
-    model.train()
-    compared, rounds = train_step if args.report_steps else None, min(5, args.report_steps or 1)
-    log(pipeline.report(compared, steps=max(1, args.report_steps // rounds), rounds=rounds))
+    if args.report_steps is not None:
+        # It trains on, with each kind of data; the last checkpoint is on the disk already.
+        model.train()
+        compared, rounds = train_step if args.report_steps else None, min(5, args.report_steps or 1)
+        log(pipeline.report(compared, steps=max(1, args.report_steps // rounds), rounds=rounds))
 
 
 if __name__ == "__main__":

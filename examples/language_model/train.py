@@ -10,6 +10,7 @@ ranks learns the same.
 
 import argparse
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -33,7 +34,7 @@ from torch_ring.metrics import Mean
 
 SMOKE = {
     **{"context": 32, "layers": 2, "heads": 2, "width": 32, "batch_size": 12, "steps": 20},
-    **{"warmup": 5, "log_every": 5, "checkpoint_every": 10, "sample": 40, "report_steps": 5},
+    **{"warmup": 5, "log_every": 5, "checkpoint_every": 10, "sample": 40},
 }
 
 
@@ -53,10 +54,11 @@ def parse_args() -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="the largest norm of all gradients together")
     add("--data", choices=["real", "cached", "synthetic"], default="real")
     add("--workers", type=int, default=0, help="processes that load data, of a rank")
-    add("--report-steps", type=int, default=50, metavar="N", help="of each kind of data; 0: none")
+    text = "report on the input pipeline, by N more steps with each kind of data; 0: by none"
+    add("--report-steps", type=int, metavar="N", help=text)
     add("--log-every", type=int, default=10, metavar="STEPS")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS", help="also validates")
-    add("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    add("--checkpoint", type=Path, default=Path("language_model.pt"))
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--sample", type=int, default=400, help="characters that the model writes at the end")
     add("--json", type=Path, help="write the losses into this JSON file")
@@ -139,13 +141,14 @@ def restore(path: Path, parts: dict[str, Any], identity: dict[str, Any]) -> int:
     except checkpoint.CheckpointError as error:
         leave(error)
     if {name: state.get(name) for name in identity} != identity:
-        leave(f"{path} is of another model, or of another text")
+        leave(f"{path} is of another program, of another model, or of another text")
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return state["step"]
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
     log = partial(print, flush=True) if hvd.rank() == 0 else lambda *_, **__: None
@@ -224,9 +227,9 @@ def main() -> None:
         prompt = text.characters[-2 * args.context : -args.context].to(args.device).long()
         print(f"--- the model writes:\n{text.decode(model.generate(prompt, args.sample))}\n---")
         curves.write(args.json, args.plot)
-    # The report comes last: it trains on, with each kind of data.
-    probe = {"step": train, "steps": -(-args.report_steps // 5), "rounds": 5}
-    log(pipeline.report(**probe if args.report_steps else {}))
+    if args.report_steps is not None:  # last: it trains on, with each kind of data
+        probe = {"step": train, "steps": -(-args.report_steps // 5), "rounds": 5}
+        log(pipeline.report(**probe if args.report_steps else {}))
 
 
 if __name__ == "__main__":

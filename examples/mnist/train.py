@@ -7,39 +7,20 @@
 Every rank runs this whole file. The lines with `hvd` make it parallel.
 """
 
-import argparse
 import os
+import signal
 import sys
-from pathlib import Path
 
 import torch
 from digits import load_data
 from model import make_model
+from options import parse_args
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import torch_ring as hvd
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a small CNN on handwritten digits.")
-    add = parser.add_argument
-    add("--dataset", choices=["mnist", "digits"], default="mnist")
-    add("--data-dir", type=Path, default=Path("data"), help="where MNIST is, or is put")
-    add("--epochs", type=int, help="in all, also with --resume; 1 of mnist, 10 of digits")
-    add("--batch-size", type=int, help="images of a rank in a step; 64 of mnist, 16 of digits")
-    add("--lr", type=float, default=0.001, help="right for one rank")
-    add("--warmup-epochs", type=float, default=0.5, help="in which the rate rises to size x lr")
-    add("--checkpoint", type=Path, default=Path("checkpoint.pt"))
-    add("--resume", action="store_true", help="go on from the checkpoint")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", choices=["cpu", "cuda"], default=default)
-    add("--smoke", action="store_true", help="other defaults, for a try in seconds")
-    if "--smoke" in sys.argv:
-        parser.set_defaults(dataset="digits", epochs=1)
-    return parser.parse_args()
 
 
 @torch.no_grad()
@@ -56,6 +37,7 @@ def test(model: nn.Module, test_set: TensorDataset, device: str) -> float:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
     is_first = hvd.rank() == 0
@@ -81,10 +63,13 @@ def main() -> None:
     # learning rate rises from `lr` to `size` x `lr`.
     schedule = hvd.lr_schedules.WarmupLR(optimizer, args.warmup_epochs, steps_per_epoch=steps)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    program = f"examples/mnist on {data.name}"  # it resumes from no other
     history = []  # a row for each epoch
     if args.resume:
         try:
             state = hvd.checkpoint.load(args.checkpoint)  # rank 0 reads it and sends it to all
+            if (other := state.get("program", "another program")) != program:
+                raise ValueError(f"it is of {other}, not of {program}")
             for name, part in parts.items():
                 part.load_state_dict(state[name])
             history = state["history"]
@@ -111,7 +96,8 @@ def main() -> None:
         loss, accuracy = mean_loss.compute(), test(model, data.test, args.device)
         history.append({"loss": loss, "accuracy": accuracy})
         states = {name: part.state_dict() for name, part in parts.items()}
-        hvd.checkpoint.save(args.checkpoint, states | {"history": history})  # rank 0 writes it
+        states |= {"program": program, "history": history}
+        hvd.checkpoint.save(args.checkpoint, states)  # rank 0 writes it
         log(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
     log(f"test accuracy {history[-1]['accuracy']:.4f}")
 

@@ -10,6 +10,7 @@ ensemble. Every rank runs this whole file. The lines with `hvd` are what makes i
 """
 
 import argparse
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, help="in all; 800, or 2400 in an ensemble")
     parser.add_argument("--every", type=int, default=40, help="iterations between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("pinn.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--plot", type=Path, help="a picture, such as solution.png")
     parser.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard")
@@ -74,12 +75,14 @@ def residual_loss(model: nn.Module, x: Tensor, k: int) -> Tensor:
     return (u_xx / largest + exact(x, k)).square().mean()
 
 
-def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
+def load(checkpoint: Path, program: str, team: hvd.ProcessSet) -> dict:
     """Return the team's checkpoint. If one team has none, all ranks end and rank 0 says why."""
     state, problem = None, None
     try:
         state = hvd.checkpoint.load(checkpoint, process_set=team)
-    except hvd.checkpoint.CheckpointError as error:
+        if (other := state.get("program", "another program")) != program:
+            raise ValueError(f"{checkpoint} is of {other}, not of {program}")
+    except (ValueError, hvd.checkpoint.CheckpointError) as error:
         problem = error
     problems = list(filter(None, hvd.allgather_object(problem and str(problem))))
     if problems:
@@ -88,6 +91,7 @@ def load(checkpoint: Path, team: hvd.ProcessSet) -> dict:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
     log = print if hvd.rank() == 0 else lambda *_, **__: None
@@ -117,9 +121,10 @@ def main() -> None:
         tolerance_grad=0,
         tolerance_change=0,
     )
+    program = f"examples/pinn with k = {k} and {args.depth} layers of {args.width}"
     done, curves = 0, {"residual": [], "boundary": []}
     if args.resume:
-        state = load(checkpoint, team)
+        state = load(checkpoint, program, team)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done, curves = state["iterations"], state["curves"]
@@ -171,10 +176,9 @@ def main() -> None:
             if writer:
                 writer.add_scalar(f"loss/{name}", value, done)
         log(f"iteration {done}:", ", ".join(f"{n} {v:.2e}" for n, v in values.items()), flush=True)
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        hvd.checkpoint.save(
-            checkpoint, {**state, "iterations": done, "curves": curves}, process_set=team
-        )
+        state = {"program": program, "iterations": done, "curves": curves}
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        hvd.checkpoint.save(checkpoint, state, process_set=team)
     if writer:
         writer.close()
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import socket
 import statistics
 import sys
@@ -139,6 +140,7 @@ def images_per_second(args: argparse.Namespace, step: Callable[[], None]) -> flo
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
     log = print if hvd.rank() == 0 else lambda *_, **__: None

@@ -243,6 +243,19 @@ def test_advice_of_reports(report, advice):
     assert "\n" not in report.advice
 
 
+def test_a_gap_is_shown_where_it_tells_something():
+    def gap(rates: Rates) -> str:
+        (line,) = re.findall(r"^  gap +(.*)", str(replace(REPORT, rates=rates)), re.MULTILINE)
+        return line
+
+    assert gap(RATES) == "50.0% +- 1.0% (1 - real/synthetic), loader share 44.4% (1 - real/cached)"
+    noisy = replace(RATES, real=25.56, spread=1.55)  # a gap of -27.8 %
+    assert gap(noisy) == "none above the noise of +- 155.0%"
+    few = replace(noisy, steps=5)
+    assert gap(few) == "too few steps to tell: 5 of each kind of data"
+    assert "%" not in str(replace(REPORT, rates=few))
+
+
 def pass_an_empty_tail() -> None:
     """After a resume with larger batches, the rest of the epoch fills no batch."""
     for mode in ("real", "cached", "synthetic"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_ring.config import SETTINGS, Config
+from torch_ring.config import SETTINGS, Config, variables_set
 from torch_ring.errors import InvalidArgumentError
 
 
@@ -65,3 +65,22 @@ def test_errors_name_the_variable_its_value_and_the_choice(variable, text, messa
 def test_the_secret_is_not_shown():
     assert "hush" not in repr(Config(secret="hush"))
     assert "TORCH_RING_SECRET" not in Config().common()
+
+
+def test_variables_that_are_set_are_shown_without_secrets():
+    environment = {
+        "TORCH_RING_SECRET": "hush",
+        "TORCH_RING_SERCET": "hush",
+        "HOROVOD_SECRET_KEY": "hush",
+        "TORCH_RING_TRANSPORT": "tcp",
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOME": "/root",
+    }
+    unknown = "(not a setting of torch_ring)"
+    assert variables_set(environment) == {
+        "HOROVOD_CYCLE_TIME": "5",
+        "HOROVOD_SECRET_KEY": unknown,
+        "TORCH_RING_SECRET": "(set, not shown)",
+        "TORCH_RING_SERCET": unknown,
+        "TORCH_RING_TRANSPORT": "tcp",
+    }

@@ -3,7 +3,13 @@
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.rendezvous.launchers import Identity, discover, first_host
+from torch_ring.rendezvous.launchers import (
+    Identity,
+    discover,
+    first_host,
+    variables_of_launchers,
+    without_launchers,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -137,3 +143,10 @@ def test_first_host_of_a_list(hostlist, first):
 def test_an_empty_host_list_is_refused():
     with pytest.raises(InvalidArgumentError, match="not a list of hosts"):
         first_host(",")
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, HYDRA, SRUN])
+def test_an_environment_without_its_launcher(variables):
+    environment = {"HOME": "/root", **variables}
+    assert variables_of_launchers(environment) == variables
+    assert without_launchers(environment) == {"HOME": "/root"}

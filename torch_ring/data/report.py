@@ -131,14 +131,26 @@ class InputReport:
             f"epoch {_ms(waits.first_s)}",
             f"  slowest rank   {waits.slowest_rank}, mean {_ms(waits.slowest_rank_s)}",
         ]
-        if rates:
+        if rates and rates.steps < _FEW:
+            lines.append(
+                f"  gap            too few steps to tell: {rates.steps} of each kind of data"
+            )
+        elif rates:
             lines += [
                 f"  steps/s        real {rates.real:.2f}, cached {rates.cached:.2f}, synthetic "
                 f"{rates.synthetic:.2f} (medians; {rates.steps} steps of each)",
-                f"  gap            {rates.gap:.1%} +- {rates.spread:.1%} (1 - real/synthetic), "
-                f"loader share {rates.loader_share:.1%} (1 - real/cached)",
+                f"  gap            {_gap(rates)}",
             ]
         return "\n".join([*lines, f"  advice         {self.advice}"])
+
+
+def _gap(rates: Rates) -> str:
+    if rates.gap <= rates.spread:
+        return f"none above the noise of +- {rates.spread:.1%}"
+    return (
+        f"{rates.gap:.1%} +- {rates.spread:.1%} (1 - real/synthetic), "
+        f"loader share {rates.loader_share:.1%} (1 - real/cached)"
+    )
 
 
 def _ms(seconds: float) -> str:

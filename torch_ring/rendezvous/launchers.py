@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["LAUNCHERS", "Identity", "Launcher", "discover", "first_host"]
+__all__ = [
+    "LAUNCHERS",
+    "Identity",
+    "Launcher",
+    "discover",
+    "first_host",
+    "variables_of_launchers",
+    "without_launchers",
+]
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,22 @@ def first_host(hostlist: str) -> str:
             f"{hostlist!r}, of Slurm's SLURM_STEP_NODELIST, is not a list of hosts: set MASTER_ADDR"
         )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what launchers have set in the environment: ranks, sizes, where the store is."""
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+    for launcher in LAUNCHERS.values():
+        names |= {launcher.rank, *launcher.size, launcher.local_rank, *launcher.nodes}
+        names |= {*launcher.job}
+        names |= {name for name in (launcher.local_size, launcher.node, launcher.requires) if name}
+    return {name: environment[name] for name in sorted(names) if name in environment}
+
+
+def without_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment for ranks that are started from here, and not by a launcher."""
+    theirs = variables_of_launchers(environment)
+    return {name: value for name, value in environment.items() if name not in theirs}
 
 
 def _launched(environment: Mapping[str, str]) -> Identity:

@@ -1,0 +1,105 @@
+"""Facts that the self-test shows, and the program of its ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pool
+import pytest
+import torch
+
+import torch_ring as hvd
+from torch_ring.self_test import machine, rank, report, software
+
+
+def check_wrong_sums() -> None:
+    rank._check(1000, "cpu")
+    right = rank.allreduce
+
+    def wrong(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        result = right(tensor, **options)
+        result[7] += 1
+        return result
+
+    message = "the allreduce of 1000 elements is wrong in 1 of them, the first is element 7: 30"
+    with mock.patch.object(rank, "allreduce", wrong), pytest.raises(RuntimeError, match=message):
+        rank._check(1000, "cpu")
+
+
+def test_a_wrong_sum_is_seen() -> None:
+    pool.run(check_wrong_sums, 2)
+
+
+def test_limits_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"memory.max": "max", "inner/memory.max": "1048576", "inner/cpu.max": "150000 100000"}
+    old = {"memory.limit_in_bytes": "524288", "cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "9"}
+    group = tmp_path / "groups"
+    for name, text in groups.items():
+        (group / name).parent.mkdir(parents=True, exist_ok=True)
+        (group / name).write_text(f"{text}\n")
+    monkeypatch.setattr(machine, "_CGROUPS", group)
+    lines = machine._lines
+    memberships = {Path("/proc/self/cgroup"): ["4:memory:/", "3:cpu,cpuacct:/", "0::/inner"]}
+    monkeypatch.setattr(machine, "_lines", lambda path: memberships.get(path) or lines(path))
+    assert (machine._memory_limit(), machine._cpu_quota()) == (1 << 20, 1.5)
+    for name, text in old.items():
+        folder = group / name.partition(".")[0]
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
+    assert (machine._memory_limit(), machine._cpu_quota()) == (1 << 19, 1.5)
+    (group / "cpu" / "cpu.cfs_quota_us").write_text("9\n")
+    assert machine._cpu_quota() == 1.0
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "none")
+    assert (machine._memory_limit(), machine._cpu_quota()) == (None, None)
+
+
+def test_versions_of_launchers() -> None:
+    hydra = "HYDRA build details:\n    Version:                                 4.2.1\n"
+    assert software._version(hydra) == "MPICH (Hydra) 4.2.1"
+    assert software._version("slurm 23.11.4\n") == "slurm 23.11.4"
+    assert software._version("mpirun (Open MPI) 5.0.8\n\nReport") == "mpirun (Open MPI) 5.0.8"
+
+
+def test_numbers_for_people() -> None:
+    assert [report._bytes(n) for n in (None, 12, 3 << 20, 5 << 30, 2048 << 30)] == [
+        "no limit",
+        "12 bytes",
+        "3 MiB",
+        "5 GiB",
+        "2048 GiB",
+    ]
+
+
+# --- the estimate of descriptors
+
+
+def count_descriptors() -> int:
+    before = len(os.listdir("/proc/self/fd"))
+    hvd.init()
+    hvd.barrier()
+    count = len(os.listdir("/proc/self/fd")) - before
+    hvd.barrier()
+    hvd.shutdown()
+    return count
+
+
+@pytest.mark.parametrize(
+    ("transport", "connections", "key"),
+    [
+        ("shm", 1, "ranks_on_one_host"),
+        ("tcp", 1, "ranks_one_on_each_host"),
+        ("tcp", 3, "ranks_one_on_each_host"),
+    ],
+)
+def test_descriptors_of_a_rank(transport: str, connections: int, key: str) -> None:
+    env = {"TORCH_RING_CONNECTIONS": str(connections)}
+    two, three = (
+        max(pool.run(count_descriptors, size, transport=transport, env=env, initialized=False))
+        for size in (2, 3)
+    )
+    open_files = machine._OF_PROCESS + 100 * (three - two)
+    with mock.patch("resource.getrlimit", return_value=(open_files, open_files)):
+        assert machine.limits(connections)[key] == 101

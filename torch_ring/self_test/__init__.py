@@ -1,0 +1,1 @@
+"""The self-test, ``python -m torch_ring``: what a machine can do, in words or as JSON."""

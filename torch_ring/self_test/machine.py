@@ -1,0 +1,141 @@
+"""Facts of the machine: processor, memory, limits of the container and of this process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+__all__ = ["limits", "machine"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OF_PROCESS = 64  # descriptors that a process has besides those to its ranks: a guess with room
+_NO_LIMIT = 1 << 60  # bytes: what version 1 of the control groups says instead of "max"
+
+Facts = dict[str, Any]
+
+
+def machine() -> Facts:
+    """Return processor, memory and what the container leaves of them. None: not known, no limit."""
+    memory = _key_values("/proc/meminfo")
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    processor = _key_values("/proc/cpuinfo")
+    flags = processor.get("flags", "").split()
+    return {
+        "system": platform.platform(terse=True),
+        "kernel": platform.release(),
+        "glibc": platform.libc_ver()[1],
+        "cpu": processor.get("model name", platform.machine()),
+        "vector_instructions": _vector_instructions(flags),
+        "cpus": os.cpu_count(),
+        "cpus_allowed": sorted(os.sched_getaffinity(0)),
+        "cpus_of_container": _cpu_quota(),
+        "load": os.getloadavg()[0],
+        "memory_bytes": _kilobytes(memory.get("MemTotal")),
+        "memory_available_bytes": _kilobytes(memory.get("MemAvailable")),
+        "memory_of_container_bytes": _memory_limit(),
+        "dev_shm_bytes": shm.total if shm else None,
+        "dev_shm_free_bytes": shm.free if shm else None,
+        "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+    }
+
+
+def limits(connections: int) -> Facts:
+    """Return the limits of this process; None: unlimited.
+
+    Args:
+        connections: TORCH_RING_CONNECTIONS.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    peers = max(0, files - _OF_PROCESS)
+    return {
+        "open_files": files,
+        # Of every other rank: a control connection, its memory, its doorbell.
+        "ranks_on_one_host": 1 + peers // 3,
+        # A control connection, and data connections to the rank of the same lane.
+        "ranks_one_on_each_host": 1 + peers // (1 + connections),
+        "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
+        "address_space_bytes": _limit(resource.RLIMIT_AS),
+        "processes": _limit(resource.RLIMIT_NPROC),
+    }
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _vector_instructions(flags: list[str]) -> str:
+    """Return which of the compiled loops reduce here, as csrc/core/reduce.cc chooses."""
+    if {"avx512bw", "avx512vl", "avx512dq"} <= set(flags):
+        return "AVX-512"
+    if {"avx2", "f16c"} <= set(flags):
+        return "AVX2"
+    return "SSE2" if "sse2" in flags else "the compiler's default"
+
+
+def _memory_limit() -> int | None:
+    texts = _of_control_group("memory", "memory.max", "memory.limit_in_bytes")
+    known = [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT]
+    return min(known, default=None)
+
+
+def _cpu_quota() -> float | None:
+    quotas = []
+    for text in _of_control_group("cpu", "cpu.max"):
+        quota, period = text.split()
+        if quota != "max":
+            quotas.append(int(quota) / int(period))
+    microseconds = _of_control_group("cpu", "", "cpu.cfs_quota_us")
+    periods = _of_control_group("cpu", "", "cpu.cfs_period_us")
+    quotas += [
+        int(quota) / int(period)
+        for quota, period in zip(microseconds, periods, strict=True)
+        if int(quota) > 0
+    ]
+    return min(quotas, default=None)
+
+
+def _of_control_group(controller: str, name: str, old_name: str = "") -> list[str]:
+    """Return a file's content in the control groups of this process, from its own to the root's.
+
+    Args:
+        controller: "cpu" or "memory".
+        name: the file's name in version 2.
+        old_name: in version 1.
+    """
+    folders = [(_CGROUPS, name), (_CGROUPS / controller, old_name)]
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        old = controller in controllers.split(",")
+        root = _CGROUPS / controller if old else _CGROUPS
+        if old or not controllers:
+            own = root / path.lstrip("/")
+            above = [folder for folder in own.parents if folder.is_relative_to(root)]
+            folders += [(folder, old_name if old else name) for folder in [own, *above]]
+    files = dict.fromkeys(folder / file for folder, file in folders if file)
+    return [text for text in map(_first_line, files) if text is not None]
+
+
+def _key_values(path: str) -> dict[str, str]:
+    """Return "key: value" lines; of a key that comes several times, the first."""
+    pairs = [line.partition(":") for line in _lines(Path(path))]
+    return {key.strip(): value.strip() for key, _, value in reversed(pairs)}
+
+
+def _kilobytes(text: str | None) -> int | None:
+    return int(text.split()[0]) << 10 if text else None
+
+
+def _first_line(path: Path) -> str | None:
+    return next(iter(_lines(path)), None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # not there, or not ours to read
+        return []

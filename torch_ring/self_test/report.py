@@ -1,0 +1,133 @@
+"""The self-test's report in words: one function for each part of the JSON object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["facts_in_words", "run_in_words"]
+
+Facts = dict[str, Any]
+
+
+def facts_in_words(report: Facts) -> str:
+    """Return all parts but the runs."""
+    lines = [
+        f"torch_ring {report['torch_ring']['version']}: self-test (put all of it in a bug report)",
+        *_software(report),
+        *_machine(report["machine"], report["limits"]),
+        *_launchers(report["launchers"]),
+        *_settings(report["settings"], report["network"]),
+        *_gpus(report["nccl"], report["gpus"]),
+    ]
+    return "\n".join(lines)
+
+
+def run_in_words(run: Facts) -> str:
+    """Return the part of one run."""
+    head = f"{run['ranks']} ranks, {run['asked_transport']}"
+    lines = [_row("", line) for line in run["log"] if run["failure"] or "shared memory:" in line]
+    if run["failure"]:
+        return "\n".join([_row(head, f"FAILED: {run['failure']}"), *lines])
+    lines.insert(0, _row(head, f"allreduce is right, by {run['transport']}"))
+    for row in run["allreduce"]:
+        text = f"torch_ring {_time(row['torch_ring_us'])}, {row['torch_ring_gb_s']:.3g} GB/s"
+        if "gloo_us" in row:
+            text += f"; gloo {_time(row['gloo_us'])}, {row['gloo_gb_s']:.3g} GB/s"
+            text += f"; torch_ring is {row['gloo_over_torch_ring']:.3g} times as fast"
+        lines.append(_row(f"  {_size(row['bytes'])}", text))
+    if run["gloo_problem"]:
+        lines.append(_row("  gloo", f"not compared: {run['gloo_problem']}"))
+    return "\n".join(lines)
+
+
+def _software(report: Facts) -> list[str]:
+    build, python = report["torch_ring"], report["python"]
+    cuda = f"CUDA {python['torch_cuda']}" if python["torch_cuda"] else "no CUDA"
+    gloo = "gloo" if python["torch_has_gloo"] else "no gloo"
+    return [
+        _row("native module", f"{build['native_module']}"),
+        _row("", f"built for torch {build['built_for_torch']}; {', '.join(build['transports'])}"),
+        *([_row("", f"PROBLEM: {build['problem']}")] if build["problem"] else []),
+        _row("torch", f"{python['torch']}, {cuda}, {gloo}; {python['torch_path']}"),
+        _row("Python", f"{python['python']}; {python['executable']}"),
+    ]
+
+
+def _machine(machine: Facts, limits: Facts) -> list[str]:
+    quota, of_container = machine["cpus_of_container"], machine["memory_of_container_bytes"]
+    cpus = f"{machine['cpus']} CPUs, {len(machine['cpus_allowed'])} allowed here"
+    memory = f"{_bytes(machine['memory_bytes'])}, {_bytes(machine['memory_available_bytes'])} free"
+    shm = f"{_bytes(machine['dev_shm_bytes'])}, {_bytes(machine['dev_shm_free_bytes'])} free"
+    busy = machine["load"] > len(machine["cpus_allowed"])
+    return [
+        _row("system", f"{machine['system']}, glibc {machine['glibc'] or 'not known'}"),
+        _row("processor", f"{machine['cpu']}, reduces with {machine['vector_instructions']}"),
+        _row("", cpus + (f", the container may use {quota:g}" if quota else "")),
+        _row("", f"load {machine['load']:.1f}" + ": busy, the times below say little" * busy),
+        _row("memory", memory + (f", the container's {_bytes(of_container)}" * bool(of_container))),
+        _row("/dev/shm", f"{shm} (DataLoader's workers use it, torch_ring does not)"),
+        _row("huge pages", str(machine["huge_pages"])),
+        _row(
+            "limits",
+            f"{limits['open_files']} open files: {limits['ranks_on_one_host']} ranks on one host, "
+            f"{limits['ranks_one_on_each_host']} with one on each host",
+        ),
+        _row(
+            "",
+            f"locked memory {_bytes(limits['locked_memory_bytes'])}, address space "
+            f"{_bytes(limits['address_space_bytes'])}, processes {limits['processes'] or 'any'}",
+        ),
+    ]
+
+
+def _launchers(launchers: Facts) -> list[str]:
+    lines = [
+        _row(name, f"{found['version']}; {found['path']}" if found else "not found")
+        for name, found in launchers["found"].items()
+    ]
+    lines.append(_row("started by", launchers["started_by"]))
+    return lines + [_row("", f"{n}={value}") for n, value in launchers["variables"].items()]
+
+
+def _settings(settings: Facts, network: Facts) -> list[str]:
+    made = "none: rank 0 makes one for ranks of one host; for several, set TORCH_RING_SECRET"
+    address = network["problem"] or f"{network['interface']}, {network['address']}"
+    return [
+        _row("settings", "" if settings["variables"] else "none set"),
+        *(_row("", f"{name}={value}") for name, value in settings["variables"].items()),
+        _row("secret", "set" if settings["secret"] == "set" else made),
+        _row("interface", f"{address} (of {', '.join(network['all'])})"),
+    ]
+
+
+def _gpus(nccl: Facts, gpus: Facts) -> list[str]:
+    count = len(gpus["names"])
+    lines = [
+        _row("NCCL", nccl["problem"] or f"{nccl['version']}; {nccl['path']}"),
+        _row("GPUs", gpus["problem"] or ", ".join(gpus["names"])),
+    ]
+    if count < 2:
+        lines.append(_row("", f"not tested here: an allreduce by NCCL takes 2 GPUs, not {count}"))
+    return lines
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<15} {text}".rstrip()
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return "no limit"
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.4g} GiB"
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MB" if count >= 1 << 20 else f"{count >> 10} KB"
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds:.3g} us" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"
