@@ -77,8 +77,6 @@ def _run(args: argparse.Namespace) -> int:
         config = Config()
         problems.append(first_line(error))
     report = _facts(config)
-    if report["torch_ring"]["problem"]:
-        problems.append(report["torch_ring"]["problem"])
     if not args.json:
         print(facts_in_words(report), flush=True)
 

@@ -47,7 +47,6 @@ def _software(report: Facts) -> list[str]:
     return [
         _row("native module", f"{build['native_module']}"),
         _row("", f"built for torch {build['built_for_torch']}; {', '.join(build['transports'])}"),
-        *([_row("", f"PROBLEM: {build['problem']}")] if build["problem"] else []),
         _row("torch", f"{python['torch']}, {cuda}, {gloo}; {python['torch_path']}"),
         _row("Python", f"{python['python']}; {python['executable']}"),
     ]

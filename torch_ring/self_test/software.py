@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch_ring._C import BUILT_FOR_TORCH, nccl_version
 from torch_ring._C import __file__ as native_module
 from torch_ring.config import Config, variables_set
-from torch_ring.errors import InvalidArgumentError, build_problem, first_line
+from torch_ring.errors import InvalidArgumentError, first_line
 from torch_ring.rendezvous.launchers import discover, variables_of_launchers
 from torch_ring.rendezvous.network import address_of_interface, own_address
 
@@ -36,7 +36,6 @@ def build() -> Facts:
         "package": str(Path(str(package.__file__)).parent),
         "native_module": native_module,
         "built_for_torch": BUILT_FOR_TORCH,
-        "problem": build_problem(BUILT_FOR_TORCH, torch.__version__),
         "transports": ["shm", "tcp", "nccl"],
     }
 
