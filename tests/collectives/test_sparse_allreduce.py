@@ -25,9 +25,12 @@ def check_sparse_sums() -> None:
     torch.testing.assert_close(result.to_dense(), dense)
     summed = hvd.sparse_allreduce_async(mine, "embedding", hvd.Sum)()
     torch.testing.assert_close(summed.to_dense(), dense * size)
-    for wrong, op in ((torch.ones(2), hvd.Sum), (mine, hvd.Max)):
-        with pytest.raises(ValueError, match="sparse"):
-            hvd.sparse_allreduce_async(wrong, op=op)
+    with pytest.raises(
+        ValueError, match="takes a sparse COO tensor: a dense one goes to allreduce_"
+    ):
+        hvd.sparse_allreduce_async(torch.ones(2), op=hvd.Sum)
+    with pytest.raises(ValueError, match=r"or hvd\.Sum; got hvd\.Max$"):
+        hvd.sparse_allreduce_async(mine, op=hvd.Max)
 
 
 @on_most_worlds
@@ -60,7 +63,7 @@ def refuse_then_reduce() -> None:
             values = torch.tensor([[2 + rank]], dtype=dtype)
             mine = torch.sparse_coo_tensor(torch.tensor([[0]]), values, (2, 1))
             if dtype == torch.int16:
-                with pytest.raises(ValueError, match=r"int16|Short"):
+                with pytest.raises(ValueError, match="int16"):
                     hvd.sparse_allreduce_async(mine, name, hvd.Sum)
             else:
                 summed = hvd.sparse_allreduce_async(mine, name, hvd.Sum)()

@@ -63,6 +63,7 @@ def test_missing_ranks_are_named_on_all_ranks():
     for error in errors:
         assert isinstance(error, TimeoutError)
         assert "ranks 2, 3 of 4 did not arrive within 0.5 s" in str(error)
+        assert str(error).endswith("have these processes started, and do they call init()?")
 
 
 def test_a_failure_reaches_waiting_ranks_but_not_the_next_world():

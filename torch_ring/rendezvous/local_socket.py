@@ -74,7 +74,10 @@ def ask(name: str, deadline: Deadline) -> bytes:
             if answer:
                 return answer
         time.sleep(0.02)
-    raise TimeoutError(f"rank 0 did not arrive on this host {deadline}")
+    raise TimeoutError(
+        f"rank 0 did not arrive on this host {deadline}: has its process started, and does it call "
+        "init()?"
+    )
 
 
 def _answer_all(listener: socket.socket, answer: bytes) -> None:

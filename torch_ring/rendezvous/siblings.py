@@ -44,10 +44,10 @@ def why_not_alone(environment: Mapping[str, str] = os.environ) -> str | None:
             )
     tasks = environment.get("SLURM_NTASKS", "")
     if tasks.isdecimal() and int(tasks) > 1:
-        return f"SLURM_NTASKS={tasks}, but srun has not started it. Type `srun python train.py`"
+        return f"SLURM_NTASKS={tasks}, and srun has not started it. Type `srun python train.py`"
     if "MASTER_ADDR" in environment:
         return (
-            "MASTER_ADDR is set, but RANK and WORLD_SIZE are not. Set them in each process, "
+            "MASTER_ADDR is set, and RANK and WORLD_SIZE are not. Set them in each process, "
             f"{_TORCHRUN}"
         )
     return None

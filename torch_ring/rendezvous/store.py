@@ -180,7 +180,7 @@ def _slurm_host(environment: Mapping[str, str]) -> str:
         if environment.get(variable):
             return first_host(environment[variable])
     raise InvalidArgumentError(
-        "SLURM_STEP_NODELIST is not set, so rank 0's host is unknown: set MASTER_ADDR to it"
+        "SLURM_STEP_NODELIST is not set: set MASTER_ADDR (rank 0's host) on all ranks"
     )
 
 

@@ -85,7 +85,10 @@ class StoreExchange:
                     values: list[str] = json.loads(self._store.get(name))
                     return values
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        raise TimeoutError(f"{name_ranks(missing)} of {self._size} did not arrive {self.deadline}")
+        raise TimeoutError(
+            f"{name_ranks(missing)} of {self._size} did not arrive {self.deadline}: have these "
+            "processes started, and do they call init()?"
+        )
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one."""
@@ -155,7 +158,8 @@ class StoreExchange:
             size = int(self._store.compare_set(_SIZE, "", str(self._size)))
             if size != self._size:
                 raise InvalidArgumentError(
-                    f"rank {self._rank} is one of {self._size}, but another rank is one of {size}"
+                    f"rank {self._rank} is one of {self._size}, but another rank is one of {size}: "
+                    "give all ranks the same size"
                 )
 
     def _failure(self) -> RingError | None:
