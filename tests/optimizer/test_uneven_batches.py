@@ -17,6 +17,7 @@ from training import make_model
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.optimizer.uneven_batches import explained
 
 REMEDY = (
     "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
@@ -172,3 +173,14 @@ def test_a_closures_loss_has_no_internal_name():
     for kind, text in run(lose_a_loss, 2):
         assert kind == "MismatchError"
         assert "averaging the closure's loss after backward pass" in text
+
+
+def test_errors_of_a_world_that_has_failed_before():
+    """They have only the cause. What is not about the other ranks stays as it is."""
+    purpose = "rank 0: averaging the gradients of backward pass 2"
+    died = hvd.PeerLostError("rank 1 (pid 7) died: its control connection closed")
+    better = explained(died, purpose, "1 backward pass")
+    assert type(better) is hvd.PeerLostError
+    assert str(better) == f"{purpose}: {died}"
+    assert explained(better, purpose, "1 backward pass") is None
+    assert explained(hvd.RingError("the engine is shut down"), purpose, "1 backward pass") is None
