@@ -57,7 +57,7 @@ def departure(size: int, purpose: str) -> str:
     """Return how an error begins; with three ranks, one may hear it from the other."""
     left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
     heard = r"(rank [01] \(pid \d+\) failed: )?"
-    return rf"rank \d: {purpose}: {heard}{left}\. The rank that has left did "
+    return rf"rank \d: {purpose}: {heard}{left}\. (All .*\. )?The rank that has left did "
 
 
 @pytest.mark.parametrize("env", [{}, MANY_BUCKETS])
@@ -86,7 +86,7 @@ def test_a_rank_that_has_left_two_optimizers():
 def test_a_rank_that_has_left_adasum():
     ((kind, text), _) = run(leave_early, 2, args=(2, "adasum"))
     assert kind == "PeerLostError", text
-    assert "has left: it called shutdown() or exited. The rank" in text
+    assert "has left: it called shutdown() or exited." in text
     assert f"The rank that has left did 2 optimizer steps: {REMEDY}" in text
 
 
@@ -127,7 +127,9 @@ def test_a_late_rank(transport, env):
     timeouts = {"TORCH_RING_TIMEOUT": "1.5", "TORCH_RING_STALL_WARNING": "0.5"}
     ((kind, text), messages), _ = run(come_late, 2, transport=transport, env=timeouts | env)
     assert kind == "TimeoutError", text
-    assert re.match(r"rank 0: averaging the gradients of backward pass 2: rank 1 \(pid", text), text
+    assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
+        text
+    )
     assert text.endswith(f"All ranks have done 1 backward pass, one does not do the next: {REMEDY}")
     assert messages
     for message in messages:
