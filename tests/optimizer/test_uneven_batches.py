@@ -54,10 +54,9 @@ def leave_early(batches: int, kind: str) -> tuple[str, str]:
 
 
 def departure(size: int, purpose: str) -> str:
-    """Return how an error begins; with three ranks, one may hear it from the other."""
+    """Return how an error begins. A rank may hear of it from another, or from its own buckets."""
     left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
-    heard = r"(rank [01] \(pid \d+\) failed: )?"
-    return rf"rank \d: {purpose}: {heard}{left}\. (All .*\. )?The rank that has left did "
+    return rf"rank \d: {purpose}: (.* )?{left}\. (.*\. )?The rank that has left did "
 
 
 @pytest.mark.parametrize("env", [{}, MANY_BUCKETS])
@@ -153,7 +152,9 @@ def die() -> tuple[str, str]:
 def test_a_rank_that_has_died_had_no_fewer_batches(transport):
     (kind, text), _ = run(die, 2, transport=transport, may_die={1})
     assert kind == "PeerLostError", text
-    assert re.match(r"rank 0: averaging the gradients of backward pass 2: rank 1 \(pid", text), text
+    assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
+        text
+    )
     assert "batches" not in text
 
 
