@@ -198,4 +198,7 @@ def disagree_about_dimensions() -> str:
 
 def test_a_disagreement_is_an_error_on_all_ranks():
     for message in run(disagree_about_dimensions, 2):
-        assert "sparse.words': the ranks disagree: rank 0: sparse_dim 1; rank 1: " in message
+        assert message == (
+            "averaging the sparse gradient of 'words' of backward pass 1: the ranks disagree: "
+            "rank 0: sparse_dim 1; rank 1: sparse_dim 2"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine
+from torch_ring._C import Engine, in_words
 from torch_ring.collectives.handle import GroupHandle
 from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum, checked_op
 from torch_ring.collectives.tensors import require_tensor
@@ -137,11 +137,12 @@ class _Part:
 
 def _require_same(name: str, parts: Sequence[_Part]) -> None:
     """Raise MismatchError if the ranks' shapes or operators differ."""
+    what = in_words(f"{name}.0") or f"sparse_allreduce {name!r}"
     first = parts[0]
     for part in parts:
         for asked, other in ((first.request, part.request), (first.sparse_dim, part.sparse_dim)):
             if asked != other:
                 raise MismatchError(
-                    f"sparse_allreduce {name!r}: the ranks disagree: rank {first.rank}: {asked}; "
+                    f"{what}: the ranks disagree: rank {first.rank}: {asked}; "
                     f"rank {part.rank}: {other}"
                 )

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ring._C import backward_name
 from torch_ring.collectives.allreduce import grouped_allreduce
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
-from torch_ring.optimizer.other_reducers import refuse_sharded
+from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.uneven_batches import explained
 from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
 from torch_ring.optimizer.wrapping import Wrapped, wrap
@@ -124,21 +125,40 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
     assert isinstance(optimizer, AdasumOptimizer)
     if optimizer._before is None:
         if optimizer._steps == 0:
-            _compare_weights(optimizer)
+            _check_start(optimizer)
         optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
 
 
-def _compare_weights(optimizer: AdasumOptimizer) -> None:
-    """Warn on one rank if the ranks' weights differ. A collective of those that have not joined."""
+@contextlib.contextmanager
+def _explaining(optimizer: AdasumOptimizer) -> Iterator[None]:
+    """Context in which errors say what their user may have done wrong."""
+    try:
+        yield
+    except RingError as error:
+        steps = optimizer._steps
+        better = explained(error, "", f"{steps} optimizer step{'s' if steps != 1 else ''}")
+        if better is None:
+            raise
+        raise better from error
+
+
+def _check_start(optimizer: AdasumOptimizer) -> None:
+    """Warn on one rank if the ranks' weights differ, or if DDP averages the gradients.
+
+    A collective of the ranks that have not joined.
+    """
+    parameters, names = zip(*optimizer._parameter_names.items(), strict=True)
     engine = engine_of(optimizer._process_set)
-    rank = torch.tensor([current.rank()], device="cpu")
-    own = torch.cat([rank, digests_of(list(optimizer._parameter_names))])
-    rows = engine.allgather(own, "", blocking=True, joinable=True).wait().view(-1, len(own))
+    own = torch.cat([torch.tensor([current.rank()], device="cpu"), digests_of(parameters)])
+    name = f"{backward_name(0)}.weights"
+    with _explaining(optimizer):
+        rows = engine.allgather(own, name, blocking=True, joinable=True).wait().view(-1, len(own))
     ranks = rows[:, 0].tolist()
-    names = list(optimizer._parameter_names.values())
-    difference = describe_difference(names, ranks, rows[:, 1:])
-    if difference and current.rank() == ranks[0]:
-        _log.warning(difference)
+    if current.rank() == ranks[0]:
+        warn_of_ddp(parameters)
+        difference = describe_difference(names, ranks, rows[:, 1:])
+        if difference:
+            _log.warning(difference)
 
 
 @torch.no_grad()
@@ -149,20 +169,13 @@ def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
     if before is None:
         return
     changes = [parameter - start for parameter, start in before.items()]
-    steps = optimizer._steps
-    try:
+    with _explaining(optimizer):
         combined = grouped_allreduce(
             changes,
             compression=optimizer._compression,
             op=Adasum,
             process_set=optimizer._process_set,
         )
-    except RingError as error:
-        done = f"{steps} optimizer step{'s' if steps != 1 else ''}"
-        better = explained(error, "", done)
-        if better is not None:
-            raise better from error
-        raise
     optimizer._steps += 1
     for (parameter, start), change in zip(before.items(), combined, strict=True):
         parameter.copy_(start + change)

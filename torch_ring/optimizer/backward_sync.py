@@ -230,7 +230,7 @@ class BackwardSync:
 
     def _with_digest(self, report: GradientReport) -> GradientReport:
         """Return the report with a digest of the weights, if these are the first gradients."""
-        participant = self._participants[report.participant]
+        participant = self._participant(report.participant)
         if participant.weights_compared or not report.due:
             return report
         return replace(report, digest=summary_of(participant.weight_digests()))
