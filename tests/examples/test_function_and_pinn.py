@@ -34,13 +34,13 @@ def weights(checkpoint: Path) -> torch.Tensor:
 def test_smoke(script: Path, tmp_path: Path) -> None:
     (alone,) = run(script, "--smoke", folder=tmp_path, size=1)
     assert alone.output.count("loss") + alone.output.count("residual") > 0
-    (tmp_path / "checkpoint.pt").unlink()
+    (tmp_path / f"{script.parent.name}.pt").unlink()
 
     outputs = ("--plot", "picture.png", "--tensorboard", "events")
     first, second = run(script, "--smoke", *outputs, folder=tmp_path)
     assert first.code is None
     assert second == Run(None, "")
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert (tmp_path / f"{script.parent.name}.pt").exists()
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "events").rglob("*tfevents*"))
 
@@ -90,7 +90,7 @@ def test_resumes_to_as_many_iterations_as_asked_for(tmp_path: Path) -> None:
     more = ("--resume", "--iterations", "30", "--every", "12")
     (outcome,) = run(PINN, *more, folder=tmp_path, size=1)
     assert re.findall(r"^iteration (\d+)", outcome.output, re.MULTILINE) == ["22", "30"]
-    optimizer = torch.load(tmp_path / "checkpoint.pt")["optimizer"]
+    optimizer = torch.load(tmp_path / "pinn.pt")["optimizer"]
     assert optimizer["state"][0]["n_iter"] == 30
 
 
@@ -142,9 +142,7 @@ def test_each_rank_solves_its_own_equation(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").exists()
     run(PINN, *common, "--points", "101", folder=tmp_path, size=1)
     # k = 2 alone, and as a member
-    torch.testing.assert_close(
-        weights(tmp_path / "checkpoint-2.pt"), weights(tmp_path / "checkpoint.pt")
-    )
+    torch.testing.assert_close(weights(tmp_path / "pinn-2.pt"), weights(tmp_path / "pinn.pt"))
 
 
 def test_network_solves_the_equation(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ HOROVOD = EXAMPLE / "train_horovod.py"
 def test_smoke(tmp_path: Path) -> None:
     (alone,) = run(MIGRATED, "--smoke", folder=tmp_path, size=1)
     assert alone.output.startswith("epoch 1: loss ")
-    (tmp_path / "checkpoint.pt").unlink()
+    (tmp_path / "horovod_migration.pt").unlink()
 
     outputs = ("--plot", "picture.png", "--tensorboard", "events")
     first, second = run(MIGRATED, "--smoke", *outputs, folder=tmp_path)
     assert first.code is None
     assert second == Run(None, "")
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert (tmp_path / "horovod_migration.pt").exists()
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "events").rglob("*tfevents*"))
 

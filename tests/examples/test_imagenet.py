@@ -60,20 +60,21 @@ def evaluate(images: Path, state: dict[str, torch.Tensor]) -> tuple[float, float
 
 
 def test_imagenet_trains_and_resumes(tmp_path: Path, images: Path) -> None:
-    options = ("--data-dir", str(images), "--smoke")
+    options = ("--data-dir", str(images), "--smoke", "--batch-size", "4", "--epochs", "2")
     more = ("--wire", "fp16", "--accumulate", "2", "--plot", "curve.png", "--tensorboard", "log")
+    more = (*more, "--report-steps", "1")
     first, second = run(IMAGENET / "train.py", *options, *more, folder=tmp_path)
     assert "resnet18: size 2, 1 steps of 16 images an epoch" in first.output
     assert epochs_in(first.output) == ["1", "2"]
     assert second.output == ""
     assert "input pipeline: 2 steps with real data on 2 ranks" in first.output
-    assert "loader share" in first.output
+    assert "too few steps to tell: 1 of each kind of data" in first.output
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "log").glob("events.*"))
 
-    state = torch.load(tmp_path / "checkpoint.pt")
+    state = torch.load(tmp_path / "imagenet.pt")
     rows = state["history"]
-    assert [row["lr"] for row in rows] == pytest.approx([4 * 0.0125] * 2)  # ranks x passes
+    assert [row["lr"] for row in rows] == pytest.approx([4 * 0.003] * 2)  # ranks x passes
     # Nine images on two ranks: each is counted once, and both ranks have the same model.
     loss, right = evaluate(images, state["model"])
     assert rows[-1]["val_loss"] == pytest.approx(loss, rel=1e-3)
@@ -84,9 +85,9 @@ def test_imagenet_trains_and_resumes(tmp_path: Path, images: Path) -> None:
     (alone,) = run(IMAGENET / "train.py", *options, *resumed, folder=tmp_path, size=1)
     assert epochs_in(alone.output) == ["3"]
     assert "6 steps with synthetic data" in alone.output
-    rows = torch.load(tmp_path / "checkpoint.pt")["history"]
+    rows = torch.load(tmp_path / "imagenet.pt")["history"]
     assert [row["epoch"] for row in rows] == [1, 2, 3]
-    assert rows[-1]["lr"] == pytest.approx(0.0125)
+    assert rows[-1]["lr"] == pytest.approx(0.003)
 
 
 def run_until_saved(script: str, arguments: list[str], folder: str, times: int) -> Run:
@@ -105,6 +106,7 @@ def run_until_saved(script: str, arguments: list[str], folder: str, times: int) 
 
 def test_imagenet_goes_on_within_an_epoch(tmp_path: Path, images: Path) -> None:
     options = ["--data-dir", str(images), "--smoke", "--report-steps", "0", "--batch-size", "2"]
+    options += ["--epochs", "2"]
     options += ["--model", "squeezenet1_1", "--image-size", "64", "--checkpoint-every", "2"]
     arguments = (str(IMAGENET / "train.py"), options, str(tmp_path), 2)
     first, _ = pool.run(
@@ -112,20 +114,31 @@ def test_imagenet_goes_on_within_an_epoch(tmp_path: Path, images: Path) -> None:
     )
     assert first.code == "interrupted"
     assert epochs_in(first.output) == []
-    state = torch.load(tmp_path / "checkpoint.pt")
+    state = torch.load(tmp_path / "imagenet.pt")
     assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (0, 4 * 2 * 2)
 
     (alone,) = run(IMAGENET / "train.py", *options, "--resume", folder=tmp_path, size=1)
     assert epochs_in(alone.output) == ["1", "2"]
     # Of 24 images, 8 were left in the first epoch.
     assert "16 steps with real data on 1 rank" in alone.output
-    assert torch.load(tmp_path / "checkpoint.pt")["schedule"]["last_epoch"] == 24
+    assert torch.load(tmp_path / "imagenet.pt")["schedule"]["last_epoch"] == 24
+
+
+def test_imagenet_refuses_the_checkpoint_of_another_program(tmp_path: Path, images: Path) -> None:
+    torch.save({"model": {}, "history": []}, tmp_path / "imagenet.pt")
+    options = ("--data-dir", str(images), "--smoke", "--resume")
+    first, second = run(IMAGENET / "train.py", *options, folder=tmp_path)
+    assert first.code == (
+        "cannot resume from imagenet.pt: it is of another program, not of examples/imagenet with "
+        "resnet18 and 3 classes"
+    )
+    assert second.code == 1
 
 
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        ("--resume", "cannot resume from checkpoint.pt: cannot load the checkpoint"),
+        ("--resume", "cannot resume from imagenet.pt: cannot load the checkpoint"),
         ("--batch-size=13", "24 images are less than a step of 2 x 13"),
     ],
 )

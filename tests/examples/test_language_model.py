@@ -18,7 +18,7 @@ import torch_ring as hvd
 EXAMPLE = ROOT / "examples" / "language_model"
 TRAIN = EXAMPLE / "train.py"
 LOSSES = ("training loss", "validation loss")
-SMOKE = ("--smoke", "--report-steps", "0", "--sample", "1", "--device", "cpu")
+SMOKE = ("--smoke", "--sample", "1", "--device", "cpu")
 # With the windows of --smoke, epochs of 8 steps: 20 steps go through two and a half.
 SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:3500]
 
@@ -79,26 +79,26 @@ def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
 
 def test_resumes_where_it_was(tmp_path: Path) -> None:
     whole = train(tmp_path, 3)
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    state = torch.load(tmp_path / "language_model.pt", weights_only=True)
     train(tmp_path, 3, saves=1)
-    halfway = (tmp_path / "checkpoint.pt").read_bytes()
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 10
+    halfway = (tmp_path / "language_model.pt").read_bytes()
+    assert torch.load(tmp_path / "language_model.pt", weights_only=True)["step"] == 10
 
     assert train(tmp_path, 3, "--resume") == whole  # bit for bit
-    again = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    again = torch.load(tmp_path / "language_model.pt", weights_only=True)
     assert again.keys() == state.keys()
     for name in ("model", "optimizer"):
         torch.testing.assert_close(again[name], state[name], rtol=0, atol=0)
     for name in again.keys() - {"model", "optimizer"}:
         assert again[name] == state[name]
 
-    (tmp_path / "checkpoint.pt").write_bytes(halfway)
+    (tmp_path / "language_model.pt").write_bytes(halfway)
     assert_close(train(tmp_path, 2, "--resume"), whole)
 
 
 @pytest.mark.parametrize(("amp", "data"), [("bfloat16", "cached"), ("float16", "synthetic")])
 def test_16_bits_and_other_data(tmp_path: Path, amp: str, data: str) -> None:
-    options = (*SMOKE, "--amp", amp, "--data", data, "--json", "log.json")
+    options = (*SMOKE, "--amp", amp, "--data", data, "--json", "log.json", "--report-steps", "0")
     first, _ = run(TRAIN, *options, folder=tmp_path)
     assert f"20 steps with {data} data on 2 rank" in first.output
     losses = [loss for _, loss in json.loads((tmp_path / "log.json").read_text())[LOSSES[0]]]
@@ -136,7 +136,10 @@ def test_says_why_it_cannot_run(tmp_path: Path) -> None:
         (("--text", "c.txt"), "cannot read the text c.txt: "),
         (("--text", "short.txt"), "100 characters are too few for a batch of 12"),
         (("--resume", "--checkpoint", "b.pt"), "cannot load the checkpoint b.pt: "),
-        (("--resume", "--text", "b.txt"), "checkpoint.pt is of another model, or of another text"),
+        (
+            ("--resume", "--text", "b.txt"),
+            "language_model.pt is of another program, of another model, or of ",
+        ),
     ):
         first, second = run(TRAIN, *SMOKE, *arguments, folder=tmp_path)
         assert str(first.code).startswith(problem)

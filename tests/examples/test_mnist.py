@@ -36,7 +36,7 @@ def test_trains_and_resumes(tmp_path: Path) -> None:
     assert re.findall(r"epoch (\d):", second.output) == ["2"]
     assert accuracy(second.output) > accuracy(first.output)
     assert [other.output for other in others] == ["", ""]
-    state = torch.load(tmp_path / "checkpoint.pt")
+    state = torch.load(tmp_path / "mnist.pt")
     assert state["schedule"]["last_epoch"] == 29 + 29  # in steps of three ranks; 44 were of two
     assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(3 * 0.001)
     assert [row["accuracy"] for row in state["history"]] == [
@@ -52,7 +52,7 @@ def test_trains_and_resumes(tmp_path: Path) -> None:
 def test_accuracy_is_that_of_the_whole_test_set(tmp_path: Path) -> None:
     first = run(TRAIN, "--smoke", folder=tmp_path, size=3)[0]
     model = runpy.run_path(str(EXAMPLE / "model.py"))["make_model"](pixels=8).eval()
-    model.load_state_dict(torch.load(tmp_path / "checkpoint.pt")["model"])
+    model.load_state_dict(torch.load(tmp_path / "mnist.pt")["model"])
     images, labels = runpy.run_path(str(EXAMPLE / "digits.py"))["load_scikit_learn"]().test.tensors
     with torch.no_grad():
         right = (model(images).argmax(1) == labels).double().mean().item()
@@ -62,9 +62,9 @@ def test_accuracy_is_that_of_the_whole_test_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize("contents", [None, b"no checkpoint"])
 def test_cannot_resume(tmp_path: Path, contents: bytes | None) -> None:
     if contents is not None:
-        (tmp_path / "checkpoint.pt").write_bytes(contents)
+        (tmp_path / "mnist.pt").write_bytes(contents)
     first, second = run(TRAIN, "--dataset", "digits", "--resume", folder=tmp_path)
-    assert str(first.code).startswith("cannot resume from checkpoint.pt: ")
+    assert str(first.code).startswith("cannot resume from mnist.pt: ")
     assert second.code == 1
     assert first.output == second.output == ""
 
@@ -73,6 +73,19 @@ def test_without_a_network_trains_on_digits(tmp_path: Path) -> None:
     (alone,) = run(TRAIN, "--epochs", "1", folder=tmp_path, size=1, env=NO_NETWORK)
     assert "MNIST cannot be had" in alone.output
     assert accuracy(alone.output) > 0.3
+
+
+@pytest.mark.parametrize("option", ["--epochs", "--batch-size"])
+@pytest.mark.parametrize("value", ["-1", "0", "two"])
+def test_counts_are_refused_in_words(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", f"{option}={value}"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(EXAMPLE / "options.py"))["parse_args"]()
+    assert left.value.code == 2
+    problem = f"argument {option}: '{value}' must be a whole number, 1 or more"
+    assert problem in capsys.readouterr().err
 
 
 def test_program_stays_short() -> None:

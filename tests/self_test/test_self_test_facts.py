@@ -63,6 +63,20 @@ def test_versions_of_launchers() -> None:
     assert software._version("mpirun (Open MPI) 5.0.8\n\nReport") == "mpirun (Open MPI) 5.0.8"
 
 
+def test_a_run_without_shared_memory_says_why() -> None:
+    why = "[torch_ring] rank 1 has no shared memory, so all ranks use TCP: `ulimit -v` allows 9 MiB"
+    run = {
+        **{"asked_transport": "auto", "ranks": 2, "failure": None, "transport": "tcp"},
+        **{"gloo_problem": "torch has no gloo", "allreduce": []},
+        "log": [why, "[torch_ring] 2 ranks, a TCP ring over 127.0.0.1"],
+    }
+    assert report.run_in_words(run).splitlines() == [
+        "2 ranks, auto   allreduce is right, by tcp",
+        f"                {why}",
+        "  gloo          not compared: torch has no gloo",
+    ]
+
+
 def test_numbers_for_people() -> None:
     assert [report._bytes(n) for n in (None, 12, 3 << 20, 5 << 30, 2048 << 30)] == [
         "no limit",
