@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -52,3 +56,22 @@ def test_the_module_is_that_of_this_torch() -> None:
     major, minor = torch.__version__.split(".")[:2]
     assert Path(_C.__file__).parent.name == f"torch_{major}_{minor}"
     assert torch_ring._C is _C
+
+
+def test_the_self_test_shows_it_without_a_traceback(tmp_path: Path) -> None:
+    package = Path(torch_ring.__file__).parent
+    ignored = shutil.ignore_patterns("torch_2_*", "__pycache__")
+    shutil.copytree(package, tmp_path / "torch_ring", ignore=ignored)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch_ring"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stderr.splitlines() if "torch_ring" in line]
+    assert "torch_ring is not built" in line
+    assert "Traceback" not in ended.stderr

@@ -39,14 +39,19 @@ def find_module(modules: Path, torch_version: str) -> str:
         tuple(map(int, path.parent.name.split("_")[1:])) for path in modules.glob("torch_*/_C.*.so")
     )
     if not built:
-        raise ImportError(f"torch_ring is not built: build it {build}")
+        raise _refusal(f"torch_ring is not built: build it {build}")
     if (int(major), int(minor)) in built:
         python = "{}.{}".format(*sys.version_info)
-        raise ImportError(
+        raise _refusal(
             f"torch_ring was built for another Python, and this is {python}: build it {build}"
         )
     versions = ", ".join(dict.fromkeys("{}.{}".format(*each) for each in built))
-    raise ImportError(
+    raise _refusal(
         f"torch_ring was built for torch {versions}, and this is torch {torch_version}: build it "
         f"again {build}"
     )
+
+
+def _refusal(text: str) -> ImportError:
+    """Return an error of which `python -m torch_ring` shows the text, and no traceback."""
+    return ImportError(text, name="torch_ring")
