@@ -52,7 +52,7 @@ def broadcast_parameters(
 
 
 def _named(params: Iterable[Tensor | tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if isinstance(params, (Tensor, torch.nn.Module)) or not isinstance(params, Iterable):
         kind = type(params).__name__
         raise ValueError(
             f"broadcast_parameters takes model.state_dict() or a list of tensors, not {kind}"

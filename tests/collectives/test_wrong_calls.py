@@ -143,6 +143,7 @@ def check_wrong_types() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for params, message in [
         (model, r"takes model.state_dict\(\) or a list of tensors, not Linear$"),
+        (torch.nn.Sequential(model), r"takes model.state_dict\(\) .*, not Sequential$"),
         (optimizer, r"not SGD: use broadcast_optimizer_state\(\)$"),
         ([torch.ones(1), torch.ones(1).numpy()], "item 1 of the list is ndarray"),
     ]:

@@ -110,6 +110,7 @@ def test_a_rank_in_another_collective(elsewhere, transport):
         assert re.search(rf"rank 1 \(pid \d+\): {elsewhere}", text)
         assert "'backward." not in text
     assert REMEDY in trains[1]
+    assert "a collective that only some ranks call, as under `if rank() == 0:`" in trains[1]
     assert "All ranks have done 1 backward pass, " in trains[1]
     assert REMEDY not in waits[1]
 

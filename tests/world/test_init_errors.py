@@ -22,6 +22,18 @@ def test_use_before_init():
     run(call_before_init, 1, initialized=False)
 
 
+def call_init_like_init_process_group() -> None:
+    """The first arguments of init() are no rank, size or backend."""
+    for arguments in ((0, 2), ("gloo",)):
+        with pytest.raises(ValueError, match=r"give rank and size by name, as in init\(rank=0"):
+            hvd.init(*arguments)
+    assert not hvd.is_initialized()
+
+
+def test_rank_and_size_without_names():
+    run(call_init_like_init_process_group, 1, initialized=False)
+
+
 def test_missing_ranks_are_named():
     def message(failed: RanksFailed) -> str:
         return str(failed)

@@ -6,13 +6,17 @@ rank then waits in backward() while another one has left, or has gone on to some
 
 from __future__ import annotations
 
-from torch_ring.errors import PeerLostError, RingError
+from torch_ring.errors import MismatchError, PeerLostError, RingError
 
 __all__ = ["explained"]
 
 _REMEDY = (
     "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
     "loader, or equal shards), or let a rank that has no more call join()"
+)
+_REMEDY_IN_ANOTHER_COLLECTIVE = (
+    "If it has as many, look for a collective that only some ranks call, as under "
+    "`if rank() == 0:`: all ranks must call it"
 )
 
 
@@ -31,6 +35,8 @@ def explained(error: RingError, purpose: str, done: str) -> RingError | None:
         text = f"{purpose}: {text}"
     if not isinstance(error, PeerLostError):
         text += f". All ranks have done {done}, one does not do the next: {_REMEDY}"
+        if isinstance(error, MismatchError):
+            text += f". {_REMEDY_IN_ANOTHER_COLLECTIVE}"
     elif " has left" in text:
         text += f". The rank that has left did {done}: {_REMEDY}. If it has failed, see its log"
     return type(error)(text) if text != str(error) else None

@@ -39,9 +39,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "Put its output in a bug report.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--ranks", type=_count, default=2, help="to start; default: 2")
     parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="of a run; default: 60"
+        "--ranks",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="the number of ranks to start; default: 2",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="the deadline of each of the runs; default: 60",
     )
     return parser.parse_args(arguments)
 

@@ -73,7 +73,7 @@ def join_world(
         store: as for init().
         config: the settings.
     """
-    if comm is None or isinstance(comm, Sequence):
+    if comm is None or (isinstance(comm, Sequence) and not isinstance(comm, str)):
         identity, comm = _identity_in_list(comm or (), given), None
     else:
         identity = _identity_in_communicator(comm, given)
@@ -106,7 +106,10 @@ def _identity_in_list(ranks: Sequence[int], given: dict[str, Any]) -> Identity:
 
 def _identity_in_communicator(comm: Any, given: dict[str, Any]) -> Identity:
     if not hasattr(comm, "Get_rank"):
-        raise InvalidArgumentError(f"comm={comm!r} is neither a list nor an mpi4py communicator")
+        raise InvalidArgumentError(
+            f"comm={comm!r} is neither a list nor an mpi4py communicator: give rank and size by "
+            "name, as in init(rank=0, size=2); there is no backend to choose"
+        )
     everyone = importlib.import_module("mpi4py.MPI").COMM_WORLD
     given |= {"rank": everyone.Get_rank(), "size": everyone.Get_size()}
     identity = _among(discover(**given), comm)
