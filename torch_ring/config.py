@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Config", "nccl_is_blocking", "variables_set"]
+__all__ = ["Config", "misspelt", "nccl_is_blocking", "variables_set"]
 
 _MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
+_OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -75,6 +77,20 @@ def variables_set(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 def _hidden(variable: str) -> str:
     known = {setting.variable for setting in SETTINGS}
     return "(set, not shown)" if variable in known else "(not a setting of torch_ring)"
+
+
+def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return which variables look like settings and are none, in one line; None: none of them.
+
+    Their values are not shown: TORCH_RING_SERCET has a secret.
+    """
+    known = {setting.variable for setting in SETTINGS}
+    found = []
+    for variable in sorted(environment.keys() - known - {_OF_BUILDS}):
+        if variable.startswith("TORCH_RING_"):
+            meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
+            found.append(variable + (f" (do you mean {meant[0]}?)" if meant else ""))
+    return f"no setting of torch_ring, ignored: {', '.join(found)}" if found else None
 
 
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:

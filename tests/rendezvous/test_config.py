@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_ring.config import SETTINGS, Config, variables_set
+from torch_ring.config import SETTINGS, Config, misspelt, variables_set
 from torch_ring.errors import InvalidArgumentError
 
 
@@ -84,3 +84,12 @@ def test_variables_that_are_set_are_shown_without_secrets():
         "TORCH_RING_SERCET": unknown,
         "TORCH_RING_TRANSPORT": "tcp",
     }
+
+
+def test_misspelt_variables_are_named_without_their_values():
+    assert misspelt({setting.variable: "" for setting in SETTINGS} | {"HOROVOD_RANK": "0"}) is None
+    found = misspelt({"TORCH_RING_SERCET": "hush", "TORCH_RING_COLOUR": "red", "PATH": ""})
+    assert found == (
+        "no setting of torch_ring, ignored: TORCH_RING_COLOUR, TORCH_RING_SERCET (do you mean "
+        "TORCH_RING_SECRET?)"
+    )

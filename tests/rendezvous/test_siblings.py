@@ -129,3 +129,18 @@ def init_again() -> None:
 
 def test_init_as_another_rank():
     run(init_again, 2)
+
+
+def init_with_a_misspelt_setting() -> None:
+    hvd.shutdown()
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("torch_ring").addHandler(handler)
+    hvd.init()
+    logging.getLogger("torch_ring").removeHandler(handler)
+    expected = "TORCH_RING_TIMOUT (do you mean TORCH_RING_TIMEOUT?)"
+    assert (expected in stream.getvalue()) == (hvd.rank() == 0)
+
+
+def test_a_misspelt_setting_is_told_once():
+    run(init_with_a_misspelt_setting, 2, env={"TORCH_RING_TIMOUT": "10"})

@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine, keep_results
-from torch_ring.config import Config
+from torch_ring.config import Config, misspelt
 from torch_ring.errors import NotInitializedError
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.world.join import World, join_world
@@ -96,6 +96,9 @@ def init(
         keep_results(config.kept_result_bytes)
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
         _world = join_world(comm, process_sets, given, store, config)
+        ignored = misspelt()
+        if ignored and _world.rank == 0:
+            _log.warning(ignored)
 
 
 def shutdown() -> None:
