@@ -91,6 +91,28 @@ def test_a_rank_that_has_left_adasum(batches):
     assert "allgather" not in text
 
 
+def leave_after_join(kind: str) -> tuple[str, str]:
+    """Rank 1 joins early, and leaves in the next epoch."""
+    step = make_step(kind)
+    for _ in range(3 - hvd.rank()):
+        step()
+    hvd.join()
+    step()
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return "", ""
+    return error_of(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "done"), [("one", "1 backward pass"), ("adasum", "1 optimizer step")]
+)
+def test_what_a_rank_did_counts_from_join(kind, done):
+    ((error, text), _) = run(leave_after_join, 2, args=(kind,))
+    assert error == "PeerLostError", text
+    assert f"The rank that has left did {done} since join(): {REMEDY}" in text
+
+
 def go_on_elsewhere(elsewhere: str) -> tuple[str, str]:
     """Rank 1 has one batch less, and waits in another collective."""
     step = make_step("one")
