@@ -210,4 +210,7 @@ def test_errors_of_a_world_that_has_failed_before():
     assert type(better) is hvd.PeerLostError
     assert str(better) == f"{purpose}: {died}"
     assert explained(better, purpose, "1 backward pass") is None
+    ended = "this world has ended: rank 1 (pid 7) died: its connection closed"
+    better = explained(hvd.PeerLostError(f"rank 0: {ended}"), purpose, "1 backward pass")
+    assert str(better) == f"{purpose}: {ended}"
     assert explained(hvd.RingError("the engine is shut down"), purpose, "1 backward pass") is None

@@ -28,7 +28,8 @@ def explained(error: RingError, purpose: str, done: str) -> RingError | None:
     if type(error) is RingError:  # of the set, not of the ranks: shut down, say
         return None
     if purpose not in text:
-        text = f"{purpose}: {text}"
+        rank = purpose.partition(": ")[0]
+        text = f"{purpose}: {text.removeprefix(f'{rank}: ')}"
     if not isinstance(error, PeerLostError):
         text += f". All ranks have done {done}, one does not do the next: {_REMEDY}"
     elif " has left" in text:
