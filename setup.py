@@ -6,6 +6,8 @@ there is no torch, it asks pip for the newest one, for the build alone.
 """
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,8 +60,7 @@ def say(text):
 
 def find_torch():
     """Import torch from here, or from the environment that an isolated build works for."""
-    hidden = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    for folder in [None, *hidden, site.getusersitepackages()]:
+    for folder in [None, *hidden_folders()]:
         if folder is not None:
             sys.path.append(folder)
         try:
@@ -70,6 +71,18 @@ def find_torch():
         else:
             return torch
     return None
+
+
+def hidden_folders():
+    """Return the folders of packages that pip hides from an isolated build, as Python has them."""
+    own = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    if sys.prefix == sys.base_prefix:
+        return [*own, site.getusersitepackages()]
+    settings = Path(sys.prefix) / "pyvenv.cfg"
+    text = settings.read_text() if settings.exists() else ""
+    if not re.search(r"^include-system-site-packages\s*=\s*true", text, re.MULTILINE | re.I):
+        return list(own)  # such an environment has neither the user's packages nor the system's
+    return [*own, site.getusersitepackages(), *site.getsitepackages([sys.base_prefix])]
 
 
 def minor(version):
@@ -85,6 +98,8 @@ def module_name(torch_minor):
 def torch_requirement(minors):
     """Return the versions of torch that modules for these minor versions run with."""
     first, last = min(minors), max(minors)
+    if first == last:
+        return "torch=={}.{}.*".format(*first)  # with pre-releases, such as 2.15.0a0+nv25
     if len(minors) != last[1] - first[1] + 1:
         raise SystemExit(f"torch_ring: there are modules for torch {minors}, with a gap")
     return "torch>={}.{},<{}.{}".format(*first, last[0], last[1] + 1)
@@ -92,7 +107,7 @@ def torch_requirement(minors):
 
 def check_tools():
     """Exit with one sentence if something is missing that a build needs."""
-    compiler = os.environ.get("CXX", "g++").split()
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         raise SystemExit(
             f"torch_ring: there is no C++ compiler ({compiler[0]}): install g++ (Debian: apt "
@@ -157,7 +172,10 @@ def compiled_module(torch):
             if Path(self.build_temp).exists():  # then few files are left to compile
                 super().run()
                 return
-            cores = int(os.environ.get("MAX_JOBS", len(os.sched_getaffinity(0))))
+            jobs = os.environ.get(
+                "MAX_JOBS", ""
+            )  # what is no number counts as unset, for torch, too
+            cores = max(1, int(jobs)) if jobs.isdecimal() else len(os.sched_getaffinity(0))
             say(
                 f"compiling {len(SOURCES)} files for torch {torch.__version__}, about "
                 f"{-(-CORE_MINUTES // cores)} min on {cores} cores"
@@ -201,6 +219,8 @@ def native_modules():
     if BUILT_BEFORE:
         folders = Path(BUILT_BEFORE).glob("torch_*")
         minors = sorted(tuple(map(int, path.name.split("_")[1:])) for path in folders)
+        if not minors:
+            raise SystemExit(f"torch_ring: TORCH_RING_NATIVE_MODULES={BUILT_BEFORE} has no modules")
         return {
             "ext_modules": [Extension(module_name(each), []) for each in minors],
             "cmdclass": {"build": CleanBuild, "build_ext": Copy},
@@ -229,7 +249,7 @@ def native_modules():
         say(
             "there is no torch in this environment: pip downloads the newest one (with CUDA's "
             "libraries 3 GB), and torch_ring is built for it. For another one stop here, and "
-            "`pip install` that torch first"
+            "`pip install` that torch first; with uv, which hides it, add --no-build-isolation"
         )
     elif "sdist" not in sys.argv:
         raise SystemExit(

@@ -6,7 +6,8 @@
 from torch_ring.native import folder_of_module
 
 # Here `torch_ring._C` is found: a wheel has a native module for each minor version of torch.
-__path__.append(folder_of_module())
+# Before the package's own folder, where an older version may have left one.
+__path__.insert(0, folder_of_module())
 
 from torch_ring import (
     checkpoint,

@@ -128,7 +128,10 @@ def broadcast_buffers(
             continue
         received = torch.split(packed, [part.numel() for part in parts])
         for buffer, part in zip(buffers, received, strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # clone: aligned
+            value = part.clone().view(buffer.dtype).view(buffer.shape)  # clone: aligned
+            # An expanded buffer has one element in many places: it is written once.
+            once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())
+            buffer[once].copy_(value[once])
 
 
 @dataclass(frozen=True)

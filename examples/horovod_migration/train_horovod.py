@@ -7,7 +7,6 @@ import argparse
 import os
 import signal
 import sys
-from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
@@ -139,8 +138,9 @@ def main():
             checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if checkpoint.get("program") != PROGRAM:
                 problem = f"cannot resume: {args.checkpoint} is of another program"
-        except (OSError, RuntimeError, UnpicklingError) as error:
-            problem = f"cannot resume: {str(error).splitlines()[0]}"
+        except Exception as error:  # of any type: the other ranks wait to hear of it
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            problem = f"cannot resume: {args.checkpoint}: {reason}"
     # All ranks end, one says why: if only rank 0 ended, the others would wait for it.
     if problem := hvd.broadcast_object(problem, root_rank=0, name="problem"):
         sys.exit(problem if hvd.rank() == 0 else 1)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from pool import error_of, run
@@ -212,6 +213,7 @@ def check_average() -> None:
         assert text.endswith(f": use {use}")
     assert hvd.allreduce(t, True).tolist() == [1.0] * 3
     assert hvd.allreduce(t, average=0).tolist() == [hvd.size()] * 3
+    assert hvd.allreduce(t, op=np.int64(1)).tolist() == [hvd.size()] * 3  # Horovod's number
 
 
 def test_average_is_a_flag():

@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,6 +49,16 @@ def test_a_checkpoint_of_another_program_is_refused(name: str, tmp_path: Path) -
         assert second.code == 1
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_damaged_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    """A copy that was cut off."""
+    (tmp_path / "empty.pt").touch()
+    options = (*OPTIONS[name], "--resume", "--checkpoint", "empty.pt")
+    first, second = run(EXAMPLES / name / "train.py", *options, folder=tmp_path)
+    assert re.match(r"cannot .*empty\.pt", str(first.code)), first.code
+    assert second.code == 1
+
+
 def test_a_checkpoint_of_other_options_is_refused(tmp_path: Path) -> None:
     script = EXAMPLES / "function_approximation" / "train.py"
     run(script, "--smoke", folder=tmp_path, size=1)
@@ -72,10 +83,13 @@ def test_ctrl_c_ends_every_example() -> None:
 def test_ctrl_c_prints_no_traceback(name: str, tmp_path: Path) -> None:
     """The terminal sends SIGINT to all ranks at once."""
     script = str(EXAMPLES / name / "train.py")
-    ranks = [
-        subprocess.Popen(
+    ranks: list[subprocess.Popen[str]] = []
+    for rank in range(2):
+        group = ranks[0].pid if ranks else 0
+        process = subprocess.Popen(
             [sys.executable, "-u", script, *OPTIONS[name]],
             cwd=tmp_path,
+            preexec_fn=lambda group=group: os.setpgid(0, group),
             env=os.environ
             | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -84,15 +98,16 @@ def test_ctrl_c_prints_no_traceback(name: str, tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
-    ]
+        ranks.append(process)
+    late = threading.Timer(DEADLINE_S, os.killpg, (ranks[0].pid, signal.SIGKILL))
+    late.start()
     try:
         lines = iter(ranks[0].stdout.readline, "")  # type: ignore[union-attr]
         assert any(re.match("epoch 1|iteration 40:", line) for line in lines)
-        for rank in ranks:
-            rank.send_signal(signal.SIGINT)
+        os.killpg(ranks[0].pid, signal.SIGINT)
         outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     finally:
+        late.cancel()
         for rank in ranks:
             rank.kill()
             rank.communicate()

@@ -56,6 +56,8 @@ def test_the_module_is_that_of_this_torch() -> None:
     major, minor = torch.__version__.split(".")[:2]
     assert Path(_C.__file__).parent.name == f"torch_{major}_{minor}"
     assert torch_ring._C is _C
+    # First, so that one that an older version has left in the package does not win.
+    assert torch_ring.__path__[0] == str(Path(_C.__file__).parent)
 
 
 def test_the_self_test_shows_it_without_a_traceback(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
 from scripts import ROOT
 
 DEADLINE_S = 60
@@ -57,9 +58,10 @@ class Environment:
             "PYTHONUSERBASE": str(folder / "user"),
         }
 
-    def install_torch(self, version: str) -> None:
-        """Put a torch into the environment that has what setup.py looks at."""
-        (site,) = self.python.parents[1].glob("lib/python*/site-packages")
+    def install_torch(self, version: str, library: Path | None = None) -> None:
+        """Put a torch into the environment, or elsewhere, that has what setup.py looks at."""
+        (own,) = self.python.parents[1].glob("lib/python*")
+        site = (library or own) / "site-packages"
         (site / "torch" / "utils").mkdir(parents=True)
         (site / "torch" / "__init__.py").write_text(TORCH.format(version))
         (site / "torch" / "utils" / "cpp_extension.py").write_text(CPP_EXTENSION)
@@ -144,7 +146,33 @@ def test_an_isolated_build_takes_the_torch_of_the_environment(environment: Envir
     output = environment.isolated("print(backend.get_requires_for_build_wheel())")
     assert last_line(output) == "[]"
     environment.isolated("backend.prepare_metadata_for_build_wheel('.')")
-    assert "torch<2.14,>=2.13" in requirements(environment.tree)
+    assert "torch==2.13.*" in requirements(environment.tree)
+
+
+def test_a_pre_release_of_torch_fits(setup: dict[str, Any]) -> None:
+    """Such are the versions in NVIDIA's containers; pip would put another one in its place."""
+    requirement = Requirement(setup["torch_requirement"]([setup["minor"]("2.15.0a0+1d2f.nv25")]))
+    fits = requirement.specifier.contains
+    found = ["2.15.0a0+1d2f.nv25", "2.15.1+cu130", "2.14.1", "2.16.0a0"]
+    assert [fits(version, prereleases=True) for version in found] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("whose", ["user", "system"])
+@pytest.mark.parametrize("sees_others", [False, True])
+def test_torch_outside_of_a_virtual_environment(
+    environment: Environment, whose: str, sees_others: bool
+) -> None:
+    """It counts only where the environment has it, too."""
+    settings = environment.python.parents[1] / "pyvenv.cfg"
+    text = f"home = {settings.parent}\ninclude-system-site-packages = {str(sees_others).lower()}\n"
+    settings.write_text(text)
+    base = environment.tree.parent / "base"
+    site = Path(environment.variables["PYTHONUSERBASE"]) if whose == "user" else base
+    environment.install_torch("2.13.0", site / "lib" / f"python3.{sys.version_info[1]}")
+    output = environment.isolated(
+        f"sys.base_prefix = {str(base)!r}\nprint(backend.get_requires_for_build_wheel())"
+    )
+    assert last_line(output) == ("[]" if sees_others else "['torch>=2.11']")
 
 
 def test_an_old_torch(environment: Environment) -> None:
@@ -165,6 +193,19 @@ def test_an_old_compiler(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(SystemExit, match=r"false does not know C\+\+20"):
         setup["check_tools"]()
+
+
+@pytest.mark.parametrize("jobs", ["", "0", "many"])
+@pytest.mark.parametrize("compiler", ["", "env g++ -O1"])
+def test_variables_that_say_nothing_or_more(
+    environment: Environment, jobs: str, compiler: str
+) -> None:
+    """The build begins; this torch has no headers."""
+    environment.install_torch("2.13.0+cpu")
+    status, output = environment.run("setup.py", "build_ext", MAX_JOBS=jobs, CXX=compiler)
+    assert status == 1
+    assert "files for torch 2.13.0+cpu, about" in output
+    assert "Traceback" not in output
 
 
 def test_without_the_headers_of_python(

@@ -45,7 +45,7 @@ def test_a_forgotten_broadcast_is_told(size, others, transport):
         f"the ranks train different weights: '0.weight' on {others} is not that on rank 0 (6 of 6 "
         "parameters of this optimizer differ). Gradients are averaged, weights are not, so they "
         "stay different: call broadcast_parameters(model.state_dict(), root_rank=0) before the "
-        "first step, and after join()"
+        "first step, and after join(), from the rank that join() returns"
     ]
     assert rest == [[]] * (size - 1)
 
@@ -148,16 +148,16 @@ def test_a_process_set_warns_for_itself():
     none, (message,), others = run(train_in_a_set, 3)
     assert none == others == []
     assert "'weight' on rank 2 is not that on rank 1 (1 of 1" in message
-    assert "root_rank=1)" in message
+    assert message.endswith("root_rank=1, process_set=...) before the first step")
 
 
-def join_and_go_on(broadcast: bool) -> list[str]:
+def join_and_go_on(broadcast: bool, fewer: int = 1, op: hvd.ReduceOp = hvd.Average) -> list[str]:
     """Rank 1 has fewer batches: after join() its weights are older than the others'."""
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=op)
     with logged() as messages:
-        for _ in range(3):
-            for _ in range(1 if hvd.rank() == 1 else 3):
+        for epoch in range(4):
+            for _ in range(fewer if hvd.rank() == 1 and epoch < 3 else 3):
                 step(optimizer, model(torch.ones(2, 8)).sum())
             last = hvd.join()
             if broadcast:
@@ -173,6 +173,17 @@ def test_a_forgotten_broadcast_after_join(broadcast, transport):
         [] if broadcast else [True]
     )
     assert rest == [[]] * 2
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_adasum_after_join(fewer, broadcast):
+    """A rank that had joined before its first step compares weights when the others do."""
+    messages, others = run(join_and_go_on, 2, args=(broadcast, fewer, hvd.Adasum))
+    assert ["on rank 1 is not that on rank 0 (6 of 6" in message for message in messages] == (
+        [] if broadcast else [True]
+    )
+    assert others == []
 
 
 def join_before_the_first_step() -> list[str]:

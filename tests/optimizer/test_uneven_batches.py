@@ -91,6 +91,28 @@ def test_a_rank_that_has_left_adasum(batches):
     assert "allgather" not in text
 
 
+def leave_after_join(kind: str) -> tuple[str, str]:
+    """Rank 1 joins early, and leaves in the next epoch."""
+    step = make_step(kind)
+    for _ in range(3 - hvd.rank()):
+        step()
+    hvd.join()
+    step()
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return "", ""
+    return error_of(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "done"), [("one", "1 backward pass"), ("adasum", "1 optimizer step")]
+)
+def test_what_a_rank_did_counts_from_join(kind, done):
+    ((error, text), _) = run(leave_after_join, 2, args=(kind,))
+    assert error == "PeerLostError", text
+    assert f"The rank that has left did {done} since join(): {REMEDY}" in text
+
+
 def go_on_elsewhere(elsewhere: str) -> tuple[str, str]:
     """Rank 1 has one batch less, and waits in another collective."""
     step = make_step("one")
@@ -189,4 +211,10 @@ def test_errors_of_a_world_that_has_failed_before():
     assert type(better) is hvd.PeerLostError
     assert str(better) == f"{purpose}: {died}"
     assert explained(better, purpose, "1 backward pass") is None
+    ended = "this world has ended: rank 1 (pid 7) died: its connection closed"
+    better = explained(hvd.PeerLostError(f"rank 0: {ended}"), purpose, "1 backward pass")
+    assert str(better) == f"{purpose}: {ended}"
+    late = "this world has ended: allreduce 'loss' float32 [] Average: gave up after 10 s"
+    better = explained(hvd.TimeoutError(f"rank 0: {late}"), purpose, "1 backward pass")
+    assert str(better) == f"{purpose}: {late}"  # not about batches
     assert explained(hvd.RingError("the engine is shut down"), purpose, "1 backward pass") is None

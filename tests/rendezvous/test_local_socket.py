@@ -46,3 +46,9 @@ def test_the_launcher_is_the_nearest_ancestor_without_a_rank(monkeypatch):
     point = local_socket.socket_name
     assert point(Identity(0, 2, job="1")) == point(Identity(1, 2, job="1"))
     assert point(Identity(0, 2, job="1")) != point(Identity(0, 2, job="2"))
+
+
+def test_where_processes_cannot_be_seen(monkeypatch):
+    monkeypatch.setattr(local_socket, "_stat", lambda _: Path("/no/proc").read_text().split())
+    with pytest.raises(RingError, match="cannot see the process that started this rank"):
+        local_socket._starter(Identity(1, 2, launcher="Open MPI"))

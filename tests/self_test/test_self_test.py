@@ -220,12 +220,28 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> N
     if sent == signal.SIGINT:
         assert process.returncode == 130
         assert errors == "torch_ring: the self-test was interrupted\n"
+    elif sent == signal.SIGTERM:
+        assert (process.returncode, errors) == (143, "")
     else:  # it could not clean up its folder
         assert process.returncode == -sent
         for folder in (tmp_path / "temporary").iterdir():
             for file in folder.iterdir():
                 file.unlink()
             folder.rmdir()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_nobody_reads_its_output(arguments: list[str]) -> None:
+    """As by `| head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torch_ring", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, env=environment, stdout=writer, stderr=subprocess.PIPE, timeout=DEADLINE_S
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def has_begun(log: Path) -> bool:

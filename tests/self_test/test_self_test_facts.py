@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import torch_ring as hvd
+from torch_ring.rendezvous.network import address_of_interface
 from torch_ring.self_test import machine, rank, report, software
 
 
@@ -85,6 +87,23 @@ def test_numbers_for_people() -> None:
         "5 GiB",
         "2048 GiB",
     ]
+
+
+def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not known is no limit, and no error; a kernel without IPv6 has no list of it."""
+
+    def refuse(*args: Any, **options: Any) -> str:
+        raise FileNotFoundError("there is no /proc")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "getloadavg", refuse)
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    text = "\n".join(report._machine(machine.machine(), machine.limits(1)))
+    for line in ("load not known", "memory +not known", r"/dev/shm +not known", "pages +not known"):
+        assert re.search(rf"^ *(huge )?{line}", text, re.MULTILINE), text
+    assert software._loaded("libc") is None
+    with pytest.raises(hvd.InvalidArgumentError, match="no-such-interface"):
+        address_of_interface("no-such-interface")
 
 
 # --- the estimate of descriptors

@@ -29,6 +29,7 @@ class Normalized(nn.Module):
         self.register_buffer("missing", None)
         self.register_buffer("empty", torch.empty(0, 4))
         self.register_buffer("strided", torch.full((4, 3), float(value)).t())
+        self.register_buffer("expanded", torch.full((4, 1), float(value)).expand(2, 4, 3))
 
 
 def see_batches(model: nn.Module, rank: int) -> None:

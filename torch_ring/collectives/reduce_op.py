@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from numbers import Integral
 
 from torch_ring.errors import InvalidArgumentError
 
@@ -84,8 +85,8 @@ def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> Red
         InvalidArgumentError: it is not allowed: another library's operator, for example, whose
             number means something else here.
     """
-    if isinstance(op, int) and not isinstance(op, bool) and op in allowed:
-        return ReduceOp(op)
+    if isinstance(op, Integral) and not isinstance(op, bool) and op in allowed:  # NumPy's, too
+        return ReduceOp(int(op))
     names = [f"hvd.{each.name}" for each in allowed]
     meant = _meant(op)
     advice = f": use hvd.{meant.name}" if meant is not None and meant in allowed else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +44,10 @@ class AdasumOptimizer(Wrapped):
     _compression: Compressor
     _process_set: ProcessSet
     _before: dict[Tensor, Tensor] | None
-    _steps: int
+    _steps: int  # since the start, or since join()
+    _since: str  # how errors say which
+    _is_compared: bool  # whether the ranks have compared their weights since then
+    _has_warned: bool
     backward_passes_per_step: int
 
     def synchronize(self) -> None:
@@ -107,12 +112,29 @@ def wrap_adasum(
     wrapped._compression = compression
     wrapped._process_set = process_set
     wrapped._before = None
-    wrapped._steps = 0
+    wrapped._since = ""
+    wrapped._has_warned = False
+    _start_anew(wrapped)
     wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         wrapped.register_step_pre_hook(_remember)
         wrapped.register_step_post_hook(_combine)
+        if process_set.process_set_id == 0:  # no other set can be joined
+            current.world().on_rejoin.append(functools.partial(_on_rejoin, weakref.ref(wrapped)))
+
+
+def _start_anew(optimizer: AdasumOptimizer) -> None:
+    optimizer._steps = 0
+    optimizer._is_compared = False
+
+
+def _on_rejoin(reference: weakref.ref[AdasumOptimizer]) -> None:
+    """Forget what a rank that had joined does not know: its steps were fewer, perhaps none."""
+    optimizer = reference()
+    if optimizer is not None:
+        _start_anew(optimizer)
+        optimizer._since = " since join()"
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -124,8 +146,9 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
     """Step pre-hook; called twice for one step if a `step` calls its base class's."""
     assert isinstance(optimizer, AdasumOptimizer)
     if optimizer._before is None:
-        if optimizer._steps == 0:
+        if not optimizer._is_compared:
             _check_start(optimizer)
+            optimizer._is_compared = True
         optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
 
 
@@ -136,7 +159,8 @@ def _explaining(optimizer: AdasumOptimizer) -> Iterator[None]:
         yield
     except RingError as error:
         steps = optimizer._steps
-        better = explained(error, "", f"{steps} optimizer step{'s' if steps != 1 else ''}")
+        done = f"{steps} optimizer step{'s' if steps != 1 else ''}{optimizer._since}"
+        better = explained(error, "", done)
         if better is None:
             raise
         raise better from error
@@ -154,10 +178,12 @@ def _check_start(optimizer: AdasumOptimizer) -> None:
     with _explaining(optimizer):
         rows = engine.allgather(own, name, blocking=True, joinable=True).wait().view(-1, len(own))
     ranks = rows[:, 0].tolist()
-    if current.rank() == ranks[0]:
+    if current.rank() == ranks[0] and not optimizer._since:
         warn_of_ddp(parameters)
-        difference = describe_difference(names, ranks, rows[:, 1:])
-        if difference:
+    difference = describe_difference(names, ranks, rows[:, 1:], optimizer._process_set)
+    if difference and not optimizer._has_warned:
+        optimizer._has_warned = True
+        if current.rank() == ranks[0]:
             _log.warning(difference)
 
 

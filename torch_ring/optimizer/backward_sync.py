@@ -93,6 +93,8 @@ class BackwardSync:
         size: the number of ranks.
         number: agreements so far; a part of the names of the operations up to the next one.
         steps: steps that the optimizers have taken, all together.
+
+    Both count since the start, or since join().
     """
 
     process_set: ProcessSet
@@ -100,6 +102,7 @@ class BackwardSync:
     size: int = field(init=False)
     number: int = 0
     steps: int = 0
+    _since: str = ""  # how errors say since when
     _rank: int = field(default_factory=current.rank)
     _world_engine: Engine = field(default_factory=current.engine)
     _record: ProcessSetRecord = field(init=False)
@@ -192,6 +195,7 @@ class BackwardSync:
     def resynchronize(self) -> None:
         """Reset what the ranks may have counted differently: join() returns on all of them."""
         self.number = self.steps = 0
+        self._since = " since join()"
         for participant in self._participants.values():
             participant.nothing_pending = False
             participant.weights_compared = False  # a rank that had joined has not stepped
@@ -223,7 +227,7 @@ class BackwardSync:
     def _raise_explained(self, error: RingError) -> None:
         """Raise the error of an agreement with what its user may have done wrong, if that helps."""
         purpose = f"rank {self._rank}: {in_words(backward_name(self.number))}"
-        done = f"{self.number} backward pass{'es' if self.number != 1 else ''}"
+        done = f"{self.number} backward pass{'es' if self.number != 1 else ''}{self._since}"
         better = explained(error, purpose, done)
         if better is not None:
             raise better from error

@@ -137,7 +137,7 @@ class Reducer:
 
     def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
         """See `Participant`. One rank warns, once."""
-        difference = describe_difference(self._names, ranks, digests)
+        difference = describe_difference(self._names, ranks, digests, self._sync.process_set)
         if difference and not self._has_warned:
             self._has_warned = True
             if current.rank() == ranks[0]:

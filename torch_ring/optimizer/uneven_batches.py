@@ -32,8 +32,11 @@ def explained(error: RingError, purpose: str, done: str) -> RingError | None:
     if type(error) is RingError:  # of the set, not of the ranks: shut down, say
         return None
     if purpose not in text:
-        text = f"{purpose}: {text}"
-    if not isinstance(error, PeerLostError):
+        rank = purpose.partition(": ")[0]
+        text = f"{purpose}: {text.removeprefix(f'{rank}: ')}"
+    if "this world has ended" in text:  # in another operation, whose error says why
+        pass
+    elif not isinstance(error, PeerLostError):
         text += f". All ranks have done {done}, one does not do the next: {_REMEDY}"
         if isinstance(error, MismatchError):
             text += f". {_REMEDY_IN_ANOTHER_COLLECTIVE}"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_ring.world.process_set import ProcessSet, global_process_set
+
 __all__ = ["describe_difference", "digests_of", "summary_of"]
 
 _ROW_BYTES = 4096
@@ -38,13 +40,19 @@ def summary_of(digests: Tensor) -> bytes:
     return hashlib.blake2b(digests.numpy().tobytes(), digest_size=8).digest()
 
 
-def describe_difference(names: Sequence[str], ranks: Sequence[int], digests: Tensor) -> str | None:
+def describe_difference(
+    names: Sequence[str],
+    ranks: Sequence[int],
+    digests: Tensor,
+    process_set: ProcessSet = global_process_set,
+) -> str | None:
     """Return which parameters differ between ranks, and what to do; None if they are the same.
 
     Args:
         names: of the parameters.
         ranks: of the rows, ascending.
         digests: of each rank, int64 [rank, parameter].
+        process_set: of the optimizer.
     """
     differs = digests != digests[0]
     columns = differs.any(0).nonzero().flatten().tolist()
@@ -55,12 +63,13 @@ def describe_difference(names: Sequence[str], ranks: Sequence[int], digests: Ten
     ]
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     which = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:3]))}{more}"
+    in_set = "" if process_set.process_set_id == 0 else ", process_set=..."
     return (
         f"the ranks train different weights: '{names[columns[0]]}' on {which} is not that on rank "
         f"{ranks[0]} ({len(columns)} of {len(names)} parameters of this optimizer differ). "
         "Gradients are averaged, weights are not, so they stay different: call "
-        f"broadcast_parameters(model.state_dict(), root_rank={ranks[0]}) before the first step, "
-        "and after join()"
+        f"broadcast_parameters(model.state_dict(), root_rank={ranks[0]}{in_set}) before the first "
+        "step" + ("" if in_set else ", and after join(), from the rank that join() returns")
     )
 
 

@@ -99,14 +99,15 @@ def _starter(identity: Identity) -> str:
     daemon.
     """
     launcher = LAUNCHERS.get(identity.launcher)
-    for pid in _ancestors():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except PermissionError:
-            continue  # a wrapper such as sudo, which runs as another user
-        prefix = launcher.rank.encode() + b"=" if launcher else None
-        if prefix is None or not any(entry.startswith(prefix) for entry in environment):
-            return f"{pid}.{_stat(pid)[19]}"
+    prefix = launcher.rank.encode() + b"=" if launcher else None
+    with contextlib.suppress(FileNotFoundError):  # no /proc, or it hides other users' processes
+        for pid in _ancestors():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except PermissionError:
+                continue  # a wrapper such as sudo, which runs as another user
+            if prefix is None or not any(entry.startswith(prefix) for entry in environment):
+                return f"{pid}.{_stat(pid)[19]}"
     raise RingError(
         f"cannot see the process that started this rank ({identity.source()}): set MASTER_ADDR to "
         "127.0.0.1 and MASTER_PORT to a free port"

@@ -62,7 +62,7 @@ def address_of_interface(interface: str) -> str:
             return socket.inet_ntoa(answer[20:24])
         except OSError:
             pass
-    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+    for line in _ipv6_addresses():
         digits, _, _, scope, _, name = line.split()
         if name == interface and scope in ("00", "10"):  # global, or the loopback's
             return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
@@ -71,6 +71,13 @@ def address_of_interface(interface: str) -> str:
         f"TORCH_RING_INTERFACE={interface!r}: must be an address of this host, or an interface "
         f"that has one ({names})"
     )
+
+
+def _ipv6_addresses() -> list[str]:
+    try:
+        return Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return []
 
 
 def require_same_user(connection: socket.socket) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from typing import Any
 
@@ -17,19 +19,28 @@ from torch_ring.self_test.report import facts_in_words, run_in_words
 
 __all__ = ["main"]
 
-_INTERRUPTED = 130  # as shells count: 128 + SIGINT
+# As shells count: 128 and the signal.
+_INTERRUPTED = 128 + signal.SIGINT
+_ENDED = 128 + signal.SIGTERM
+_UNREAD = 128 + signal.SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the self-test; return 0 if it has passed, 1 if not, 130 after Ctrl-C."""
+    """Run the self-test; return 0 if it has passed, 1 if not, more if it was ended by a signal."""
     args = _parse(arguments)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED))  # it ends its ranks first
     try:
         if _is_not_first():
             return 0  # under a launcher one process is enough
         return _run(args)
+    except BrokenPipeError:  # `| head`; what else is written must not fail at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
     except KeyboardInterrupt:
         print("torch_ring: the self-test was interrupted", file=sys.stderr)
         return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -109,9 +120,9 @@ def _run(args: argparse.Namespace) -> int:
 
     report |= {"runs": runs, "problems": problems, "passed": not problems}
     if args.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(report, indent=1), flush=True)
     else:
-        print(f"self-test FAILED: {problems[0]}" if problems else "self-test passed")
+        print(f"self-test FAILED: {problems[0]}" if problems else "self-test passed", flush=True)
     return 1 if problems else 0
 
 

@@ -33,7 +33,7 @@ def machine() -> Facts:
         "cpus": os.cpu_count(),
         "cpus_allowed": sorted(os.sched_getaffinity(0)),
         "cpus_of_container": _cpu_quota(),
-        "load": os.getloadavg()[0],
+        "load": _load(),
         "memory_bytes": _kilobytes(memory.get("MemTotal")),
         "memory_available_bytes": _kilobytes(memory.get("MemAvailable")),
         "memory_of_container_bytes": _memory_limit(),
@@ -61,6 +61,13 @@ def limits(connections: int) -> Facts:
         "address_space_bytes": _limit(resource.RLIMIT_AS),
         "processes": _limit(resource.RLIMIT_NPROC),
     }
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:  # no /proc, which every container should have
+        return None
 
 
 def _limit(which: int) -> int | None:

@@ -57,17 +57,18 @@ def _software(report: Facts) -> list[str]:
 def _machine(machine: Facts, limits: Facts) -> list[str]:
     quota, of_container = machine["cpus_of_container"], machine["memory_of_container_bytes"]
     cpus = f"{machine['cpus']} CPUs, {len(machine['cpus_allowed'])} allowed here"
-    memory = f"{_bytes(machine['memory_bytes'])}, {_bytes(machine['memory_available_bytes'])} free"
-    shm = f"{_bytes(machine['dev_shm_bytes'])}, {_bytes(machine['dev_shm_free_bytes'])} free"
-    busy = machine["load"] > len(machine["cpus_allowed"])
+    memory = _space(machine["memory_bytes"], machine["memory_available_bytes"])
+    shm = _space(machine["dev_shm_bytes"], machine["dev_shm_free_bytes"])
+    load = machine["load"]
+    busy = load is not None and load > len(machine["cpus_allowed"])
     return [
         _row("system", f"{machine['system']}, glibc {machine['glibc'] or 'not known'}"),
         _row("processor", f"{machine['cpu']}, reduces with {machine['vector_instructions']}"),
         _row("", cpus + (f", the container may use {quota:g}" if quota else "")),
-        _row("", f"load {machine['load']:.1f}" + ": busy, the times below say little" * busy),
+        _row("", f"load {_number(load)}" + ": busy, the times below say little" * busy),
         _row("memory", memory + (f", the container's {_bytes(of_container)}" * bool(of_container))),
         _row("/dev/shm", f"{shm} (DataLoader's workers use it, torch_ring does not)"),
-        _row("huge pages", str(machine["huge_pages"])),
+        _row("huge pages", machine["huge_pages"] or "not known"),
         _row(
             "limits",
             f"{limits['open_files']} open files: {limits['ranks_on_one_host']} ranks on one host, "
@@ -114,6 +115,16 @@ def _gpus(nccl: Facts, gpus: Facts) -> list[str]:
 
 def _row(name: str, text: str) -> str:
     return f"{name:<15} {text}".rstrip()
+
+
+def _number(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.1f}"
+
+
+def _space(size: int | None, free: int | None) -> str:
+    if size is None or free is None:
+        return "not known"
+    return f"{_bytes(size)}, {_bytes(free)} free"
 
 
 def _bytes(count: int | None) -> str:

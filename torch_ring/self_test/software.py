@@ -128,7 +128,11 @@ def nccl(config: Config) -> Facts:
 
 def _loaded(library: str) -> str | None:
     """Return the path of a shared library that this process has loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    for line in maps.splitlines():
         path = line.partition("/")[2]
         if path.rpartition("/")[2].startswith(library):
             return f"/{path}"
