@@ -99,7 +99,7 @@ $(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/wanted
 	touch $@
 
 $(STAMPS)/extension: $(STAMPS)/torch build/venv $(SOURCES)
-	@echo "building the extension; all of it takes about 8 minutes / cores"
+	@echo "building the extension; all of it takes about 4 minutes / cores"
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
