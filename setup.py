@@ -131,20 +131,36 @@ class CleanBuild(build):
         super().run()
 
 
-class Progress(threading.Thread):
-    """Says now and then how many files are compiled."""
+class Progress:
+    """Says what a build is about to do, and every few seconds how far it is."""
 
     INTERVAL_S = 20
 
-    def __init__(self, objects):
-        super().__init__(daemon=True)
+    def __init__(self, objects, torch_version):
         self.objects = objects
+        self.torch_version = torch_version
         self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.report, daemon=True)
 
-    def run(self):
+    def __enter__(self):
+        jobs = os.environ.get("MAX_JOBS", "")  # torch, too, ignores one that is no number
+        cores = max(1, int(jobs)) if jobs.isdecimal() else len(os.sched_getaffinity(0))
+        say(
+            f"compiling for torch {self.torch_version}, files at a time: {cores}; about "
+            f"{-(-CORE_MINUTES // cores)} min, less if some are compiled already"
+        )
+        self.began = time.time()
+        self.thread.start()
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+
+    def report(self):
         while not self.ended.wait(self.INTERVAL_S):
-            compiled = sum(1 for _ in self.objects.glob("**/*.o"))
-            say(f"compiled {compiled} of {len(SOURCES)} files")
+            times = [path.stat().st_mtime for path in self.objects.glob("**/*.o")]
+            compiled = sum(written >= self.began for written in times)
+            say(f"compiled {compiled} files, of {len(SOURCES)} at most")
 
 
 def compiled_module(torch):
@@ -169,26 +185,8 @@ def compiled_module(torch):
                 for other in native.glob("torch_*"):
                     shutil.rmtree(other)
                 (native / module.name.split(".")[-2]).mkdir()
-            if Path(self.build_temp).exists():  # then few files are left to compile
+            with Progress(Path(self.build_temp), torch.__version__):
                 super().run()
-                return
-            jobs = os.environ.get(
-                "MAX_JOBS", ""
-            )  # what is no number counts as unset, for torch, too
-            cores = max(1, int(jobs)) if jobs.isdecimal() else len(os.sched_getaffinity(0))
-            say(
-                f"compiling {len(SOURCES)} files for torch {torch.__version__}, about "
-                f"{-(-CORE_MINUTES // cores)} min on {cores} cores"
-            )
-            began = time.monotonic()
-            progress = Progress(Path(self.build_temp))
-            progress.start()
-            try:
-                super().run()
-            finally:
-                progress.ended.set()
-                progress.join()
-            say(f"compiled in {(time.monotonic() - began) / 60:.1f} min")
 
     module = CppExtension(
         module_name(minor(torch.__version__)),

@@ -204,7 +204,7 @@ def test_variables_that_say_nothing_or_more(
     environment.install_torch("2.13.0+cpu")
     status, output = environment.run("setup.py", "build_ext", MAX_JOBS=jobs, CXX=compiler)
     assert status == 1
-    assert "files for torch 2.13.0+cpu, about" in output
+    assert "compiling for torch 2.13.0+cpu, files at a time: " in output
     assert "Traceback" not in output
 
 
