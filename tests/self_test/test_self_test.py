@@ -33,6 +33,8 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell ignores SIGINT for what it runs in the background, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -208,7 +210,7 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> N
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)  # it does not end by itself
         process.send_signal(sent)
-        _, errors = process.communicate(timeout=DEADLINE_S)
+        output, errors = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
         process.communicate()
@@ -218,7 +220,7 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> N
         os.kill(pid, signal.SIGKILL)
     assert ended
     if sent == signal.SIGINT:
-        assert process.returncode == 130
+        assert process.returncode == 130, f"{output}{errors}"
         assert errors == "torch_ring: the self-test was interrupted\n"
     elif sent == signal.SIGTERM:
         assert (process.returncode, errors) == (143, "")
