@@ -45,12 +45,7 @@ def allreduce(reports: dict[str, Report], axes: Axes) -> None:
         lines["torch_ring, shared"] = (shared, "torch_ring")
     for label, (of_rows, library) in lines.items():
         draw(axes, label, of_rows, lambda row, x=library: row["results"][x]["algbw"])
-    sizes(axes)
-    axes.set(
-        yscale="log",
-        ylabel="bytes / time (GB/s)",
-        title=f"allreduce, {machine(reports, 'allreduce')}",
-    )
+    label_bandwidth(reports, axes)
 
 
 def overview(reports: dict[str, Report], sheet: Figure) -> None:
@@ -60,12 +55,7 @@ def overview(reports: dict[str, Report], sheet: Figure) -> None:
     for library in ("torch_ring", "mpi", "gloo"):
         if library in rows[0]["results"]:
             draw(left, library, rows, lambda row, x=library: row["results"][x]["algbw"])
-    sizes(left)
-    left.set(
-        yscale="log",
-        ylabel="bytes / time (GB/s)",
-        title=f"allreduce, {machine(reports, 'allreduce')}",
-    )
+    label_bandwidth(reports, left)
     steps: dict[str, dict[str, float]] = {}
     for row in rows_of(reports, "training_step"):
         steps.setdefault(row["model"], {})[row["variant"]] = row["step_ms"]
@@ -229,6 +219,16 @@ def sizes(axes: Axes) -> None:
     low, high = axes.get_xlim()
     axes.set_xticks(ticks, labels)
     axes.set_xlim(low, high)
+
+
+def label_bandwidth(reports: dict[str, Report], axes: Axes) -> None:
+    """Label a figure of an allreduce's bandwidth by size."""
+    sizes(axes)
+    axes.set(
+        yscale="log",
+        ylabel="bytes / time (GB/s)",
+        title=f"allreduce, {machine(reports, 'allreduce')}",
+    )
 
 
 def machine(reports: dict[str, Report], name: str) -> str:

@@ -34,12 +34,17 @@ def explained(error: RingError, purpose: str, done: str) -> RingError | None:
     if purpose not in text:
         rank = purpose.partition(": ")[0]
         text = f"{purpose}: {text.removeprefix(f'{rank}: ')}"
-    if "this world has ended" in text:  # in another operation, whose error says why
-        pass
-    elif not isinstance(error, PeerLostError):
-        text += f". All ranks have done {done}, one does not do the next: {_REMEDY}"
-        if isinstance(error, MismatchError):
-            text += f". {_REMEDY_IN_ANOTHER_COLLECTIVE}"
-    elif " has left" in text:
-        text += f". The rank that has left did {done}: {_REMEDY}. If it has failed, see its log"
+    if "this world has ended" not in text:  # if it has, another operation's error says why
+        text += _hint(error, done)
     return type(error)(text) if text != str(error) else None
+
+
+def _hint(error: RingError, done: str) -> str:
+    if isinstance(error, PeerLostError):
+        if " has left" not in str(error):  # it has died
+            return ""
+        return f". The rank that has left did {done}: {_REMEDY}. If it has failed, see its log"
+    hint = f". All ranks have done {done}, one does not do the next: {_REMEDY}"
+    if isinstance(error, MismatchError):
+        hint += f". {_REMEDY_IN_ANOTHER_COLLECTIVE}"
+    return hint
