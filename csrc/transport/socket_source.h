@@ -1,0 +1,26 @@
+// SocketSource: makes the sockets of a connection when they are first needed.
+#pragma once
+
+#include <vector>
+
+#include "core/fd.h"
+
+namespace torch_ring {
+
+/// The sockets that lead to the other ranks of a process set.
+///
+/// Of two ranks the higher one connects and the lower one accepts. So both call take() until it
+/// answers; neither waits for the other inside it.
+///
+/// Thread: the progress thread. Blocking: no. Errors: Error(kInternal) without descriptors.
+class SocketSource {
+ public:
+  virtual ~SocketSource() = default;
+
+  /// The connected and authenticated sockets to `peer` (its rank in the set), in the peer's order,
+  /// once; none as long as there is no connection. `needed`: this rank has to send or receive now,
+  /// so it connects if that is its part; otherwise it only takes what the peer has made.
+  virtual std::vector<Fd> take(int peer, bool needed) = 0;
+};
+
+}  // namespace torch_ring
