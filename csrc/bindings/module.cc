@@ -4,12 +4,11 @@
 #include <torch/version.h>
 
 #include "bindings/gradient_hooks.h"
+#include "bindings/py_control_plane.h"
 #include "bindings/py_engine.h"
+#include "bindings/py_host_memory.h"
 #include "bindings/result_allocator.h"
-#include "collective/topology.h"
 #include "nccl/loader.h"
-#include "transport/doorbell.h"
-#include "transport/shared_memory.h"
 
 namespace py = pybind11;
 
@@ -42,10 +41,6 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-std::vector<int> lane_peers(int rank, std::vector<int> host_of) {
-  return Topology{rank, std::move(host_of)}.lane_peers();
-}
-
 }  // namespace
 
 }  // namespace torch_ring
@@ -54,16 +49,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace torch_ring;
   py::register_exception_translator(&translate);
   module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
-  module.def("make_memory", [] { return SharedMemory::create().release(); });
-  module.def("make_doorbell", [] { return Doorbell::make_event_fd().release(); });
   module.def(
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));
-  module.def("lane_peers", &lane_peers, py::arg("rank"), py::arg("host_of"));
   module.def("empty_result", &empty_result, py::arg("like"), py::arg("shape"));
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));
   module.def("kept_result_bytes", &kept_result_bytes);
+  bind_control_plane(module);
+  bind_host_memory(module);
   bind_engine(module);
   bind_gradients(module);
 }

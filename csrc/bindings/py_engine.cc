@@ -4,7 +4,6 @@
 #include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <sys/stat.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
@@ -13,6 +12,8 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/finalize_dense.h"
+#include "bindings/py_control_plane.h"
+#include "bindings/py_host_memory.h"
 #include "bindings/py_work.h"
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
@@ -30,31 +31,25 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
 
-std::vector<Fd> own(const std::vector<int>& fds) {
-  std::vector<Fd> owned;
-  for (const int fd : fds) owned.emplace_back(fd);
-  return owned;
-}
-
 class PyEngine {
  public:
-  PyEngine(World world, const EngineConfig& config, NcclSettings settings, py::function log)
+  PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64_t set,
+           std::vector<int> members, const EngineConfig& config, NcclSettings settings,
+           py::function log)
       : pid_(::getpid()),
         rank_(world.topology.rank),
         size_(world.topology.size()),
-        hosts_(world.topology.host_count()) {
-    for (const Fd& fd : world.control) remember(fd);
-    for (const auto& fds : world.data) {
-      for (const Fd& fd : fds) remember(fd);
-    }
+        hosts_(world.topology.host_count()),
+        plane_(std::move(plane)) {
     auto abort = std::make_shared<Abort>();
-    Engine::Options options{config, world.labels, std::move(world.control),
+    Engine::Options options{config, world.labels, plane_.get(), set, std::move(members),
                             // Shared with the engine's thread, but destroyed with the GIL: see
                             // shutdown().
                             [log = std::move(log)](const std::string& text) {
                               const py::gil_scoped_acquire gil;
                               log(text);
-                            }};
+                            },
+                            {}};
     communicator_ = make_communicator(world, config, *abort);
     options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
                            settings = std::move(settings)](std::uint8_t type, Communicator& host,
@@ -228,23 +223,15 @@ class PyEngine {
       const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
       engine_->close();
     }
-    connections_.clear();
     engine_.reset();
     communicator_.reset();
   }
 
-  /// In a forked child: leaks the parent's threads, locks and memory without touching them, and
-  /// closes the parent's connections. While a child holds those, no peer notices the parent's
-  /// death.
+  /// In a forked child: leaks the parent's threads, locks and memory without touching them.
   void abandon() {
-    for (const auto& [fd, inode] : connections_) {
-      struct stat status{};
-      // The parent may have closed the connection, and another file may have its number now.
-      if (::fstat(fd, &status) == 0 && status.st_ino == inode) ::close(fd);
-    }
-    connections_.clear();
     if (engine_) new std::shared_ptr<Engine>(std::move(engine_));
     if (communicator_) new std::shared_ptr<HostCommunicator>(std::move(communicator_));
+    if (plane_) new std::shared_ptr<ControlPlane>(std::move(plane_));
   }
 
  private:
@@ -301,46 +288,41 @@ class PyEngine {
     return handles;
   }
 
-  void remember(const Fd& fd) {
-    struct stat status{};
-    if (fd && ::fstat(fd.get(), &status) == 0) connections_.emplace_back(fd.get(), status.st_ino);
-  }
-
   const pid_t pid_;
   const int rank_;
   const int size_;
   const int hosts_;
   const std::shared_ptr<DeviceChoice> device_ = DeviceChoice::of_process();
-  std::vector<std::pair<int, ino_t>> connections_;
+  std::shared_ptr<ControlPlane> plane_;  // outlives the engine
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<BlockPool> blocks_;
 };
 
 std::unique_ptr<PyEngine> make_engine(
-    int rank, int size, std::vector<int> host_of, std::vector<std::string> labels, bool may_spin,
-    const std::vector<std::vector<int>>& data, const std::vector<int>& memory,
-    const std::vector<int>& doorbells, const std::vector<int>& control, double timeout_s,
-    double heartbeat_timeout_s, double stall_warning_s, double fusion_window_s,
-    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
-    py::function log) {
+    int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
+    bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
+    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, double timeout_s,
+    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
+    std::string nccl_library, bool nccl_blocking, py::function log) {
   World world;
-  for (const auto& fds : data) world.data.push_back(own(fds));  // first: owned, so closed on errors
-  world.memory = own(memory);
-  world.doorbells = own(doorbells);
-  world.control = own(control);
   world.topology = {rank, std::move(host_of)};
-  if (world.topology.size() != size) throw py::value_error("host_of does not name every rank");
+  if (members.size() != world.topology.host_of.size()) {
+    throw py::value_error("host_of does not name every rank");
+  }
   world.labels = std::move(labels);
   world.may_spin = may_spin;
+  world.width = static_cast<std::size_t>(width);
+  const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
+  if (control) world.sockets = sockets_of(control, set, members, width);
+  if (memory) memory->use(world, members, slots);
   EngineConfig config;
   config.timeout = milliseconds_of(timeout_s);
-  config.heartbeat_timeout = milliseconds_of(heartbeat_timeout_s);
   config.stall_warning = milliseconds_of(stall_warning_s);
   config.fusion_window =
       std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
   config.fusion_threshold_bytes = fusion_threshold_bytes;
-  return std::make_unique<PyEngine>(std::move(world), config,
+  return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
                                     NcclSettings{std::move(nccl_library), nccl_blocking},
                                     std::move(log));
 }
@@ -354,10 +336,10 @@ void bind_engine(py::module_& module) {
       .def("received_splits", &PyWork::received_splits);
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine>(module, "Engine")
-      .def(py::init(&make_engine), py::arg("rank"), py::arg("size"), py::arg("host_of"),
-           py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
-           py::arg("doorbells"), py::arg("control"), py::kw_only(), py::arg("timeout_s"),
-           py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
+      .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
+           py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("set"),
+           py::arg("width"), py::arg("memory"), py::arg("slots"), py::kw_only(),
+           py::arg("timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
            py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
            py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),

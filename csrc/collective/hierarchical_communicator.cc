@@ -23,6 +23,7 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       ranks_of_host_(world.topology.hosts()),
       lanes_(world.topology.lanes()),
       routes_(ranks_of_host_, lanes_),
+      sockets_(std::move(world.sockets)),
       shm_(world, config, abort),
       staging_(shm_.shared_buffers()->allocate(kRoundBytes)),
       staging_offset_(shm_.shared_buffers()->offset_of(staging_.get(), kRoundBytes)) {
@@ -33,7 +34,7 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       const int peer = at(ranks, lane);
       connections.push_back(peer == rank_
                                 ? nullptr
-                                : std::make_unique<Connection>(std::move(at(world.data, peer)),
+                                : std::make_unique<Connection>(*sockets_, peer, world.width,
                                                                at(world.labels, peer)));
     }
     std::size_t longest_host = 0;

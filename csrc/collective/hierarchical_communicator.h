@@ -58,6 +58,7 @@ class HierarchicalCommunicator : public HostCommunicator {
   const std::vector<std::vector<int>> ranks_of_host_;
   const int lanes_;
   const Routes routes_;
+  const std::unique_ptr<SocketSource> sockets_;
   ShmCommunicator shm_;
   std::unique_ptr<RingCommunicator> lane_;  // null on ranks without a lane
   std::unique_ptr<HierarchicalBoard> board_;

@@ -11,20 +11,21 @@ namespace torch_ring {
 
 namespace {
 
-/// A RingCommunicator of single ranks, with the doorbell and the waiter that it needs.
+/// A RingCommunicator of single ranks, with what it needs.
 struct Ring {
   Ring(World& world, const EngineConfig& config, const Abort& abort)
       : doorbell(Doorbell::make_event_fd(), &asleep),
         waiter(abort, doorbell, world.may_spin, config.timeout),
+        sockets(std::move(world.sockets)),
         communicator(world.topology.rank, connections(world), waiter) {}
 
-  static std::vector<std::unique_ptr<Connection>> connections(World& world) {
+  std::vector<std::unique_ptr<Connection>> connections(const World& world) const {
     std::vector<std::unique_ptr<Connection>> connections;
-    for (std::size_t peer = 0; peer < world.data.size(); ++peer) {
+    for (int peer = 0; peer < world.topology.size(); ++peer) {
       connections.push_back(
-          static_cast<int>(peer) == world.topology.rank
+          peer == world.topology.rank
               ? nullptr
-              : std::make_unique<Connection>(std::move(world.data[peer]), world.labels[peer]));
+              : std::make_unique<Connection>(*sockets, peer, world.width, at(world.labels, peer)));
     }
     return connections;
   }
@@ -32,6 +33,7 @@ struct Ring {
   std::atomic<std::uint32_t> asleep{0};
   Doorbell doorbell;
   Waiter waiter;
+  std::unique_ptr<SocketSource> sockets;
   RingCommunicator communicator;
 };
 

@@ -1,4 +1,4 @@
-// Topology: which ranks share a host, and which pairs exchange data over the network. Pure.
+// Topology: which ranks share a host, and which are on one lane. Pure.
 #pragma once
 
 #include <vector>
@@ -23,13 +23,6 @@ struct Topology {
   /// The number of lanes: as many as the smallest host has ranks. A lane is a ring of connections
   /// between one rank of each host: lane j joins the j-th ranks.
   int lanes() const;
-
-  /// Whether this rank and `peer` exchange data over a connection: both are on the same lane of
-  /// different hosts.
-  bool needs_data(int peer) const;
-
-  /// The ranks for which needs_data() holds.
-  std::vector<int> lane_peers() const;
 };
 
 }  // namespace torch_ring

@@ -28,8 +28,7 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
       name_(name_in(at(options.labels, communicator_->rank()))),
       board_(communicator_->board()),
       queue_(name_),
-      watchdog_(communicator_->rank(), std::move(options.control), options.labels,
-                config_.heartbeat_timeout, *abort_,
+      watchdog_(options.plane, options.set, std::move(options.members), options.labels, *abort_,
                 [this] {
                   const Lock lock = queue_.lock();
                   changed_.notify_all();

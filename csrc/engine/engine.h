@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -40,7 +41,9 @@ class Engine final : private Driver::Callbacks {
   struct Options {
     EngineConfig config;
     std::vector<std::string> labels;   // by rank
-    std::vector<Fd> control;           // by rank: the watchdog's connections
+    ControlPlane* plane = nullptr;     // of the process; null in a world of one
+    std::uint64_t set = 0;             // the process set's number in the plane
+    std::vector<int> members;          // by rank: its rank in the world
     Log log;                           // takes a warning; Thread: any
     DeviceExecutor::Make make_device;  // may be empty
   };
@@ -50,8 +53,8 @@ class Engine final : private Driver::Callbacks {
          Options options);
   ~Engine() { close(); }
 
-  /// Fails all pending and all later requests, says goodbye to the peers, joins the threads. First
-  /// it waits for the device, whose work is somebody's result; not in an interrupt.
+  /// Fails all pending and all later requests, and joins the thread. First it waits for the device,
+  /// whose work is somebody's result; not in an interrupt.
   void close();
 
   enum class Mode {

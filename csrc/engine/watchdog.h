@@ -1,91 +1,73 @@
-// Watchdog: a thread that notices dead, silent and departed ranks.
+// Watchdog: what the control plane tells an engine of the ranks of its process set.
 #pragma once
 
-#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "control/control_plane.h"
 #include "core/abort.h"
-#include "core/at.h"
 #include "core/clock.h"
-#include "core/config.h"
-#include "core/fd.h"
 
 namespace torch_ring {
 
-/// The watchdog's thread sleeps in poll() on one control connection per peer. A process that dies
-/// closes its end, so every other rank learns of it within milliseconds. A process that is stopped
-/// or cut off sends no more heartbeats. A rank that fails on its own tells the others why, and a
-/// rank that loses a peer tells them which.
+/// One engine's part in the control plane of its process. A rank of the set that is lost, or that
+/// has given the set up, ends the set: the watchdog raises the engine's Abort. A rank that has left
+/// is an error only for whoever waits for it.
 ///
-/// A message on a control connection: u8 kind, u8 ErrorKind, u16 bytes of text, text.
-///
-/// Thread: any, but for stop(), which one thread calls at a time. Blocking: stop() and
-/// root_cause().
-class Watchdog {
+/// Thread: any, but for stop(), which one thread calls at a time. Blocking: root_cause().
+class Watchdog final : private ControlObserver {
  public:
-  /// `control`: a connection for each rank, and none for this one. The watchdog's thread calls
-  /// `raised` after it has raised `abort` or noticed a departure.
-  Watchdog(int rank, std::vector<Fd> control, std::vector<std::string> labels,
-           std::chrono::milliseconds heartbeat_timeout, Abort& abort, std::function<void()> raised);
-  ~Watchdog() { stop(); }
+  /// `plane`: null in a world of one; it outlives stop(). `set`: the set's number in the plane.
+  /// `members`: its ranks in the world, by their rank in the set; `labels` likewise. The plane's
+  /// thread calls `raised` after it has raised `abort`, noticed a departure, or made a connection.
+  Watchdog(ControlPlane* plane, std::uint64_t set, std::vector<int> members,
+           std::vector<std::string> labels, Abort& abort, std::function<void()> raised);
+  ~Watchdog() override { stop(); }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
 
-  /// Says goodbye to every peer, joins the thread, and closes the connections.
+  /// Hears no more of the plane.
   void stop();
 
-  /// Sends the cause of a local failure to every peer. Blocking: no.
+  /// Tells the other ranks of the set the cause of a local failure.
   void announce(const Error& cause);
 
-  /// Throws Error(kPeerLost) if a rank has said goodbye so long ago that all it had posted has
-  /// arrived. Blocking: no.
+  /// Throws Error(kPeerLost) if a rank has left so long ago that all it had posted has arrived.
   void check_departures() const;
 
   /// The cause of a failed transfer. A rank that fails closes its connections, so its peers lose
-  /// it while its cause, or its goodbye, is still on its way to this watchdog.
+  /// it while its cause, or its goodbye, is still on its way to this rank.
   /// Blocking: until one of them is here, at most 250 ms.
   Error root_cause(const Error& error) const;
 
  private:
   struct Departure {
-    int rank;
+    int rank;  // in the world
     Clock::time_point since;
   };
-  enum class Message : std::uint8_t { kHeartbeat = 'H', kGoodbye = 'G', kAbort = 'A', kLost = 'L' };
-  struct Peer {
-    int rank;
-    Fd socket;
-    std::string received;  // bytes of messages that are not complete yet
-    Clock::time_point heard;
-    bool departed = false;
-  };
 
-  void run();
-  void receive(Peer& peer);
-  void handle(Peer& peer, Message message, ErrorKind kind, const std::string& text);
-  void lose(const Peer& peer, const std::string& how);
-  void send_all(Message message, ErrorKind kind, const std::string& text);
+  void on_lost(int rank, const std::string& how) override;
+  void on_departed(int rank) override;
+  void on_failed(int rank, ErrorKind kind, const std::string& why) override;
+  void on_connected() override;
+
   std::optional<Departure> departure() const;
   Error departed(int rank) const;
-  const std::string& label(const Peer& peer) const { return at(labels_, peer.rank); }
+  const std::string& label(int rank) const;
 
-  const int rank_;
+  ControlPlane* plane_;
+  const std::uint64_t set_;
+  const std::vector<int> members_;
   const std::vector<std::string> labels_;
-  const std::chrono::milliseconds heartbeat_timeout_;
   Abort& abort_;
   const std::function<void()> raised_;
-  std::vector<Peer> peers_;
-  Fd wake_;
 
-  mutable std::mutex mutex_;  // guards what follows
-  std::optional<Error> announcement_;
-  std::optional<Departure> departure_;  // of the first rank that said goodbye
-  bool stopping_ = false;
-
-  std::thread thread_;  // the last member: the thread uses all of the above
+  mutable std::mutex mutex_;             // guards what follows
+  std::optional<Departure> departure_;  // of the first rank that left
 };
 
 }  // namespace torch_ring

@@ -89,10 +89,19 @@ struct Transfer {
 
 }  // namespace
 
-Connection::Connection(std::vector<Fd> sockets, std::string peer)
-    : sockets_(std::move(sockets)), peer_(std::move(peer)) {
-  if (sockets_.empty()) throw Error(ErrorKind::kInternal, "there is no connection to " + peer_);
-  for (const Fd& socket : sockets_) {
+Connection::Connection(SocketSource& source, int rank, std::size_t width, std::string peer)
+    : source_(source), rank_(rank), width_(width), peer_(std::move(peer)) {}
+
+/// Takes the sockets, if there are any yet; returns whether there are.
+bool Connection::open(bool needed) {
+  if (!sockets_.empty()) return true;
+  std::vector<Fd> sockets = source_.take(rank_, needed);
+  if (sockets.empty()) return false;
+  if (sockets.size() != width_) {
+    throw Error(ErrorKind::kInternal, std::to_string(sockets.size()) + " sockets lead to " + peer_ +
+                                          ", and not " + std::to_string(width_));
+  }
+  for (const Fd& socket : sockets) {
     make_non_blocking(socket.get());
     const int on = 1;
     if (is_tcp(socket.get()) &&
@@ -100,6 +109,8 @@ Connection::Connection(std::vector<Fd> sockets, std::string peer)
       throw_errno("setsockopt(TCP_NODELAY)");
     }
   }
+  sockets_ = std::move(sockets);
+  return true;
 }
 
 /// Calls move_part(socket, part of the bytes) until it moves less than its part.
@@ -121,6 +132,7 @@ std::size_t Connection::move(std::span<Byte> bytes, Position& position, Move&& m
 }
 
 std::size_t Connection::try_send(std::span<const std::byte> bytes) {
+  if (!open(true)) return 0;
   return move(bytes, outgoing_, [&](int fd, std::span<const std::byte> part) -> std::size_t {
     const auto sent = ::send(fd, part.data(), part.size(), MSG_NOSIGNAL);
     if (sent >= 0) return static_cast<std::size_t>(sent);
@@ -130,6 +142,7 @@ std::size_t Connection::try_send(std::span<const std::byte> bytes) {
 }
 
 std::size_t Connection::try_receive(std::span<std::byte> bytes) {
+  if (!open(true)) return 0;
   return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
@@ -139,7 +152,8 @@ std::size_t Connection::try_receive(std::span<std::byte> bytes) {
   });
 }
 
-bool Connection::readable() const {
+bool Connection::readable() {
+  if (!open(false)) return false;
   pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
 }

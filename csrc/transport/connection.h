@@ -9,38 +9,42 @@
 #include <vector>
 
 #include "core/fd.h"
+#include "transport/socket_source.h"
 #include "transport/waiter.h"
 
 namespace torch_ring {
 
-/// torch_ring/connections has connected the sockets and authenticated the peer. Usually there is
-/// one socket. With several, the stream goes over them in turn, kStripeBytes over each. Several are
-/// faster where the network limits each flow (a cloud's limit, or the TCP window of a long path).
+/// The sockets are made, and the peer authenticated, when a byte is first to be sent or received
+/// (SocketSource). Until then nothing is sent or received, and there is nothing to poll: whoever
+/// makes the sockets wakes the Waiter. Usually there is one socket. With several, the stream goes
+/// over them in turn, kStripeBytes over each. Several are faster where the network limits each flow
+/// (a cloud's limit, or the TCP window of a long path).
 ///
 /// Thread: one at a time. Blocking: never.
-/// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails.
+/// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails; the source's.
 class Connection {
  public:
   static constexpr std::size_t kStripeBytes = 64u << 10;
 
-  /// Takes connected stream sockets (TCP, or Unix sockets in tests), in the peer's order, and makes
-  /// them non-blocking, with TCP_NODELAY when they are TCP. `peer` is the label of errors:
-  /// "rank 2 (10.0.0.7, pid 41)". Throws Error(kInternal) if there are none.
-  Connection(std::vector<Fd> sockets, std::string peer);
+  /// Takes `width` stream sockets (TCP, or Unix sockets in tests) to `rank` from `source`, which
+  /// outlives it, when they are needed, and makes them non-blocking, with TCP_NODELAY when they are
+  /// TCP. `peer` is the label of errors: "rank 2 (10.0.0.7, pid 41)".
+  Connection(SocketSource& source, int rank, std::size_t width, std::string peer);
 
   /// Sends or receives the bytes that the sockets take or have now; returns their number, maybe 0.
   std::size_t try_send(std::span<const std::byte> bytes);
   std::size_t try_receive(std::span<std::byte> bytes);
 
-  /// Whether at least one byte can be received now (or the stream has ended).
-  bool readable() const;
+  /// Whether at least one byte can be received now (or the stream has ended). Makes no sockets.
+  bool readable();
 
   /// The number of sockets.
-  std::size_t width() const noexcept { return sockets_.size(); }
+  std::size_t width() const noexcept { return width_; }
 
-  /// The sockets to poll: those of the next byte in each direction. They change after each stripe.
-  int send_fd() const { return sockets_[outgoing_.socket].get(); }
-  int receive_fd() const { return sockets_[incoming_.socket].get(); }
+  /// The sockets to poll: those of the next byte in each direction, or -1 as long as there are
+  /// none. They change after each stripe.
+  int send_fd() const { return fd(outgoing_); }
+  int receive_fd() const { return fd(incoming_); }
   const std::string& peer() const noexcept { return peer_; }
 
  private:
@@ -52,10 +56,18 @@ class Connection {
   template <class Byte, class Move>
   std::size_t move(std::span<Byte> bytes, Position& position, Move&& move_part);
 
-  std::vector<Fd> sockets_;
+  bool open(bool needed);
+  int fd(Position position) const {
+    return sockets_.empty() ? -1 : sockets_[position.socket].get();
+  }
+
+  SocketSource& source_;
+  const int rank_;
+  const std::size_t width_;
+  const std::string peer_;
+  std::vector<Fd> sockets_;  // none before they are needed
   Position outgoing_;
   Position incoming_;
-  std::string peer_;
 };
 
 /// Sends `outgoing` to `to` and receives `incoming` from `from` at the same time, so that a ring in

@@ -21,9 +21,9 @@ Bytes pattern(std::size_t bytes, int seed) {
 
 /// Two ranks, each with its connection to the other and its Waiter.
 struct End {
-  End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout)
+  End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout, bool slow)
       : waiting(timeout),
-        connection(std::move(sockets), "rank " + std::to_string(peer) + " (a thread)") {}
+        link(std::move(sockets), "rank " + std::to_string(peer) + " (a thread)", slow) {}
 
   void exchange(std::span<const std::byte> outgoing, std::span<std::byte> incoming,
                 const std::function<void(std::size_t)>& received = {}) {
@@ -31,12 +31,13 @@ struct End {
   }
 
   Waiting waiting;
-  Connection connection;
+  Link link;
+  Connection& connection = link.connection;
 };
 
 struct Pair {
   explicit Pair(Sockets sockets, std::chrono::milliseconds timeout = patient().timeout,
-                int connections = 1) {
+                int connections = 1, bool slow = false) {
     std::vector<Fd> of_end[2];
     for (int i = 0; i < connections; ++i) {
       auto [zero, one] = socket_pair(sockets);
@@ -44,14 +45,14 @@ struct Pair {
       of_end[1].push_back(std::move(one));
     }
     for (int end = 0; end < 2; ++end) {
-      ends[end].emplace(std::move(of_end[end]), 1 - end, timeout);
+      ends[end].emplace(std::move(of_end[end]), 1 - end, timeout, slow && end == 0);
     }
   }
   std::optional<End> ends[2];
 };
 
-void exchange_both_ways(Sockets sockets, int connections = 1) {
-  Pair pair(sockets, patient().timeout, connections);
+void exchange_both_ways(Sockets sockets, int connections = 1, bool slow = false) {
+  Pair pair(sockets, patient().timeout, connections, slow);
   // Much more than the sockets hold: a rank that only sent would block for ever.
   const Bytes data[2] = {pattern(9 * kMiB + 1, 0), pattern(5 * kMiB + 3, 1)};
   run_ranks(2, [&](int rank) {
@@ -72,10 +73,40 @@ TEST(connection_exchange_both_ways_unix) { exchange_both_ways(Sockets::kUnix); }
 TEST(connection_exchange_both_ways_tcp) { exchange_both_ways(Sockets::kTcp); }
 TEST(connection_exchange_both_ways_over_three_sockets) { exchange_both_ways(Sockets::kTcp, 3); }
 
+TEST(connection_exchange_begins_when_the_sockets_are_there) {
+  exchange_both_ways(Sockets::kUnix, 2, true);
+}
+
+TEST(connection_makes_sockets_only_when_they_are_needed) {
+  Pair pair(Sockets::kUnix, patient().timeout, 1, true);
+  Connection& connection = pair.ends[0]->connection;
+  std::byte byte{7};
+  pair.ends[1]->exchange({&byte, 1}, {});
+  for (int i = 0; i < 9; ++i) CHECK(!connection.readable());
+  CHECK_EQ(connection.receive_fd(), -1);
+  byte = {};
+  CHECK_EQ(connection.try_receive({&byte, 1}), 0u);
+  CHECK_EQ(connection.try_receive({&byte, 1}), 0u);
+  CHECK(connection.readable());
+  CHECK_EQ(connection.try_receive({&byte, 1}), 1u);
+  CHECK(byte == std::byte{7});
+}
+
+TEST(connection_refuses_a_wrong_number_of_sockets) {
+  auto [here, there] = unix_pair();
+  ReadySockets source(1);
+  source.add(0, std::move(here));
+  Connection connection(source, 0, 2, "rank 1 (a thread)");
+  CHECK_THROWS(connection.try_send({}), ErrorKind::kInternal,
+               "1 sockets lead to rank 1 (a thread), and not 2");
+}
+
 TEST(connection_stripes_data_over_its_sockets) {
   Pair pair(Sockets::kUnix, patient().timeout, 2);
   Connection& sender = pair.ends[0]->connection;
   Connection& receiver = pair.ends[1]->connection;
+  CHECK_EQ(sender.send_fd(), -1);  // nothing was to be sent yet
+  sender.try_send({});
   const int first = sender.send_fd();
   const Bytes stripe = pattern(Connection::kStripeBytes, 0);
   Bytes incoming(stripe.size());

@@ -62,7 +62,7 @@ TEST(engine_polls_a_device_that_became_idle_and_busy_again_in_one_turn) {
   std::latch both(2);
   run_ranks(2, [&](int rank) {
     std::atomic<int> polls_left{0};
-    Rank self(at(worlds, rank), patient(),
+    Rank self(at(worlds, rank), nullptr, patient(),
               [&](std::uint8_t, Communicator& host, const Abort&) -> std::unique_ptr<Device> {
                 return std::make_unique<PolledDevice>(host, polls_left);
               });

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "planes.h"
 #include "test_world.h"
 
 namespace torch_ring::test {
@@ -16,11 +17,14 @@ namespace torch_ring::test {
 /// One rank's engine over a communicator of its own, and the tensors of its requests.
 class Rank {
  public:
-  Rank(World& world, const EngineConfig& config, DeviceExecutor::Make make_device = {})
-      : abort_(std::make_shared<Abort>()),
+  /// `plane`: of this rank; it leaves with the rank.
+  Rank(World& world, std::unique_ptr<ControlPlane> plane, const EngineConfig& config,
+       DeviceExecutor::Make make_device = {})
+      : plane_(std::move(plane)),
+        abort_(std::make_shared<Abort>()),
         communicator_(make_communicator(world, config, *abort_)),
         engine_(communicator_, abort_,
-                {config, world.labels, std::move(world.control),
+                {config, world.labels, plane_.get(), 0, one_rank_a_host(world.topology.size()),
                  [this](const std::string& text) {
                    {
                      const std::scoped_lock lock(mutex_);
@@ -82,6 +86,7 @@ class Rank {
   std::mutex mutex_;
   std::string log_;
   std::function<void()> on_log_;
+  std::unique_ptr<ControlPlane> plane_;
   std::shared_ptr<Abort> abort_;
   std::shared_ptr<HostCommunicator> communicator_;
   Engine engine_;
@@ -90,8 +95,9 @@ class Rank {
 inline void run_engines(const std::vector<int>& host_of, const std::function<void(Rank&)>& fn,
                         const EngineConfig& config = patient()) {
   std::vector<World> worlds = make_worlds(host_of);
+  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(host_of);
   run_ranks(static_cast<int>(host_of.size()), [&](int rank) {
-    Rank self(at(worlds, rank), config);
+    Rank self(at(worlds, rank), std::move(at(planes, rank)), config);
     fn(self);
   });
 }

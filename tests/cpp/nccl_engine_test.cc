@@ -62,6 +62,7 @@ void run_with_device(
     int size, const std::function<void(Rank&)>& fn, const EngineConfig& config = patient(),
     const std::function<nccl::Api(int rank)>& load = [](int) { return double_api(); }) {
   std::vector<World> worlds = make_worlds(one_host(size));
+  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(one_host(size));
   run_ranks(size, [&](int rank) {
     World& world = at(worlds, rank);
     const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
@@ -69,7 +70,7 @@ void run_with_device(
       const auto rendezvous = nccl::rendezvous(host, labels, [&] { return load(host.rank()); });
       return std::make_unique<StreamDevice>(host, abort, rendezvous, config.timeout);
     };
-    Rank self(world, config, make);
+    Rank self(world, std::move(at(planes, rank)), config, make);
     fn(self);
   });
 }

@@ -54,7 +54,7 @@ TEST(ring_error_names_the_rank_lost_in_a_transfer_and_the_progress) {
                    "connection to rank 1 (a thread) closed after 0.5 of 1.0 MiB received");
     } else {
       // Receives rank 0's whole chunk, and leaves after sending half of its own.
-      Connection connection(std::move(world.data[0]), world.labels[0]);
+      Connection connection(*world.sockets, 0, 1, world.labels[0]);
       Bytes incoming(1u << 20);
       exchange(&connection, {data.data(), 512u << 10}, &connection, incoming, waiting.waiter);
     }

@@ -14,9 +14,11 @@ namespace {
 struct Peer {
   Peer() {
     auto [here, there] = unix_pair();
-    connection.emplace(alone(std::move(here)), "rank 1 (a thread)");
-    us.emplace(alone(std::move(there)), "rank 0 (a thread)");
-    board.emplace(0, std::vector<Connection*>{nullptr, &*connection}, waiting.waiter, 1000);
+    to_us.emplace(alone(std::move(here)), "rank 1 (a thread)");
+    from_us.emplace(alone(std::move(there)), "rank 0 (a thread)");
+    connection = &to_us->connection;
+    us = &from_us->connection;
+    board.emplace(0, std::vector<Connection*>{nullptr, connection}, waiting.waiter, 1000);
   }
 
   void send(const std::vector<std::uint64_t>& words) {
@@ -25,8 +27,10 @@ struct Peer {
   }
 
   Waiting waiting;
-  std::optional<Connection> connection;
-  std::optional<Connection> us;
+  std::optional<Link> to_us;
+  std::optional<Link> from_us;
+  Connection* connection = nullptr;
+  Connection* us = nullptr;
   std::optional<TcpBoard> board;
 };
 

@@ -19,6 +19,7 @@
 #include "core/abort.h"
 #include "core/at.h"
 #include "harness.h"
+#include "ready_sockets.h"
 #include "transport/doorbell.h"
 #include "transport/shared_memory.h"
 #include "transport/waiter.h"
@@ -71,12 +72,13 @@ inline Fd duplicate(const Fd& fd) {
   return Fd(copy);
 }
 
-/// The worlds of all ranks, as torch_ring/connections would make them; rank r is on host_of[r].
+/// The worlds of all ranks, as torch_ring/world would make them; rank r is on host_of[r].
 inline std::vector<World> make_worlds(const std::vector<int>& host_of,
                                       Sockets sockets = Sockets::kUnix, int connections = 1) {
   constexpr std::size_t kArenaBytes = 16u << 20;
   const std::size_t size = host_of.size();
   std::vector<World> worlds(size);
+  std::vector<std::unique_ptr<ReadySockets>> sockets_of;
   for (std::size_t rank = 0; rank < size; ++rank) {
     World& world = worlds[rank];
     world.topology = {static_cast<int>(rank), host_of};
@@ -84,10 +86,10 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
     for (std::size_t peer = 0; peer < size; ++peer) {
       world.labels.push_back("rank " + std::to_string(peer) + " (a thread)");
     }
-    world.data.resize(size);
+    sockets_of.push_back(std::make_unique<ReadySockets>(size));
+    world.width = static_cast<std::size_t>(connections);
     world.memory.resize(size);
     world.doorbells.resize(size);
-    world.control.resize(size);
   }
   for (std::size_t one = 0; one < size; ++one) {
     const Fd memory = SharedMemory::create(kArenaBytes);
@@ -98,14 +100,16 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
       worlds[peer].doorbells[one] = duplicate(doorbell);
     }
     for (std::size_t other = one + 1; other < size; ++other) {
-      std::tie(worlds[one].control[other], worlds[other].control[one]) = unix_pair();
-      if (!worlds[one].topology.needs_data(static_cast<int>(other))) continue;
+      if (host_of[one] == host_of[other]) continue;
       for (int i = 0; i < connections; ++i) {
         auto [ours, theirs] = socket_pair(sockets);
-        worlds[one].data[other].push_back(std::move(ours));
-        worlds[other].data[one].push_back(std::move(theirs));
+        sockets_of[one]->add(static_cast<int>(other), std::move(ours));
+        sockets_of[other]->add(static_cast<int>(one), std::move(theirs));
       }
     }
+  }
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    worlds[rank].sockets = std::move(sockets_of[rank]);
   }
   return worlds;
 }

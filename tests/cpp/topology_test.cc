@@ -22,13 +22,5 @@ TEST(topology_has_as_many_lanes_as_the_smallest_host_has_ranks) {
   CHECK_EQ((Topology{0, {0, 0, 0}}.lanes()), 3);
 }
 
-TEST(topology_connects_the_ranks_of_a_lane) {
-  const Ranks host_of{0, 0, 0, 1, 1};
-  CHECK_EQ((Topology{0, host_of}.lane_peers()), (Ranks{3}));
-  CHECK_EQ((Topology{4, host_of}.lane_peers()), (Ranks{1}));
-  CHECK_EQ((Topology{2, host_of}.lane_peers()), (Ranks{}));  // the third rank is on no lane
-  CHECK_EQ((Topology{0, {0, 0}}.lane_peers()), (Ranks{}));   // shared memory is enough
-}
-
 }  // namespace
 }  // namespace torch_ring::test

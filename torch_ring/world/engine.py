@@ -1,13 +1,15 @@
-"""make_engine, wait_for_all: the start of the engines of a world or of a process set."""
+"""make_engine, wait_for_all: the engine of a world or of a process set."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from torch_ring._C import Engine
 from torch_ring.config import Config, nccl_is_blocking
-from torch_ring.connections.full_mesh import FullMesh
+from torch_ring.connections.connections import Connections
+from torch_ring.connections.topology import hosts_among, may_spin
 from torch_ring.errors import TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 
@@ -16,17 +18,36 @@ __all__ = ["make_engine", "wait_for_all"]
 _log = logging.getLogger("torch_ring")
 
 
-def make_engine(rank: int, mesh: FullMesh, config: Config) -> Engine:
-    """Return a running engine; it owns the descriptors of `mesh` from now on."""
+def make_engine(
+    connections: Connections,
+    number: int,
+    ranks: Sequence[int],
+    slots: Sequence[int],
+    config: Config,
+) -> Engine:
+    """Return a running engine for some ranks of the world. Does not wait for the others.
+
+    Args:
+        connections: of this process.
+        number: the set's number, the same on all ranks, and never given twice; 0: the world.
+        ranks: the members.
+        slots: by member, the offset of the set's memory in the member's own, or -1.
+        config: the settings.
+    """
+    rank = ranks.index(connections.rank)
+    alone = len(ranks) == 1
     return Engine(
         rank,
-        len(mesh.host_of),
-        mesh.host_of,
-        mesh.labels,
-        mesh.may_spin,
-        **mesh.release(),
+        list(ranks),
+        hosts_among(ranks, connections.host_of),
+        [connections.labels[member] for member in ranks],
+        may_spin(rank, [connections.peers[member] for member in ranks]),
+        None if alone else connections.plane,
+        number,
+        config.connections,
+        None if alone else connections.memory,
+        list(slots),
         timeout_s=config.timeout_s,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
         stall_warning_s=config.stall_warning_s,
         fusion_window_s=config.fusion_window_s,
         fusion_threshold_bytes=config.fusion_threshold_bytes,

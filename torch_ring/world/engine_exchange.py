@@ -1,125 +1,76 @@
-"""EngineExchange: values and failures that all ranks exchange while a process set is made.
+"""EngineExchange: values that all ranks exchange through the world's engine.
 
-A store may be gone when a set is made, so the world's engine carries the exchange. The ranks
-proceed in rounds; each is an allgather of one line a rank: a value, a failure, or "waiting", which
-keeps the round going while a rank is busy. All ranks see the same rounds, and so end in the same
-one, with values or with a failure.
+A store may be gone when a process set is made, so the world's engine carries the exchange.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 
 import torch
+from typing_extensions import Self
 
 from torch_ring._C import Engine, Work
-from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
-from torch_ring.rendezvous.deadline import Deadline
 
 __all__ = ["EngineExchange"]
 
-_VALUE, _WAITING = "", "waiting"  # kinds of a line; any other is the type of a failure
-_KINDS: dict[str, type[RingError]] = {
-    error.__name__: error for error in (RingError, MismatchError, PeerLostError, TimeoutError)
-}
+_NAME = "torch_ring.process_sets"
 
 
 class EngineExchange:
-    """One rank's side of the exchange that makes one process set; a `SetupExchange`.
+    """One rank's side of exchanges among all ranks of a world.
 
-    All ranks of the world take part, and gather equally often. Its methods raise PeerLostError and
-    TimeoutError as the world's engine does.
+    All ranks call the same methods in the same order. An interrupt (Ctrl-C) does not put them out
+    of step: the exchange is finished first, since the other ranks have it already.
+
+    A context manager: at its end it raises the exception of an interrupt that came meanwhile.
 
     Args:
         engine: the world's engine.
-        rank: this process in the world.
-        members: the set's ranks in the world.
-        deadline: the deadline of the whole exchange.
     """
 
-    def __init__(
-        self, engine: Engine, rank: int, members: Sequence[int], deadline: Deadline
-    ) -> None:
-        self.deadline = deadline
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._rank = rank
-        self._members = members
-        self._pending: Work | None = None  # the round that this rank has entered
-        self._over = False  # there will be no more rounds
+        self._interrupt: BaseException | None = None
 
-    def gather(self, name: str, value: str) -> list[str]:  # noqa: ARG002  the order identifies it
-        """Return the values that the members give, by rank in the set.
+    def __enter__(self) -> Self:
+        return self
 
-        Cost: one allgather of the world; more while a rank is late.
+    def __exit__(self, *_: object) -> None:
+        if self._interrupt is not None:
+            raise self._interrupt
+
+    def numbers(self, *values: int) -> list[list[int]]:
+        """Return what all ranks give, by rank; 64-bit numbers, equally many on each.
 
         Raises:
-            RingError: a rank has failed; says why.
+            MismatchError: the other ranks do something else; the job may go on.
+            PeerLostError, TimeoutError: as the world's engine raises them.
         """
-        self._finish_round()
-        while True:
-            self._begin_round(_VALUE, value)
-            lines = self._finish_round()
-            if all(kind == _VALUE for kind, _ in lines):
-                return [lines[member][1] for member in self._members]
+        own = torch.tensor([values], dtype=torch.int64)
+        gathered = self._finish(lambda: self._engine.allgather(own, f"{_NAME}.numbers"))
+        return gathered.tolist()  # type: ignore[no-any-return]
 
-    def check(self) -> None:
-        """Raise the failure of another rank, if there is one. Does not block."""
-        if self._pending is None:
-            self._begin_round(_WAITING)
-        elif self._pending.done():
-            self._finish_round()
+    def texts(self, text: str) -> list[str]:
+        """Return the texts that all ranks give, by rank. Raises what `numbers` raises."""
+        own = text.encode()
+        sizes = [size for (size,) in self.numbers(len(own))]
+        payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
+        gathered = self._finish(lambda: self._engine.allgather(payload, f"{_NAME}.texts"))
+        parts = gathered.split(sizes)
+        return [bytes(part.numpy()).decode() for part in parts]
 
-    def explain(self, error: RingError) -> RingError:
-        """Return the failure of another rank behind `error`, or `error` itself.
-
-        A rank that fails says why a round after its connections have closed.
-        """
+    def _finish(self, start: Callable[[], Work]) -> torch.Tensor:
+        work = start()
         try:
-            self._finish_round()
-            for _ in range(2):
-                self._begin_round(_WAITING)
-                self._finish_round()
-        except RingError as failure:
-            return failure
-        return error
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one cannot go on, unless they have failed already."""
-        kind = type(error).__name__ if type(error).__name__ in _KINDS else RingError.__name__
-        with contextlib.suppress(RingError):
-            self._finish_round()
-            if not self._over:
-                reason = str(error) or type(error).__name__
-                self._begin_round(
-                    kind, f"rank {self._rank} could not join the process set: {reason}"
-                )
-                self._finish_round()
-
-    def _begin_round(self, kind: str, text: str = "") -> None:
-        line = json.dumps([kind, text]) + "\n"
-        payload = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
-        with self._over_if_it_fails():
-            self._pending = self._engine.allgather(payload, "torch_ring.process_sets")
-
-    def _finish_round(self) -> list[list[str]]:
-        """Return the lines of the pending round, [kind, text] by rank in the world."""
-        if self._pending is None:
-            return []
-        with self._over_if_it_fails():
-            payload = self._pending.wait()
-            self._pending = None  # not after a KeyboardInterrupt: fail() has to wait then
-            lines = [json.loads(line) for line in bytes(payload.numpy()).splitlines()]
-            for kind, text in lines:
-                if kind not in (_VALUE, _WAITING):
-                    raise _KINDS[kind](text)
-        return lines
-
-    @contextlib.contextmanager
-    def _over_if_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except RingError:
-            self._over, self._pending = True, None
+            return _result(work)
+        except Exception:
             raise
+        except BaseException as interrupt:
+            self._interrupt = interrupt
+            return _result(work)
+
+
+def _result(work: Work) -> torch.Tensor:
+    result: torch.Tensor = work.wait()
+    return result

@@ -1,48 +1,120 @@
-"""ProcessSetTable: the process sets of a world, their ids and their engines.
+"""ProcessSetTable: the process sets of a world, their ids, memory and engines.
 
-Every set has an engine of its own, with its own connections, threads and watchdog, so that
-operations of one set never wait for those of another.
+Every set has an engine of its own, so that operations of one set never wait for those of another.
+The engine is made when the set is first used. Until then a set is a record and, on a host that it
+has several ranks on, a slot of each one's shared memory: it has no thread and no connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 from torch_ring._C import Engine
 from torch_ring.config import Config
-from torch_ring.connections.connect import connect_full_mesh, sit_out
-from torch_ring.connections.full_mesh import FullMesh
-from torch_ring.errors import InvalidArgumentError, MismatchError, NotInitializedError
-from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.exchange import failing_together
-from torch_ring.rendezvous.launchers import Identity
-from torch_ring.rendezvous.store import Rendezvous
-from torch_ring.world.engine import make_engine, wait_for_all
+from torch_ring.connections.connections import Connections
+from torch_ring.errors import (
+    InvalidArgumentError,
+    MismatchError,
+    NotInitializedError,
+    RingError,
+)
+from torch_ring.world.engine import make_engine
 from torch_ring.world.engine_exchange import EngineExchange
 from torch_ring.world.ranks import Ranks, require_below
 
 __all__ = ["ProcessSetRecord", "ProcessSetTable"]
 
+_NO_SLOT, _FAILED = -1, -2  # in place of a slot's offset
 
-@dataclass(frozen=True)
+
 class ProcessSetRecord:
     """One process set.
 
+    Thread: any.
+
+    Args:
+        id: the same on all ranks; another set may get it later.
+        ranks: the members, ascending ranks of the world.
+        connections: of this process.
+        config: the world's settings.
+        number: the same on all ranks, and never given twice.
+        slots: by member, the offset of the set's memory in the member's own, or -1.
+
     Attributes:
-        id: the same on all ranks.
-        ranks: its members, ascending ranks of the world.
-        engine: runs its collectives; None in a process that is no member.
+        id, ranks: as above.
+        is_member: whether this process is one.
         owned: state of higher layers for this set, by type; it ends with the set.
     """
 
-    id: int
-    ranks: Ranks
-    engine: Engine | None
-    owned: dict[type, Any] = field(default_factory=dict, compare=False, repr=False)
+    def __init__(
+        self,
+        id: int,
+        ranks: Ranks,
+        connections: Connections,
+        config: Config,
+        *,
+        number: int,
+        slots: list[int],
+    ) -> None:
+        self.id = id
+        self.ranks = ranks
+        self.is_member = connections.rank in ranks
+        self.owned: dict[type, Any] = {}
+        self._connections = connections
+        self._config = config
+        self._number = number
+        self._slots = slots
+        self._engine: Engine | None = None
+        self._closed = False
+        self._making = threading.Lock()
+
+    def engine(self) -> Engine:
+        """Return the engine that runs the set's collectives; the first call makes it.
+
+        Raises:
+            InvalidArgumentError: this process is no member, or the set has been removed.
+            RingError: the engine finds no memory, or no thread.
+        """
+        if self._engine is not None:
+            return self._engine
+        if not self.is_member:
+            raise InvalidArgumentError(
+                f"rank {self._connections.rank} is not in the process set {list(self.ranks)}"
+            )
+        with self._making:
+            if self._closed:
+                raise InvalidArgumentError(f"the process set {list(self.ranks)} has been removed")
+            if self._engine is None:
+                self._engine = make_engine(
+                    self._connections, self._number, self.ranks, self._slots, self._config
+                )
+            return self._engine
+
+    def shutdown(self) -> None:
+        """End the engine, and fail its operations in flight."""
+        with self._making:
+            self._closed = True
+            engine, self._engine = self._engine, None
+        self.owned.clear()
+        if engine is not None:
+            engine.shutdown()
+
+    def abandon(self) -> None:
+        """Let go of the parent's engine in a forked child."""
+        self._making = threading.Lock()  # the child lacks the parent's thread that held it
+        if self._engine is not None:
+            self._engine.abandon()
+
+    def release_slot(self) -> None:
+        """Give the set's memory back. Call when the engines of all members have ended."""
+        if self.is_member:
+            slot = self._slots[self.ranks.index(self._connections.rank)]
+            if slot >= 0 and self._connections.memory is not None:
+                self._connections.memory.release_slot(slot)
 
 
 class ProcessSetTable:
@@ -52,11 +124,8 @@ class ProcessSetTable:
     methods do not block.
 
     Args:
-        identity: this process in the world.
+        connections: of this process.
         config: the world's settings.
-        rendezvous: the rendezvous of the world; None in a world of one.
-        engine: the world's engine.
-        labels: the ranks' names in messages.
 
     Attributes:
         everyone: set 0, of all ranks.
@@ -65,20 +134,14 @@ class ProcessSetTable:
 
     records: tuple[ProcessSetRecord, ...]
 
-    def __init__(
-        self,
-        identity: Identity,
-        config: Config,
-        rendezvous: Rendezvous | None,
-        engine: Engine,
-        labels: Sequence[str],
-    ) -> None:
-        self._identity = identity
+    def __init__(self, connections: Connections, config: Config) -> None:
+        self._connections = connections
         self._config = config
-        self._rendezvous = rendezvous
-        self._engine = engine
-        self._labels = labels
-        self.everyone = ProcessSetRecord(0, tuple(range(identity.size)), engine)
+        self._size = connections.size
+        self.everyone = ProcessSetRecord(
+            0, tuple(range(self._size)), connections, config, number=0, slots=[0] * self._size
+        )
+        self._numbers = 0  # the last number given
         self._keep([self.everyone])
         self._closed = False
         self._changing = threading.RLock()  # held while the records change, or the table closes
@@ -89,29 +152,46 @@ class ProcessSetTable:
         return self._by_ranks.get(ranks)
 
     def add(self, ranks: Ranks) -> ProcessSetRecord:
-        """Make a set.
+        """Make a set. Cost: one allgather of two numbers a rank.
 
         Raises:
             InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
             MismatchError: on all ranks: not all of them add this set.
-            RingError: on all ranks: a member could not connect; says why.
+            RingError: on all ranks: a member has no memory for it; says why.
         """
-        with self._in_collective:
-            exchange = self._agree("add_process_set", ranks)
-            require_below(ranks, self._identity.size)
+        engine = self.everyone.engine()
+        with (
+            self._in_collective,
+            EngineExchange(engine) as exchange,
+            contextlib.ExitStack() as cleanup,
+        ):
+            slot, failure = self._reserve_slot(ranks, cleanup)
+            slots = self._agree(exchange, f"add_process_set({list(ranks)})", slot)
+            if _FAILED in slots:
+                failures = exchange.texts(failure)
+                broken = slots.index(_FAILED)
+                raise RingError(
+                    f"rank {broken} could not join the process set: {failures[broken]}"
+                )
+            require_below(ranks, self._size)
             if ranks in self._by_ranks:
                 raise InvalidArgumentError(f"there is a process set of the ranks {list(ranks)}")
-            engine = self._join(ranks, exchange)
             with self._changing:
-                if not self._closed:
-                    ids = {record.id for record in self.records}
-                    free = next(number for number in range(1, len(ids) + 1) if number not in ids)
-                    record = ProcessSetRecord(free, ranks, engine)
-                    self._keep([*self.records, record])
-                    return record
-            if engine is not None:
-                engine.shutdown()
-            raise NotInitializedError
+                if self._closed:
+                    raise NotInitializedError
+                ids = {record.id for record in self.records}
+                self._numbers += 1
+                record = ProcessSetRecord(
+                    next(number for number in range(1, len(ids) + 1) if number not in ids),
+                    ranks,
+                    self._connections,
+                    self._config,
+                    number=self._numbers,
+                    slots=[slots[rank] for rank in ranks],
+                )
+                self._keep([*self.records, record])
+            cleanup.pop_all()
+            return record
 
     def remove(self, ranks: Ranks) -> bool:
         """End a set and fail its operations in flight. Return whether it existed; set 0 stays.
@@ -119,86 +199,67 @@ class ProcessSetTable:
         Raises:
             MismatchError: on all ranks: not all of them remove this set.
         """
-        with self._in_collective:
-            self._agree("remove_process_set", ranks)
+        engine = self.everyone.engine()
+        with self._in_collective, EngineExchange(engine) as exchange:
+            self._agree(exchange, f"remove_process_set({list(ranks)})", _NO_SLOT)
             with self._changing:
                 record = self._by_ranks.get(ranks)
                 if record is None or record.id == 0:
                     return False
                 self._keep(other for other in self.records if other is not record)
-            record.owned.clear()
-            if record.engine is not None:
-                record.engine.shutdown()
+            record.shutdown()
+            exchange.numbers(0)  # now no member reads or writes its memory any more
+            record.release_slot()
             return True
 
     def close(self) -> None:
-        """Shut down the engines of all sets, the world's last."""
+        """Shut down the engines of all sets, the world's last, and leave."""
         with self._changing:
             self._closed = True
             records = self.records
             self._keep([])
         for record in reversed(records):
-            record.owned.clear()
-            if record.engine is not None:
-                record.engine.shutdown()
+            record.shutdown()
+        self._connections.close()
 
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
-        self._rendezvous = None
         for record in self.records:
-            if record.engine is not None:
-                record.engine.abandon()
+            record.abandon()
+        self._connections.abandon()
 
     def _keep(self, records: Iterable[ProcessSetRecord]) -> None:
         """Make `records` the sets. Readers take no lock, so nothing changes in place."""
         self.records = tuple(sorted(records, key=lambda record: record.id))
         self._by_ranks = {record.ranks: record for record in self.records}
 
-    def _agree(self, function: str, ranks: Ranks) -> EngineExchange:
-        """Check that all ranks call `function` for the same set; return an exchange to make it."""
-        identity = self._identity
-        everyone = range(identity.size)
-        deadline = Deadline(self._config.init_timeout_s)
-        request = f"{function}({list(ranks)})"
-        exchange = EngineExchange(self._engine, identity.rank, everyone, deadline)
-        requests = exchange.gather("", request)
-        for rank, other in enumerate(requests):
-            if other != requests[0]:
-                raise MismatchError(
-                    f"all ranks must add and remove the same process sets in the same order: rank "
-                    f"0: {requests[0]}; rank {rank}: {other}"
-                )
-        deadline = Deadline(self._config.init_timeout_s)  # waiting for the others does not count
-        return EngineExchange(self._engine, identity.rank, ranks, deadline)
+    def _reserve_slot(self, ranks: Ranks, cleanup: contextlib.ExitStack) -> tuple[int, str]:
+        """Return the offset of a new slot of this rank's memory, or why there is none.
 
-    def _join(self, ranks: Ranks, exchange: EngineExchange) -> Engine | None:
-        """Return the set's running engine, or None in a process that is no member."""
-        engine = None
-        with contextlib.ExitStack() as cleanup:
-            with failing_together(exchange):
-                if self._identity.rank in ranks:
-                    engine = self._start_engine(ranks, exchange)
-                    cleanup.callback(engine.shutdown)
-                else:
-                    sit_out(exchange)
-                exchange.gather("started", "")
-            cleanup.pop_all()
-        return engine
-
-    def _start_engine(self, ranks: Ranks, exchange: EngineExchange) -> Engine:
-        labels = [self._labels[rank] for rank in ranks]
-        if len(ranks) == 1 or self._rendezvous is None:
-            sit_out(exchange)
-            return make_engine(0, FullMesh(labels=labels), self._config)
-        identity = self._identity.among(ranks)
-        with contextlib.closing(
-            connect_full_mesh(identity, self._config, self._rendezvous, exchange, labels=labels)
-        ) as mesh:
-            engine = make_engine(identity.rank, mesh, self._config)
+        A set with several ranks on one host needs one of every member. `cleanup` releases it.
+        """
+        memory, rank = self._connections.memory, self._connections.rank
+        members = [member for member in ranks if member < self._size]
+        on_hosts = {self._connections.host_of[member] for member in members}
+        if memory is None or rank not in ranks or len(on_hosts) == len(members):
+            return _NO_SLOT, ""
         try:
-            wait_for_all(engine, exchange.deadline)
-        except BaseException:
-            engine.shutdown()
-            raise
-        return engine
+            slot = memory.reserve_slot()
+        except RingError as error:
+            return _FAILED, str(error)
+        cleanup.callback(memory.release_slot, slot)
+        return slot, ""
+
+    def _agree(self, exchange: EngineExchange, request: str, slot: int) -> list[int]:
+        """Check that all ranks make the same request; return their slots."""
+        digest = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], signed=True)
+        gathered = exchange.numbers(digest, slot)
+        if any(other != digest for other, _ in gathered):
+            requests = exchange.texts(request)
+            rank = next(r for r, other in enumerate(requests) if other != requests[0])
+            raise MismatchError(
+                "all ranks must add and remove the same process sets in the same order: rank 0: "
+                f"{requests[0]}; rank {rank}: {requests[rank]}"
+            )
+        return [slot for _, slot in gathered]

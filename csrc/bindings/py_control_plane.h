@@ -1,0 +1,53 @@
+// PyControlPlane: the control plane of a process, as Python holds it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "control/control_plane.h"
+
+namespace pybind11 {
+class module_;
+}
+
+namespace torch_ring {
+
+/// Owns the plane together with the engines that use it. In a forked child it lets go of the
+/// parent's plane.
+///
+/// Thread: any, with the GIL.
+class PyControlPlane {
+ public:
+  explicit PyControlPlane(ControlPlane::Options options);
+  ~PyControlPlane() { stop(); }
+  PyControlPlane(const PyControlPlane&) = delete;
+  PyControlPlane& operator=(const PyControlPlane&) = delete;
+
+  std::vector<int> missing() const { return plane_->missing(); }
+  void fail(const std::string& why);
+  void stop();
+
+  /// Takes note of the descriptors that a child is about to inherit.
+  void before_fork();
+  /// In a forked child: closes the parent's connections, and leaks its thread and memory.
+  void abandon();
+
+  const std::shared_ptr<ControlPlane>& get() const { return plane_; }
+
+ private:
+  const pid_t pid_;
+  std::vector<std::pair<int, ino_t>> inherited_;
+  std::shared_ptr<ControlPlane> plane_;
+};
+
+/// The sockets of a set, which keep the plane alive.
+std::unique_ptr<SocketSource> sockets_of(std::shared_ptr<ControlPlane> plane, std::uint64_t set,
+                                         std::vector<int> members, int width);
+
+void bind_control_plane(pybind11::module_& module);
+
+}  // namespace torch_ring

@@ -1,0 +1,47 @@
+// ReadySockets and Link: connections over sockets that a test has connected itself.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/at.h"
+#include "transport/connection.h"
+
+namespace torch_ring::test {
+
+/// A SocketSource whose sockets are there from the start, or, if it is `slow`, at the third time
+/// that they are needed.
+class ReadySockets final : public SocketSource {
+ public:
+  explicit ReadySockets(std::size_t size, bool slow = false)
+      : sockets_(size), refusals_(size, slow ? 2 : 0) {}
+
+  void add(int peer, Fd socket) { at(sockets_, peer).push_back(std::move(socket)); }
+
+  std::vector<Fd> take(int peer, bool needed) override {
+    int& refusals = at(refusals_, peer);
+    if (refusals > 0) {
+      refusals -= needed ? 1 : 0;
+      return {};
+    }
+    return std::exchange(at(sockets_, peer), {});
+  }
+
+ private:
+  std::vector<std::vector<Fd>> sockets_;  // by peer
+  std::vector<int> refusals_;
+};
+
+/// A connection that is its own source of sockets.
+struct Link {
+  Link(std::vector<Fd> sockets, const std::string& peer, bool slow = false)
+      : source(1, slow), connection(source, 0, sockets.size(), peer) {
+    for (Fd& socket : sockets) source.add(0, std::move(socket));
+  }
+
+  ReadySockets source;
+  Connection connection;
+};
+
+}  // namespace torch_ring::test

@@ -1,0 +1,52 @@
+"""Connections: the control plane and the shared memory of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch_ring._C import ControlPlane, HostMemory
+from torch_ring.connections.peer_info import PeerInfo
+
+__all__ = ["Connections"]
+
+
+@dataclass
+class Connections:
+    """One process's way to the other ranks of its world, for all of its process sets.
+
+    Attributes:
+        rank: this process.
+        peers: what every rank has told of itself.
+        host_of: the host index of each rank.
+        labels: the name of each rank in messages.
+        plane: who lives and who has left, and connections for data; None in a world of one.
+        memory: the memory that the ranks of this host share; None if no host has several ranks.
+    """
+
+    rank: int = 0
+    peers: Sequence[PeerInfo] = ()
+    host_of: Sequence[int] = (0,)
+    labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
+    plane: ControlPlane | None = None
+    memory: HostMemory | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.labels)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one leaves, and close all connections."""
+        plane, self.plane, self.memory = self.plane, None, None
+        if plane is not None:
+            plane.stop()
+
+    def abandon(self) -> None:
+        """Let go of the parent's connections in a forked child.
+
+        While a child holds them, no other rank notices the parent's death.
+        """
+        if self.plane is not None:
+            self.plane.abandon()
