@@ -7,20 +7,11 @@ from torch import Tensor
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
-def make_memory() -> int:
-    """Return a new memfd for a rank's shared memory (grown by the engine). Errors: OSError."""
-
-def make_doorbell() -> int:
-    """Return a new eventfd."""
-
 def nccl_version(library: str) -> int:
     """Return NCCL's version at a path (empty: torch's, or the system's): 22703 is 2.27.3.
 
     Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
-
-def lane_peers(rank: int, host_of: Sequence[int]) -> list[int]:
-    """Return the other ranks on the lane of `rank`, to which it has data connections."""
 
 def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an uninitialised contiguous tensor with the dtype and device of `like`.
@@ -37,18 +28,101 @@ def keep_results(most_bytes: int) -> None:
 def kept_result_bytes() -> int:
     """Return the bytes of results' pages that are kept now."""
 
-class Engine:
-    """Runs the collectives of one world. Takes ownership of all descriptors in its arguments.
+class HostMemory:
+    """The memory that the ranks of a host share (csrc/transport/host_memory.h).
 
     Args:
-        rank, size: this process.
-        host_of: host index of every rank, hosts numbered in order of their first rank.
-        labels: every rank's name in messages, "rank 2 (10.0.0.7, pid 4711)".
-        may_spin: whether every rank of this host has a core of its own.
-        data: per rank, connected authenticated sockets, in the same order at both ends; none for
-            ranks that are not in `lane_peers`.
-        memory, doorbells: per rank of this host (self included) its memfd and eventfd; else -1.
-        control: per rank a connected authenticated socket for the watchdog; -1 for self.
+        fd: the descriptor of `create`, or one that a rank of this host has passed; taken over.
+        index: this rank's, among the ranks of its host.
+
+    Raises:
+        RingError: `fd` is not such memory, or the host has no memory left.
+    """
+
+    def __init__(self, fd: int, index: int) -> None: ...
+    @staticmethod
+    def create(ranks: int, table: bytes) -> int:
+        """Return the descriptor of new memory for `ranks` ranks, and with a table for all.
+
+        Raises:
+            RingError: the host has no memory left.
+        """
+
+    @staticmethod
+    def address_space(ranks: int, table_bytes: int) -> int:
+        """Return the bytes of address space in which such memory is mapped."""
+
+    def table(self) -> bytes:
+        """Return the table."""
+
+    def reserve_slot(self) -> int:
+        """Return the offset of new memory for a process set, in this rank's part.
+
+        Raises:
+            RingError: the host has no memory left.
+        """
+
+    def release_slot(self, offset: int) -> None:
+        """Give such memory back."""
+
+class ControlPlane:
+    """Connections with the other ranks, beside the data (csrc/control/control_plane.h).
+
+    Args:
+        rank: this process.
+        host_of: host index of every rank.
+        labels: every rank's name in messages.
+        addresses: by rank, the name of its abstract Unix socket, its numeric address, its port.
+        key: 32 bytes; all ranks prove that they know them.
+        unix_listener, tcp_listener: listening sockets, taken over; -1 for none.
+        heartbeat_timeout_s: silence after which a rank is lost.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host_of: Sequence[int],
+        labels: Sequence[str],
+        addresses: Sequence[tuple[str, str, int]],
+        key: bytes,
+        unix_listener: int,
+        tcp_listener: int,
+        heartbeat_timeout_s: float,
+    ) -> None: ...
+    def missing(self) -> list[int]:
+        """Return the ranks with which a connection is still being made.
+
+        Raises:
+            PeerLostError: one of them has exited.
+            RingError: one of them has another key.
+        """
+
+    def fail(self, why: str) -> None:
+        """Tell the other ranks that this one cannot go on."""
+
+    def stop(self) -> None:
+        """Say goodbye, and close all connections. Idempotent."""
+
+    def before_fork(self) -> None:
+        """Take note of the descriptors that a child inherits."""
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited connections, touch nothing else."""
+
+class Engine:
+    """Runs the collectives of a process set.
+
+    Args:
+        rank: this process in the set.
+        members: rank in the world, by rank in the set.
+        host_of: host index of every member, hosts numbered in order of their first member.
+        labels: every member's name in messages, "rank 2 (10.0.0.7, pid 4711)".
+        may_spin: whether every member on this kernel has a core of its own.
+        plane: of this process; None for a set of one.
+        set: the set's number, the same on all ranks, never given twice.
+        width: sockets of a connection between hosts.
+        memory: of this host; None if no host has several members.
+        slots: by member, the offset of the set's memory in the member's part.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
@@ -56,17 +130,17 @@ class Engine:
     def __init__(
         self,
         rank: int,
-        size: int,
+        members: Sequence[int],
         host_of: Sequence[int],
         labels: Sequence[str],
         may_spin: bool,
-        data: Sequence[Sequence[int]],
-        memory: Sequence[int],
-        doorbells: Sequence[int],
-        control: Sequence[int],
+        plane: ControlPlane | None,
+        set: int,
+        width: int,
+        memory: HostMemory | None,
+        slots: Sequence[int],
         *,
         timeout_s: float,
-        heartbeat_timeout_s: float,
         stall_warning_s: float,
         fusion_window_s: float,
         fusion_threshold_bytes: int,
@@ -188,10 +262,10 @@ class Engine:
         """Whether reducing during backward can pay, because data crosses a network."""
 
     def shutdown(self) -> None:
-        """Say goodbye, stop the threads, free everything. Idempotent."""
+        """Stop the thread, free everything. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited connections, touch nothing else."""
+        """In a forked child: let go of the parent's engine, without touching it."""
 
 class Work:
     """The pending result of a submitted collective."""

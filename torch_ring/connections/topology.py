@@ -12,6 +12,7 @@ __all__ = [
     "Topology",
     "cpu_sharers",
     "host_of",
+    "hosts_among",
     "labels",
     "may_spin",
     "require_agreement",
@@ -81,6 +82,12 @@ def host_of(peers: Sequence[PeerInfo], transport: str) -> list[int]:
     if transport == "tcp" or not all(peer.shares for peer in peers):
         return list(range(len(peers)))
     return hosts
+
+
+def hosts_among(ranks: Sequence[int], host_of: Sequence[int]) -> list[int]:
+    """Return the host index of some ranks, hosts numbered anew in the order of these ranks."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(host_of[rank], len(numbers)) for rank in ranks]
 
 
 def labels(peers: Sequence[PeerInfo]) -> list[str]:

@@ -257,6 +257,11 @@ def disable_in_child(inherited: _Inherited) -> None:
     _disabled_in_child.add(inherited)
 
 
+def _prepare_fork() -> None:
+    if _world is not None and not _is_parents:
+        _world.process_sets.before_fork()
+
+
 def _leave_parents_world() -> None:
     """Keep only the readable part of the parent's world in a forked child (a DataLoader worker)."""
     global _is_parents, _changing
@@ -269,5 +274,5 @@ def _leave_parents_world() -> None:
     rendezvous_store.drop_in_child()
 
 
-os.register_at_fork(after_in_child=_leave_parents_world)
+os.register_at_fork(before=_prepare_fork, after_in_child=_leave_parents_world)
 atexit.register(shutdown)

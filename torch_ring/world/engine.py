@@ -36,12 +36,13 @@ def make_engine(
     """
     rank = ranks.index(connections.rank)
     alone = len(ranks) == 1
+    peers = [connections.peers[member] for member in ranks] if not alone else []
     return Engine(
         rank,
         list(ranks),
         hosts_among(ranks, connections.host_of),
         [connections.labels[member] for member in ranks],
-        may_spin(rank, [connections.peers[member] for member in ranks]),
+        alone or may_spin(rank, peers),
         None if alone else connections.plane,
         number,
         config.connections,

@@ -67,7 +67,7 @@ class ProcessSet:
     def included(self) -> bool:
         """Return whether the set has been added and this process is a member."""
         record = self._record()
-        return record is not None and record.engine is not None
+        return record is not None and record.is_member
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessSet) or _GlobalProcessSet in (type(self), type(other)):
@@ -130,7 +130,7 @@ def add_process_set(process_set: Any) -> ProcessSet:
         InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         NotInitializedError: there is no world, or only the one of this process's parent.
-        RingError: on all ranks: a member could not connect to the others; says why.
+        RingError: on all ranks: a member has no memory for the set; says why.
     """
     current.require_own()
     table = current.world().process_sets
@@ -161,7 +161,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def engine_of(process_set: ProcessSet) -> Engine:
-    """Return the engine that runs the collectives of a set.
+    """Return the engine that runs the collectives of a set; the first call makes it.
 
     Raises:
         InvalidArgumentError: the set has not been added, or this process is no member.
@@ -170,9 +170,7 @@ def engine_of(process_set: ProcessSet) -> Engine:
     if process_set is global_process_set:
         return current.engine()
     current.require_own()
-    engine = membership(process_set).engine
-    assert engine is not None  # a member has one
-    return engine
+    return membership(process_set).engine()
 
 
 def root_in(process_set: ProcessSet, root_rank: int) -> int:
@@ -200,7 +198,7 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
             f"{process_set} has not been added, or has been removed: call add_process_set() on all "
             "ranks first"
         )
-    if record.engine is None:
+    if not record.is_member:
         raise InvalidArgumentError(f"rank {current.rank()} is not in {process_set}")
     return record
 

@@ -222,6 +222,11 @@ class ProcessSetTable:
             record.shutdown()
         self._connections.close()
 
+    def before_fork(self) -> None:
+        """Take note of what a child is about to inherit."""
+        if self._connections.plane is not None:
+            self._connections.plane.before_fork()
+
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
