@@ -12,10 +12,11 @@
 
 namespace torch_ring {
 
-/// Few steps or short ways: choice.h chooses by bytes and ranks, the same on every rank and in
-/// every run. Around the ring each rank sends to the next and receives from the previous one at the
-/// same time. The other algorithms take ceil(log2(n)) steps at distances 1, 2, 4, ... (BruckStep).
-/// Cost for S bytes among n ranks, sent and received by each, with l = ceil(log2(n)):
+/// Data goes around a ring, or in few steps across it: choice.h chooses by bytes and ranks, the
+/// same on every rank and in every run. In a ring each rank sends to the next and receives from the
+/// previous one at the same time. The other algorithms take ceil(log2(n)) steps at distances 1, 2,
+/// 4, ... (BruckStep). Cost for S bytes among n ranks, sent and received by each, with l =
+/// ceil(log2(n)):
 ///
 ///   allreduce   gathered: l steps, S (n - 1) bytes
 ///               halving: 2 l steps, 2 S (n - 1) / n bytes
