@@ -80,4 +80,40 @@ std::vector<BruckStep> bruck_steps(int rank, int size) {
   return steps;
 }
 
+std::vector<BruckStep> halving_steps(int rank, int size) {
+  std::vector<BruckStep> steps = bruck_steps(rank, size);
+  std::reverse(steps.begin(), steps.end());
+  for (BruckStep& step : steps) std::swap(step.to, step.from);
+  return steps;
+}
+
+std::array<Range, 2> arc_of(std::span<const Range> chunks, int first, int count) {
+  const auto range = [&](std::size_t begin, std::size_t end) -> Range {
+    if (begin == end) return {};
+    const Range& last = chunks[end - 1];
+    return {chunks[begin].begin, last.begin + last.count - chunks[begin].begin};
+  };
+  const auto begin = static_cast<std::size_t>(first);
+  const std::size_t end = begin + static_cast<std::size_t>(count);
+  const std::size_t inside = std::min(end, chunks.size());
+  return {range(begin, inside), range(0, end - inside)};
+}
+
+Tree binomial_tree(int rank, int size, int root) {
+  const int self = around(rank, -root, size);  // how far after the root
+  const auto edge = [&](int peer, int first, int distance) -> TreeEdge {
+    return {around(root, peer, size), first, std::min(distance, size - first)};
+  };
+  int below = 1;  // the distance to the parent: the lowest bit of `self`
+  while (below < size && (self & below) == 0) below *= 2;
+
+  Tree tree;
+  if (self > 0) tree.parent = edge(self - below, self, below);
+  for (int distance = below / 2; distance > 0; distance /= 2) {
+    const int child = self + distance;
+    if (child < size) tree.children.push_back(edge(child, child, distance));
+  }
+  return tree;
+}
+
 }  // namespace torch_ring

@@ -2,7 +2,9 @@
 // an algorithm. The code that does I/O walks these lists.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -53,5 +55,35 @@ struct BruckStep {
 /// J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
 /// message-passing systems", IEEE TPDS 8(11), 1997.
 std::vector<BruckStep> bruck_steps(int rank, int size);
+
+/// A reduce-scatter for any size in ceil(log2(size)) steps: Bruck's allgather backwards. In a step
+/// a rank sends its partial results of the chunks `to`, `to` + 1, ... (mod size), `count` of them,
+/// to rank `to`, receives those of the chunks `rank`, `rank` + 1, ... from rank `from`, and adds
+/// them to its own. After the last step its chunk `rank` is complete. Each rank sends size - 1
+/// chunks. J. L. Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024.
+std::vector<BruckStep> halving_steps(int rank, int size);
+
+/// The elements of `count` of the consecutive `chunks`: those from `first` to the last one, and
+/// those from chunk 0 on. The second range is empty unless the chunks go around the end.
+std::array<Range, 2> arc_of(std::span<const Range> chunks, int first, int count);
+
+/// An edge of a binomial tree. It leads to `peer`; below it are the ranks of the chunks `first`,
+/// `first` + 1, ..., `count` of them, where chunk i belongs to the i-th rank after the root.
+struct TreeEdge {
+  int peer;
+  int first;
+  int count;
+  bool operator==(const TreeEdge&) const = default;
+};
+
+/// A rank's edges; a root has no parent. The children's subtrees shrink, so that a rank serves the
+/// child first that has most to pass on.
+struct Tree {
+  std::optional<TreeEdge> parent;
+  std::vector<TreeEdge> children;
+};
+
+/// The tree of `root` has ceil(log2(size)) levels, and every edge leads over a distance of Bruck's.
+Tree binomial_tree(int rank, int size, int root);
 
 }  // namespace torch_ring

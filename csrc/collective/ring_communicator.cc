@@ -4,24 +4,11 @@
 #include <array>
 #include <cstring>
 
+#include "collective/choice.h"
+
 namespace torch_ring {
 
 namespace {
-
-// Bytes of a segment, which is reduced or forwarded while the next one travels: small enough for
-// the L2 cache, large enough that a system call costs little of its time.
-constexpr std::size_t kSegmentBytes = 256u << 10;
-
-// Up to this size an allreduce gathers all inputs: fewer steps pay more than fewer bytes. With n
-// ranks a ring takes 2(n - 1) - log2(n) steps more, and gathering S bytes moves about (n - 3) S
-// bytes more. Both grow alike with n, so the bound does not depend on it.
-constexpr std::size_t kGatheredBytes = 64u << 10;
-
-// Bytes of a chunk (for each socket) and of a round. A tensor goes through the ring in rounds,
-// which stay in the cache and bound the scratch memory: one received chunk, and for 16-bit floats
-// one round of partial results. One chunk is in flight at a time, so it grows with the sockets.
-constexpr std::size_t kChunkBytes = 1u << 20;
-constexpr std::size_t kRoundBytes = 64u << 20;
 
 std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
 const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
@@ -51,13 +38,15 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
                                  const Reduction& reduction, std::span<const std::int64_t>) {
   if (count == 0) return;
   const std::size_t item = size_of(reduction.dtype);
-  if (count * item <= kGatheredBytes) {
+  const AllreducePath path = choose_allreduce(count * item, size());
+  if (path == AllreducePath::kGathered) {
     allreduce_gathered(input, output, count, reduction);
     return;
   }
+  const bool halving = path == AllreducePath::kHalving;
   const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const std::size_t ranks = static_cast<std::size_t>(size());
-  const std::size_t round_bytes = std::min(kChunkBytes * next()->width() * ranks, kRoundBytes);
+  const std::size_t ring_bytes = kChunkBytes * next()->width() * static_cast<std::size_t>(size());
+  const std::size_t round_bytes = halving ? kRoundBytes : std::min(ring_bytes, kRoundBytes);
 
   for (const Range round : ranges_of(count, round_bytes / partial_item)) {
     const std::byte* in = bytes_of(input) + round.begin * item;
@@ -71,7 +60,11 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
       const Range chunk = chunk_of(round.count, size(), i);
       chunks.push_back({chunk.begin, chunk.begin, chunk.count});
     }
-    reduce_scatter(partial, in, chunks, reduction);
+    if (halving) {
+      reduce_scatter_halving(partial, in, chunks, reduction);
+    } else {
+      reduce_scatter(partial, in, chunks, reduction);
+    }
 
     const Range own = chunk_of(round.count, size(), rank());
     const std::array<void*, 1> finished{out + own.begin * item};
@@ -79,7 +72,11 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
 
     std::vector<Range> results;
     for (const Chunk& chunk : chunks) results.push_back({chunk.to * item, chunk.count * item});
-    gather_chunks(out, results);
+    if (halving) {
+      gather_doubling(out, results);
+    } else {
+      gather_chunks(out, results);
+    }
   }
 }
 
@@ -159,22 +156,70 @@ void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input
   for (const RingStep& step : steps) {
     const Chunk outgoing = chunk(step.send);
     const Chunk incoming = chunk(step.receive);
-    const std::size_t bytes = incoming.count * partial_item;
-    std::byte* const arriving = at_least(received_, bytes);
-    std::size_t reduced = 0;
-    exchange(next(), {partial + outgoing.to * partial_item, outgoing.count * partial_item}, prev(),
-             {arriving, bytes}, waiter_, [&](std::size_t arrived_bytes) {
-               const std::size_t arrived = arrived_bytes / partial_item;
-               const bool all = arrived == incoming.count;
-               if (!all && arrived - reduced < kSegmentBytes / partial_item) return;
-               const Chunk segment{incoming.from + reduced, incoming.to + reduced,
-                                   arrived - reduced};
-               load(segment);
-               combine_partial(partial + segment.to * partial_item,
-                               arriving + reduced * partial_item, segment.count, reduction);
-               reduced = arrived;
-             });
+    exchange_and_add(next(), {outgoing.to, outgoing.count}, prev(), {incoming.to, incoming.count},
+                     partial, reduction, [&](Range segment) {
+                       const std::size_t from = incoming.from + (segment.begin - incoming.to);
+                       load({from, segment.begin, segment.count});
+                     });
   }
+}
+
+/// The same in halving_steps(), for an allreduce: a chunk lies at the same place in both.
+void RingCommunicator::reduce_scatter_halving(std::byte* partial, const std::byte* input,
+                                              std::span<const Chunk> chunks,
+                                              const Reduction& reduction) {
+  const std::size_t item = size_of(reduction.dtype);
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const auto load = [&](Range part) {
+    if (partial == input && reduction.scaling.prescale == 1.0) return;
+    const std::array<const void*, 1> own{input + part.begin * item};
+    reduce_partial(partial + part.begin * partial_item, own, part.count, reduction);
+  };
+  std::vector<Range> ranges;
+  for (const Chunk& chunk : chunks) ranges.push_back({chunk.to, chunk.count});
+
+  const std::vector<BruckStep> steps = halving_steps(rank(), size());
+  // The first step loads what it adds to; all else is loaded before.
+  int unloaded = steps.empty() ? 0 : steps.front().count;
+  const int others = size() - unloaded;
+  for (const Range part : arc_of(ranges, (rank() + unloaded) % size(), others)) load(part);
+
+  for (const BruckStep& step : steps) {
+    // Both ranges of an arc are the receiver's, too: they travel one after the other.
+    const std::array<Range, 2> outgoing = arc_of(ranges, step.to, step.count);
+    const std::array<Range, 2> incoming = arc_of(ranges, rank(), step.count);
+    for (std::size_t i = 0; i < outgoing.size(); ++i) {
+      exchange_and_add(at(connections_, step.to).get(), outgoing[i],
+                       at(connections_, step.from).get(), incoming[i], partial, reduction,
+                       [&](Range segment) {
+                         if (unloaded > 0) load(segment);
+                       });
+    }
+    unloaded = 0;
+  }
+}
+
+/// Sends `outgoing` of `partial` and adds to `incoming` what arrives, segment by segment. Calls
+/// load(segment) before it adds to a segment.
+template <class Load>
+void RingCommunicator::exchange_and_add(Connection* to, Range outgoing, Connection* from,
+                                        Range incoming, std::byte* partial,
+                                        const Reduction& reduction, Load&& load) {
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t bytes = incoming.count * partial_item;
+  std::byte* const arriving = at_least(received_, bytes);
+  std::size_t reduced = 0;
+  exchange(to, {partial + outgoing.begin * partial_item, outgoing.count * partial_item}, from,
+           {arriving, bytes}, waiter_, [&](std::size_t arrived_bytes) {
+             const std::size_t arrived = arrived_bytes / partial_item;
+             const bool all = arrived == incoming.count;
+             if (!all && arrived - reduced < kSegmentBytes / partial_item) return;
+             const Range segment{incoming.begin + reduced, arrived - reduced};
+             load(segment);
+             combine_partial(partial + segment.begin * partial_item,
+                             arriving + reduced * partial_item, segment.count, reduction);
+             reduced = arrived;
+           });
 }
 
 /// Gathers all chunks of `data` on every rank, which has its own at first.
@@ -188,13 +233,34 @@ void RingCommunicator::gather_chunks(std::byte* data, std::span<const Range> chu
   }
 }
 
+/// The same in bruck_steps(). Chunk i is that of the i-th rank after `root`.
+void RingCommunicator::gather_doubling(std::byte* data, std::span<const Range> chunks, int root) {
+  const int self = (rank() - root + size()) % size();
+  const auto connection = [&](int index) {
+    return at(connections_, (index + root) % size()).get();
+  };
+  for (const BruckStep& step : bruck_steps(self, size())) {
+    const std::array<Range, 2> outgoing = arc_of(chunks, self, step.count);
+    const std::array<Range, 2> incoming = arc_of(chunks, step.from, step.count);
+    for (std::size_t i = 0; i < outgoing.size(); ++i) {
+      exchange(connection(step.to), {data + outgoing[i].begin, outgoing[i].count},
+               connection(step.from), {data + incoming[i].begin, incoming[i].count}, waiter_);
+    }
+  }
+}
+
 void RingCommunicator::allgather(const void* input, void* output,
                                  std::span<const std::size_t> bytes) {
   const std::vector<Range> chunks = ranges_of(bytes);
   const Range own = at(chunks, rank());
   std::byte* const to = bytes_of(output) + own.begin;
   if (to != input && own.count > 0) std::memcpy(to, input, own.count);
-  gather_chunks(bytes_of(output), chunks);
+  const Range last = chunks.back();
+  if (choose_allgather(last.begin + last.count, size()) == AllgatherPath::kDoubling) {
+    gather_doubling(bytes_of(output), chunks);
+  } else {
+    gather_chunks(bytes_of(output), chunks);
+  }
 }
 
 void RingCommunicator::alltoall(const void* input, void* output,
@@ -217,7 +283,42 @@ void RingCommunicator::alltoall(const void* input, void* output,
 }
 
 void RingCommunicator::broadcast(void* data, std::size_t bytes, int root) {
-  // A chain from the root: a rank sends one segment on while it receives the next.
+  switch (choose_broadcast(bytes, size())) {
+    case BroadcastPath::kChain:
+      return broadcast_chain(data, bytes, root);
+    case BroadcastPath::kTree: {
+      return broadcast_tree(bytes_of(data), root,
+                            [&](const TreeEdge&) -> Range { return {0, bytes}; });
+    }
+    case BroadcastPath::kScattered: {
+      std::vector<Range> chunks;
+      for (int i = 0; i < size(); ++i) chunks.push_back(chunk_of(bytes, size(), i));
+      broadcast_tree(bytes_of(data), root, [&](const TreeEdge& edge) {
+        return arc_of(chunks, edge.first, edge.count)[0];
+      });
+      return gather_doubling(bytes_of(data), chunks, root);
+    }
+  }
+}
+
+/// Sends part(edge) of `data` over every edge of a tree, away from the root.
+template <class Part>
+void RingCommunicator::broadcast_tree(std::byte* data, int root, Part&& part) {
+  const auto bytes = [&](const TreeEdge& edge) {
+    const Range range = part(edge);
+    return std::span(data + range.begin, range.count);
+  };
+  const Tree tree = binomial_tree(rank(), size(), root);
+  if (tree.parent) {
+    exchange(nullptr, {}, at(connections_, tree.parent->peer).get(), bytes(*tree.parent), waiter_);
+  }
+  for (const TreeEdge& child : tree.children) {
+    exchange(at(connections_, child.peer).get(), bytes(child), nullptr, {}, waiter_);
+  }
+}
+
+void RingCommunicator::broadcast_chain(void* data, std::size_t bytes, int root) {
+  // A rank sends one segment on while it receives the next.
   const bool first = rank() == root;
   const bool last = (rank() + 1) % size() == root;
   const std::vector<Range> segments = ranges_of(bytes, kSegmentBytes);

@@ -1,4 +1,4 @@
-// RingCommunicator: collectives over connections, mostly around a ring.
+// RingCommunicator: collectives over connections, around a ring or in log2(n) steps.
 #pragma once
 
 #include <memory>
@@ -12,16 +12,24 @@
 
 namespace torch_ring {
 
-/// The ranks form a ring: each sends to the next and receives from the previous one at the same
-/// time. Cost for S bytes among n ranks, sent and received by each:
+/// Data goes around a ring, or in few steps across it: choice.h chooses by bytes and ranks, the
+/// same on every rank and in every run. In a ring each rank sends to the next and receives from the
+/// previous one at the same time. The other algorithms take ceil(log2(n)) steps at distances 1, 2,
+/// 4, ... (BruckStep). Cost for S bytes among n ranks, sent and received by each, with l =
+/// ceil(log2(n)):
 ///
-///   allreduce   2 (n - 1) steps, 2 S (n - 1) / n bytes: no algorithm moves fewer (P. Patarasuk and
-///               X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-///               JPDC 69(2), 2009). Half of 16-bit floats' bytes travel as float32 partial results.
-///               Up to 64 KiB: ceil(log2(n)) steps, S (n - 1) bytes (BruckStep).
-///   reducescatter, allgather, alltoall   n - 1 steps, S (n - 1) / n bytes
-///   broadcast   n - 2 + segments steps, S bytes
-///   barrier     ceil(log2(n)) steps, one byte each
+///   allreduce   gathered: l steps, S (n - 1) bytes
+///               halving: 2 l steps, 2 S (n - 1) / n bytes
+///               ring: 2 (n - 1) steps, 2 S (n - 1) / n bytes
+///               No algorithm moves fewer bytes than the last two (P. Patarasuk and X. Yuan,
+///               "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
+///               69(2), 2009). Half of 16-bit floats' bytes travel as float32 partial results.
+///   reducescatter, alltoall   n - 1 steps, S (n - 1) / n bytes
+///   allgather   l or n - 1 steps, S (n - 1) / n bytes
+///   broadcast   tree: l steps, l S bytes from the root
+///               scattered: 2 l steps, up to 2 S (n - 1) / n bytes
+///               chain: n - 2 + segments steps, S bytes
+///   barrier     l steps, one byte each
 class RingCommunicator : public HostCommunicator {
  public:
   /// `connections[r]` leads to rank r, null at `rank` itself; `waiter` outlives this.
@@ -54,11 +62,20 @@ class RingCommunicator : public HostCommunicator {
     std::size_t to;
     std::size_t count;
   };
-  void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Chunk> chunks,
-                      const Reduction& reduction);
   void allreduce_gathered(const void* input, void* output, std::size_t count,
                           const Reduction& reduction);
+  void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Chunk> chunks,
+                      const Reduction& reduction);
+  void reduce_scatter_halving(std::byte* partial, const std::byte* input,
+                              std::span<const Chunk> chunks, const Reduction& reduction);
+  template <class Load>
+  void exchange_and_add(Connection* to, Range outgoing, Connection* from, Range incoming,
+                        std::byte* partial, const Reduction& reduction, Load&& load);
   void gather_chunks(std::byte* data, std::span<const Range> chunks);
+  void gather_doubling(std::byte* data, std::span<const Range> chunks, int root = 0);
+  template <class Part>
+  void broadcast_tree(std::byte* data, int root, Part&& part);
+  void broadcast_chain(void* data, std::size_t bytes, int root);
 
   Connection* next() const { return neighbour(1); }
   Connection* prev() const { return neighbour(size() - 1); }
@@ -70,7 +87,7 @@ class RingCommunicator : public HostCommunicator {
   const std::vector<std::unique_ptr<Connection>> connections_;
   const Waiter& waiter_;
   TcpBoard board_;
-  std::vector<std::byte> received_;  // scratch: the chunk of the previous rank, or all
+  std::vector<std::byte> received_;  // scratch: chunks of one rank, or all
   std::vector<std::byte> partials_;  // scratch: float32 partial results of 16-bit floats
 };
 

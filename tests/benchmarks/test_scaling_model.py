@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import choice
 import clusters
 import pytest
 import scaling_model
@@ -29,6 +30,9 @@ jobs = st.builds(
     st.floats(1e-3, 10),
 )
 variants = st.sampled_from(sorted(clusters.VARIANTS)).map(clusters.VARIANTS.__getitem__)
+# The choice of torch_ring's own algorithms has a link of its own: with another link, more hosts may
+# choose better than fewer.
+without_choice = variants.filter(lambda v: v.allreduce_s is not clusters.own_hierarchical_s)
 machines = st.builds(
     lambda network, local, control: replace(
         clusters.A100, network=network, local=local, control=control
@@ -107,6 +111,51 @@ def test_allreduces_are_alike_where_they_must_be() -> None:
         assert hierarchical < clusters.flat_ring_s(1e8, clusters.A100, ranks)
 
 
+def test_choice_is_that_of_the_core() -> None:
+    """The boundaries are those of tests/cpp/choice_test.cc."""
+    boundaries = {
+        5: (55_556, 374_999),
+        6: (41_222, 719_998),
+        7: (32_643, 1_275_710),
+        8: (26_967, 1_875_708),
+        9: (30_595, 1_688_136),
+        16: (14_873, 5_057_911),
+        64: (4_890, 24_961_121),
+        128: (2_793, 52_135_952),
+    }
+    for ranks, (halving, ring) in boundaries.items():
+        sizes = (1, halving - 1, halving, ring - 1, ring, 1 << 33)
+        chosen = [choice.choose_allreduce(size_bytes, ranks) for size_bytes in sizes]
+        assert chosen == ["gathered", "gathered", "halving", "halving", "ring", "ring"]
+    for ranks in (2, 3, 4):
+        chosen = [choice.choose_allreduce(size_bytes, ranks) for size_bytes in (65_536, 65_537)]
+        assert chosen == ["gathered", "ring"]
+    assert choice.choose_allreduce(1 << 33, 4096) == "halving"
+
+
+def test_time_of_each_choice() -> None:
+    link = Link(bandwidth=1e9, latency_s=1e-5)
+    assert choice.allreduce_s(8e9, 4, link, "ring") == ring_s(8e9, 4, link)
+    halving = 2 * 3 * 1e-5 + 2 * 7 / 8 * 8 * 1.25
+    assert choice.allreduce_s(8e9, 8, link, "halving") == pytest.approx(halving)
+    gathered = 3 * 1e-5 + 5 * 8 * 1.25
+    assert choice.allreduce_s(8e9, 6, link, "gathered") == pytest.approx(gathered)
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 14))
+def test_own_allreduce_grows_with_hosts_on_the_link_of_the_choice(
+    size_bytes: int, doublings: int
+) -> None:
+    """No choice among more hosts is quicker than that among half as many, by the choice's times."""
+
+    def predicted_ps(ranks: int) -> int:
+        chosen = choice.choose_allreduce(size_bytes, ranks)
+        return int(getattr(choice, f"{chosen}_ps")(size_bytes, ranks))
+
+    hosts = choice.FEW_RANKS << doublings
+    assert predicted_ps(2 * hosts) >= predicted_ps(hosts)
+
+
 @given(st.floats(0, 1e12), st.integers(1, 10**6), links)
 def test_ring_grows_with_ranks_and_bytes(size_bytes: float, ranks: int, link: Link) -> None:
     time_s = ring_s(size_bytes, ranks, link)
@@ -115,7 +164,7 @@ def test_ring_grows_with_ranks_and_bytes(size_bytes: float, ranks: int, link: Li
     assert time_s >= 2 * (ranks - 1) * link.latency_s
 
 
-@given(jobs, machines, variants)
+@given(jobs, machines, without_choice)
 def test_efficiency_falls_with_ranks(
     job: Job, cluster: clusters.Cluster, variant: clusters.Variant
 ) -> None:

@@ -83,7 +83,8 @@ class Elements {
         return put(to, float16_of(value));
       case DType::kBFloat16: {
         const auto bits = std::bit_cast<std::uint32_t>(static_cast<float>(value));
-        return put(to, static_cast<std::uint16_t>(bits >> 16));
+        const std::uint32_t half = 0x7fff + (bits >> 16 & 1);  // of the last bit, ties to even
+        return put(to, static_cast<std::uint16_t>((bits + half) >> 16));
       }
       case DType::kFloat32:
         return put(to, static_cast<float>(value));

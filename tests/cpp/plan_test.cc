@@ -1,6 +1,8 @@
 #include "collective/plan.h"
 
 #include <array>
+#include <bit>
+#include <cstdint>
 #include <set>
 
 #include "core/at.h"
@@ -105,6 +107,127 @@ TEST(plan_bruck_receives_every_entry_once_from_distinct_ranks) {
     }
   }
   CHECK_EQ(bruck_steps(0, 1 << 14).size(), 14u);  // one less than Doorbell polls
+}
+
+TEST(plan_arcs_are_two_ranges_of_elements) {
+  const std::array<std::size_t, 4> counts{5, 6, 0, 7};
+  const std::vector<Range> chunks = ranges_of(counts);
+  const auto check = [&](int first, int count, Range one, Range other) {
+    const auto arc = arc_of(chunks, first, count);
+    CHECK_EQ(arc[0].begin, one.begin);
+    CHECK_EQ(arc[0].count, one.count);
+    CHECK_EQ(arc[1].begin, other.begin);
+    CHECK_EQ(arc[1].count, other.count);
+  };
+  check(1, 3, {5, 13}, {0, 0});
+  check(1, 0, {0, 0}, {0, 0});
+  check(2, 1, {11, 0}, {0, 0});
+  check(3, 3, {11, 7}, {0, 11});
+  check(0, 4, {0, 18}, {0, 0});
+}
+
+// Simulates halving_steps() and then bruck_steps(). A value has a bit for each rank whose value it
+// contains, and a sum whose last bits depend on the order of the additions.
+TEST(plan_halving_and_doubling_reduce_each_rank_once_to_the_same_bits) {
+  struct Value {
+    std::uint64_t ranks;
+    float sum;
+  };
+  for (int size = 1; size <= 64; ++size) {
+    std::vector<std::vector<Value>> ranks(as_count(size));
+    for (int rank = 0; rank < size; ++rank) {
+      const float value = 1.0f / static_cast<float>(3 + rank);
+      at(ranks, rank).assign(as_count(size), {std::uint64_t{1} << rank, value});
+    }
+    for (std::size_t step = 0; step < halving_steps(0, size).size(); ++step) {
+      const auto before = ranks;
+      for (int rank = 0; rank < size; ++rank) {
+        const BruckStep ours = halving_steps(rank, size)[step];
+        const BruckStep theirs = halving_steps(ours.from, size)[step];
+        CHECK_EQ(theirs.to, rank);
+        CHECK_EQ(theirs.count, ours.count);
+        for (int i = 0; i < ours.count; ++i) {
+          const int chunk = (rank + i) % size;
+          const Value arrived = at(at(before, ours.from), chunk);
+          Value& own = at(at(ranks, rank), chunk);
+          CHECK_EQ(own.ranks & arrived.ranks, 0u);
+          own = {own.ranks | arrived.ranks, own.sum + arrived.sum};
+        }
+      }
+    }
+    std::vector<Value> results;
+    for (int rank = 0; rank < size; ++rank) results.push_back(at(at(ranks, rank), rank));
+    for (const Value& result : results) CHECK_EQ(std::popcount(result.ranks), size);
+
+    for (std::size_t step = 0; step < bruck_steps(0, size).size(); ++step) {
+      const auto before = ranks;
+      for (int rank = 0; rank < size; ++rank) {
+        const BruckStep ours = bruck_steps(rank, size)[step];
+        for (int i = 0; i < ours.count; ++i) {
+          const int chunk = (ours.from + i) % size;
+          at(at(ranks, rank), chunk) = at(at(before, ours.from), chunk);
+        }
+      }
+    }
+    for (const auto& values : ranks) {
+      for (int chunk = 0; chunk < size; ++chunk) {
+        CHECK(std::bit_cast<std::uint32_t>(at(values, chunk).sum) ==
+              std::bit_cast<std::uint32_t>(at(results, chunk).sum));
+      }
+    }
+  }
+}
+
+TEST(plan_halving_takes_the_fewest_steps_and_chunks_among_many_ranks) {
+  for (const auto& [size, wanted] : {std::pair{4096, 12u}, {4097, 13u}, {5000, 13u}, {8192, 13u}}) {
+    for (const int rank : {0, 1, size / 2, size - 1}) {
+      const auto steps = halving_steps(rank, size);
+      CHECK_EQ(steps.size(), wanted);
+      int sent = 0;
+      for (const BruckStep& step : steps) {
+        sent += step.count;
+        // No chunk that is sent away is one that arrives.
+        CHECK((step.to - rank + size) % size >= step.count);
+        CHECK((step.to - rank + size) % size + step.count <= size);
+      }
+      CHECK_EQ(sent, size - 1);
+    }
+  }
+}
+
+namespace {
+
+/// Checks the tree from `rank` down, which received its data in step `step` as `edge`.
+void check_subtree(int rank, int size, int root, const TreeEdge& edge, unsigned step) {
+  const Tree tree = binomial_tree(rank, size, root);
+  CHECK_EQ((root + edge.first) % size, rank);
+  int end = edge.first + edge.count;
+  for (const TreeEdge& child : tree.children) {  // they share what lies beyond the own chunk
+    CHECK_EQ(child.first + child.count, end);
+    end = child.first;
+    const Tree below = binomial_tree(child.peer, size, root);
+    CHECK(below.parent.has_value());
+    CHECK_EQ(below.parent->peer, rank);
+    CHECK_EQ(below.parent->first, child.first);
+    CHECK_EQ(below.parent->count, child.count);
+    CHECK(std::has_single_bit(static_cast<unsigned>((child.peer - rank + size) % size)));
+    check_subtree(child.peer, size, root, child, ++step);
+  }
+  CHECK_EQ(end, edge.first + 1);
+  CHECK(step <= static_cast<unsigned>(std::bit_width(static_cast<unsigned>(size - 1))));
+}
+
+}  // namespace
+
+TEST(plan_tree_reaches_every_rank_once_in_log_steps) {
+  for (int size = 1; size <= 64; ++size) {
+    for (int root = 0; root < size; ++root) {
+      CHECK(!binomial_tree(root, size, root).parent);
+      check_subtree(root, size, root, {root, 0, size}, 0);
+    }
+  }
+  check_subtree(17, 4096, 17, {17, 0, 4096}, 0);
+  CHECK_EQ(binomial_tree(17, 4096, 17).children.size(), 12u);
 }
 
 TEST(rotated_ranges_begin_with_the_next_rank_and_skip_the_own) {

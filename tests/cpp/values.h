@@ -12,14 +12,15 @@ constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, Reduce
 
 constexpr std::size_t kPeriod = 25 * 3;  // of value_at(i, ...), for every op
 
-/// Element i on rank r: i * size + r, modulo a number so small that results fit every dtype.
+/// Element i on rank r: i * size + r, modulo a number so small that results of few ranks fit every
+/// dtype, and those of 16 ranks all but the bytes.
 inline double value_at(std::size_t i, int rank, int size, ReduceOp op) {
   const std::size_t value = i * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank);
   return op == ReduceOp::kProduct ? 1.0 + static_cast<double>(value % 3)
                                   : static_cast<double>(value % 25);
 }
 
-/// The reduction of element i over the ranks.
+/// The reduction of element i over the ranks; bytes wrap around.
 inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
   const auto value = [&](int rank) {
     const double number = value_at(i, rank, size, op);
@@ -32,7 +33,10 @@ inline double reduced_at(std::size_t i, int size, ReduceOp op, DType dtype) {
     if (op == ReduceOp::kMin) result = std::min(result, value(rank));
     if (op == ReduceOp::kMax) result = std::max(result, value(rank));
   }
-  return dtype == DType::kBool ? static_cast<double>(result != 0) : result;
+  if (dtype == DType::kBool) return static_cast<double>(result != 0);
+  if (dtype == DType::kUInt8) return static_cast<std::uint8_t>(static_cast<int>(result));
+  if (dtype == DType::kInt8) return static_cast<std::int8_t>(static_cast<int>(result));
+  return result;
 }
 
 /// Bytes that differ by rank and by index.

@@ -1,0 +1,118 @@
+#include "collective/choice.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+namespace torch_ring {
+
+namespace {
+
+/// ceil(log2(ranks)).
+std::uint64_t doublings(std::uint64_t ranks) {
+  return static_cast<std::uint64_t>(std::bit_width(ranks - 1));
+}
+
+/// What is left to reduce when the last byte of a step arrives, at most.
+std::uint64_t last_segment(std::uint64_t bytes) {
+  return std::min<std::uint64_t>(bytes, kSegmentBytes);
+}
+
+std::uint64_t gathered_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  return doublings(ranks) * link.latency_ps + bytes * (ranks - 1) * link.far_ps +
+         bytes * ranks * link.reduction_ps;
+}
+
+/// The time of `bytes` in rounds. A last round counts by its bytes, so that more bytes never take
+/// less time and each algorithm has one run of sizes.
+std::uint64_t in_rounds(std::uint64_t round_ps, std::uint64_t bytes, std::uint64_t round_bytes) {
+  return round_ps + (bytes - std::min(bytes, round_bytes)) * (round_ps / round_bytes);
+}
+
+std::uint64_t ring_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  const std::uint64_t round = std::min<std::uint64_t>(kChunkBytes * ranks, kRoundBytes);
+  const std::uint64_t exposed = last_segment(std::min(bytes, round) / ranks);
+  const std::uint64_t round_ps = (ranks - 1) * (2 * link.latency_ps + exposed * link.reduction_ps);
+  return in_rounds(round_ps, bytes, round) + 2 * (bytes - bytes / ranks) * link.near_ps;
+}
+
+std::uint64_t halving_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  std::uint64_t round_ps = 0;
+  for (std::uint64_t distance = 1; distance < ranks; distance *= 2) {
+    const std::uint64_t chunks = std::min(distance, ranks - distance);
+    const std::uint64_t exposed =
+        last_segment(std::min<std::uint64_t>(bytes, kRoundBytes) * chunks / ranks);
+    round_ps += 2 * link.latency_ps + exposed * link.reduction_ps;
+  }
+  return in_rounds(round_ps, bytes, kRoundBytes) + 2 * (bytes - bytes / ranks) * link.far_ps;
+}
+
+std::uint64_t chain_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  return (ranks - 2) * (link.latency_ps + last_segment(bytes) * link.near_ps) +
+         in_rounds(link.latency_ps, bytes, kSegmentBytes) + bytes * link.near_ps;
+}
+
+/// The path with the shortest time, the first of equal ones.
+template <class Path, std::size_t kPaths>
+Path fastest(const std::array<Path, kPaths>& paths, std::size_t bytes, int ranks,
+             const Link& link) {
+  return *std::min_element(paths.begin(), paths.end(), [&](Path a, Path b) {
+    return time_ps(a, bytes, ranks, link) < time_ps(b, bytes, ranks, link);
+  });
+}
+
+}  // namespace
+
+std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const Link& link) {
+  const auto size = static_cast<std::uint64_t>(ranks);
+  switch (path) {
+    case AllreducePath::kGathered:
+      return gathered_ps(bytes, size, link);
+    case AllreducePath::kRing:
+      return ring_ps(bytes, size, link);
+    case AllreducePath::kHalving:
+      return halving_ps(bytes, size, link);
+  }
+  return 0;
+}
+
+std::uint64_t time_ps(AllgatherPath path, std::size_t bytes, int ranks, const Link& link) {
+  const auto size = static_cast<std::uint64_t>(ranks);
+  const std::uint64_t received = bytes - bytes / size;
+  return path == AllgatherPath::kRing ? (size - 1) * link.latency_ps + received * link.near_ps
+                                      : doublings(size) * link.latency_ps + received * link.far_ps;
+}
+
+std::uint64_t time_ps(BroadcastPath path, std::size_t bytes, int ranks, const Link& link) {
+  const auto size = static_cast<std::uint64_t>(ranks);
+  switch (path) {
+    case BroadcastPath::kChain:
+      return chain_ps(bytes, size, link);
+    case BroadcastPath::kTree:
+      return doublings(size) * (link.latency_ps + bytes * link.far_ps);
+    case BroadcastPath::kScattered:
+      return 2 * (doublings(size) * link.latency_ps + (bytes - bytes / size) * link.far_ps);
+  }
+  return 0;
+}
+
+AllreducePath choose_allreduce(std::size_t bytes, int ranks, const Link& link) {
+  using enum AllreducePath;
+  if (ranks <= kFewRanks) return bytes <= kGatheredBytes ? kGathered : kRing;
+  if (bytes > kGatheredBytes) return fastest(std::array{kRing, kHalving}, bytes, ranks, link);
+  return fastest(std::array{kGathered, kRing, kHalving}, bytes, ranks, link);
+}
+
+AllgatherPath choose_allgather(std::size_t bytes, int ranks, const Link& link) {
+  using enum AllgatherPath;
+  if (ranks <= kFewRanks) return kRing;
+  return fastest(std::array{kRing, kDoubling}, bytes, ranks, link);
+}
+
+BroadcastPath choose_broadcast(std::size_t bytes, int ranks, const Link& link) {
+  using enum BroadcastPath;
+  if (ranks <= kFewRanks) return kChain;
+  return fastest(std::array{kChain, kTree, kScattered}, bytes, ranks, link);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,70 @@
+// choose_allreduce(), choose_allgather(), ...: which algorithm a collective between hosts takes.
+// Pure.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_ring {
+
+/// What a network costs, in picoseconds. Integers: all ranks must choose the same algorithm, also
+/// on processors that round differently.
+struct Link {
+  std::uint64_t latency_ps;    // of a step: an empty message
+  std::uint64_t near_ps;       // of a byte to the next rank
+  std::uint64_t far_ps;        // of a byte to any rank, when every rank sends at once
+  std::uint64_t reduction_ps;  // of a byte that is reduced
+};
+
+/// TCP over Ethernet of 25 Gbit/s; docs/tuning.md has the reasons. It is a constant, because
+/// algorithms add in different orders: a link that is measured anew would change results from run
+/// to run.
+inline constexpr Link kEthernet{30'000'000, 400, 500, 100};
+
+/// Up to this number of ranks the choice depends on the size alone: logarithms save a step or two.
+inline constexpr int kFewRanks = 4;
+
+/// Only an allreduce of at most so many bytes gathers all inputs: every rank holds them all.
+inline constexpr std::size_t kGatheredBytes = 64u << 10;
+
+/// Bytes of a segment, which is reduced or forwarded while the next one travels: small enough for
+/// the L2 cache, large enough that a system call costs little of its time.
+inline constexpr std::size_t kSegmentBytes = 256u << 10;
+
+/// Bytes of a ring's chunk (for each socket) and of a round. A tensor goes through the ring in
+/// rounds, which stay in the cache and bound the scratch memory: one received chunk, and for 16-bit
+/// floats one round of partial results. One chunk is in flight at a time, so it grows with the
+/// sockets. Halving takes rounds of the same length and receives half of one.
+inline constexpr std::size_t kChunkBytes = 1u << 20;
+inline constexpr std::size_t kRoundBytes = 64u << 20;
+
+enum class AllreducePath {
+  kGathered,  // all inputs to all ranks
+  kRing,
+  kHalving,  // halving_steps(), then bruck_steps()
+};
+
+enum class AllgatherPath {
+  kRing,
+  kDoubling,  // bruck_steps()
+};
+
+enum class BroadcastPath {
+  kChain,
+  kTree,
+  kScattered,  // a chunk to each rank down the tree, then bruck_steps()
+};
+
+/// The time of a collective of `bytes` (of an allgather: of all parts): its steps, its bytes, and
+/// the part of a reduction that no transfer hides. `ranks` is at least 2.
+std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const Link& link);
+std::uint64_t time_ps(AllgatherPath path, std::size_t bytes, int ranks, const Link& link);
+std::uint64_t time_ps(BroadcastPath path, std::size_t bytes, int ranks, const Link& link);
+
+/// The path with the shortest time; of equal ones the first in the enumeration. kFewRanks have
+/// their rules.
+AllreducePath choose_allreduce(std::size_t bytes, int ranks, const Link& link = kEthernet);
+AllgatherPath choose_allgather(std::size_t bytes, int ranks, const Link& link = kEthernet);
+BroadcastPath choose_broadcast(std::size_t bytes, int ranks, const Link& link = kEthernet);
+
+}  // namespace torch_ring

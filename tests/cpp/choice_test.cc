@@ -1,0 +1,155 @@
+#include "collective/choice.h"
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "harness.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+using Sizes = std::vector<std::size_t>;
+
+/// Powers of two from a byte to 8 GiB, and their neighbours.
+Sizes sizes() {
+  Sizes all;
+  for (int power = 0; power <= 33; ++power) {
+    const std::size_t bytes = std::size_t{1} << power;
+    for (const std::size_t near : {bytes - 1, bytes, bytes + 1}) {
+      if (near > 0) all.push_back(near);
+    }
+  }
+  return all;
+}
+
+/// The first size from which `chosen(bytes)` holds, if it holds for all larger ones.
+template <class Chosen>
+std::size_t boundary(Chosen&& chosen) {
+  std::size_t low = 0;
+  std::size_t high = std::size_t{1} << 40;
+  while (high - low > 1) {
+    const std::size_t middle = low + (high - low) / 2;
+    (chosen(middle) ? high : low) = middle;
+  }
+  return high;
+}
+
+constexpr Link kSameEverywhere{30'000'000, 400, 400, 0};
+
+}  // namespace
+
+TEST(choice_of_few_ranks_depends_on_the_size_alone) {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    for (const std::size_t bytes : sizes()) {
+      CHECK(choose_allreduce(bytes, ranks) ==
+            (bytes <= 65'536 ? AllreducePath::kGathered : AllreducePath::kRing));
+      CHECK(choose_allgather(bytes, ranks) == AllgatherPath::kRing);
+      CHECK(choose_broadcast(bytes, ranks) == BroadcastPath::kChain);
+    }
+  }
+}
+
+TEST(choice_of_an_allreduce_goes_from_gathered_to_halving_to_the_ring) {
+  for (const int ranks : {5, 6, 7, 8, 9, 16, 33, 64, 100, 128}) {
+    AllreducePath before = AllreducePath::kGathered;
+    bool halved = false;
+    for (const std::size_t bytes : sizes()) {
+      const AllreducePath path = choose_allreduce(bytes, ranks);
+      halved = halved || path == AllreducePath::kHalving;
+      const bool back = path == AllreducePath::kGathered || before == AllreducePath::kRing;
+      CHECK(path == before || !back);
+      before = path;
+    }
+    CHECK(halved);
+    CHECK(before == AllreducePath::kRing);
+  }
+  // So many steps that no size pays for them.
+  for (const std::size_t bytes : sizes()) {
+    CHECK(bytes < 1000 || choose_allreduce(bytes, 4096) == AllreducePath::kHalving);
+  }
+}
+
+// benchmarks/steps.py has the same formulas, and its test the same numbers.
+TEST(choice_of_an_allreduce_at_its_boundaries) {
+  struct Boundaries {
+    int ranks;
+    std::size_t halving;
+    std::size_t ring;
+  };
+  for (const auto& [ranks, halving, ring] : {Boundaries{5, 55556, 374999},
+                                             {6, 41222, 719998},
+                                             {7, 32643, 1275710},
+                                             {8, 26967, 1875708},
+                                             {9, 30595, 1688136},
+                                             {16, 14873, 5057911},
+                                             {64, 4890, 24961121},
+                                             {128, 2793, 52135952}}) {
+    CHECK_EQ(boundary([&](std::size_t bytes) {
+               return choose_allreduce(bytes, ranks) != AllreducePath::kGathered;
+             }),
+             halving);
+    CHECK_EQ(boundary([&](std::size_t bytes) {
+               return choose_allreduce(bytes, ranks) == AllreducePath::kRing;
+             }),
+             ring);
+    CHECK(choose_allreduce(halving, ranks) == AllreducePath::kHalving);
+    CHECK(choose_allreduce(ring - 1, ranks) == AllreducePath::kHalving);
+  }
+}
+
+TEST(choice_of_a_broadcast_goes_from_the_tree_to_scattered_to_the_chain) {
+  for (const int ranks : {5, 6, 7, 8, 9, 16, 100, 1024, 4096}) {
+    const auto order = [](BroadcastPath path) {
+      return path == BroadcastPath::kTree ? 0 : path == BroadcastPath::kScattered ? 1 : 2;
+    };
+    int before = order(BroadcastPath::kTree);
+    for (const std::size_t bytes : sizes()) {
+      const int now = order(choose_broadcast(bytes, ranks));
+      CHECK(now == before || now == before + 1);
+      before = now;
+    }
+    CHECK_EQ(before, order(BroadcastPath::kChain));
+  }
+}
+
+TEST(choice_takes_the_shortest_time_and_the_first_of_equal_ones) {
+  for (const int ranks : {5, 16, 63, 1024}) {
+    for (const std::size_t bytes : sizes()) {
+      const AllreducePath chosen = choose_allreduce(bytes, ranks);
+      for (const AllreducePath path :
+           {AllreducePath::kGathered, AllreducePath::kRing, AllreducePath::kHalving}) {
+        if (path == AllreducePath::kGathered && bytes > kGatheredBytes) continue;
+        CHECK(time_ps(chosen, bytes, ranks, kEthernet) <= time_ps(path, bytes, ranks, kEthernet));
+      }
+    }
+  }
+  // Without latency nothing but bytes counts, and all are near.
+  constexpr Link kBytesAlone{0, 400, 400, 0};
+  CHECK_EQ(time_ps(AllreducePath::kRing, 1u << 20, 8, kBytesAlone),
+           time_ps(AllreducePath::kHalving, 1u << 20, 8, kBytesAlone));
+  CHECK(choose_allreduce(1u << 20, 8, kBytesAlone) == AllreducePath::kRing);
+  CHECK(choose_allgather(1u << 20, 8, kBytesAlone) == AllgatherPath::kRing);
+}
+
+TEST(choice_time_counts_steps_bytes_and_reduction) {
+  constexpr std::uint64_t kLatency = kSameEverywhere.latency_ps;
+  const auto time = [](AllreducePath path, std::size_t bytes) {
+    return time_ps(path, bytes, 8, kSameEverywhere);
+  };
+  CHECK_EQ(time(AllreducePath::kGathered, 8), 3 * kLatency + 7 * 8 * 400);
+  CHECK_EQ(time(AllreducePath::kRing, 8), 14 * kLatency + 2 * 7 * 400);
+  CHECK_EQ(time(AllreducePath::kHalving, 8), 6 * kLatency + 2 * 7 * 400);
+  CHECK_EQ(time_ps(BroadcastPath::kTree, 8, 8, kSameEverywhere), 3 * (kLatency + 8 * 400));
+  CHECK_EQ(time_ps(BroadcastPath::kScattered, 8, 8, kSameEverywhere), 6 * kLatency + 2 * 7 * 400);
+  CHECK_EQ(time_ps(BroadcastPath::kChain, 8, 8, kSameEverywhere),
+           7 * kLatency + 6 * 8 * 400 + 8 * 400);
+  CHECK_EQ(time_ps(AllgatherPath::kRing, 8, 8, kSameEverywhere), 7 * kLatency + 7 * 400);
+  CHECK_EQ(time_ps(AllgatherPath::kDoubling, 8, 8, kSameEverywhere), 3 * kLatency + 7 * 400);
+  constexpr Link kReductionAlone{0, 0, 0, 1};
+  CHECK_EQ(time_ps(AllreducePath::kRing, 800, 8, kReductionAlone), 7u * 100);
+  CHECK_EQ(time_ps(AllreducePath::kHalving, 800, 8, kReductionAlone), 700u);
+  CHECK_EQ(time_ps(AllreducePath::kGathered, 800, 8, kReductionAlone), 6400u);
+}
