@@ -1,11 +1,13 @@
 // Handshake: mutual authentication of the two ends of a connection. No I/O.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
+#include <vector>
 
+#include "core/error.h"
 #include "core/sha256.h"
 
 namespace torch_ring {
@@ -33,25 +35,60 @@ struct Hello {
 /// nonce, so that it is valid in this handshake and direction only. Data sent afterwards is not
 /// encrypted.
 ///
-/// Thread: one at a time. Blocking: no.
+/// Thread: one at a time. Blocking: no. Errors: see received(). After one of them there is nothing
+/// more to send or to receive, and the handshake is never done.
 class Handshake {
  public:
+  /// Errors: Error(kInternal) if the system gives no random bytes.
   static Handshake connecting(const Key& key, const Hello& hello);
   static Handshake accepting(const Key& key, std::uint32_t rank);
 
-  std::span<const std::byte> outgoing() const;
+  std::span<const std::byte> outgoing() const { return std::span(outgoing_).subspan(sent_); }
+  /// Takes note of bytes sent from the front of outgoing().
   void sent(std::size_t bytes);
 
   /// Where to receive, and at most how many bytes; empty while there is something to send first.
   std::span<std::byte> incoming();
-  /// Takes note of bytes received into incoming(). Errors: Error(kPeerLost) if the other end is no
-  /// peer, or does not know the key.
+  /// Takes note of bytes received into the front of incoming(). Errors, by what the owner does:
+  ///
+  ///   kPeerLost   the other end is no peer, or is for another rank: drop the connection. Wherever
+  ///               a port is open somebody will knock, so this is no reason to fail.
+  ///   kMismatch   on the connecting side only: the other end is a rank with another key. Fail, for
+  ///               it will not go away; the text says what to do.
+  ///   kInternal   the system gives no random bytes.
   void received(std::size_t bytes);
 
-  bool done() const;
+  bool done() const { return awaited_ == Awaited::kNothing && outgoing().empty(); }
 
-  /// The connection's name. On the accepting side only after done().
-  const Hello& hello() const;
+  /// The connection's name. On the accepting side only after done(); its owner checks whether there
+  /// are such a rank, set and channel.
+  const Hello& hello() const { return hello_; }
+
+ private:
+  enum class Awaited : std::uint8_t { kHello, kAnswer, kProof, kWelcome, kNothing };
+  using Nonce = Sha256;
+
+  Handshake(const Key& key, const Hello& hello) : key_(key), hello_(hello) {}
+
+  void send(std::span<const std::byte> message);
+  void await(Awaited message, std::size_t bytes);
+  void take_hello();
+  void take_answer();
+  void take_proof();
+  void take_welcome();
+  void check_magic();
+  Sha256 proof_of(const char* side) const;
+  [[noreturn]] void refuse(ErrorKind kind, const std::string& why);
+
+  Key key_;
+  Hello hello_;                        // on the accepting side first only `to`: its own rank
+  std::vector<std::byte> hello_sent_;  // the message, as both sides prove it
+  Nonce nonce_{};                      // of the accepting side
+  std::vector<std::byte> outgoing_;
+  std::size_t sent_ = 0;             // of outgoing_
+  std::vector<std::byte> incoming_;  // as long as the awaited message
+  std::size_t received_ = 0;         // of incoming_
+  Awaited awaited_ = Awaited::kHello;
 };
 
 }  // namespace torch_ring

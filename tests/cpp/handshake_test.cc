@@ -1,0 +1,272 @@
+// Handshake: both ends against each other, and each end against strangers.
+#include "transport/handshake.h"
+
+#include <cstring>
+#include <random>
+#include <string_view>
+
+#include "handshake_pair.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+constexpr std::size_t kHelloBytes = 64;
+constexpr std::size_t kAnswerBytes = 72;
+constexpr std::size_t kProofBytes = 32;
+
+Bytes bytes_of(std::string_view text) {
+  const auto bytes = std::as_bytes(std::span(text));
+  return {bytes.begin(), bytes.end()};
+}
+
+template <class T>
+T load(const Bytes& bytes, std::size_t offset) {
+  T value;
+  std::memcpy(&value, bytes.data() + offset, sizeof value);
+  return value;
+}
+
+template <class T>
+Bytes with(Bytes bytes, std::size_t offset, T value) {
+  std::memcpy(bytes.data() + offset, &value, sizeof value);
+  return bytes;
+}
+
+/// The proof of `side` ("connect" or "accept"), from the messages as they were on the wire.
+Bytes proof(const Key& key, std::string_view side, const Bytes& hello, const Bytes& answer) {
+  Bytes message = bytes_of(side);
+  message.push_back(std::byte{0});
+  message.insert(message.end(), hello.begin(), hello.end());
+  message.insert(message.end(), answer.begin() + 8, answer.begin() + 40);
+  const Sha256 code = hmac_sha256(key, {message});
+  return {code.begin(), code.end()};
+}
+
+bool ended(Handshake& end) { return end.outgoing().empty() && end.incoming().empty(); }
+
+/// Passes parts of part() bytes between the ends until both are done.
+void shake_hands(HandshakePair& pair, const std::function<std::size_t()>& part) {
+  int idle = 0;
+  while (!pair.connecting.done() || !pair.accepting.done()) {
+    std::size_t moved = 0;
+    for (auto [from, to] : {std::pair{&pair.connecting, &pair.accepting},
+                            std::pair{&pair.accepting, &pair.connecting}}) {
+      const auto outgoing = from->outgoing();
+      const std::size_t bytes = std::min({outgoing.size(), to->incoming().size(), part()});
+      std::copy_n(outgoing.begin(), bytes, to->incoming().begin());
+      from->sent(bytes);
+      to->received(bytes);
+      moved += bytes;
+    }
+    idle = moved > 0 ? 0 : idle + 1;
+    CHECK(idle < 100);
+  }
+  CHECK(pair.connecting.hello() == kHello);
+  CHECK(pair.accepting.hello() == kHello);
+  CHECK(ended(pair.connecting));
+  CHECK(ended(pair.accepting));
+}
+
+}  // namespace
+
+TEST(handshake_of_two_ends_in_whole_messages_and_byte_by_byte) {
+  for (const std::size_t part : {std::size_t{1}, std::size_t{1000}}) {
+    HandshakePair pair;
+    shake_hands(pair, [&] { return part; });
+  }
+}
+
+TEST(handshake_of_two_ends_in_random_splits) {
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 100; ++i) {
+    HandshakePair pair;
+    shake_hands(pair, [&] { return random() % 40; });
+  }
+}
+
+/// The hello's map, and proofs computed from the bytes on the wire: both ends could be wrong alike.
+TEST(handshake_messages_have_their_format_on_the_wire) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  CHECK_EQ(hello.size(), kHelloBytes);
+  CHECK(std::memcmp(hello.data(), "t-ring/3", 8) == 0);
+  CHECK_EQ(load<std::uint32_t>(hello, 8), kHello.from);
+  CHECK_EQ(load<std::uint32_t>(hello, 12), kHello.to);
+  CHECK_EQ(load<std::uint64_t>(hello, 16), kHello.set);
+  CHECK_EQ(load<std::uint32_t>(hello, 24), kHello.channel);
+  CHECK_EQ(load<std::uint32_t>(hello, 28), 0u);
+
+  give(pair.accepting, hello);
+  const Bytes answer = take(pair.accepting);
+  CHECK_EQ(answer.size(), kAnswerBytes);
+  CHECK(std::memcmp(answer.data(), "t-ring/3", 8) == 0);
+  CHECK(Bytes(answer.begin() + 40, answer.end()) == proof(key_of(1), "accept", hello, answer));
+
+  give(pair.connecting, answer);
+  const Bytes last = take(pair.connecting);
+  CHECK(last == proof(key_of(1), "connect", hello, answer));
+  give(pair.accepting, last);
+  CHECK(!pair.accepting.done());  // before the welcome is sent
+  CHECK(take(pair.accepting) == bytes_of("W"));
+  CHECK(pair.accepting.done());
+}
+
+TEST(handshake_nonces_are_new_each_time) {
+  const auto messages = [] {
+    HandshakePair pair;
+    const Bytes hello = take(pair.connecting);
+    give(pair.accepting, hello);
+    return std::pair(hello, take(pair.accepting));
+  };
+  const auto [hello, answer] = messages();
+  const auto [next_hello, next_answer] = messages();
+  CHECK(std::memcmp(hello.data() + 32, next_hello.data() + 32, 32) != 0);
+  CHECK(std::memcmp(answer.data() + 8, next_answer.data() + 8, 32) != 0);
+}
+
+/// The data that follows the handshake at once stays in the socket.
+TEST(handshake_asks_for_no_byte_beyond_it) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  const auto followed = [](Bytes message) {
+    message.resize(message.size() + 100, std::byte{'d'});
+    return message;
+  };
+  CHECK_EQ(give(pair.accepting, followed(hello)), kHelloBytes);
+  CHECK_EQ(give(pair.connecting, followed(take(pair.accepting))), kAnswerBytes);
+  CHECK_EQ(give(pair.accepting, followed(take(pair.connecting))), kProofBytes);
+  CHECK_EQ(give(pair.connecting, followed(take(pair.accepting))), 1u);
+  CHECK(pair.connecting.done() && pair.accepting.done());
+}
+
+TEST(handshake_of_ranks_with_different_keys_tells_the_connecting_side) {
+  Handshake connecting = Handshake::connecting(key_of(2), kHello);
+  Handshake accepting = Handshake::accepting(key_of(1), kHello.to);
+  give(accepting, take(connecting));
+  CHECK_THROWS(give(connecting, take(accepting)), ErrorKind::kMismatch,
+               "rank 1 does not know the secret that rank 3 knows: is TORCH_RING_SECRET the same "
+               "on all ranks?");
+  CHECK(ended(connecting) && !connecting.done());  // it gives no proof to such a peer
+}
+
+TEST(handshake_refuses_a_peer_that_goes_on_with_another_key) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  give(pair.accepting, hello);
+  const Bytes answer = take(pair.accepting);
+  CHECK_THROWS(give(pair.accepting, proof(key_of(2), "connect", hello, answer)),
+               ErrorKind::kPeerLost, "says that it is rank 3, but cannot prove it");
+  CHECK(ended(pair.accepting) && !pair.accepting.done());
+}
+
+/// A stranger that sends back what it has received knows a valid proof, but the other side's.
+TEST(handshake_takes_the_proof_of_one_side_for_that_side_only) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  give(pair.accepting, hello);
+  const Bytes answer = take(pair.accepting);
+  CHECK_THROWS(give(pair.accepting, std::span(answer).subspan(40)), ErrorKind::kPeerLost,
+               "cannot prove it");
+}
+
+TEST(handshake_refuses_a_hello_for_another_rank_or_from_itself) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  Handshake accepting = Handshake::accepting(key_of(1), 2);
+  CHECK_THROWS(give(accepting, hello), ErrorKind::kPeerLost,
+               "the connection is from rank 3 to rank 1, but this is rank 2");
+  CHECK(ended(accepting) && !accepting.done());
+  Handshake itself = Handshake::accepting(key_of(1), kHello.to);
+  CHECK_THROWS(give(itself, with(hello, 8, kHello.to)), ErrorKind::kPeerLost,
+               "from rank 1 to rank 1");
+}
+
+/// The nonce of the accepting side is new, so the proof of an earlier handshake is worth nothing.
+TEST(handshake_refuses_a_replay) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  give(pair.accepting, hello);
+  const Bytes answer = take(pair.accepting);
+  give(pair.connecting, answer);
+  const Bytes last = take(pair.connecting);
+  give(pair.accepting, last);
+  take(pair.accepting);
+  CHECK(pair.accepting.done());
+
+  Handshake accepting = Handshake::accepting(key_of(1), kHello.to);
+  give(accepting, hello);
+  take(accepting);
+  CHECK_THROWS(give(accepting, last), ErrorKind::kPeerLost, "cannot prove it");
+
+  Handshake connecting = Handshake::connecting(key_of(1), kHello);
+  take(connecting);
+  CHECK_THROWS(give(connecting, answer), ErrorKind::kMismatch, "does not know the secret");
+}
+
+/// Each bit of each message counts: the hello's too, for both proofs are of the whole hello.
+TEST(handshake_is_never_done_if_a_bit_has_changed) {
+  constexpr std::size_t kBytes[] = {kHelloBytes, kAnswerBytes, kProofBytes, 1};
+  for (std::size_t message = 0; message < std::size(kBytes); ++message) {
+    for (std::size_t bit = 0; bit < 8 * kBytes[message]; ++bit) {
+      HandshakePair pair;
+      Handshake* from = &pair.connecting;
+      Handshake* to = &pair.accepting;
+      bool refused = false;
+      try {
+        for (std::size_t i = 0; i < std::size(kBytes); ++i, std::swap(from, to)) {
+          Bytes bytes = take(*from);
+          CHECK_EQ(bytes.size(), kBytes[i]);
+          if (i == message) bytes[bit / 8] ^= std::byte{1} << static_cast<int>(bit % 8);
+          give(*to, bytes);
+        }
+      } catch (const Error&) {
+        refused = true;
+      }
+      CHECK(refused);
+      CHECK(!pair.connecting.done());
+      CHECK_EQ(pair.accepting.done(), message == 3);  // it has sent its welcome, as it should
+    }
+  }
+}
+
+TEST(handshake_knows_a_stranger_by_its_first_bytes) {
+  for (const std::string_view text : {"G", "SSH-2.0-OpenSSH", "t-ring/2", "t-ring/4"}) {
+    HandshakePair pair;
+    CHECK_THROWS(give(pair.accepting, bytes_of(text)), ErrorKind::kPeerLost,
+                 "is no torch_ring, or one of another version");
+    CHECK(ended(pair.accepting) && !pair.accepting.done());
+    take(pair.connecting);
+    CHECK_THROWS(give(pair.connecting, bytes_of(text)), ErrorKind::kPeerLost,
+                 "is no torch_ring, or one of another version");
+    CHECK(ended(pair.connecting) && !pair.connecting.done());
+  }
+}
+
+TEST(handshake_refuses_a_hello_with_bytes_that_should_be_zero) {
+  HandshakePair pair;
+  CHECK_THROWS(give(pair.accepting, with(take(pair.connecting), 28, std::uint32_t{1})),
+               ErrorKind::kPeerLost, "broken");
+}
+
+TEST(handshake_refuses_another_byte_than_the_welcome) {
+  HandshakePair pair;
+  give(pair.accepting, take(pair.connecting));
+  give(pair.connecting, take(pair.accepting));
+  take(pair.connecting);
+  CHECK_THROWS(give(pair.connecting, bytes_of("X")), ErrorKind::kPeerLost,
+               "rank 1 does not welcome the connection");
+}
+
+/// A truncated message is waited for: the owner has the deadline, and notices the end of a stream.
+TEST(handshake_waits_for_the_rest_of_a_message) {
+  HandshakePair pair;
+  const Bytes hello = take(pair.connecting);
+  for (std::size_t bytes = 0; bytes < kHelloBytes; ++bytes) {
+    Handshake accepting = Handshake::accepting(key_of(1), kHello.to);
+    CHECK_EQ(give(accepting, std::span(hello).first(bytes)), bytes);
+    CHECK_EQ(accepting.incoming().size(), kHelloBytes - bytes);
+    CHECK(accepting.outgoing().empty() && !accepting.done());
+  }
+}
