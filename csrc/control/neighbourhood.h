@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "control/graph.h"
+#include "core/at.h"
 #include "core/clock.h"
 
 namespace torch_ring {
@@ -23,6 +24,8 @@ class Neighbourhood {
 
   void lose(int rank);
   void depart(int rank, Clock::time_point now);
+  /// Gives up a place at once.
+  void vacate(int rank) { at(present_, rank) = false; }
   /// Gives up the places of ranks that departed kSettle ago.
   void settle(Clock::time_point now);
   /// When settle() has something to do; Clock::time_point::max() if never.

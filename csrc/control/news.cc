@@ -28,6 +28,13 @@ void News::presume_departed(int rank) {
 
 bool News::alive(int rank) const { return at(fates_, rank) == Fate::kAlive; }
 
+bool News::lost(int rank) const { return at(fates_, rank) == Fate::kLost; }
+
+bool News::has_failed(std::uint64_t set) const {
+  const auto first = failed_.lower_bound({set, 0});
+  return first != failed_.end() && first->first == set;
+}
+
 bool News::departed(int rank) const {
   return at(fates_, rank) == Fate::kDeparted || at(fates_, rank) == Fate::kPresumedDeparted;
 }

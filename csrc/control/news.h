@@ -31,6 +31,9 @@ class News {
 
   bool alive(int rank) const;
   bool departed(int rank) const;
+  bool lost(int rank) const;
+  /// Whether any rank has given the set up.
+  bool has_failed(std::uint64_t set) const;
 
   /// All that was new, in order: what a new neighbour must be told.
   const std::vector<Message>& known() const { return known_; }
