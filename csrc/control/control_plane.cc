@@ -1,0 +1,62 @@
+#include "control/control_plane.h"
+
+#include <utility>
+
+#include "control/loop.h"
+#include "core/at.h"
+
+namespace torch_ring {
+
+namespace {
+
+class PlaneSockets : public SocketSource {
+ public:
+  PlaneSockets(ControlLoop& loop, std::uint64_t set, std::vector<int> members, int width)
+      : loop_(loop), set_(set), members_(std::move(members)), width_(width) {}
+
+  std::vector<Fd> take(int peer, bool needed) override {
+    return loop_.take(set_, at(members_, peer), width_, needed);
+  }
+
+ private:
+  ControlLoop& loop_;
+  const std::uint64_t set_;
+  const std::vector<int> members_;
+  const int width_;
+};
+
+}  // namespace
+
+ControlPlane::ControlPlane(Options options)
+    : loop_(std::make_unique<ControlLoop>(std::move(options))) {}
+
+ControlPlane::~ControlPlane() { stop(); }
+
+std::vector<int> ControlPlane::missing() const { return loop_->missing(); }
+
+std::string ControlPlane::trouble() const { return loop_->trouble(); }
+
+void ControlPlane::stop() { loop_->stop(ControlLoop::Farewell::kGoodbye); }
+
+void ControlPlane::die() { loop_->stop(ControlLoop::Farewell::kNone); }
+
+void ControlPlane::subscribe(std::uint64_t set, std::vector<int> members,
+                             ControlObserver& observer) {
+  loop_->subscriptions().add(set, std::move(members), observer);
+}
+
+void ControlPlane::unsubscribe(std::uint64_t set) {
+  loop_->subscriptions().remove(set);
+  loop_->close(set);
+}
+
+void ControlPlane::fail(std::uint64_t set, const Error& cause) { loop_->fail(set, cause); }
+
+std::unique_ptr<SocketSource> ControlPlane::sockets(std::uint64_t set, std::vector<int> members,
+                                                    int width) {
+  return std::make_unique<PlaneSockets>(*loop_, set, std::move(members), width);
+}
+
+std::vector<int> ControlPlane::descriptors() const { return loop_->descriptors(); }
+
+}  // namespace torch_ring

@@ -1,0 +1,65 @@
+// DataConnections: the data connections that are in the making, or that nobody has taken yet.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "control/options.h"
+#include "control/outgoing.h"
+
+namespace torch_ring {
+
+/// Accepted connections are kept also for a set of which this rank does not know yet: a peer may
+/// use it first.
+///
+/// Thread: one at a time. Blocking: no.
+class DataConnections {
+ public:
+  static constexpr std::uint32_t kChannels = 64;   // to a peer
+  static constexpr std::size_t kUntaken = 16'384;  // accepted
+
+  /// `options` must outlive it.
+  explicit DataConnections(const ControlOptions& options) : options_(options) {}
+
+  /// Begins to make `width` connections to `peer`. Returns whether that is news.
+  bool connect(std::uint64_t set, int peer, int width);
+
+  /// Keeps an accepted connection. Returns whether it is one that may be taken.
+  bool accept(const Hello& hello, Fd socket);
+
+  /// The `width` sockets in the order of their channels, once; none before all are there.
+  /// Errors: why they cannot be made, once; then connect() may try again.
+  std::vector<Fd> take(std::uint64_t set, int peer, int width);
+
+  /// Goes on connecting. Returns the sets for which take() has news.
+  std::vector<std::uint64_t> advance(const PollSet& polls, Clock::time_point now);
+
+  /// No more connections are made to a peer that is gone; those that are there stay.
+  void forget(int peer);
+  /// Closes the set's connections, and refuses later ones.
+  void close(std::uint64_t set);
+  void close_all() { pairs_.clear(); }
+
+  void add_to(PollSet& polls);
+  Clock::time_point due() const;
+  void append_descriptors(std::vector<int>& fds) const;
+
+ private:
+  struct Pair {
+    std::map<std::uint32_t, Fd> ready;  // by channel
+    std::list<Outgoing> outgoing;
+    std::optional<Error> error;
+  };
+
+  const ControlOptions& options_;
+  std::map<std::pair<std::uint64_t, int>, Pair> pairs_;  // by (set, peer)
+  std::set<std::uint64_t> closed_;
+  std::size_t untaken_ = 0;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,115 @@
+#include "control/entrance.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "control/outgoing.h"
+
+namespace torch_ring {
+
+namespace {
+
+// Pause of a listener for which there are no descriptors: poll() would say at once that it is
+// ready, again and again.
+constexpr std::chrono::milliseconds kPause{50};
+
+bool is_this_users(int fd) {
+  ucred credentials{};
+  socklen_t bytes = sizeof credentials;
+  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) == 0 &&
+         credentials.uid == ::getuid();
+}
+
+}  // namespace
+
+Entrance::Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener)
+    : rank_(rank), key_(key) {
+  if (unix_listener) listeners_.push_back({std::move(unix_listener), true});
+  if (tcp_listener) listeners_.push_back({std::move(tcp_listener), false});
+  for (const Listener& listener : listeners_) {
+    const int flags = ::fcntl(listener.socket.get(), F_GETFL);
+    if (flags < 0 || ::fcntl(listener.socket.get(), F_SETFL, flags | O_NONBLOCK) < 0) {
+      throw_errno("fcntl(O_NONBLOCK) of a listener");
+    }
+  }
+}
+
+std::vector<Entrance::Arrival> Entrance::admit(const PollSet& polls, Clock::time_point now) {
+  for (Listener& listener : listeners_) {
+    if (polls.ready(listener.slot)) accept(listener, now);
+  }
+  std::vector<Arrival> arrivals;
+  std::erase_if(strangers_, [&](Stranger& stranger) {
+    return (polls.ready(stranger.slot) && advance(stranger, arrivals)) || now >= stranger.deadline;
+  });
+  return arrivals;
+}
+
+void Entrance::accept(Listener& listener, Clock::time_point now) {
+  while (strangers_.size() < kStrangers) {
+    Fd socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      const int error = errno;
+      if (error == EINTR || error == ECONNABORTED) continue;
+      if (error == EAGAIN || error == EWOULDBLOCK) return;
+      // Other errors are of connections that failed before they were accepted (accept(2)), or
+      // concern this process.
+      pause_ = now + kPause;
+      if (is_local(error) || error == EINVAL || error == EBADF) {
+        trouble_ = Error(ErrorKind::kInternal,
+                         "accept: " + std::generic_category().message(error));
+      }
+      return;
+    }
+    trouble_.reset();
+    if (listener.unix && !is_this_users(socket.get())) continue;
+    strangers_.push_back(
+        {std::move(socket), Handshake::accepting(key_, rank_), now + kPatience, PollSet::kNone});
+  }
+}
+
+bool Entrance::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
+  try {
+    if (advance_handshake(stranger.handshake, stranger.socket.get()) != 0) return true;
+  } catch (const Error&) {
+    return true;  // it is none of us
+  }
+  if (!stranger.handshake.done()) return false;
+  arrivals.push_back({stranger.handshake.hello(), std::move(stranger.socket)});
+  return true;
+}
+
+void Entrance::add_to(PollSet& polls, Clock::time_point now) {
+  const bool open = strangers_.size() < kStrangers && now >= pause_;
+  for (Listener& listener : listeners_) {
+    listener.slot = open ? polls.add(listener.socket.get(), POLLIN) : PollSet::kNone;
+  }
+  for (Stranger& stranger : strangers_) {
+    const bool sends = !stranger.handshake.outgoing().empty();
+    stranger.slot = polls.add(stranger.socket.get(), sends ? POLLOUT : POLLIN);
+  }
+}
+
+Clock::time_point Entrance::due() const {
+  auto due = Clock::time_point::max();
+  if (pause_ > Clock::now()) due = pause_;
+  // The first is the oldest.
+  return strangers_.empty() ? due : std::min(due, strangers_.front().deadline);
+}
+
+void Entrance::append_descriptors(std::vector<int>& fds) const {
+  for (const Listener& listener : listeners_) fds.push_back(listener.socket.get());
+  for (const Stranger& stranger : strangers_) fds.push_back(stranger.socket.get());
+}
+
+void Entrance::close() {
+  listeners_.clear();
+  strangers_.clear();
+}
+
+}  // namespace torch_ring

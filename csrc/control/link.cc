@@ -1,0 +1,84 @@
+#include "control/link.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string_view>
+
+namespace torch_ring {
+
+Link::Link(int peer, Fd socket, int size, Clock::time_point now)
+    : peer_(peer), socket_(std::move(socket)), parser_(size), heard_(now) {
+  // Fails for Unix sockets, which need it not.
+  const int on = 1;
+  ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+void Link::queue(const Message& message, Clock::time_point due) {
+  if (ended_ || deaf_) return;
+  message.append_to(outgoing_);
+  due_ = std::min(due_, due);
+}
+
+void Link::flush(Clock::time_point now) {
+  if (now < due_) return;
+  std::size_t done = 0;
+  blocked_ = false;
+  while (done < outgoing_.size() && !blocked_) {
+    const auto sent = ::send(socket_.get(), outgoing_.data() + done, outgoing_.size() - done,
+                             MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) {
+      done += static_cast<std::size_t>(sent);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      blocked_ = true;
+    } else if (errno != EINTR) {
+      // The peer's last words, its goodbye maybe, are still to be received: receive() judges.
+      deaf_ = true;
+      done = outgoing_.size();
+    }
+  }
+  outgoing_.erase(0, done);
+  if (outgoing_.empty()) due_ = Clock::time_point::max();
+}
+
+std::vector<Message> Link::receive(Clock::time_point now) {
+  std::vector<Message> messages;
+  char buffer[16u << 10];
+  // A bound, for a peer that sends faster than this rank parses.
+  for (int i = 0; i < 64 && !ended_; ++i) {
+    const auto bytes = ::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    if (bytes <= 0) {
+      close();
+      break;
+    }
+    heard_ = now;
+    parser_.append(std::string_view(buffer, static_cast<std::size_t>(bytes)));
+    while (auto message = parser_.next()) messages.push_back(std::move(*message));
+    if (static_cast<std::size_t>(bytes) < sizeof buffer) break;
+  }
+  return messages;
+}
+
+void Link::drain() noexcept {
+  char buffer[16u << 10];
+  while (::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT) > 0) {
+  }
+}
+
+void Link::close() noexcept {
+  socket_.reset();
+  outgoing_.clear();
+  due_ = Clock::time_point::max();
+  ended_ = true;
+}
+
+void Link::add_to(PollSet& polls) {
+  slot_ = polls.add(socket_.get(), static_cast<short>(blocked_ ? POLLIN | POLLOUT : POLLIN));
+}
+
+}  // namespace torch_ring

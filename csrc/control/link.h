@@ -1,0 +1,69 @@
+// Link: one control connection.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "control/message.h"
+#include "control/poll_set.h"
+#include "core/clock.h"
+#include "core/fd.h"
+
+namespace torch_ring {
+
+/// Sends and receives messages over an authenticated non-blocking socket, each direction in order.
+/// What the socket does not take at once waits in a queue, so nothing is dropped.
+///
+/// Thread: one at a time. Blocking: no.
+class Link {
+ public:
+  /// Bytes that wait for a peer that does not read; far more than all that there is to tell.
+  static constexpr std::size_t kQueueBytes = 16u << 20;
+
+  /// `size`: the number of ranks.
+  Link(int peer, Fd socket, int size, Clock::time_point now);
+
+  int peer() const noexcept { return peer_; }
+  int fd() const noexcept { return socket_.get(); }
+  /// When something was received last.
+  Clock::time_point heard() const noexcept { return heard_; }
+
+  /// Appends to the queue; flush() sends it, with all that waits before it, from `due` on.
+  void queue(const Message& message, Clock::time_point due);
+  /// Sends what is due and the socket takes.
+  void flush(Clock::time_point now);
+  /// Whether something waits in the queue.
+  bool pending() const noexcept { return !outgoing_.empty(); }
+  /// When to call flush(), unless the socket takes no more: then poll() tells.
+  Clock::time_point due() const noexcept { return blocked_ ? Clock::time_point::max() : due_; }
+  /// Whether kQueueBytes have been passed: the peer does not read.
+  bool overflown() const noexcept { return outgoing_.size() > kQueueBytes; }
+
+  /// What has arrived, to be called when ready(). Errors: Error(kPeerLost) if it is no message.
+  std::vector<Message> receive(Clock::time_point now);
+  /// Whether the stream has ended: the peer has closed it.
+  bool ended() const noexcept { return ended_; }
+
+  /// Receives what has arrived, and drops it.
+  void drain() noexcept;
+  /// Ends the link on this side.
+  void close() noexcept;
+
+  void add_to(PollSet& polls);
+  bool ready(const PollSet& polls) const { return polls.ready(slot_); }
+
+ private:
+  const int peer_;
+  Fd socket_;
+  MessageParser parser_;
+  Clock::time_point heard_;
+  std::string outgoing_;
+  Clock::time_point due_ = Clock::time_point::max();
+  bool blocked_ = false;       // the socket takes no more for now
+  bool ended_ = false;
+  bool deaf_ = false;          // the peer receives no more; what it has sent may still be here
+  std::size_t slot_ = PollSet::kNone;
+};
+
+}  // namespace torch_ring

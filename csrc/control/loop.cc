@@ -1,0 +1,348 @@
+#include "control/loop.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/at.h"
+
+namespace torch_ring {
+
+namespace {
+
+constexpr std::chrono::milliseconds kGather{10};    // departures on their way wait for others
+constexpr std::chrono::milliseconds kGoodbye{100};  // a stopping rank waits for those who don't read
+
+void check(const ControlOptions& options) {
+  const auto size = options.host_of.size();
+  if (options.labels.size() != size || options.addresses.size() != size || options.rank < 0 ||
+      options.rank >= options.size()) {
+    throw Error(ErrorKind::kInvalidArgument, "a control plane needs a host, a label and an address "
+                                             "of each rank, and a rank among them");
+  }
+}
+
+}  // namespace
+
+ControlLoop::ControlLoop(ControlOptions options)
+    : options_((check(options), ControlOptions{options.rank, std::move(options.host_of),
+                                               std::move(options.labels),
+                                               std::move(options.addresses), options.key, {}, {},
+                                               options.heartbeat_timeout})),
+      rank_(options_.rank),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      subscriptions_(rank_, options_.labels),
+      news_(options_.size()),
+      neighbourhood_(rank_, options_.host_of),
+      entrance_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
+                std::move(options.tcp_listener)),
+      bids_(options_),
+      data_(options_),
+      next_heartbeat_(Clock::now()) {
+  if (!wake_) throw_errno("eventfd");
+  for (const int peer : neighbourhood_.neighbours()) awaited_.insert(peer);
+  if (options_.size() > 1) thread_ = std::thread([this] { run(); });
+}
+
+std::vector<int> ControlLoop::missing() const {
+  const std::scoped_lock lock(mutex_);
+  if (setup_error_) throw *setup_error_;
+  return {awaited_.begin(), awaited_.end()};
+}
+
+std::string ControlLoop::trouble() const {
+  const std::scoped_lock lock(mutex_);
+  return bids_.trouble();
+}
+
+void ControlLoop::stop(Farewell farewell) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!farewell_) farewell_ = farewell;
+  }
+  ::eventfd_write(wake_.get(), 1);
+  if (thread_.joinable()) thread_.join();
+  const std::scoped_lock lock(mutex_);
+  links_.clear();
+  bids_.close();
+  data_.close_all();
+  entrance_.close();
+}
+
+void ControlLoop::close(std::uint64_t set) {
+  const std::scoped_lock lock(mutex_);
+  data_.close(set);
+}
+
+void ControlLoop::fail(std::uint64_t set, const Error& cause) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (news_.has_failed(set)) return;
+    failures_.push_back(Message::failed(rank_, set, cause));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool needed) {
+  const std::scoped_lock lock(mutex_);
+  if (farewell_) throw Error(ErrorKind::kInternal, "the control plane has been stopped");
+  auto sockets = data_.take(set, peer, width);
+  if (!sockets.empty() || !needed || !news_.alive(peer)) return sockets;
+  if (peer > rank_) {
+    if (entrance_.trouble()) throw *entrance_.trouble();
+  } else if (data_.connect(set, peer, width)) {
+    ::eventfd_write(wake_.get(), 1);
+  }
+  return {};
+}
+
+std::vector<int> ControlLoop::descriptors() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<int> fds{wake_.get()};
+  entrance_.append_descriptors(fds);
+  for (const Link& link : links_) fds.push_back(link.fd());
+  bids_.append_descriptors(fds);
+  data_.append_descriptors(fds);
+  std::erase(fds, -1);
+  return fds;
+}
+
+void ControlLoop::run() {
+  while (true) {
+    PollSet polls;
+    std::unique_lock lock(mutex_);
+    const auto due = prepare(polls);
+    lock.unlock();
+
+    const auto slept = Clock::now();
+    polls.wait(due);
+
+    lock.lock();
+    turn(polls, slept, Clock::now());
+    const auto untold = std::exchange(untold_, {});
+    const auto connected = std::exchange(connected_, {});
+    const auto farewell = farewell_;
+    if (farewell == Farewell::kGoodbye) say_goodbye();
+    lock.unlock();
+
+    for (const Message& news : untold) subscriptions_.tell(news);
+    for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
+    if (farewell) return;
+  }
+}
+
+/// Fills the set of descriptors; returns when the next turn is due at the latest.
+Clock::time_point ControlLoop::prepare(PollSet& polls) {
+  polls.add(wake_.get(), POLLIN);
+  entrance_.add_to(polls, Clock::now());
+  bids_.add_to(polls);
+  data_.add_to(polls);
+  auto due = std::min({next_heartbeat_, neighbourhood_.next_change(), entrance_.due(),
+                       bids_.due(in_setup()), data_.due()});
+  for (Link& link : links_) {
+    link.add_to(polls);
+    due = std::min(due, link.due());
+    if (news_.alive(link.peer())) due = std::min(due, link.heard() + options_.heartbeat_timeout);
+  }
+  return due;
+}
+
+/// `slept`: when the thread went to sleep: what had arrived by then is received now.
+void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now) {
+  eventfd_t rings = 0;
+  ::eventfd_read(wake_.get(), &rings);
+  receive(polls, now);
+  admit(polls, now);
+  connect(polls, now);
+  judge_silence(slept, now);
+  send_failures(now);
+  seek_neighbours(now);
+  send(now);
+}
+
+void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
+  for (Link& link : links_) {
+    if (!link.ready(polls)) continue;
+    try {
+      for (const Message& message : link.receive(now)) {
+        // A rank that was taken for lost, and goes on, takes those who dropped it for lost.
+        const bool revenge = message.kind == Message::Kind::kLost && news_.lost(link.peer());
+        if (!revenge) learn(message, &link, now);
+      }
+    } catch (const Error& error) {
+      link.close();
+      lose(link.peer(), error.what(), now);
+    }
+    if (link.ended()) lose(link.peer(), "died: its connection closed; see its output", now);
+  }
+}
+
+void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
+  for (auto& [hello, socket] : entrance_.admit(polls, now)) {
+    // The handshake has shown that it knows the key, and that it means this rank.
+    const auto peer = static_cast<int>(hello.from);
+    if (hello.from >= options_.host_of.size() || peer <= rank_) continue;
+    if (hello.channel == Hello::kControl) {
+      add_link(peer, std::move(socket), now);
+    } else if (data_.accept(hello, std::move(socket))) {
+      connected_.insert(hello.set);
+    }
+  }
+  if (entrance_.trouble() && in_setup()) give_setup_up(*entrance_.trouble());
+}
+
+void ControlLoop::connect(const PollSet& polls, Clock::time_point now) {
+  auto outcome = bids_.advance(polls, now, in_setup());
+  for (auto& [peer, socket] : outcome.connected) add_link(peer, std::move(socket), now);
+  if (outcome.error && in_setup()) {
+    const auto& [peer, error] = *outcome.error;
+    give_setup_up(Error(error.kind(), "no connection to " + label(peer) + ": " + error.what()));
+  }
+  for (const int peer : outcome.refused) {
+    if (in_setup()) {
+      give_setup_up(Error(ErrorKind::kPeerLost, label(peer) + " has exited during init: nobody "
+                                                              "listens at its address any more"));
+    } else if (neighbourhood_.behind_departed(peer)) {
+      presume_departed(peer);
+    } else {
+      lose(peer, "died: nobody listens at its address any more; see its output", now);
+    }
+  }
+  for (const int peer : outcome.silent) lose(peer, silence(), now);
+  for (const std::uint64_t set : data_.advance(polls, now)) connected_.insert(set);
+}
+
+void ControlLoop::judge_silence(Clock::time_point slept, Clock::time_point now) {
+  for (Link& link : links_) {
+    if (link.overflown()) {
+      link.close();
+      lose(link.peer(), "does not read its control connection: it is stopped", now);
+    } else if (slept - link.heard() > options_.heartbeat_timeout) {
+      lose(link.peer(), silence(), now);
+    }
+  }
+  // No turn takes that long: this process itself was stopped.
+  if (now - slept > options_.heartbeat_timeout / 2) bids_.excuse(now);
+}
+
+void ControlLoop::send_failures(Clock::time_point now) {
+  for (const Message& failure : std::exchange(failures_, {})) {
+    if (!news_.has_failed(failure.set)) learn(failure, nullptr, now);
+  }
+}
+
+/// Bids for connections to the neighbours that this rank lacks.
+void ControlLoop::seek_neighbours(Clock::time_point now) {
+  if (now >= neighbourhood_.next_change()) {
+    neighbourhood_.settle(now);
+    moved_ = true;
+  }
+  if (!std::exchange(moved_, false)) return;
+  for (const int peer : neighbourhood_.neighbours()) {
+    if (news_.alive(peer) && !link_to(peer)) bids_.add(peer, now, in_setup());
+  }
+}
+
+void ControlLoop::send(Clock::time_point now) {
+  if (now >= next_heartbeat_) {
+    next_heartbeat_ = now + options_.heartbeat_timeout / 4;
+    for (Link& link : links_) {
+      if (news_.alive(link.peer())) link.queue(Message::heartbeat(rank_), now);
+    }
+  }
+  for (Link& link : links_) link.flush(now);
+  links_.remove_if([](const Link& link) { return link.ended(); });
+}
+
+/// Sends what is queued, and this rank's departure. The peers may read it when they like.
+void ControlLoop::say_goodbye() {
+  const auto now = Clock::now();
+  for (Link& link : links_) link.queue(Message::departed(rank_), now);
+  while (true) {
+    PollSet polls;
+    bool pending = false;
+    for (Link& link : links_) {
+      link.flush(now);
+      if (!link.pending()) continue;
+      pending = true;
+      polls.add(link.fd(), POLLOUT);
+    }
+    if (!pending || Clock::now() >= now + kGoodbye) break;
+    polls.wait(now + kGoodbye);
+  }
+  // A TCP connection that is closed with unread data is reset, and the goodbye might go with it.
+  for (Link& link : links_) link.drain();
+}
+
+void ControlLoop::add_link(int peer, Fd socket, Clock::time_point now) {
+  if (!news_.alive(peer)) return;
+  // A peer that connects once more has given the former connection up.
+  links_.remove_if([&](const Link& link) { return link.peer() == peer; });
+  Link& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
+  for (const Message& news : news_.known()) link.queue(news, now);
+  bids_.remove(peer);
+  awaited_.erase(peer);
+}
+
+Link* ControlLoop::link_to(int peer) {
+  const auto found = std::ranges::find(links_, peer, &Link::peer);
+  return found == links_.end() ? nullptr : &*found;
+}
+
+/// This rank has noticed that `peer` is gone.
+void ControlLoop::lose(int peer, const std::string& how, Clock::time_point now) {
+  // Who is taken for lost itself is heard by nobody, and hears nobody.
+  if (news_.alive(peer) && news_.alive(rank_)) learn(Message::lost(peer, rank_, how), nullptr, now);
+}
+
+/// All between this rank and `peer` have left, and now nobody listens there, so the word of its
+/// departure was lost with them. If it has died after all, others will say so.
+void ControlLoop::presume_departed(int peer) {
+  news_.presume_departed(peer);
+  untold_.push_back(Message::departed(peer));
+  neighbourhood_.vacate(peer);
+  moved_ = true;
+  bids_.remove(peer);
+  data_.forget(peer);
+}
+
+void ControlLoop::learn(const Message& message, const Link* from, Clock::time_point now) {
+  if (!news_.learn(message)) return;
+  untold_.push_back(message);
+  const bool departed = message.kind == Message::Kind::kDeparted;
+  if (message.kind != Message::Kind::kFailed && message.rank != rank_) {
+    if (departed) {
+      neighbourhood_.depart(message.rank, now);
+    } else {
+      neighbourhood_.lose(message.rank);
+      moved_ = true;
+    }
+    bids_.remove(message.rank);
+    data_.forget(message.rank);
+  }
+  if (in_setup() && message.kind == Message::Kind::kLost) {
+    give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
+  } else if (departed && awaited_.contains(message.rank)) {
+    give_setup_up(Error(ErrorKind::kPeerLost, label(message.rank) + " has exited during init"));
+  }
+  for (Link& link : links_) {
+    if (&link != from && !news_.departed(link.peer())) {
+      link.queue(message, departed ? now + kGather : now);
+    }
+  }
+}
+
+void ControlLoop::give_setup_up(const Error& error) {
+  if (!setup_error_) setup_error_ = error;
+}
+
+std::string ControlLoop::silence() const {
+  return "has not been heard for " + in_seconds(options_.heartbeat_timeout) +
+         " (TORCH_RING_HEARTBEAT_TIMEOUT): it is stopped, or its host is cut off";
+}
+
+const std::string& ControlLoop::label(int rank) const { return at(options_.labels, rank); }
+
+}  // namespace torch_ring

@@ -1,0 +1,94 @@
+// ControlLoop: the control plane's thread.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "control/bids.h"
+#include "control/data_connections.h"
+#include "control/entrance.h"
+#include "control/link.h"
+#include "control/neighbourhood.h"
+#include "control/news.h"
+#include "control/options.h"
+#include "control/subscriptions.h"
+
+namespace torch_ring {
+
+/// See ControlPlane. The thread sleeps in poll(), then takes a turn under the lock, then tells the
+/// observers without it.
+///
+/// A loss or a failure is sent on in the turn in which it is heard. A departure waits for kGather
+/// in the links' queues, since usually all ranks leave together; what comes after it in a queue
+/// takes it along, so the order stays.
+class ControlLoop {
+ public:
+  enum class Farewell { kGoodbye, kNone };
+
+  explicit ControlLoop(ControlOptions options);
+  ~ControlLoop() { stop(Farewell::kGoodbye); }
+
+  std::vector<int> missing() const;
+  std::string trouble() const;
+  void stop(Farewell farewell);
+  Subscriptions& subscriptions() { return subscriptions_; }
+  void close(std::uint64_t set);
+  void fail(std::uint64_t set, const Error& cause);
+  std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
+  std::vector<int> descriptors() const;
+
+ private:
+  void run();
+  Clock::time_point prepare(PollSet& polls);
+  void turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now);
+
+  void receive(const PollSet& polls, Clock::time_point now);
+  void admit(const PollSet& polls, Clock::time_point now);
+  void connect(const PollSet& polls, Clock::time_point now);
+  void judge_silence(Clock::time_point slept, Clock::time_point now);
+  void send_failures(Clock::time_point now);
+  void seek_neighbours(Clock::time_point now);
+  void send(Clock::time_point now);
+  void say_goodbye();
+
+  void add_link(int peer, Fd socket, Clock::time_point now);
+  Link* link_to(int peer);
+  void lose(int peer, const std::string& how, Clock::time_point now);
+  void presume_departed(int peer);
+  void learn(const Message& message, const Link* from, Clock::time_point now);
+  void give_setup_up(const Error& error);
+  std::string silence() const;
+  const std::string& label(int rank) const;
+  bool in_setup() const { return !awaited_.empty(); }
+
+  const ControlOptions options_;  // without the listeners
+  const int rank_;
+  const Fd wake_;
+  Subscriptions subscriptions_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  News news_;
+  Neighbourhood neighbourhood_;
+  bool moved_ = true;  // neighbourhood_ has changed
+  Entrance entrance_;
+  std::list<Link> links_;
+  Bids bids_;
+  DataConnections data_;
+  std::set<int> awaited_;               // first neighbours without a connection so far
+  std::optional<Error> setup_error_;
+  std::vector<Message> failures_;       // of this rank, not sent yet
+  std::vector<Message> untold_;         // for the observers
+  std::set<std::uint64_t> connected_;   // sets whose observers are to be told
+  std::optional<Farewell> farewell_;
+  Clock::time_point next_heartbeat_;
+
+  std::thread thread_;  // the last member: the thread uses all of the above
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,94 @@
+#include "control/message.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+namespace torch_ring {
+
+static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
+
+namespace {
+
+template <class T>
+void put(std::string& out, T value) {
+  out.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+template <class T>
+T get(const char*& in) {
+  T value;
+  std::memcpy(&value, in, sizeof value);
+  in += sizeof value;
+  return value;
+}
+
+bool plausible(const Message& message, std::size_t text_bytes) {
+  const bool own = message.rank == message.reporter;
+  switch (message.kind) {
+    case Message::Kind::kHeartbeat:
+    case Message::Kind::kDeparted:
+      return own && message.set == 0 && text_bytes == 0;
+    case Message::Kind::kLost:
+      return !own && message.set == 0;
+    case Message::Kind::kFailed:
+      return own;
+  }
+  return false;
+}
+
+}  // namespace
+
+Message Message::lost(int rank, int reporter, std::string how) {
+  how.resize(std::min(how.size(), kTextBytes));
+  return {Kind::kLost, ErrorKind::kPeerLost, rank, reporter, 0, std::move(how)};
+}
+
+Message Message::failed(int rank, std::uint64_t set, const Error& cause) {
+  return {Kind::kFailed, cause.kind(), rank,
+          rank,          set,          std::string(cause.what()).substr(0, kTextBytes)};
+}
+
+void Message::append_to(std::string& frames) const {
+  const auto text_bytes = std::min(text.size(), kTextBytes);
+  put(frames, static_cast<std::uint8_t>(kind));
+  put(frames, static_cast<std::uint8_t>(error));
+  put(frames, static_cast<std::uint16_t>(text_bytes));
+  put(frames, static_cast<std::uint32_t>(rank));
+  put(frames, static_cast<std::uint32_t>(reporter));
+  put(frames, set);
+  frames.append(text, 0, text_bytes);
+}
+
+std::optional<Message> MessageParser::next() {
+  if (bytes_.size() - done_ < Message::kHeaderBytes) {
+    bytes_.erase(0, std::exchange(done_, 0));
+    return std::nullopt;
+  }
+  const char* in = bytes_.data() + done_;
+  Message message;
+  message.kind = static_cast<Message::Kind>(get<std::uint8_t>(in));
+  const auto error = get<std::uint8_t>(in);
+  const auto text_bytes = get<std::uint16_t>(in);
+  const auto rank = get<std::uint32_t>(in);
+  const auto reporter = get<std::uint32_t>(in);
+  message.set = get<std::uint64_t>(in);
+  const auto size = static_cast<std::uint32_t>(size_);
+  message.error = static_cast<ErrorKind>(error);
+  message.rank = static_cast<int>(rank);
+  message.reporter = static_cast<int>(reporter);
+  if (error > static_cast<std::uint8_t>(ErrorKind::kInternal) || rank >= size || reporter >= size ||
+      text_bytes > Message::kTextBytes || !plausible(message, text_bytes)) {
+    throw Error(ErrorKind::kPeerLost, "sent something that is no control message");
+  }
+  if (bytes_.size() - done_ < Message::kHeaderBytes + text_bytes) {
+    bytes_.erase(0, std::exchange(done_, 0));
+    return std::nullopt;
+  }
+  message.text.assign(in, text_bytes);
+  done_ += Message::kHeaderBytes + text_bytes;
+  return message;
+}
+
+}  // namespace torch_ring

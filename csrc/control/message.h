@@ -1,0 +1,61 @@
+// Message, MessageParser: what travels over control connections. No I/O.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "core/error.h"
+
+namespace torch_ring {
+
+/// News of one rank, or a sign of life. On the wire, little-endian and without gaps:
+///
+///   u8 kind | u8 error | u16 bytes of text | u32 rank | u32 reporter | u64 set | text
+struct Message {
+  enum class Kind : std::uint8_t {
+    kHeartbeat = 'H',  // from `rank`, for the receiver only
+    kDeparted = 'D',   // `rank` has left in peace
+    kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
+    kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
+  };
+  static constexpr std::size_t kHeaderBytes = 20;
+  static constexpr std::size_t kTextBytes = 4096;  // longer texts are cut
+
+  Kind kind = Kind::kHeartbeat;
+  ErrorKind error = ErrorKind::kPeerLost;
+  int rank = 0;
+  int reporter = 0;
+  std::uint64_t set = 0;
+  std::string text;
+
+  static Message heartbeat(int rank) { return {Kind::kHeartbeat, {}, rank, rank, 0, {}}; }
+  static Message departed(int rank) { return {Kind::kDeparted, {}, rank, rank, 0, {}}; }
+  static Message lost(int rank, int reporter, std::string how);
+  static Message failed(int rank, std::uint64_t set, const Error& cause);
+
+  void append_to(std::string& frames) const;
+  bool operator==(const Message&) const = default;
+};
+
+/// Takes messages out of a stream of bytes, and checks them before it believes them.
+/// Thread: one at a time.
+class MessageParser {
+ public:
+  /// `size`: the number of ranks.
+  explicit MessageParser(int size) : size_(size) {}
+
+  void append(std::string_view bytes) { bytes_.append(bytes); }
+
+  /// The next message; none if it is not complete yet. Errors: Error(kPeerLost), for ever, if the
+  /// bytes are no message.
+  std::optional<Message> next();
+
+ private:
+  const int size_;
+  std::string bytes_;      // received, from done_ on not yet parsed
+  std::size_t done_ = 0;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,42 @@
+#include "control/news.h"
+
+#include "core/at.h"
+
+namespace torch_ring {
+
+bool News::learn(const Message& message) {
+  Fate& fate = at(fates_, message.rank);
+  switch (message.kind) {
+    case Message::Kind::kHeartbeat:
+      return false;
+    case Message::Kind::kDeparted:
+    case Message::Kind::kLost:
+      if (fate == Fate::kDeparted || fate == Fate::kLost) return false;
+      fate = message.kind == Message::Kind::kLost ? Fate::kLost : Fate::kDeparted;
+      break;
+    case Message::Kind::kFailed:
+      if (!failed_.emplace(message.set, message.rank).second) return false;
+      break;
+  }
+  known_.push_back(message);
+  return true;
+}
+
+void News::presume_departed(int rank) {
+  if (alive(rank)) at(fates_, rank) = Fate::kPresumedDeparted;
+}
+
+bool News::alive(int rank) const { return at(fates_, rank) == Fate::kAlive; }
+
+bool News::lost(int rank) const { return at(fates_, rank) == Fate::kLost; }
+
+bool News::has_failed(std::uint64_t set) const {
+  const auto first = failed_.lower_bound({set, 0});
+  return first != failed_.end() && first->first == set;
+}
+
+bool News::departed(int rank) const {
+  return at(fates_, rank) == Fate::kDeparted || at(fates_, rank) == Fate::kPresumedDeparted;
+}
+
+}  // namespace torch_ring

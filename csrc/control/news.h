@@ -1,0 +1,49 @@
+// News: what a rank knows of the others, and which message is new to it. No I/O.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "control/message.h"
+
+namespace torch_ring {
+
+/// A flood: each rank passes on, once, what it hears first, to all neighbours but the one that it
+/// has it from, and tells a new neighbour all that it knows. So every rank hears all, however many
+/// messengers die on the way; n ranks with d neighbours each need at most n (d - 1) + 1 messages.
+/// Connections keep the order, so the flood keeps causes before effects: what a rank told before
+/// its departure is known wherever its departure is known.
+///
+/// A rank has one fate, lost or departed; the first word about it counts.
+///
+/// Thread: one at a time.
+class News {
+ public:
+  explicit News(int size) : fates_(static_cast<std::size_t>(size), Fate::kAlive) {}
+
+  /// Takes note of a message. Returns whether it is new: to be told and passed on.
+  bool learn(const Message& message);
+
+  /// Takes a rank for departed until there is word about it; others are not told.
+  void presume_departed(int rank);
+
+  bool alive(int rank) const;
+  bool departed(int rank) const;
+  bool lost(int rank) const;
+  /// Whether any rank has given the set up.
+  bool has_failed(std::uint64_t set) const;
+
+  /// All that was new, in order: what a new neighbour must be told.
+  const std::vector<Message>& known() const { return known_; }
+
+ private:
+  enum class Fate : std::uint8_t { kAlive, kPresumedDeparted, kDeparted, kLost };
+
+  std::vector<Fate> fates_;  // by rank
+  std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
+  std::vector<Message> known_;
+};
+
+}  // namespace torch_ring

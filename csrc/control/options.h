@@ -1,0 +1,27 @@
+// ControlOptions: what a control plane is made from.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "control/address.h"
+#include "core/fd.h"
+#include "transport/handshake.h"
+
+namespace torch_ring {
+
+struct ControlOptions {
+  int rank = 0;
+  std::vector<int> host_of;         // rank -> host; ranks of one host use Unix sockets
+  std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
+  std::vector<Address> addresses;   // by rank
+  Key key{};
+  Fd unix_listener;  // bound and listening; none where no rank shares the host
+  Fd tcp_listener;   // none on one host
+  std::chrono::milliseconds heartbeat_timeout{60'000};
+
+  int size() const { return static_cast<int>(host_of.size()); }
+};
+
+}  // namespace torch_ring

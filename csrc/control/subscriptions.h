@@ -1,0 +1,50 @@
+// Subscriptions: who is told which news.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "control/message.h"
+#include "control/observer.h"
+
+namespace torch_ring {
+
+/// Passes news on to the observers of the process sets, and keeps them for later ones. It has a
+/// lock of its own, held during the calls, so that remove() waits for them; the plane's lock is not
+/// held then, so a caller of fail() or take() never waits for an observer.
+///
+/// Thread: any. Blocking: while an observer is called.
+class Subscriptions {
+ public:
+  /// `labels`: by rank.
+  Subscriptions(int rank, std::vector<std::string> labels);
+
+  void add(std::uint64_t set, std::vector<int> members, ControlObserver& observer);
+  void remove(std::uint64_t set);
+
+  void tell(const Message& news);
+  void tell_connected(std::uint64_t set);
+
+  /// "rank 3 (pid 7) died", or "rank 1 (pid 5) says that rank 3 (pid 7) died".
+  std::string describe(const Message& lost) const;
+
+ private:
+  struct Subscription {
+    std::vector<int> members;  // ascending
+    ControlObserver* observer;
+  };
+  void tell(std::uint64_t set, const Subscription& subscription, const Message& news) const;
+
+  const int rank_;
+  const std::vector<std::string> labels_;
+
+  std::mutex mutex_;  // guards what follows
+  std::map<std::uint64_t, Subscription> subscriptions_;
+  std::vector<Message> told_;
+  std::vector<bool> departed_;  // by rank: told of, maybe because it was presumed
+};
+
+}  // namespace torch_ring

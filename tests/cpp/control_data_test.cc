@@ -1,0 +1,184 @@
+// Data connections of the control plane.
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include "control/data_connections.h"
+#include "control_recorder.h"
+#include "planes.h"
+
+namespace torch_ring::test {
+namespace {
+
+constexpr std::uint64_t kSet = 5;
+
+std::vector<Fd> take_all(SocketSource& source, int peer, bool needed) {
+  std::vector<Fd> sockets;
+  wait_until([&] { return !(sockets = source.take(peer, needed)).empty(); }, "a data connection");
+  return sockets;
+}
+
+/// What arrives on each of the sockets when the other ends send their number.
+void check_same_order(const std::vector<Fd>& one, const std::vector<Fd>& other) {
+  CHECK_EQ(one.size(), other.size());
+  for (std::size_t i = 0; i < one.size(); ++i) {
+    const char sent = static_cast<char>('a' + i);
+    CHECK_EQ(::send(one[i].get(), &sent, 1, MSG_NOSIGNAL), 1);
+    char received = 0;
+    wait_until([&] { return ::recv(other[i].get(), &received, 1, MSG_DONTWAIT) == 1; }, "a byte");
+    CHECK_EQ(received, sent);
+  }
+}
+
+TEST(control_plane_makes_data_connections_from_both_sides) {
+  for (const bool one_host : {true, false}) {
+    for (const int width : {1, 3}) {
+      const Planes planes = make_planes(one_host ? std::vector{0, 0, 0} : std::vector{0, 1, 2});
+      const std::vector<int> members{2, 0};  // rank 0 of the set is rank 2 of the world
+      const auto high = planes[2]->sockets(kSet, members, width);
+      const auto low = planes[0]->sockets(kSet, members, width);
+      CHECK(low->take(0, true).empty());
+      CHECK(high->take(1, false).empty());
+      std::vector<Fd> ours;
+      std::vector<Fd> theirs;
+      wait_until(
+          [&] {
+            if (ours.empty()) ours = high->take(1, true);
+            if (theirs.empty()) theirs = low->take(0, true);
+            return !ours.empty() && !theirs.empty();
+          },
+          "both ends");
+      check_same_order(ours, theirs);
+      check_same_order(theirs, ours);
+      CHECK(low->take(0, false).empty());  // once
+      int domain = 0;
+      socklen_t bytes = sizeof domain;
+      CHECK_EQ(::getsockopt(ours[0].get(), SOL_SOCKET, SO_DOMAIN, &domain, &bytes), 0);
+      CHECK_EQ(domain, one_host ? AF_UNIX : AF_INET);
+    }
+  }
+}
+
+TEST(control_plane_makes_no_data_connection_that_the_higher_rank_does_not_need) {
+  const Planes planes = make_planes({0, 0});
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
+  const auto low = planes[0]->sockets(kSet, {0, 1}, 1);
+  for (int i = 0; i < 20; ++i) {
+    CHECK(low->take(1, true).empty());
+    CHECK(high->take(0, false).empty());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK_EQ(planes[0]->descriptors().size(), 4u);  // wake-up, two listeners, the control connection
+  CHECK(high->take(0, true).empty());
+  take_all(*low, 1, false);
+  take_all(*high, 0, false);
+}
+
+TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
+  const Planes planes = make_planes({0, 1});
+  Recorder high_recorder;
+  planes[1]->subscribe(kSet, {0, 1}, high_recorder);
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 3);
+  const auto ours = take_all(*high, 0, true);
+  CHECK_EQ(high_recorder.times("connected"), 1);  // when all three were there
+  // Rank 0 subscribes to it afterwards.
+  Recorder recorder;
+  planes[0]->subscribe(kSet, {0, 1}, recorder);
+  const auto low = planes[0]->sockets(kSet, {0, 1}, 3);
+  check_same_order(ours, take_all(*low, 1, false));
+  planes[0]->unsubscribe(kSet);
+  planes[1]->unsubscribe(kSet);
+}
+
+TEST(control_plane_tells_an_observer_of_its_data_connections) {
+  const Planes planes = make_planes({0, 0});
+  Recorder recorder;
+  planes[0]->subscribe(kSet, {0, 1}, recorder);
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
+  const auto other = planes[1]->sockets(kSet + 1, {0, 1}, 1);
+  take_all(*other, 0, true);
+  take_all(*high, 0, true);
+  wait_until([&] { return recorder.times("connected") > 0; }, "the observer is told");
+  CHECK_EQ(recorder.events().size(), 1u);
+  CHECK_EQ(planes[0]->sockets(kSet, {0, 1}, 1)->take(1, false).size(), 1u);
+  planes[0]->unsubscribe(kSet);
+}
+
+TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
+  const Planes planes = make_planes({0, 0});
+  const auto ours = take_all(*planes[1]->sockets(kSet, {0, 1}, 1), 0, true);
+  wait_until([&] { return planes[0]->descriptors().size() == 5; }, "it is accepted");
+  planes[0]->unsubscribe(kSet);
+  char byte = 0;
+  CHECK_EQ(::recv(ours[0].get(), &byte, 1, 0), 0);  // closed
+  CHECK_EQ(planes[0]->descriptors().size(), 4u);
+  // A later one is refused: its end closes.
+  planes[1]->unsubscribe(kSet + 1);
+  CHECK(planes[1]->sockets(kSet + 1, {0, 1}, 1)->take(0, true).empty());
+  const auto late = take_all(*planes[1]->sockets(kSet, {0, 1}, 1), 0, true);
+  CHECK_EQ(::recv(late[0].get(), &byte, 1, 0), 0);
+}
+
+TEST(control_plane_makes_no_data_connection_to_a_rank_that_is_gone) {
+  Planes planes = make_planes({0, 0});
+  Recorder recorder;
+  planes[1]->subscribe(kSet, {0, 1}, recorder);
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
+  planes[0].reset();
+  wait_until([&] { return recorder.times("departed 0") > 0; }, "rank 0 leaves");
+  CHECK(high->take(0, true).empty());
+  CHECK(high->take(0, true).empty());
+  CHECK(planes[1]->descriptors().size() <= 4);
+  planes[1]->unsubscribe(kSet);
+  planes[1]->stop();
+  CHECK_THROWS(high->take(0, true), ErrorKind::kInternal, "has been stopped");
+}
+
+TEST(control_plane_says_when_there_are_no_descriptors) {
+  const Planes planes = make_planes({0, 1});
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
+  const auto low = planes[0]->sockets(kSet, {0, 1}, 1);
+  rlimit before{};
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none = before;
+  none.rlim_cur = 3;
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  std::string said;
+  try {
+    wait_until([&] { return !high->take(0, true).empty(); }, "an error");
+  } catch (const Error& error) {
+    said = error.what();
+  }
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK_EQ(said, "no connection to rank 0 (a thread): socket: Too many open files");
+  // Once there are some, it may be tried again.
+  take_all(*high, 0, true);
+  take_all(*low, 1, true);
+}
+
+TEST(data_connections_are_limited_to_sane_names) {
+  ControlOptions options;
+  options.rank = 1;
+  options.host_of = {0, 0, 0};
+  DataConnections data(options);
+  const auto hello = [](std::uint64_t set, std::uint32_t channel) {
+    return Hello{2, 1, set, channel};
+  };
+  CHECK(!data.accept(hello(1, DataConnections::kChannels + 1), Fd()));
+  CHECK(data.accept(hello(1, DataConnections::kChannels), Fd()));
+  CHECK(data.accept(hello(1, DataConnections::kChannels), Fd()));  // replaces it
+  for (std::uint64_t set = 2; set <= DataConnections::kUntaken; ++set) {
+    CHECK(data.accept(hello(set, 1), Fd()));
+  }
+  CHECK(!data.accept(hello(1, 2), Fd()));
+  CHECK_EQ(data.take(7, 2, 1).size(), 1u);
+  CHECK(data.accept(hello(1, 2), Fd()));
+  CHECK(!data.accept(hello(1, 3), Fd()));
+  data.close(1);
+  CHECK(!data.accept(hello(1, 3), Fd()));
+  CHECK(data.accept(hello(7, 1), Fd()));
+  CHECK(data.accept(hello(7, 2), Fd()));
+  CHECK(!data.accept(hello(7, 3), Fd()));
+}
+
+}  // namespace
+}  // namespace torch_ring::test

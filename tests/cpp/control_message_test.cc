@@ -1,0 +1,92 @@
+#include "control/message.h"
+
+#include <random>
+#include <string_view>
+#include <vector>
+
+#include "harness.h"
+
+namespace torch_ring::test {
+namespace {
+
+std::vector<Message> parse(int size, const std::string& bytes, std::size_t step) {
+  MessageParser parser(size);
+  std::vector<Message> messages;
+  for (std::size_t i = 0; i < bytes.size(); i += step) {
+    parser.append(std::string_view(bytes).substr(i, step));
+    while (auto message = parser.next()) messages.push_back(*message);
+  }
+  return messages;
+}
+
+std::vector<Message> samples() {
+  return {Message::heartbeat(2), Message::lost(3, 1, "died: its connection closed"),
+          Message::departed(0),
+          Message::failed(1, 0x0123456789abcdef, Error(ErrorKind::kTimeout, "too slow")),
+          Message::failed(3, 0, Error(ErrorKind::kInternal, std::string(5000, 'x')))};
+}
+
+std::string frames_of(const std::vector<Message>& messages) {
+  std::string frames;
+  for (const Message& message : messages) message.append_to(frames);
+  return frames;
+}
+
+TEST(control_messages_arrive_whole_however_the_stream_is_cut) {
+  const auto sent = samples();
+  CHECK_EQ(sent.back().text.size(), Message::kTextBytes);
+  const std::string frames = frames_of(sent);
+  for (const std::size_t step : {1u, 3u, 19u, 20u, 21u, 4096u, 100'000u}) {
+    CHECK(parse(4, frames, step) == sent);
+  }
+}
+
+TEST(control_messages_are_checked_before_they_are_believed) {
+  const auto refused = [](int size, std::string frame) {
+    CHECK_THROWS(parse(size, frame, frame.size()), ErrorKind::kPeerLost,
+                 "sent something that is no control message");
+  };
+  const auto changed = [](const Message& message, std::size_t at, char to) {
+    std::string frame = frames_of({message});
+    frame[at] = to;
+    return frame;
+  };
+  refused(4, changed(Message::heartbeat(2), 0, 'X'));                // no kind
+  refused(4, changed(Message::departed(2), 1, 5));                   // no kind of error
+  refused(4, changed(Message::departed(2), 2, 1));                   // a text where none is
+  refused(4, changed(Message::lost(2, 1, "died"), 3, 0x7f));         // too long a text
+  refused(2, frames_of({Message::lost(2, 1, "died")}));              // no such rank
+  refused(2, frames_of({Message::lost(1, 2, "died")}));              // no such reporter
+  refused(4, frames_of({Message::lost(2, 2, "died")}));              // of itself
+  refused(4, changed(Message::departed(2), 8, 1));                   // from another
+  refused(4, changed(Message::lost(2, 1, "died"), 12, 1));           // of a set
+  refused(4, changed(Message::failed(2, 1, Error({}, "")), 7, '\xff'));  // a negative rank
+}
+
+TEST(control_messages_of_random_bytes_end_or_are_refused) {
+  std::mt19937 random(7);
+  const std::string good = frames_of(samples());
+  int refused = 0;
+  for (int round = 0; round < (kSanitized ? 2'000 : 20'000); ++round) {
+    std::string bytes = good;
+    if (round % 2 == 0) {
+      bytes.resize(random() % 200);
+      for (char& byte : bytes) byte = static_cast<char>(random());
+    } else {
+      for (int i = 0; i < 3; ++i) bytes[random() % bytes.size()] = static_cast<char>(random());
+    }
+    try {
+      for (const Message& message : parse(4, bytes, 1 + random() % 64)) {
+        CHECK(message.rank >= 0 && message.rank < 4 && message.reporter >= 0 &&
+              message.reporter < 4 && message.text.size() <= Message::kTextBytes);
+      }
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::kPeerLost);
+      ++refused;
+    }
+  }
+  CHECK(refused > 1'000);
+}
+
+}  // namespace
+}  // namespace torch_ring::test

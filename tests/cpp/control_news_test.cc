@@ -1,0 +1,247 @@
+// A simulation: ranks as pairs of News and Graph, connections as queues, in random order.
+#include "control/news.h"
+
+#include <deque>
+#include <map>
+#include <random>
+
+#include "control/graph.h"
+#include "core/at.h"
+#include "harness.h"
+
+namespace torch_ring::test {
+namespace {
+
+class Simulation {
+ public:
+  Simulation(int size, unsigned seed)
+      : size_(size), graph_(std::vector<int>(static_cast<std::size_t>(size), 0)), random_(seed) {
+    const std::vector<bool> all(static_cast<std::size_t>(size), true);
+    for (int rank = 0; rank < size; ++rank) ranks_.push_back({News(size), all, {}});
+    for (int rank = 0; rank < size; ++rank) {
+      for (const int peer : graph_.neighbours(rank, all)) connect(rank, peer);
+    }
+  }
+
+  void say(int rank, const Message& message) { learn(rank, message, -1); }
+
+  /// The rank is gone, with what it has not received. What it has sent arrives.
+  void kill(int rank) {
+    at(ranks_, rank).alive = false;
+    for (auto& [pair, queue] : queues_) {
+      if (pair.second == rank) queue.clear();
+      if (pair.first == rank && at(ranks_, pair.second).alive) queue.push_back(end());
+    }
+  }
+
+  /// Delivers until nothing is on its way; each message in order on its connection.
+  void run(int at_most = 1 << 30) {
+    while (at_most-- > 0) {
+      std::vector<std::pair<int, int>> ready;
+      if (size_ > 64) {  // by rounds: a random choice among all costs too much
+        bool any = false;
+        for (auto& [pair, queue] : queues_) {
+          for (std::size_t left = queue.size(); left > 0; --left, any = true) deliver(pair);
+        }
+        if (!any) return;
+        continue;
+      }
+      for (auto& [pair, queue] : queues_) {
+        if (!queue.empty()) ready.push_back(pair);
+      }
+      if (ready.empty()) return;
+      deliver(ready[random_() % ready.size()]);
+    }
+  }
+
+  const std::vector<Message>& heard(int rank) const { return at(ranks_, rank).heard; }
+  bool alive(int rank) const { return at(ranks_, rank).alive; }
+  long messages() const { return messages_; }
+  std::mt19937& random() { return random_; }
+
+ private:
+  struct Rank {
+    News news;
+    std::vector<bool> present;
+    std::vector<Message> heard;
+    bool alive = true;
+  };
+  static Message end() { return Message::heartbeat(0); }  // stands for the end of a stream
+
+  void connect(int from, int to) {
+    auto [queue, added] = queues_.try_emplace({from, to});
+    if (!added) return;
+    for (const Message& message : at(ranks_, from).news.known()) {
+      queue->second.push_back(message);
+      ++messages_;
+    }
+    connect(to, from);
+  }
+
+  void deliver(std::pair<int, int> pair) {
+    auto& queue = queues_.at(pair);
+    const Message message = queue.front();
+    queue.pop_front();
+    const auto [from, to] = pair;
+    if (!at(ranks_, to).alive) return;
+    if (message == end()) {
+      learn(to, Message::lost(from, to, "died"), -1);
+    } else {
+      learn(to, message, from);
+    }
+  }
+
+  void learn(int rank, const Message& message, int from) {
+    Rank& it = at(ranks_, rank);
+    if (!it.news.learn(message)) return;
+    it.heard.push_back(message);
+    for (auto queue = queues_.lower_bound({rank, 0});
+         queue != queues_.end() && queue->first.first == rank; ++queue) {
+      const int peer = queue->first.second;
+      if (peer == from || !at(ranks_, peer).alive) continue;
+      queue->second.push_back(message);
+      ++messages_;
+    }
+    if (message.kind != Message::Kind::kLost) return;
+    it.present[static_cast<std::size_t>(message.rank)] = false;
+    repair(rank);
+  }
+
+  /// Connects to the next ranks; whoever is found dead is lost.
+  void repair(int rank) {
+    Rank& it = at(ranks_, rank);
+    for (const int peer : graph_.neighbours(rank, it.present)) {
+      if (queues_.contains({rank, peer})) continue;
+      if (at(ranks_, peer).alive) {
+        connect(rank, peer);
+      } else {
+        learn(rank, Message::lost(peer, rank, "died"), -1);
+      }
+    }
+  }
+
+  const int size_;
+  const Graph graph_;
+  std::mt19937 random_;
+  std::vector<Rank> ranks_;
+  std::map<std::pair<int, int>, std::deque<Message>> queues_;  // (from, to)
+  long messages_ = 0;
+};
+
+int count(const std::vector<Message>& heard, Message::Kind kind, int rank, std::uint64_t set = 0) {
+  int found = 0;
+  for (const Message& message : heard) {
+    found += message.kind == kind && message.rank == rank && message.set == set;
+  }
+  return found;
+}
+
+TEST(news_reaches_every_rank_once) {
+  for (unsigned seed = 0; seed < 30; ++seed) {
+    const int size = 2 + static_cast<int>(seed);
+    Simulation simulation(size, seed);
+    const Error cause(ErrorKind::kTimeout, "too slow");
+    for (int rank = 0; rank < size; ++rank) {
+      simulation.say(rank, Message::failed(rank, 3 + rank % 2, cause));
+    }
+    simulation.run();
+    for (int rank = 0; rank < size; ++rank) {
+      CHECK_EQ(simulation.heard(rank).size(), static_cast<std::size_t>(size));
+      for (int peer = 0; peer < size; ++peer) {
+        CHECK_EQ(count(simulation.heard(rank), Message::Kind::kFailed, peer, 3 + peer % 2), 1);
+      }
+    }
+  }
+}
+
+TEST(news_survives_the_death_of_its_messengers) {
+  for (unsigned seed = 0; seed < 300; ++seed) {
+    const int size = 3 + static_cast<int>(seed % 30);
+    Simulation simulation(size, seed);
+    auto& random = simulation.random();
+    std::vector<int> failing;
+    for (int round = 0; round < 4; ++round) {
+      const int rank = static_cast<int>(random()) & 0xffff;
+      const int teller = rank % size;
+      if (simulation.alive(teller)) {
+        simulation.say(teller, Message::failed(teller, 1, Error(ErrorKind::kInternal, "why")));
+        failing.push_back(teller);
+      }
+      simulation.run(static_cast<int>(random() % 20));
+      // Some beside one another, and some anywhere, die with what they have not passed on.
+      for (int i = 0; i < 3; ++i) {
+        const int victim = static_cast<int>(random() % 2 != 0 ? (teller + 1 + i) % size
+                                                              : static_cast<int>(random() % 97) % size);
+        int living = 0;
+        for (int r = 0; r < size; ++r) living += simulation.alive(r);
+        if (living > 1 && simulation.alive(victim)) simulation.kill(victim);
+      }
+    }
+    simulation.run();
+    std::vector<int> told(failing.size(), -1);
+    for (int rank = 0; rank < size; ++rank) {
+      if (!simulation.alive(rank)) continue;
+      const auto& heard = simulation.heard(rank);
+      for (int peer = 0; peer < size; ++peer) {
+        CHECK_EQ(count(heard, Message::Kind::kLost, peer), simulation.alive(peer) ? 0 : 1);
+      }
+      // Who has told it lives, so all know; or has died, then all survivors know it or none.
+      for (std::size_t i = 0; i < failing.size(); ++i) {
+        const int times = count(heard, Message::Kind::kFailed, failing[i], 1);
+        if (simulation.alive(failing[i])) CHECK_EQ(times, 1);
+        if (told[i] < 0) told[i] = times;
+        CHECK_EQ(times, told[i]);
+      }
+    }
+  }
+}
+
+TEST(news_keeps_a_loss_before_the_departure_of_who_told_it) {
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    const int size = 4 + static_cast<int>(seed % 29);
+    Simulation simulation(size, seed);
+    simulation.say(1, Message::failed(1, 5, Error(ErrorKind::kInternal, "cause")));
+    simulation.say(1, Message::departed(1));
+    simulation.run();
+    for (int rank = 0; rank < size; ++rank) {
+      const auto& heard = simulation.heard(rank);
+      CHECK_EQ(heard.size(), 2u);
+      CHECK(heard[0].kind == Message::Kind::kFailed);
+    }
+  }
+}
+
+TEST(news_costs_a_message_for_each_end_of_a_connection_at_most) {
+  for (const int size : {8, 64, 512, 4096}) {
+    if (kSanitized && size > 64) continue;
+    Simulation simulation(size, 1);
+    simulation.say(size / 2, Message::departed(size / 2));
+    simulation.run();
+    const Graph graph(std::vector<int>(static_cast<std::size_t>(size), 0));
+    const std::vector<bool> all(static_cast<std::size_t>(size), true);
+    const long degree = static_cast<long>(graph.neighbours(0, all).size());
+    CHECK(simulation.messages() <= size * (degree - 1) + 1);
+    CHECK(simulation.messages() >= size - 1);
+  }
+}
+
+TEST(news_has_one_fate_for_a_rank) {
+  News news(4);
+  CHECK(news.learn(Message::departed(2)));
+  CHECK(!news.learn(Message::lost(2, 1, "died")));
+  CHECK(!news.learn(Message::departed(2)));
+  CHECK(!news.learn(Message::heartbeat(3)));
+  news.presume_departed(1);
+  CHECK(news.departed(1) && !news.alive(1));
+  CHECK(news.learn(Message::lost(1, 0, "died")));  // it is presumed no more
+  CHECK(news.lost(1));
+  CHECK(!news.has_failed(7));
+  CHECK(news.learn(Message::failed(3, 7, Error(ErrorKind::kInternal, ""))));
+  CHECK(news.learn(Message::failed(0, 7, Error(ErrorKind::kInternal, ""))));
+  CHECK(!news.learn(Message::failed(3, 7, Error(ErrorKind::kInternal, "again"))));
+  CHECK(news.has_failed(7) && !news.has_failed(6) && news.alive(3));
+  CHECK_EQ(news.known().size(), 4u);
+}
+
+}  // namespace
+}  // namespace torch_ring::test

@@ -1,0 +1,291 @@
+#include "control/control_plane.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+
+#include <numeric>
+#include <set>
+
+#include "control_recorder.h"
+#include "planes.h"
+
+namespace torch_ring::test {
+namespace {
+
+constexpr std::uint64_t kWorld = 0;
+
+std::vector<int> all_ranks(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+std::vector<int> host_of(int size, int hosts) {
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * hosts / size);
+  return host_of;
+}
+
+int open_descriptors() {
+  int count = 0;
+  DIR* const folder = ::opendir("/proc/self/fd");
+  while (::readdir(folder) != nullptr) ++count;
+  ::closedir(folder);
+  return count;
+}
+
+/// Planes that are connected, each with a recorder that observes the world.
+struct Watched {
+  explicit Watched(const std::vector<int>& host_of,
+                   std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1))
+      : recorders(host_of.size()), planes(make_planes(host_of, heartbeat_timeout)) {
+    for (std::size_t rank = 0; rank < planes.size(); ++rank) {
+      planes[rank]->subscribe(kWorld, all_ranks(size()), recorders[rank]);
+    }
+  }
+  int size() const { return static_cast<int>(planes.size()); }
+
+  void wait_for_all(const std::string& event) {
+    for (std::size_t rank = 0; rank < planes.size(); ++rank) {
+      if (!planes[rank]) continue;
+      wait_until([&] { return recorders[rank].times(event) > 0; },
+                 "rank " + std::to_string(rank) + " is told: " + event);
+    }
+  }
+  void kill(int rank) {
+    at(planes, rank)->die();
+    at(planes, rank).reset();
+  }
+
+  std::vector<Recorder> recorders;  // before the planes: they use them
+  Planes planes;
+};
+
+TEST(control_planes_connect_and_close_all_descriptors) {
+  const int before = open_descriptors();
+  for (const int size : {1, 2, 3, 8, 32}) {
+    for (const int hosts : {1, 2, size}) {
+      if (hosts > size) continue;
+      const Planes planes = make_planes(host_of(size, hosts));
+      std::set<int> known;
+      for (const auto& plane : planes) {
+        CHECK(plane->missing().empty());
+        for (const int fd : plane->descriptors()) {
+          CHECK(fd >= 0 && known.insert(fd).second);
+          CHECK((::fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+        }
+        CHECK(plane->descriptors().size() <= 1 + 2 + 2 * 5 + 2);
+      }
+      if (size == 1) break;
+    }
+  }
+  CHECK_EQ(open_descriptors(), before);
+}
+
+TEST(control_plane_tells_all_of_a_death) {
+  for (const int hosts : {1, 3}) {
+    Watched world(host_of(20, hosts));
+    world.kill(7);
+    world.wait_for_all("lost 7");
+    int first_hand = 0;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      if (rank == 7) continue;
+      const std::string how = at(world.recorders, rank).text("lost 7");
+      const std::string what =
+          "rank 7 (a thread) died: its connection closed; see its output";
+      if (how == what) {
+        ++first_hand;
+      } else {
+        CHECK(how.find("rank ") == 0 && how.find(" (a thread) says that " + what) < 9);
+      }
+      CHECK_EQ(at(world.recorders, rank).events().size(), 1u);
+    }
+    CHECK(first_hand > 0 && first_hand <= 10);
+  }
+}
+
+TEST(control_plane_tells_all_of_a_departure) {
+  Watched world(host_of(20, 2));
+  at(world.planes, 19)->stop();
+  at(world.planes, 19).reset();
+  world.wait_for_all("departed 19");
+  // Also after its former neighbours have new ones.
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  for (int rank = 0; rank < 19; ++rank) CHECK_EQ(at(world.recorders, rank).events().size(), 1u);
+}
+
+TEST(control_plane_gives_nobody_up_because_messengers_died) {
+  Watched world(host_of(24, 2));
+  for (const int rank : {4, 5, 6}) at(world.planes, rank)->die();
+  for (const int rank : {4, 5, 6}) at(world.planes, rank).reset();
+  world.kill(15);
+  for (const int rank : {4, 5, 6, 15}) world.wait_for_all("lost " + std::to_string(rank));
+  world.kill(3);
+  world.kill(7);
+  world.wait_for_all("lost 3");
+  world.wait_for_all("lost 7");
+  for (int rank = 0; rank < world.size(); ++rank) {
+    if (at(world.planes, rank)) CHECK_EQ(at(world.recorders, rank).events().size(), 6u);
+  }
+}
+
+TEST(control_plane_finds_the_survivors_beyond_dead_neighbours) {
+  // All neighbours of rank 0 but none of the others die at once, and then rank 3.
+  Watched world(host_of(8, 1));
+  for (const int rank : {1, 2, 4, 6, 7}) at(world.planes, rank)->die();
+  for (const int rank : {1, 2, 4, 6, 7}) at(world.planes, rank).reset();
+  for (const int rank : {1, 2, 4, 6, 7}) world.wait_for_all("lost " + std::to_string(rank));
+  world.kill(3);
+  world.wait_for_all("lost 3");
+  CHECK_EQ(at(world.recorders, 0).times("lost 5"), 0);
+}
+
+TEST(control_plane_takes_who_leaves_with_all_others_for_departed) {
+  // Nobody remains to tell rank 0 of the departures of those that are not its neighbours.
+  Watched world(host_of(16, 1));
+  std::vector<std::thread> leaving;
+  for (int rank = 1; rank < 16; ++rank) {
+    leaving.emplace_back([&, rank] { at(world.planes, rank).reset(); });
+  }
+  for (std::thread& thread : leaving) thread.join();
+  for (int rank = 1; rank < 16; ++rank) world.wait_for_all("departed " + std::to_string(rank));
+  CHECK_EQ(at(world.recorders, 0).events().size(), 15u);  // and of no loss
+}
+
+TEST(control_plane_tells_a_set_s_failure_to_its_members) {
+  Watched world(host_of(12, 2));
+  std::vector<Recorder> recorders(12);
+  const std::vector<int> members{2, 5, 7, 11};
+  for (const int rank : members) {
+    if (rank != 7) at(world.planes, rank)->subscribe(3, members, at(recorders, rank));
+  }
+  at(world.planes, 0)->subscribe(4, {0, 5}, recorders[0]);
+  at(world.planes, 5)->fail(3, Error(ErrorKind::kTimeout, "gave up"));
+  const std::string event = "failed 5 " + std::to_string(static_cast<int>(ErrorKind::kTimeout));
+  for (const int rank : {2, 5, 11}) {
+    wait_until([&] { return at(recorders, rank).times(event) == 1; }, "a failure is known");
+    CHECK_EQ(at(recorders, rank).text(event), "gave up");
+  }
+  // Rank 7 uses the set only now.
+  wait_until(
+      [&] {
+        Recorder late;
+        at(world.planes, 7)->subscribe(3, members, late);
+        at(world.planes, 7)->unsubscribe(3);
+        return late.times(event) == 1;
+      },
+      "late news");
+  // Later failures of the set are no news.
+  at(world.planes, 2)->fail(3, Error(ErrorKind::kInternal, "because of rank 5"));
+  world.kill(9);
+  world.wait_for_all("lost 9");
+  for (const int rank : {2, 5, 11}) CHECK_EQ(at(recorders, rank).events().size(), 1u);
+  CHECK(recorders[0].events().empty());
+  for (const int rank : {2, 5, 11}) at(world.planes, rank)->unsubscribe(3);
+  at(world.planes, 0)->unsubscribe(4);
+}
+
+TEST(control_plane_tells_a_failure_before_its_rank_s_departure) {
+  for (int round = 0; round < 5; ++round) {
+    Watched world(host_of(16, 2));
+    at(world.planes, 6)->fail(kWorld, Error(ErrorKind::kInternal, "cause"));
+    at(world.planes, 6).reset();
+    world.wait_for_all("departed 6");
+    for (int rank = 0; rank < 16; ++rank) {
+      if (rank == 6) continue;
+      CHECK_EQ(at(world.recorders, rank).events(),
+               (std::vector<std::string>{"failed 6 4", "departed 6"}));
+    }
+  }
+}
+
+TEST(control_plane_tells_a_late_observer_what_happened) {
+  Watched world(host_of(4, 1));
+  world.kill(2);
+  world.wait_for_all("lost 2");
+  Recorder late;
+  world.planes[0]->subscribe(9, {0, 1, 2}, late);
+  CHECK_EQ(late.events(), std::vector<std::string>{"lost 2"});
+  Recorder of_others;
+  world.planes[0]->subscribe(10, {0, 1, 3}, of_others);
+  CHECK(of_others.events().empty());
+  CHECK_THROWS(world.planes[0]->subscribe(10, {0}, of_others), ErrorKind::kInvalidArgument,
+               "has an observer already");
+  world.planes[0]->unsubscribe(9);
+  world.planes[0]->unsubscribe(10);
+  world.kill(1);
+  world.wait_for_all("lost 1");
+  CHECK(of_others.events().empty());
+}
+
+TEST(control_plane_stops_while_it_connects) {
+  for (int round = 0; round < 20; ++round) {
+    Planes planes = start_planes(make_plane_options(host_of(12, round % 3 + 1)));
+    for (auto& plane : planes) plane.reset();
+  }
+  auto all = make_plane_options(host_of(3, 1));
+  const ControlPlane waits(std::move(all[0]));  // the others listen, and do not accept
+  CHECK_EQ(waits.missing(), (std::vector<int>{1, 2}));
+}
+
+TEST(control_plane_says_who_has_exited_during_init) {
+  auto all = make_plane_options(host_of(4, 2));
+  all[0].unix_listener.reset();
+  all[0].tcp_listener.reset();
+  all.erase(all.begin());
+  const Planes planes = start_planes(std::move(all));
+  for (const auto& plane : planes) {
+    wait_until(
+        [&] {
+          try {
+            plane->missing();
+            return false;
+          } catch (const Error& error) {
+            CHECK(error.kind() == ErrorKind::kPeerLost);
+            CHECK(std::string(error.what()).find("rank 0 (a thread) has exited during init") == 0);
+            return true;
+          }
+        },
+        "an error");
+  }
+}
+
+TEST(control_plane_says_that_a_rank_died_during_init) {
+  auto all = make_plane_options(host_of(3, 1));
+  Planes planes;
+  planes.push_back(std::make_unique<ControlPlane>(std::move(all[0])));
+  planes.push_back(std::make_unique<ControlPlane>(std::move(all[1])));
+  wait_until([&] { return planes[0]->missing() == std::vector<int>{2}; }, "rank 1 connects");
+  planes[1]->die();
+  wait_until(
+      [&] {
+        try {
+          return planes[0]->missing().empty();
+        } catch (const Error& error) {
+          return std::string(error.what()) ==
+                 "rank 1 (a thread) died: its connection closed; see its output";
+        }
+      },
+      "an error");
+}
+
+TEST(control_plane_with_another_key_says_so) {
+  auto all = make_plane_options(host_of(3, 3));
+  all[2].key.fill(std::byte{9});
+  const Planes planes = start_planes(std::move(all));
+  wait_until(
+      [&] {
+        try {
+          return planes[2]->missing().empty();
+        } catch (const Error& error) {
+          CHECK(error.kind() == ErrorKind::kMismatch);
+          CHECK(std::string(error.what()).find("no connection to rank ") == 0);
+          return true;
+        }
+      },
+      "an error");
+  wait_until([&] { return planes[0]->missing() == std::vector<int>{2}; }, "the others connect");
+}
+
+}  // namespace
+}  // namespace torch_ring::test

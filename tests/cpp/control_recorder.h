@@ -1,0 +1,53 @@
+// Recorder: an observer that writes down what it is told.
+#pragma once
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "control/observer.h"
+
+namespace torch_ring::test {
+
+class Recorder : public ControlObserver {
+ public:
+  void on_lost(int rank, const std::string& how) override {
+    add("lost " + std::to_string(rank), how);
+  }
+  void on_departed(int rank) override { add("departed " + std::to_string(rank), ""); }
+  void on_failed(int rank, ErrorKind kind, const std::string& why) override {
+    add("failed " + std::to_string(rank) + " " + std::to_string(static_cast<int>(kind)), why);
+  }
+  void on_connected() override { add("connected", ""); }
+
+  /// How often it was told so.
+  int times(const std::string& event) const {
+    const std::scoped_lock lock(mutex_);
+    return static_cast<int>(std::ranges::count(events_, event));
+  }
+  std::vector<std::string> events() const {
+    const std::scoped_lock lock(mutex_);
+    return events_;
+  }
+  /// The text that came with an event first.
+  std::string text(const std::string& event) const {
+    const std::scoped_lock lock(mutex_);
+    const auto found = std::ranges::find(events_, event);
+    if (found == events_.end()) return "(never)";
+    return texts_[static_cast<std::size_t>(found - events_.begin())];
+  }
+
+ private:
+  void add(const std::string& event, const std::string& text) {
+    const std::scoped_lock lock(mutex_);
+    events_.push_back(event);
+    texts_.push_back(text);
+  }
+
+  mutable std::mutex mutex_;
+  std::vector<std::string> events_;
+  std::vector<std::string> texts_;
+};
+
+}  // namespace torch_ring::test

@@ -1,0 +1,243 @@
+// Strangers and silent peers: what the control plane must not believe.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <random>
+
+#include "control/address.h"
+#include "control/message.h"
+#include "control/outgoing.h"
+#include "control_recorder.h"
+#include "planes.h"
+
+namespace torch_ring::test {
+namespace {
+
+Key the_key() {
+  Key key{};
+  key.fill(std::byte{7});
+  return key;
+}
+
+Fd connect_to(const Address& address, bool unix) {
+  const SocketAddress to(address, unix);
+  Fd socket(::socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (::connect(socket.get(), to.generic(), to.bytes) < 0) throw_errno("connect");
+  return socket;
+}
+
+void send_all(const Fd& socket, const std::string& bytes) {
+  ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+}
+
+bool closed(const Fd& socket) {
+  char buffer[256];
+  const auto bytes = ::recv(socket.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+  return bytes == 0 || (bytes < 0 && errno == ECONNRESET);
+}
+
+void shake_hands(Handshake& handshake, const Fd& socket) {
+  wait_until(
+      [&] {
+        CHECK_EQ(advance_handshake(handshake, socket.get()), 0);
+        return handshake.done();
+      },
+      "a handshake");
+}
+
+/// Authenticates as `rank` to rank 0.
+Fd join_as(std::uint32_t rank, const Address& address) {
+  Fd socket = connect_to(address, true);
+  auto handshake = Handshake::connecting(the_key(), Hello{rank, 0, 0, Hello::kControl});
+  shake_hands(handshake, socket);
+  return socket;
+}
+
+/// A plane of rank 0, whose peers the test plays.
+struct Alone {
+  explicit Alone(int size, std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1))
+      : all(make_plane_options(std::vector<int>(static_cast<std::size_t>(size), 0),
+                               heartbeat_timeout)),
+        address(all[0].addresses[0]),
+        plane(std::make_unique<ControlPlane>(std::move(all[0]))) {
+    std::vector<int> members;
+    for (int rank = 0; rank < size; ++rank) members.push_back(rank);
+    plane->subscribe(0, members, recorder);
+  }
+  void wait_for(const std::string& event) {
+    wait_until([&] { return recorder.times(event) > 0; }, event);
+  }
+
+  Recorder recorder;
+  std::vector<ControlOptions> all;  // of the others: they listen
+  Address address;
+  std::unique_ptr<ControlPlane> plane;
+};
+
+TEST(control_plane_drops_strangers) {
+  Alone rank0(3);
+  std::vector<Fd> strangers;
+  std::mt19937 random(3);
+  for (const bool unix : {true, false}) {
+    for (int i = 0; i < 20; ++i) {
+      strangers.push_back(connect_to(rank0.address, unix));
+      std::string garbage(random() % 300 + 100, '\0');
+      for (char& byte : garbage) byte = static_cast<char>(random());
+      send_all(strangers.back(), garbage);
+    }
+  }
+  for (const Fd& stranger : strangers) wait_until([&] { return closed(stranger); }, "it is dropped");
+  // A lower rank, a rank that is none, this rank itself, and too high a channel: all with the key.
+  for (const Hello& hello : {Hello{0, 0, 0, 0}, Hello{3, 0, 0, 0}, Hello{0xffffffff, 0, 0, 1},
+                             Hello{1, 0, 0, 65}}) {
+    const Fd socket = connect_to(rank0.address, true);
+    auto handshake = Handshake::connecting(the_key(), hello);
+    wait_until(
+        [&] { return advance_handshake(handshake, socket.get()) != 0 || handshake.done(); },
+        "a handshake");
+    wait_until([&] { return closed(socket); }, "it is dropped");
+  }
+  CHECK_EQ(rank0.plane->missing(), (std::vector<int>{1, 2}));
+  const Fd peer = join_as(2, rank0.address);
+  wait_until([&] { return rank0.plane->missing() == std::vector<int>{1}; }, "rank 2 is there");
+  CHECK(rank0.recorder.events().empty());
+}
+
+TEST(control_plane_does_not_believe_a_replay) {
+  Alone rank0(2);
+  std::string recorded;
+  {
+    const Fd socket = connect_to(rank0.address, true);
+    auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 7, 1});
+    while (!handshake.done()) {
+      if (const auto bytes = handshake.outgoing(); !bytes.empty()) {
+        recorded.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+        handshake.sent(static_cast<std::size_t>(::send(socket.get(), bytes.data(), bytes.size(), 0)));
+      } else {
+        const auto room = handshake.incoming();
+        const auto got = ::recv(socket.get(), room.data(), room.size(), 0);
+        CHECK(got > 0);
+        handshake.received(static_cast<std::size_t>(got));
+      }
+    }
+  }
+  const auto source = rank0.plane->sockets(7, {0, 1}, 1);
+  wait_until([&] { return !source->take(1, false).empty(); }, "the original is accepted");
+  const Fd replay = connect_to(rank0.address, true);
+  send_all(replay, recorded);
+  wait_until([&] { return closed(replay); }, "the replay is dropped");
+  CHECK(source->take(1, false).empty());
+}
+
+TEST(control_plane_serves_peers_while_strangers_say_nothing) {
+  // As many as it admits at a time, so a peer waits in the listener's queue until they are dropped.
+  Alone rank0(2);
+  std::vector<Fd> strangers;
+  for (int i = 0; i < 300; ++i) strangers.push_back(connect_to(rank0.address, true));
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(rank0.plane->descriptors().size() <= 3 + 256 + 1);
+  const Fd peer = join_as(1, rank0.address);
+  wait_until([&] { return rank0.plane->missing().empty(); }, "rank 1 is there");
+  CHECK(std::chrono::steady_clock::now() - start > std::chrono::seconds(4));
+}
+
+TEST(control_plane_loses_a_silent_neighbour) {
+  Alone rank0(2, std::chrono::milliseconds(200));
+  const Fd peer = join_as(1, rank0.address);
+  rank0.wait_for("lost 1");
+  CHECK_EQ(rank0.recorder.text("lost 1"),
+           "rank 1 (a thread) has not been heard for 0.2 s (TORCH_RING_HEARTBEAT_TIMEOUT): it is "
+           "stopped, or its host is cut off");
+  // It is told so: it reads that when it goes on.
+  std::string received(4096, '\0');
+  const auto bytes = ::recv(peer.get(), received.data(), received.size(), 0);
+  received.resize(static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+  MessageParser parser(2);
+  std::vector<Message> messages;
+  wait_until(
+      [&] {
+        parser.append(received);
+        received.assign(4096, '\0');
+        const auto more = ::recv(peer.get(), received.data(), received.size(), MSG_DONTWAIT);
+        received.resize(static_cast<std::size_t>(std::max<ssize_t>(more, 0)));
+        while (auto message = parser.next()) messages.push_back(*message);
+        return !messages.empty() && messages.back().kind == Message::Kind::kLost;
+      },
+      "the verdict");
+  CHECK_EQ(messages.back().rank, 1);
+  CHECK(messages.size() >= 4);  // heartbeats before it
+  // Its revenge is not heard.
+  std::string frame;
+  Message::lost(0, 1, "has not been heard").append_to(frame);
+  send_all(peer, frame);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK_EQ(rank0.recorder.events().size(), 1u);
+}
+
+TEST(control_plane_keeps_a_neighbour_that_says_that_it_lives) {
+  Alone rank0(2, std::chrono::milliseconds(200));
+  const Fd peer = join_as(1, rank0.address);
+  std::string frame;
+  Message::heartbeat(1).append_to(frame);
+  for (int i = 0; i < 20; ++i) {
+    send_all(peer, frame.substr(0, 7));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    send_all(peer, frame.substr(7));
+  }
+  CHECK(rank0.recorder.events().empty());
+}
+
+TEST(control_plane_loses_a_neighbour_that_sends_no_messages) {
+  Alone rank0(3);
+  const Fd one = join_as(1, rank0.address);
+  const Fd two = join_as(2, rank0.address);
+  send_all(one, std::string(20, 'X'));
+  rank0.wait_for("lost 1");
+  CHECK_EQ(rank0.recorder.text("lost 1"),
+           "rank 1 (a thread) sent something that is no control message");
+  std::string frames;
+  Message::failed(2, 0, Error(ErrorKind::kInternal, "no memory")).append_to(frames);
+  Message::departed(2).append_to(frames);
+  send_all(two, frames);
+  rank0.wait_for("departed 2");
+  CHECK_EQ(rank0.recorder.text("failed 2 4"), "no memory");
+}
+
+TEST(control_plane_loses_a_neighbour_to_be_that_never_connects) {
+  // Eight ranks; rank 3 is no neighbour of rank 0 before ranks 1 and 2 are lost. It listens, but is
+  // stopped. Rank 5 has left: after the time to settle rank 0 finds out that nobody listens there.
+  Alone rank0(8, std::chrono::milliseconds(400));
+  std::vector<Fd> peers;
+  for (const std::uint32_t rank : {1, 2, 4, 6, 7}) peers.push_back(join_as(rank, rank0.address));
+  wait_until([&] { return rank0.plane->missing().empty(); }, "all neighbours");
+  rank0.all[5].unix_listener.reset();
+  std::string frames;
+  Message::departed(6).append_to(frames);
+  send_all(peers[3], frames);
+  frames.clear();
+  Message::departed(7).append_to(frames);
+  send_all(peers[4], frames);
+  peers[0].reset();
+  peers[1].reset();
+  rank0.wait_for("lost 3");
+  CHECK(rank0.recorder.text("lost 3").find("rank 3 (a thread) has not been heard for 0.4 s") == 0);
+  rank0.wait_for("departed 5");
+  CHECK_EQ(rank0.recorder.times("lost 5"), 0);
+}
+
+TEST(control_plane_loses_a_neighbour_to_be_that_has_died) {
+  Alone rank0(8);
+  std::vector<Fd> peers;
+  for (const std::uint32_t rank : {1, 2, 4, 6, 7}) peers.push_back(join_as(rank, rank0.address));
+  wait_until([&] { return rank0.plane->missing().empty(); }, "all neighbours");
+  rank0.all[3].unix_listener.reset();
+  peers[0].reset();
+  peers[1].reset();
+  rank0.wait_for("lost 3");
+  CHECK_EQ(rank0.recorder.text("lost 3"),
+           "rank 3 (a thread) died: nobody listens at its address any more; see its output");
+}
+
+}  // namespace
+}  // namespace torch_ring::test

@@ -1,0 +1,115 @@
+// make_planes(): control planes for tests, whose ranks are objects of one process.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "control/control_plane.h"
+#include "core/at.h"
+#include "harness.h"
+
+namespace torch_ring::test {
+
+/// A listener with a name that the kernel chooses, and that name.
+inline std::pair<Fd, std::string> unix_listener() {
+  Fd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  socklen_t bytes = sizeof address.sun_family;  // no name: "autobind" in unix(7)
+  if (::bind(listener.get(), generic, bytes) < 0 || ::listen(listener.get(), 1024) < 0) {
+    throw_errno("listen on a Unix socket");
+  }
+  bytes = sizeof address;
+  if (::getsockname(listener.get(), generic, &bytes) < 0) throw_errno("getsockname");
+  return {std::move(listener),
+          std::string(address.sun_path + 1, bytes - offsetof(sockaddr_un, sun_path) - 1)};
+}
+
+/// A listener on the loopback interface, and its port.
+inline std::pair<Fd, std::uint16_t> tcp_listener() {
+  Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  socklen_t bytes = sizeof address;
+  if (::bind(listener.get(), generic, bytes) < 0 || ::listen(listener.get(), 1024) < 0 ||
+      ::getsockname(listener.get(), generic, &bytes) < 0) {
+    throw_errno("listen on the loopback interface");
+  }
+  return {std::move(listener), ntohs(address.sin_port)};
+}
+
+/// The options of all ranks' planes, listening; rank r is on host_of[r], whatever that is called:
+/// ranks of one host meet over Unix sockets, others over the loopback interface.
+inline std::vector<ControlOptions> make_plane_options(
+    const std::vector<int>& host_of,
+    std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1)) {
+  std::vector<ControlOptions> all(host_of.size());
+  std::vector<Address> addresses(host_of.size());
+  std::vector<std::string> labels;
+  Key key{};
+  key.fill(std::byte{7});
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    labels.push_back("rank " + std::to_string(rank) + " (a thread)");
+    std::tie(all[rank].unix_listener, addresses[rank].socket) = unix_listener();
+    std::tie(all[rank].tcp_listener, addresses[rank].port) = tcp_listener();
+    addresses[rank].host = "127.0.0.1";
+  }
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    all[rank].rank = static_cast<int>(rank);
+    all[rank].host_of = host_of;
+    all[rank].labels = labels;
+    all[rank].addresses = addresses;
+    all[rank].key = key;
+    all[rank].heartbeat_timeout = heartbeat_timeout;
+  }
+  return all;
+}
+
+using Planes = std::vector<std::unique_ptr<ControlPlane>>;
+
+/// Waits until `holds()`, at most 20 s; fails with `what` then.
+template <class Holds>
+void wait_until(Holds&& holds, const std::string& what) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > deadline) throw CheckFailed("never: " + what);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+inline void wait_until_complete(const Planes& planes) {
+  for (const auto& plane : planes) {
+    if (plane) wait_until([&] { return plane->missing().empty(); }, "all neighbours connected");
+  }
+}
+
+inline Planes start_planes(std::vector<ControlOptions> all) {
+  Planes planes;
+  for (ControlOptions& options : all) {
+    planes.push_back(std::make_unique<ControlPlane>(std::move(options)));
+  }
+  return planes;
+}
+
+/// Connected planes of all ranks.
+inline Planes make_planes(const std::vector<int>& host_of,
+                          std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1)) {
+  Planes planes = start_planes(make_plane_options(host_of, heartbeat_timeout));
+  wait_until_complete(planes);
+  return planes;
+}
+
+}  // namespace torch_ring::test
