@@ -7,11 +7,14 @@ from torch import Tensor
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
-def make_memory() -> int:
-    """Return a new memfd for a rank's shared memory (grown by the engine). Errors: OSError."""
+def make_memory(ranks: int, table: bytes) -> int:
+    """Return a new memfd: the shared memory of a host with `ranks` ranks, and `table` in it.
 
-def make_doorbell() -> int:
-    """Return a new eventfd."""
+    Its size is that of the address space which every rank needs for it. Errors: RingError.
+    """
+
+def memory_table(fd: int) -> bytes:
+    """Return the table in such a memfd. Errors: RingError, also for any other descriptor."""
 
 def nccl_version(library: str) -> int:
     """Return NCCL's version at a path (empty: torch's, or the system's): 22703 is 2.27.3.
@@ -47,7 +50,8 @@ class Engine:
         may_spin: whether every rank of this host has a core of its own.
         data: per rank, connected authenticated sockets, in the same order at both ends; none for
             ranks that are not in `lane_peers`.
-        memory, doorbells: per rank of this host (self included) its memfd and eventfd; else -1.
+        memory: the memfd of this host (`make_memory`), whose rank i is the host's i-th rank; -1
+            where no two ranks share a host.
         control: per rank a connected authenticated socket for the watchdog; -1 for self.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
@@ -61,8 +65,7 @@ class Engine:
         labels: Sequence[str],
         may_spin: bool,
         data: Sequence[Sequence[int]],
-        memory: Sequence[int],
-        doorbells: Sequence[int],
+        memory: int,
         control: Sequence[int],
         *,
         timeout_s: float,

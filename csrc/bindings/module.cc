@@ -3,13 +3,15 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <span>
+#include <string_view>
+
 #include "bindings/gradient_hooks.h"
 #include "bindings/py_engine.h"
 #include "bindings/result_allocator.h"
 #include "collective/topology.h"
 #include "nccl/loader.h"
-#include "transport/doorbell.h"
-#include "transport/shared_memory.h"
+#include "transport/host_memory.h"
 
 namespace py = pybind11;
 
@@ -46,6 +48,16 @@ std::vector<int> lane_peers(int rank, std::vector<int> host_of) {
   return Topology{rank, std::move(host_of)}.lane_peers();
 }
 
+int make_memory(int ranks, const py::bytes& table) {
+  const auto bytes = static_cast<std::string_view>(table);
+  return HostMemory::create(ranks, std::as_bytes(std::span(bytes))).release();
+}
+
+py::bytes memory_table(int fd) {
+  const std::vector<std::byte> table = HostMemory::read_table(fd);
+  return {reinterpret_cast<const char*>(table.data()), table.size()};
+}
+
 }  // namespace
 
 }  // namespace torch_ring
@@ -54,8 +66,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace torch_ring;
   py::register_exception_translator(&translate);
   module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
-  module.def("make_memory", [] { return SharedMemory::create().release(); });
-  module.def("make_doorbell", [] { return Doorbell::make_event_fd().release(); });
+  module.def("make_memory", &make_memory, py::arg("ranks"), py::arg("table"));
+  module.def("memory_table", &memory_table, py::arg("fd"));
   module.def(
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));

@@ -317,22 +317,23 @@ class PyEngine {
   std::shared_ptr<BlockPool> blocks_;
 };
 
-std::unique_ptr<PyEngine> make_engine(
-    int rank, int size, std::vector<int> host_of, std::vector<std::string> labels, bool may_spin,
-    const std::vector<std::vector<int>>& data, const std::vector<int>& memory,
-    const std::vector<int>& doorbells, const std::vector<int>& control, double timeout_s,
-    double heartbeat_timeout_s, double stall_warning_s, double fusion_window_s,
-    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
-    py::function log) {
+std::unique_ptr<PyEngine> make_engine(int rank, int size, std::vector<int> host_of,
+                                      std::vector<std::string> labels, bool may_spin,
+                                      const std::vector<std::vector<int>>& data, int memory,
+                                      const std::vector<int>& control, double timeout_s,
+                                      double heartbeat_timeout_s, double stall_warning_s,
+                                      double fusion_window_s, std::size_t fusion_threshold_bytes,
+                                      std::string nccl_library, bool nccl_blocking,
+                                      py::function log) {
   World world;
   for (const auto& fds : data) world.data.push_back(own(fds));  // first: owned, so closed on errors
-  world.memory = own(memory);
-  world.doorbells = own(doorbells);
   world.control = own(control);
+  Fd host_memory(memory);
   world.topology = {rank, std::move(host_of)};
   if (world.topology.size() != size) throw py::value_error("host_of does not name every rank");
   world.labels = std::move(labels);
   world.may_spin = may_spin;
+  if (host_memory) share_host_memory(world, std::move(host_memory));
   EngineConfig config;
   config.timeout = milliseconds_of(timeout_s);
   config.heartbeat_timeout = milliseconds_of(heartbeat_timeout_s);
@@ -356,8 +357,8 @@ void bind_engine(py::module_& module) {
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("size"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("data"), py::arg("memory"),
-           py::arg("doorbells"), py::arg("control"), py::kw_only(), py::arg("timeout_s"),
-           py::arg("heartbeat_timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
+           py::arg("control"), py::kw_only(), py::arg("timeout_s"), py::arg("heartbeat_timeout_s"),
+           py::arg("stall_warning_s"), py::arg("fusion_window_s"),
            py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
            py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),

@@ -1,25 +1,42 @@
-// World: the descriptors and names from which a rank's communicator and engine are made.
+// World: the memory, descriptors and names from which a rank's communicator and engine are made.
 #pragma once
 
+#include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "collective/topology.h"
 #include "core/fd.h"
+#include "transport/shared_arena.h"
+#include "transport/shared_memory.h"
 
 namespace torch_ring {
 
-/// A rank's knowledge of its world. Every descriptor is connected and every peer authenticated:
-/// torch_ring/connections makes it; the C++ tests make it of socket pairs.
+/// Where the slot of one rank lies.
+struct SlotPlace {
+  std::shared_ptr<const SharedMemory> memory;  // of the rank
+  std::size_t offset = 0;                      // in it; may be another on every rank
+};
+
+/// A rank's knowledge of its world, or of a process set. Every descriptor is connected and every
+/// peer authenticated: torch_ring/connections makes it; the C++ tests make it of socket pairs.
 struct World {
   Topology topology;
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
   bool may_spin = true;             // every rank on this kernel has a core of its own
 
   std::vector<std::vector<Fd>> data;  // rank -> sockets for data; none where needs_data() is false
-  std::vector<Fd> memory;     // rank -> its memfd (transport/shared_memory.h); same host, and self
-  std::vector<Fd> doorbells;  // rank -> its eventfd; same host, and self
-  std::vector<Fd> control;    // rank -> the watchdog's connection; all but self
+  std::vector<Fd> control;            // rank -> the watchdog's connection; all but self
+
+  // Both empty where no two ranks share a host.
+  std::vector<SlotPlace> slots;        // of the ranks of this host (Topology::ranks_of_host)
+  std::shared_ptr<SharedArena> arena;  // this rank's, shared by all sets of the process
 };
+
+/// Maps the memory of this rank's host (HostMemory::create) and fills in `slots` and `arena`: rank
+/// i of the memory is the i-th rank of the host, and its slot that of the world. `world` has its
+/// topology. Throws Error(kInternal) if the memory is not that of such a host.
+void share_host_memory(World& world, Fd memory);
 
 }  // namespace torch_ring

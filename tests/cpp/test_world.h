@@ -6,7 +6,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -20,7 +19,7 @@
 #include "core/at.h"
 #include "harness.h"
 #include "transport/doorbell.h"
-#include "transport/shared_memory.h"
+#include "transport/host_memory.h"
 #include "transport/waiter.h"
 
 namespace torch_ring::test {
@@ -85,18 +84,9 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
       world.labels.push_back("rank " + std::to_string(peer) + " (a thread)");
     }
     world.data.resize(size);
-    world.memory.resize(size);
-    world.doorbells.resize(size);
     world.control.resize(size);
   }
   for (std::size_t one = 0; one < size; ++one) {
-    const Fd memory = SharedMemory::create(kArenaBytes);
-    const Fd doorbell = Doorbell::make_event_fd();
-    for (std::size_t peer = 0; peer < size; ++peer) {
-      if (host_of[one] != host_of[peer]) continue;
-      worlds[peer].memory[one] = duplicate(memory);
-      worlds[peer].doorbells[one] = duplicate(doorbell);
-    }
     for (std::size_t other = one + 1; other < size; ++other) {
       std::tie(worlds[one].control[other], worlds[other].control[one]) = unix_pair();
       if (!worlds[one].topology.needs_data(static_cast<int>(other))) continue;
@@ -106,6 +96,11 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
         worlds[other].data[one].push_back(std::move(theirs));
       }
     }
+  }
+  for (const std::vector<int>& ranks : worlds.front().topology.hosts()) {
+    if (worlds.front().topology.host_count() == worlds.front().topology.size()) break;
+    const Fd memory = HostMemory::create(static_cast<int>(ranks.size()), {}, kArenaBytes);
+    for (const int rank : ranks) share_host_memory(at(worlds, rank), duplicate(memory));
   }
   return worlds;
 }
@@ -165,8 +160,7 @@ struct Waiting {
       : waiter(abort, doorbell, false, timeout) {}
 
   Abort abort;
-  std::atomic<std::uint32_t> asleep{0};
-  Doorbell doorbell{Doorbell::make_event_fd(), &asleep};
+  Doorbell doorbell;
   Waiter waiter;
 };
 
