@@ -7,6 +7,15 @@ from torch import Tensor
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
+def make_memory(ranks: int, table: bytes) -> int:
+    """Return a new memfd: the shared memory of a host with `ranks` ranks, and `table` in it.
+
+    Its size is that of the address space which every rank needs for it. Errors: RingError.
+    """
+
+def memory_table(fd: int) -> bytes:
+    """Return the table in such a memfd. Errors: RingError, also for any other descriptor."""
+
 def nccl_version(library: str) -> int:
     """Return NCCL's version at a path (empty: torch's, or the system's): 22703 is 2.27.3.
 
@@ -32,29 +41,15 @@ class HostMemory:
     """The memory that the ranks of a host share (csrc/transport/host_memory.h).
 
     Args:
-        fd: the descriptor of `create`, or one that a rank of this host has passed; taken over.
-        index: this rank's, among the ranks of its host.
+        fd: the descriptor of `make_memory`, or one that a rank of this host has passed; taken over.
+        ranks: the ranks of this host, ascending.
+        rank: this process.
 
     Raises:
         RingError: `fd` is not such memory, or the host has no memory left.
     """
 
-    def __init__(self, fd: int, index: int) -> None: ...
-    @staticmethod
-    def create(ranks: int, table: bytes) -> int:
-        """Return the descriptor of new memory for `ranks` ranks, and with a table for all.
-
-        Raises:
-            RingError: the host has no memory left.
-        """
-
-    @staticmethod
-    def address_space(ranks: int, table_bytes: int) -> int:
-        """Return the bytes of address space in which such memory is mapped."""
-
-    def table(self) -> bytes:
-        """Return the table."""
-
+    def __init__(self, fd: int, ranks: Sequence[int], rank: int) -> None: ...
     def reserve_slot(self) -> int:
         """Return the offset of new memory for a process set, in this rank's part.
 
@@ -63,7 +58,7 @@ class HostMemory:
         """
 
     def release_slot(self, offset: int) -> None:
-        """Give such memory back."""
+        """Give such memory back, after all members have ended."""
 
 class ControlPlane:
     """Connections with the other ranks, beside the data (csrc/control/control_plane.h).
@@ -94,8 +89,12 @@ class ControlPlane:
 
         Raises:
             PeerLostError: one of them has exited.
-            RingError: one of them has another key.
+            MismatchError: one of them has another key.
+            RingError: this process lacks descriptors.
         """
+
+    def trouble(self) -> str:
+        """Return why the last attempt to connect has failed; empty if none has."""
 
     def fail(self, why: str) -> None:
         """Tell the other ranks that this one cannot go on."""

@@ -97,6 +97,7 @@ void bind_control_plane(py::module_& module) {
            py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listener"),
            py::arg("heartbeat_timeout_s"))
       .def("missing", &PyControlPlane::missing)
+      .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail)
       .def("stop", &PyControlPlane::stop)
       .def("before_fork", &PyControlPlane::before_fork)

@@ -28,6 +28,7 @@ class PyControlPlane {
   PyControlPlane& operator=(const PyControlPlane&) = delete;
 
   std::vector<int> missing() const { return plane_->missing(); }
+  std::string trouble() const { return plane_->trouble(); }
   void fail(const std::string& why);
   void stop();
 

@@ -13,10 +13,6 @@ constexpr std::size_t framed_bytes(std::size_t entry_bytes) {
   return kSizeBytes + (entry_bytes + 7) / 8 * 8;
 }
 
-std::byte* world_slot(const SharedMemory& memory, std::uint64_t round) {
-  return memory.at(SharedMemory::kWorldEntries + round % 2 * SharedMemory::kWorldSlotBytes);
-}
-
 int size_of_world(const std::vector<std::vector<int>>& ranks_of_host) {
   std::size_t size = 0;
   for (const auto& ranks : ranks_of_host) size += ranks.size();
@@ -33,13 +29,13 @@ HierarchicalBoard::HierarchicalBoard(Host& host, std::vector<std::vector<int>> r
       local_(host, entry_capacity(size_of_world(ranks_of_host_))),
       entries_(static_cast<std::size_t>(size_of_world(ranks_of_host_))) {
   if (leaders_ != nullptr) {
-    host_.own_memory()->commit(SharedMemory::kWorldEntries, 2 * SharedMemory::kWorldSlotBytes);
+    host_.commit(Slot::kWorldEntries, 2 * Slot::kWorldSlotBytes);
   }
 }
 
 std::size_t HierarchicalBoard::entry_capacity(int size) {
-  const std::size_t share = SharedMemory::kWorldSlotBytes / static_cast<std::size_t>(size);
-  return std::min(SharedMemory::kEntryBytes, (share - kSizeBytes) / 8 * 8);
+  const std::size_t share = Slot::kWorldSlotBytes / static_cast<std::size_t>(size);
+  return std::min(Slot::kEntryBytes, (share - kSizeBytes) / 8 * 8);
 }
 
 std::size_t HierarchicalBoard::host_capacity(int size, int local_size) {
@@ -88,7 +84,7 @@ void HierarchicalBoard::gather() {
 
 /// Writes the entries of all hosts to the world slot, where this host's ranks read them.
 void HierarchicalBoard::publish() {
-  std::byte* to = world_slot(*host_.own_memory(), local_.round());
+  std::byte* to = host_.own_slot().world_entries(local_.round());
   for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
     const auto entries = leaders_->entry(static_cast<int>(host));
     std::memcpy(to, entries.data(), entries.size());
@@ -99,13 +95,13 @@ void HierarchicalBoard::publish() {
 
 /// Finds every rank's entry in the leader's world slot; checks sizes, as other hosts sent them.
 void HierarchicalBoard::index() {
-  const std::byte* slot = world_slot(host_.memory(0), local_.round());
+  const std::byte* slot = host_.slot(0).world_entries(local_.round());
   std::size_t offset = 0;
   for (const auto& ranks : ranks_of_host_) {
     for (const int rank : ranks) {
       std::uint64_t bytes = 0;
       std::memcpy(&bytes, slot + offset, kSizeBytes);
-      if (bytes > capacity() || offset + framed_bytes(bytes) > SharedMemory::kWorldSlotBytes) {
+      if (bytes > capacity() || offset + framed_bytes(bytes) > Slot::kWorldSlotBytes) {
         throw Error(ErrorKind::kInternal,
                     "rank " + std::to_string(rank) + " posted an entry that does not fit");
       }

@@ -7,14 +7,6 @@
 
 namespace torch_ring {
 
-namespace {
-
-// Bytes of a round in which a private tensor goes through shared memory: large enough to hide the
-// latency of ring steps, small enough to stay in a last-level cache.
-constexpr std::size_t kRoundBytes = 8u << 20;
-
-}  // namespace
-
 HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineConfig& config,
                                                    const Abort& abort)
     : rank_(world.topology.rank),
@@ -25,8 +17,8 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
       routes_(ranks_of_host_, lanes_),
       sockets_(std::move(world.sockets)),
       shm_(world, config, abort),
-      staging_(shm_.shared_buffers()->allocate(kRoundBytes)),
-      staging_offset_(shm_.shared_buffers()->offset_of(staging_.get(), kRoundBytes)) {
+      staging_(shm_.host().own_slot().rounds()) {
+  shm_.host().commit_huge(Slot::kRounds, Slot::kRoundBytes);
   const int lane = shm_.rank();
   if (lane < lanes_) {
     std::vector<std::unique_ptr<Connection>> connections;
@@ -57,8 +49,7 @@ void HierarchicalCommunicator::allreduce(const void* input, void* output, std::s
   }
   const std::size_t item = size_of(reduction.dtype);
   allreduce_in_rounds(input, count, reduction, [&](Range round) {
-    std::memcpy(static_cast<std::byte*>(output) + round.begin * item, staging_.get(),
-                round.count * item);
+    std::memcpy(static_cast<std::byte*>(output) + round.begin * item, staging_, round.count * item);
   });
 }
 
@@ -72,8 +63,7 @@ void HierarchicalCommunicator::reducescatter(const void* input, void* output,
     const Range part = overlap(own, round);
     if (part.count == 0) return;
     std::memcpy(static_cast<std::byte*>(output) + (part.begin - own.begin) * item,
-                static_cast<const std::byte*>(staging_.get()) + (part.begin - round.begin) * item,
-                part.count * item);
+                staging_ + (part.begin - round.begin) * item, part.count * item);
   });
 }
 
@@ -82,8 +72,8 @@ void HierarchicalCommunicator::allreduce_in_rounds(const void* input, std::size_
                                                    const Reduction& reduction, Take&& take) {
   const std::size_t item = size_of(reduction.dtype);
   const std::vector<std::byte*> staging = buffers_of_host({});
-  for (const Range round : ranges_of(count, kRoundBytes / item)) {
-    std::memcpy(staging_.get(), static_cast<const std::byte*>(input) + round.begin * item,
+  for (const Range round : ranges_of(count, Slot::kRoundBytes / item)) {
+    std::memcpy(staging_, static_cast<const std::byte*>(input) + round.begin * item,
                 round.count * item);
     shm_.barrier();
     allreduce_in_place(staging, round.count, reduction);
@@ -96,9 +86,11 @@ std::vector<std::byte*> HierarchicalCommunicator::buffers_of_host(
   const Host& host = shm_.host();
   std::vector<std::byte*> buffers;
   for (int peer = 0; peer < host.size(); ++peer) {
-    const std::int64_t offset =
-        shared_offsets.empty() ? staging_offset_ : at(shared_offsets, host.rank_of(peer));
-    buffers.push_back(host.memory(peer).at(static_cast<std::size_t>(offset)));
+    const auto shared = [&] {
+      return static_cast<std::size_t>(at(shared_offsets, host.rank_of(peer)));
+    };
+    buffers.push_back(shared_offsets.empty() ? host.slot(peer).rounds()
+                                             : host.buffer(peer, shared()));
   }
   return buffers;
 }

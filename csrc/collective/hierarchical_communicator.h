@@ -38,7 +38,8 @@ class HierarchicalCommunicator : public HostCommunicator {
  private:
   bool leads() const { return shm_.rank() == 0; }
 
-  /// The buffers of this host's ranks: those at shared_offsets, or staging_ if that is empty.
+  /// The buffers of this host's ranks: those at shared_offsets, or their staging_ if
+  /// that is empty.
   std::vector<std::byte*> buffers_of_host(std::span<const std::int64_t> shared_offsets);
 
   /// Allreduce of a private tensor, round by round. Calls take(range) when staging_ has the results
@@ -62,8 +63,7 @@ class HierarchicalCommunicator : public HostCommunicator {
   ShmCommunicator shm_;
   std::unique_ptr<RingCommunicator> lane_;  // null on ranks without a lane
   std::unique_ptr<HierarchicalBoard> board_;
-  std::shared_ptr<void> staging_;   // shared memory for rounds of private tensors
-  std::int64_t staging_offset_;     // same on all ranks: the first allocation
+  std::byte* const staging_;        // in shared memory, for rounds of private tensors
   std::vector<std::byte> partial_;  // scratch: the chunk that the ring reduces
 };
 

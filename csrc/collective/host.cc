@@ -1,26 +1,21 @@
 #include "collective/host.h"
 
+#include <algorithm>
+
+#include "core/error.h"
+
 namespace torch_ring {
 
 namespace {
 
-std::vector<std::shared_ptr<const SharedMemory>> map_memories(World& world,
-                                                              const std::vector<int>& ranks) {
-  std::vector<std::shared_ptr<const SharedMemory>> memories;
-  for (const int rank : ranks) {
-    memories.push_back(std::make_shared<const SharedMemory>(std::move(at(world.memory, rank))));
+std::vector<Slot> slots_at(const std::vector<SlotPlace>& places, std::size_t ranks) {
+  if (places.size() != ranks) {
+    throw Error(ErrorKind::kInternal, std::to_string(ranks) + " ranks share a host, but " +
+                                          std::to_string(places.size()) + " have a slot");
   }
-  return memories;
-}
-
-std::vector<Doorbell> make_doorbells(
-    World& world, const std::vector<int>& ranks,
-    const std::vector<std::shared_ptr<const SharedMemory>>& memories) {
-  std::vector<Doorbell> doorbells;
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    doorbells.emplace_back(std::move(at(world.doorbells, ranks[i])), &memories[i]->header().asleep);
-  }
-  return doorbells;
+  std::vector<Slot> slots;
+  for (const SlotPlace& place : places) slots.push_back(place.memory->slot(place.offset));
+  return slots;
 }
 
 int index_in(const std::vector<int>& ranks, int rank) {
@@ -29,14 +24,26 @@ int index_in(const std::vector<int>& ranks, int rank) {
 
 }  // namespace
 
-Host::Host(World& world, const EngineConfig& config, const Abort& abort)
+Host::Host(const World& world, const EngineConfig& config, const Abort& abort)
     : ranks_(world.topology.ranks_of_host(world.topology.host())),
-      memories_(map_memories(world, ranks_)),
-      doorbells_(make_doorbells(world, ranks_, memories_)),
-      waiter_(abort, at(doorbells_, index_in(ranks_, world.topology.rank)), world.may_spin,
-              config.timeout) {
-  index_ = index_in(ranks_, world.topology.rank);
+      index_(index_in(ranks_, world.topology.rank)),
+      places_(world.slots),
+      slots_(slots_at(places_, ranks_.size())),
+      doorbell_(own().doorbell),
+      waiter_(abort, doorbell_, world.may_spin, config.timeout) {
   for (const int rank : ranks_) labels_.push_back(at(world.labels, rank));
+  commit(0, Slot::kEntries + 2 * Slot::kEntrySlotBytes);
+  commit(Slot::kStaging, Slot::kSegments * Slot::kSegmentBytes);
+}
+
+void Host::commit(std::size_t offset, std::size_t bytes) const {
+  const SlotPlace& own = at(places_, index_);
+  own.memory->commit(own.offset + offset, bytes);
+}
+
+void Host::commit_huge(std::size_t offset, std::size_t bytes) const {
+  const SlotPlace& own = at(places_, index_);
+  own.memory->commit_huge(own.offset + offset, bytes);
 }
 
 void Host::wait_all(Counter counter, std::uint64_t value, const char* doing) const {

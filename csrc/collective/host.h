@@ -1,7 +1,6 @@
-// Host: the ranks of one host, with their memories and doorbells, and waiting for them.
+// Host: the ranks of one host, with their slots of shared memory, and waiting for them.
 #pragma once
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,7 +8,7 @@
 #include "collective/world.h"
 #include "core/at.h"
 #include "core/config.h"
-#include "transport/shared_memory.h"
+#include "transport/slot.h"
 #include "transport/waiter.h"
 
 namespace torch_ring {
@@ -17,26 +16,36 @@ namespace torch_ring {
 /// Thread: the progress thread, but for wake(). Blocking: wait_all(), wait_one() and barrier().
 class Host {
  public:
-  /// Takes the memories and doorbells of this host's ranks from `world`.
-  Host(World& world, const EngineConfig& config, const Abort& abort);
+  /// Uses the slots of `world`, and commits the parts of this rank's that every set needs. Errors:
+  /// Error(kInternal) without memory, and if a place is no slot.
+  Host(const World& world, const EngineConfig& config, const Abort& abort);
 
   int index() const { return index_; }  // this rank's, among the ranks of its host
-  int size() const { return static_cast<int>(memories_.size()); }
+  int size() const { return static_cast<int>(slots_.size()); }
   int rank_of(int index) const { return at(ranks_, index); }
   const std::string& label(int index) const { return at(labels_, index); }
 
-  const SharedMemory& memory(int index) const { return *at(memories_, index); }
-  std::shared_ptr<const SharedMemory> own_memory() const { return at(memories_, index_); }
-  SegmentHeader& header(int index) const { return memory(index).header(); }
+  const Slot& slot(int index) const { return at(slots_, index); }
+  const Slot& own_slot() const { return slot(index_); }
+  SegmentHeader& header(int index) const { return slot(index).header(); }
   SegmentHeader& own() const { return header(index_); }
   const Waiter& waiter() const { return waiter_; }
 
+  /// The byte at an offset in a rank's memory, not in its slot: SharedBuffers::offset_of().
+  std::byte* buffer(int index, std::size_t offset) const {
+    return at(places_, index).memory->at(offset);
+  }
+
+  /// Commits a range of this rank's slot; in huge pages, where available. Errors: Error(kInternal).
+  void commit(std::size_t offset, std::size_t bytes) const;
+  void commit_huge(std::size_t offset, std::size_t bytes) const;
+
   /// Stores `value` to one of this rank's counters and wakes sleeping peers.
-  void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) const {
+  void publish(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
     // seq_cst, because ring() follows; the store also releases this rank's earlier writes.
     counter.store(value, std::memory_order_seq_cst);
     for (int peer = 0; peer < size(); ++peer) {
-      if (peer != index_) at(doorbells_, peer).ring();
+      if (peer != index_) doorbell_.ring(header(peer).doorbell);
     }
   }
 
@@ -62,16 +71,17 @@ class Host {
   void barrier();
 
   /// Wakes this rank if it sleeps. Thread: any.
-  void wake() const { at(doorbells_, index_).ring(); }
+  void wake() { doorbell_.wake(); }
 
  private:
   std::string silent(int peer, const char* doing) const;
 
-  int index_ = 0;
   std::vector<int> ranks_;
+  int index_;
   std::vector<std::string> labels_;
-  std::vector<std::shared_ptr<const SharedMemory>> memories_;
-  std::vector<Doorbell> doorbells_;
+  std::vector<SlotPlace> places_;
+  std::vector<Slot> slots_;  // at places_
+  Doorbell doorbell_;
   Waiter waiter_;
   std::uint64_t barriers_ = 0;
 };

@@ -1,7 +1,5 @@
 #include "collective/make_communicator.h"
 
-#include <atomic>
-
 #include "collective/hierarchical_communicator.h"
 #include "collective/local_communicator.h"
 #include "collective/ring_communicator.h"
@@ -14,8 +12,7 @@ namespace {
 /// A RingCommunicator of single ranks, with what it needs.
 struct Ring {
   Ring(World& world, const EngineConfig& config, const Abort& abort)
-      : doorbell(Doorbell::make_event_fd(), &asleep),
-        waiter(abort, doorbell, world.may_spin, config.timeout),
+      : waiter(abort, doorbell, world.may_spin, config.timeout),
         sockets(std::move(world.sockets)),
         communicator(world.topology.rank, connections(world), waiter) {}
 
@@ -30,7 +27,6 @@ struct Ring {
     return connections;
   }
 
-  std::atomic<std::uint32_t> asleep{0};
   Doorbell doorbell;
   Waiter waiter;
   std::unique_ptr<SocketSource> sockets;

@@ -12,7 +12,7 @@ namespace torch_ring {
 
 /// A communicator for one rank, for one host (shared memory), for one rank a host (ring), or for
 /// several ranks on each of several hosts (shared memory inside hosts, rings across them). Takes
-/// ownership of the world's `sockets`, `memory` and `doorbells`. The references must outlive it.
+/// ownership of the world's `sockets`, and shares its memory. The references must outlive it.
 std::shared_ptr<HostCommunicator> make_communicator(World& world, const EngineConfig& config,
                                                     const Abort& abort);
 

@@ -4,17 +4,9 @@
 
 namespace torch_ring {
 
-namespace {
-
-std::byte* slot(const SharedMemory& memory, std::uint64_t round) {
-  return memory.at(SharedMemory::kEntries + (round % 2) * SharedMemory::kEntrySlotBytes);
-}
-
-}  // namespace
-
 void ShmBoard::post(std::span<const std::byte> entry) {
   ++round_;
-  std::byte* to = slot(*host_.own_memory(), round_);
+  std::byte* to = host_.own_slot().entry(round_);
   const std::uint64_t bytes = entry.size();
   std::memcpy(to, &bytes, sizeof bytes);
   if (bytes > 0) std::memcpy(to + sizeof bytes, entry.data(), entry.size());
@@ -35,7 +27,7 @@ bool ShmBoard::complete() {
 }
 
 std::span<const std::byte> ShmBoard::entry(int index) const {
-  const std::byte* from = slot(host_.memory(index), round_);
+  const std::byte* from = host_.slot(index).entry(round_);
   std::uint64_t bytes = 0;
   std::memcpy(&bytes, from, sizeof bytes);
   if (bytes > capacity_) {

@@ -13,7 +13,7 @@ namespace torch_ring {
 /// enough, with no second barrier. Cost of a round: one barrier.
 class ShmBoard : public Board {
  public:
-  explicit ShmBoard(Host& host, std::size_t capacity = SharedMemory::kEntryBytes)
+  explicit ShmBoard(Host& host, std::size_t capacity = Slot::kEntryBytes)
       : host_(host), capacity_(capacity) {}
 
   std::size_t capacity() const override { return capacity_; }

@@ -31,22 +31,19 @@ const std::byte* bytes_of(const void* data) { return static_cast<const std::byte
 
 }  // namespace
 
-ShmCommunicator::ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort)
-    : host_(world, config, abort),
-      board_(host_),
-      arena_(std::make_shared<SharedArena>(host_.own_memory())) {}
+ShmCommunicator::ShmCommunicator(const World& world, const EngineConfig& config, const Abort& abort)
+    : host_(world, config, abort), board_(host_), arena_(world.arena) {}
 
 std::shared_ptr<void> ShmCommunicator::allocate(std::size_t bytes) {
   return {arena_->allocate(bytes), [arena = arena_](void* data) { arena->free(data); }};
 }
 
 std::byte* ShmCommunicator::slot(int index, std::uint64_t segment) const {
-  return host_.memory(index).at(SharedMemory::kStaging +
-                                segment % SharedMemory::kSegments * SharedMemory::kSegmentBytes);
+  return host_.slot(index).segment(segment);
 }
 
 std::byte* ShmCommunicator::claim(std::uint64_t segment) const {
-  constexpr std::uint64_t kAhead = SharedMemory::kSegments - 2;
+  constexpr std::uint64_t kAhead = Slot::kSegments - 2;
   if (segment > kAhead) host_.wait_all(&SegmentHeader::staged, segment - kAhead, "staging");
   return slot(rank(), segment);
 }
@@ -74,7 +71,7 @@ void ShmCommunicator::allreduce_shared(std::size_t count, const Reduction& reduc
   const Range part = chunk_of(count, size(), rank());
   std::vector<void*> buffers;
   for (int peer = 0; peer < size(); ++peer) {
-    buffers.push_back(host_.memory(peer).at(static_cast<std::size_t>(offsets[peer])) +
+    buffers.push_back(host_.buffer(peer, static_cast<std::size_t>(offsets[peer])) +
                       part.begin * size_of(reduction.dtype));
   }
   const std::vector<const void*> inputs(buffers.begin(), buffers.end());
@@ -173,7 +170,7 @@ struct ShmCommunicator::Pipeline {
 void ShmCommunicator::allreduce_pipelined(const void* input, void* output, std::size_t count,
                                           const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  const std::size_t segment_count = SharedMemory::kSegmentBytes / item;
+  const std::size_t segment_count = Slot::kSegmentBytes / item;
   const std::size_t segments = (count + segment_count - 1) / segment_count;
   const Pipeline pipeline{*this, bytes_of(input), bytes_of(output), reduction,
                           count, segment_count,   segment_ + 1};
@@ -186,8 +183,8 @@ void ShmCommunicator::allreduce_pipelined(const void* input, void* output, std::
 }
 
 void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
-  for (std::size_t begin = 0; begin < bytes; begin += SharedMemory::kSegmentBytes) {
-    const std::size_t part = std::min(SharedMemory::kSegmentBytes, bytes - begin);
+  for (std::size_t begin = 0; begin < bytes; begin += Slot::kSegmentBytes) {
+    const std::size_t part = std::min(Slot::kSegmentBytes, bytes - begin);
     const std::uint64_t segment = ++segment_;
     if (rank() == root) {
       std::memcpy(claim(segment), bytes_of(data) + begin, part);
@@ -207,10 +204,10 @@ void ShmCommunicator::allgather(const void* input, void* output,
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
   const bool nontemporal = is_nontemporal(begins.back() + bytes.back());
 
-  for (std::size_t done = 0; done < longest; done += SharedMemory::kSegmentBytes) {
+  for (std::size_t done = 0; done < longest; done += Slot::kSegmentBytes) {
     const auto part_of = [&](int peer) {
       const std::size_t all = at(bytes, peer);
-      return std::min(SharedMemory::kSegmentBytes, all - std::min(all, done));
+      return std::min(Slot::kSegmentBytes, all - std::min(all, done));
     };
     const auto target = [&](int peer) { return bytes_of(output) + at(begins, peer) + done; };
     const std::uint64_t segment = ++segment_;
@@ -266,7 +263,7 @@ void ShmCommunicator::alltoall(const void* input, void* output,
     copy_part(bytes_of(output) + arrived[own].begin, bytes_of(input) + own_parts[own].begin,
               own_parts[own].count, nontemporal);
   }
-  constexpr std::size_t kBytes = SharedMemory::kSegmentBytes;
+  constexpr std::size_t kBytes = Slot::kSegmentBytes;
   in_segments(
       (longest + kBytes - 1) / kBytes, "alltoall",
       [&](std::size_t index, std::byte* to) {
@@ -296,7 +293,7 @@ void ShmCommunicator::reducescatter(const void* input, void* output,
                                     const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
   // A segment has the same share of every rank's part.
-  const std::size_t share = SharedMemory::kSegmentBytes / item / counts.size();
+  const std::size_t share = Slot::kSegmentBytes / item / counts.size();
   const std::vector<Range> parts = ranges_of(counts);
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
   const auto share_of = [&](std::size_t peer, std::size_t index) {

@@ -38,7 +38,7 @@ namespace torch_ring {
 /// the slot of segment g; its own rank has finished with g by then. claim() waits for that.
 class ShmCommunicator : public HostCommunicator, private SharedBuffers {
  public:
-  ShmCommunicator(World& world, const EngineConfig& config, const Abort& abort);
+  ShmCommunicator(const World& world, const EngineConfig& config, const Abort& abort);
 
   int rank() const override { return host_.index(); }
   int size() const override { return host_.size(); }
@@ -86,7 +86,7 @@ class ShmCommunicator : public HostCommunicator, private SharedBuffers {
 
   Host host_;
   ShmBoard board_;
-  std::shared_ptr<SharedArena> arena_;
+  const std::shared_ptr<SharedArena> arena_;  // of all sets of the process
   std::uint64_t segment_ = 0;  // the last segment of all collectives; the same on all ranks
 };
 

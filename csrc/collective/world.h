@@ -1,4 +1,4 @@
-// World: the descriptors and names from which a rank's communicator and engine are made.
+// World: the memory, descriptors and names from which a rank's communicator and engine are made.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +8,20 @@
 
 #include "collective/topology.h"
 #include "core/fd.h"
+#include "transport/shared_arena.h"
+#include "transport/shared_memory.h"
 #include "transport/socket_source.h"
 
 namespace torch_ring {
 
+/// Where the slot of one rank lies.
+struct SlotPlace {
+  std::shared_ptr<const SharedMemory> memory;  // of the rank
+  std::size_t offset = 0;                      // in it; may be another on every rank
+};
+
 /// A rank's knowledge of its world, or of a process set, in which `rank` then means the rank in the
-/// set. torch_ring/world makes it, and the C++ tests do.
+/// set. The bindings make it, and the C++ tests do.
 struct World {
   Topology topology;
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
@@ -22,8 +30,14 @@ struct World {
   std::unique_ptr<SocketSource> sockets;  // to the ranks of other hosts; null on one host
   std::size_t width = 1;                  // sockets of a connection
 
-  std::vector<Fd> memory;     // rank -> its memfd (transport/shared_memory.h); same host, and self
-  std::vector<Fd> doorbells;  // rank -> its eventfd; same host, and self
+  // Both empty where no two ranks share a host.
+  std::vector<SlotPlace> slots;        // of the ranks of this host (Topology::ranks_of_host)
+  std::shared_ptr<SharedArena> arena;  // this rank's, shared by all sets of the process
 };
+
+/// Maps the memory of this rank's host (HostMemory::create) and fills in `slots` and `arena`: rank
+/// i of the memory is the i-th rank of the host, and its slot that of the world. `world` has its
+/// topology. Throws Error(kInternal) if the memory is not that of such a host.
+void share_host_memory(World& world, Fd memory);
 
 }  // namespace torch_ring

@@ -46,9 +46,7 @@ void* SharedArena::allocate(std::size_t bytes) {
   const auto [offset, hole_bytes] = *hole;
   for_own_huge_pages(offset, wanted, offset, hole_bytes,
                      [&](std::size_t at, std::size_t part) { memory_->commit_huge(at, part); });
-  free_.erase(hole);
-  if (hole_bytes > wanted) free_.emplace(offset + wanted, hole_bytes - wanted);
-  used_.emplace(offset, wanted);
+  take(hole, offset, wanted);
   return memory_->at(offset);
 }
 
@@ -59,22 +57,63 @@ void SharedArena::free(void* data) noexcept {
   const auto used = used_.find(offset);
   if (used == used_.end()) return;
   const auto [begin, bytes] = *used;
+  const auto hole = give_back(used);
+  for_own_huge_pages(begin, bytes, hole->first, hole->second,
+                     [&](std::size_t at, std::size_t part) { memory_->release(at, part); });
+}
+
+std::size_t SharedArena::reserve() {
+  const std::scoped_lock lock(mutex_);
+  // The last huge pages of the last range that has enough of them.
+  const auto slot_in = [](const auto& range) {
+    const std::size_t end = huge_page_floor(range.first + range.second);
+    return end - std::min(end, Slot::kBytes);
+  };
+  const auto hole = std::find_if(free_.rbegin(), free_.rend(), [&](const auto& range) {
+    return range.second >= Slot::kBytes && slot_in(range) >= range.first;
+  });
+  if (hole == free_.rend()) {
+    throw Error(ErrorKind::kInternal, "no shared memory is left for another process set");
+  }
+  const std::size_t offset = slot_in(*hole);
+  // Nothing should be there, but a late ring may have touched a page since the last release.
+  memory_->release(offset, Slot::kBytes);
+  memory_->commit(offset, Slot::kHeaderBytes);
+  take(std::prev(hole.base()), offset, Slot::kBytes);
+  return offset;
+}
+
+void SharedArena::release(std::size_t slot) noexcept {
+  if (::getpid() != pid_) return;
+  const std::scoped_lock lock(mutex_);
+  const auto used = used_.find(slot);
+  if (used == used_.end()) return;
+  memory_->release(slot, Slot::kBytes);
+  give_back(used);
+}
+
+void SharedArena::take(Ranges::iterator hole, std::size_t offset, std::size_t bytes) {
+  const auto [begin, hole_bytes] = *hole;
+  const std::size_t end = begin + hole_bytes;
+  free_.erase(hole);
+  if (begin < offset) free_.emplace(begin, offset - begin);
+  if (offset + bytes < end) free_.emplace(offset + bytes, end - (offset + bytes));
+  used_.emplace(offset, bytes);
+}
+
+SharedArena::Ranges::iterator SharedArena::give_back(Ranges::iterator used) {
   auto hole = free_.insert(used_.extract(used)).position;
   const auto after = std::next(hole);
   if (after != free_.end() && hole->first + hole->second == after->first) {
     hole->second += after->second;
     free_.erase(after);
   }
-  if (hole != free_.begin()) {
-    const auto before = std::prev(hole);
-    if (before->first + before->second == hole->first) {
-      before->second += hole->second;
-      free_.erase(hole);
-      hole = before;
-    }
-  }
-  for_own_huge_pages(begin, bytes, hole->first, hole->second,
-                     [&](std::size_t at, std::size_t part) { memory_->release(at, part); });
+  if (hole == free_.begin()) return hole;
+  const auto before = std::prev(hole);
+  if (before->first + before->second != hole->first) return hole;
+  before->second += hole->second;
+  free_.erase(hole);
+  return before;
 }
 
 std::int64_t SharedArena::offset_of(const void* data, std::size_t bytes) const noexcept {

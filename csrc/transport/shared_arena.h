@@ -1,4 +1,4 @@
-// SharedArena: an allocator in a rank's own shared memory, for buckets.
+// SharedArena: an allocator in a rank's own shared memory, for buckets and slots.
 #pragma once
 
 #include <sys/types.h>
@@ -15,8 +15,9 @@ namespace torch_ring {
 
 /// A first-fit allocator of whole pages, in memory of huge pages. A huge page is committed with the
 /// first allocation in it and released with the last. The peers have mapped the whole arena from
-/// the start, so no allocation is announced: its offset is enough to find it. In a forked child
-/// free() does nothing: the memory is the parent's.
+/// the start, so no allocation is announced: its offset is enough to find it. Slots of process sets
+/// are taken from its end, so that they do not divide the memory of the buckets. In a forked child
+/// free() and release() do nothing: the memory is the parent's.
 /// Thread: any. Blocking: while the system looks for memory.
 class SharedArena {
  public:
@@ -27,16 +28,29 @@ class SharedArena {
   void* allocate(std::size_t bytes);
   void free(void* data) noexcept;
 
+  /// The offset of a new slot in this rank's memory. It reads as zeros, and only its header's page
+  /// is committed. Errors: as allocate().
+  std::size_t reserve();
+  /// Releases a slot, when no rank touches it any more.
+  void release(std::size_t slot) noexcept;
+
   /// The offset of [data, data + bytes) from the beginning of the memory, or -1 if it lies
   /// elsewhere.
   std::int64_t offset_of(const void* data, std::size_t bytes) const noexcept;
 
  private:
+  using Ranges = std::map<std::size_t, std::size_t>;  // offset -> bytes
+
+  /// Moves [offset, offset + bytes), a part of `hole`, from free_ to used_.
+  void take(Ranges::iterator hole, std::size_t offset, std::size_t bytes);
+  /// Moves `used` from used_ to free_; returns the free range in which it lies now.
+  Ranges::iterator give_back(Ranges::iterator used);
+
   const std::shared_ptr<const SharedMemory> memory_;
   const pid_t pid_;
   std::mutex mutex_;
-  std::map<std::size_t, std::size_t> free_;  // offset -> bytes, neighbours joined
-  std::map<std::size_t, std::size_t> used_;
+  Ranges free_;  // neighbours joined
+  Ranges used_;
 };
 
 }  // namespace torch_ring

@@ -25,8 +25,7 @@ inline void pause_cpu() {
 class Waiter {
  public:
   /// `may_spin`: whether every rank on this kernel has a core of its own.
-  Waiter(const Abort& abort, const Doorbell& doorbell, bool may_spin,
-         std::chrono::milliseconds timeout)
+  Waiter(const Abort& abort, Doorbell& doorbell, bool may_spin, std::chrono::milliseconds timeout)
       : abort_(abort), doorbell_(doorbell), may_spin_(may_spin), timeout_(timeout) {}
 
   /// Returns when ready() holds. `describe` gives the text of the timeout's error: which peer is
@@ -70,7 +69,7 @@ class Waiter {
 
   /// Ends the sleep of the progress thread, if it sleeps. Call after a seq_cst store of the data
   /// that its ready() loads. Thread: any. Blocking: no.
-  void wake() const { doorbell_.ring(); }
+  void wake() const { doorbell_.wake(); }
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   const Abort& abort() const { return abort_; }
@@ -79,7 +78,7 @@ class Waiter {
   static constexpr int kYields = 20;
 
   const Abort& abort_;
-  const Doorbell& doorbell_;
+  Doorbell& doorbell_;
   const bool may_spin_;
   const std::chrono::milliseconds timeout_;
 };

@@ -56,8 +56,8 @@ TEST(shm_only_reader_owns_the_staged_cache_lines) {
   run_world({"shm", one_host}, 2, [](Communicator& communicator, Abort&) {
     constexpr std::size_t kBytes = 96u << 10;
     const auto& host = dynamic_cast<ShmCommunicator&>(communicator).host();
-    std::byte* const staging = host.own_memory()->at(SharedMemory::kStaging);
-    constexpr std::size_t kStagingBytes = SharedMemory::kSegments * SharedMemory::kSegmentBytes;
+    std::byte* const staging = host.own_slot().segment(0);
+    constexpr std::size_t kStagingBytes = Slot::kSegments * Slot::kSegmentBytes;
     constexpr auto kStaged = std::byte{0xff};
     std::vector<std::byte> data(kBytes, kStaged);
     std::vector<std::byte> result(2 * kBytes);
@@ -92,7 +92,7 @@ TEST(shm_only_reader_owns_the_staged_cache_lines) {
 }
 
 TEST(shm_broadcast_root_stages_into_free_slots_without_waiting) {
-  constexpr std::size_t kBytes = (SharedMemory::kSegments - 2) * SharedMemory::kSegmentBytes;
+  constexpr std::size_t kBytes = (Slot::kSegments - 2) * Slot::kSegmentBytes;
   EngineConfig config;
   config.timeout = std::chrono::seconds(2);
   std::latch root_is_done(1);
@@ -124,10 +124,10 @@ TEST(shm_board_spins_for_the_given_time_before_it_sleeps) {
         continue;
       }
       if (spin.count() == 0) {
-        while (waiting.asleep == 0) std::this_thread::yield();
+        while (waiting.doorbell.state == Doorbell::kAwake) std::this_thread::yield();
       } else {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        CHECK_EQ(waiting.asleep.load(), 0u);
+        CHECK_EQ(waiting.doorbell.state.load(), std::uint32_t{Doorbell::kAwake});
       }
       board.post({});
       wait_complete(board);

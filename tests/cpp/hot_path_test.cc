@@ -71,7 +71,7 @@ void check_costs(std::size_t count, bool shared, std::uint64_t staged, std::uint
   });
 }
 
-constexpr std::size_t kSegment = SharedMemory::kSegmentBytes / sizeof(float);
+constexpr std::size_t kSegment = Slot::kSegmentBytes / sizeof(float);
 
 TEST(hot_path_a_small_tensor_is_inline_in_the_agreement) { check_costs(256, false, 0, 0, 0); }
 

@@ -29,11 +29,12 @@ constexpr std::size_t kHugePages = 8;
 
 /// A rank's memory, and a peer's mapping of it.
 struct Memory {
-  Memory() : Memory(SharedMemory::create(kHugePages * kHugePage)) {}
+  Memory() : Memory(HostMemory::create(1, {}, kHugePages * kHugePage)) {}
   explicit Memory(Fd made)
       : fd(made.get()),
-        peer(Fd(::dup(made.get()))),
-        own(std::make_shared<const SharedMemory>(std::move(made))),
+        peer(std::make_shared<const HostMemory>(Fd(::dup(made.get()))), 0),
+        own(std::make_shared<const SharedMemory>(
+            std::make_shared<const HostMemory>(std::move(made)), 0)),
         arena(own),
         without_blocks(bytes()) {}
 

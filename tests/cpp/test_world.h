@@ -6,7 +6,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -21,7 +20,7 @@
 #include "harness.h"
 #include "ready_sockets.h"
 #include "transport/doorbell.h"
-#include "transport/shared_memory.h"
+#include "transport/host_memory.h"
 #include "transport/waiter.h"
 
 namespace torch_ring::test {
@@ -88,17 +87,8 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
     }
     sockets_of.push_back(std::make_unique<ReadySockets>(size));
     world.width = static_cast<std::size_t>(connections);
-    world.memory.resize(size);
-    world.doorbells.resize(size);
   }
   for (std::size_t one = 0; one < size; ++one) {
-    const Fd memory = SharedMemory::create(kArenaBytes);
-    const Fd doorbell = Doorbell::make_event_fd();
-    for (std::size_t peer = 0; peer < size; ++peer) {
-      if (host_of[one] != host_of[peer]) continue;
-      worlds[peer].memory[one] = duplicate(memory);
-      worlds[peer].doorbells[one] = duplicate(doorbell);
-    }
     for (std::size_t other = one + 1; other < size; ++other) {
       if (host_of[one] == host_of[other]) continue;
       for (int i = 0; i < connections; ++i) {
@@ -110,6 +100,11 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
   }
   for (std::size_t rank = 0; rank < size; ++rank) {
     worlds[rank].sockets = std::move(sockets_of[rank]);
+  }
+  for (const std::vector<int>& ranks : worlds.front().topology.hosts()) {
+    if (worlds.front().topology.host_count() == worlds.front().topology.size()) break;
+    const Fd memory = HostMemory::create(static_cast<int>(ranks.size()), {}, kArenaBytes);
+    for (const int rank : ranks) share_host_memory(at(worlds, rank), duplicate(memory));
   }
   return worlds;
 }
@@ -169,8 +164,7 @@ struct Waiting {
       : waiter(abort, doorbell, false, timeout) {}
 
   Abort abort;
-  std::atomic<std::uint32_t> asleep{0};
-  Doorbell doorbell{Doorbell::make_event_fd(), &asleep};
+  Doorbell doorbell;
   Waiter waiter;
 };
 

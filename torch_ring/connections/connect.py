@@ -1,9 +1,9 @@
 """connect_full_mesh: sockets between all ranks of a world, and shared memory inside hosts.
 
 Of two ranks the lower one accepts and the higher one connects. Every pair has a control connection:
-TCP between hosts, inside a host a Unix socket, over which memory and doorbells are passed. Pairs on
-the same lane (index within the host) of different hosts have data connections, too: as many as
-TORCH_RING_CONNECTIONS says.
+TCP between hosts, inside a host a Unix socket, over which its lowest rank passes the memory of the
+host. Pairs on the same lane (index within the host) of different hosts have data connections, too:
+as many as TORCH_RING_CONNECTIONS says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_ring._C import make_doorbell, make_memory
+from torch_ring._C import make_memory
 from torch_ring.config import Config
 from torch_ring.connections import topology
 from torch_ring.connections.connector import Connector, run
@@ -72,7 +72,7 @@ def connect_full_mesh(
     mesh = FullMesh()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(mesh.close)
-        shares = config.transport != "tcp" and _make_memory(identity, mesh, config)
+        shares = config.transport != "tcp" and _can_share(identity, config)
         with _listen_tcp(identity, config, rendezvous) as tcp, _listen_unix() as unix:
             own = _own_info(identity, config, shares, tcp, unix, common or {})
             texts = exchange.gather(_PEER_INFO, own.to_json())
@@ -82,6 +82,9 @@ def connect_full_mesh(
             mesh.host_of = topology.host_of(peers, config.transport)
             mesh.labels = list(labels) or topology.labels(peers)
             mesh.may_spin = topology.may_spin(identity.rank, peers)
+            neighbours = mesh.ranks_of_host(identity.rank)
+            if len(set(mesh.host_of)) < len(peers) and neighbours[0] == identity.rank:
+                mesh.memory = make_memory(len(neighbours), b"")
             secret = (config.secret or rendezvous.secret).encode()
             key = hmac.digest(secret, bytes.fromhex(peers[0].nonce), hashlib.sha256)
             connector = Connector(identity.rank, key, mesh, exchange, config.connections)
@@ -97,24 +100,25 @@ def sit_out(exchange: SetupExchange) -> None:
     exchange.gather(_CONNECTED, "")
 
 
-# --- this rank's memory, peer info and listeners
+# --- whether this rank shares memory, its peer info and listeners
 
 
-def _make_memory(identity: Identity, mesh: FullMesh, config: Config) -> bool:
-    """Make this rank's memory and doorbell; return whether it can pass them to others."""
+def _can_share(identity: Identity, config: Config) -> bool:
+    """Return whether this rank can make, map and pass the memory of its host."""
     rank = identity.rank
+    received: list[int] = []
     try:
-        mesh.memory[rank] = make_memory()
-        each = os.fstat(mesh.memory[rank]).st_size
-        mapped = each * (identity.local_size or identity.size)
-        _require_address_space(mapped + _HUGE_PAGE)  # room to align one of them
-        mesh.doorbells[rank] = make_doorbell()
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            socket.send_fds(ours, [b"?"], [mesh.memory[rank]])
-            received = receive_fds(theirs, 1)
-        for fd in received:
-            os.close(fd)
+        memory = make_memory(identity.local_size or identity.size, b"")
+        try:
+            # Room to align it, too.
+            _require_address_space(os.fstat(memory).st_size + _HUGE_PAGE)
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                socket.send_fds(ours, [b"?"], [memory])
+                received = receive_fds(theirs, 1)
+        finally:
+            for fd in (memory, *received):
+                os.close(fd)
         return bool(received)
     except (OSError, RingError) as error:
         if config.transport == "shm":

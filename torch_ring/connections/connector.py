@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -188,7 +187,7 @@ class Connector:
     async def _add(self, peer: int, channel: int, connection: socket.socket) -> None:
         if channel == CONTROL:
             if connection.family == socket.AF_UNIX:
-                await self._swap_memory(peer, connection)
+                await self._share_memory(peer, connection)
             self._mesh.control[peer] = connection
         else:
             self._mesh.data.setdefault(peer, {})[channel] = connection
@@ -196,17 +195,18 @@ class Connector:
         if not self._missing:
             self._ended.set()
 
-    async def _swap_memory(self, peer: int, connection: socket.socket) -> None:
-        """Pass this rank's memory and doorbell to a peer, and receive the peer's."""
+    async def _share_memory(self, peer: int, connection: socket.socket) -> None:
+        """Pass the host's memory to a peer, if this rank has made it, or receive it."""
         mesh = self._mesh
-        own = [mesh.memory[self._rank], mesh.doorbells[self._rank]]
-        received: list[int] = []
-        with contextlib.suppress(ConnectionError):  # treated like too few descriptors
-            socket.send_fds(connection, [b"M"], own)
-            await handshake.readable(connection)
-            received = receive_fds(connection, 2)
-        if len(received) != 2:
-            for fd in received:
-                os.close(fd)
-            raise PeerLostError(f"{mesh.labels[peer]} has exited before it passed its memory")
-        mesh.memory[peer], mesh.doorbells[peer] = received
+        maker = mesh.ranks_of_host(self._rank)[0]
+        if maker == self._rank:
+            with contextlib.suppress(ConnectionError):  # the watchdog will see that it has exited
+                socket.send_fds(connection, [b"M"], [mesh.memory])
+        elif maker == peer:
+            received: list[int] = []
+            with contextlib.suppress(ConnectionError):  # treated like no descriptor
+                await handshake.readable(connection)
+                received = receive_fds(connection, 1)
+            if not received:
+                raise PeerLostError(f"{mesh.labels[peer]} has exited before it passed its memory")
+            (mesh.memory,) = received

@@ -23,7 +23,7 @@ class FullMesh:
         may_spin: whether every rank on this kernel has a CPU of its own.
         control: control connections by rank.
         data: data connections by rank and channel.
-        memory, doorbells: memfds and eventfds of this host's ranks, this one included, by rank.
+        memory: the memfd of this host's ranks; -1 where no two ranks share a host.
     """
 
     peers: list[PeerInfo] = field(default_factory=list)
@@ -32,11 +32,14 @@ class FullMesh:
     may_spin: bool = True
     data: dict[int, dict[int, socket.socket]] = field(default_factory=dict)
     control: dict[int, socket.socket] = field(default_factory=dict)
-    memory: dict[int, int] = field(default_factory=dict)
-    doorbells: dict[int, int] = field(default_factory=dict)
+    memory: int = -1
 
-    def release(self) -> dict[str, list[Any]]:
-        """Return the descriptors by rank; the caller owns them now.
+    def ranks_of_host(self, rank: int) -> list[int]:
+        """Return the ranks on the host of `rank`, in order; the first one makes the memory."""
+        return [r for r, host in enumerate(self.host_of) if host == self.host_of[rank]]
+
+    def release(self) -> dict[str, Any]:
+        """Return the descriptors, those of connections by rank; the caller owns them now.
 
         A missing descriptor is -1. `data` has a list for each rank.
         """
@@ -44,16 +47,14 @@ class FullMesh:
         by_channel = [sorted(self.data.pop(r, {}).items()) for r in ranks]
         data = [[connection.detach() for _, connection in channels] for channels in by_channel]
         control = [self.control.pop(r).detach() if r in self.control else -1 for r in ranks]
-        memory, doorbells = (
-            [fds.pop(r, -1) for r in ranks] for fds in (self.memory, self.doorbells)
-        )
-        return {"data": data, "memory": memory, "doorbells": doorbells, "control": control}
+        memory, self.memory = self.memory, -1
+        return {"data": data, "memory": memory, "control": control}
 
     def close(self) -> None:
         """Close the descriptors that have not been released."""
         for sockets in (self.control, *self.data.values()):
             while sockets:
                 sockets.popitem()[1].close()
-        for fds in (self.memory, self.doorbells):
-            while fds:
-                os.close(fds.popitem()[1])
+        if self.memory >= 0:
+            os.close(self.memory)
+            self.memory = -1

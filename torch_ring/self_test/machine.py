@@ -53,8 +53,8 @@ def limits(connections: int) -> Facts:
     peers = max(0, files - _OF_PROCESS)
     return {
         "open_files": files,
-        # Of every other rank: a control connection, its memory, its doorbell.
-        "ranks_on_one_host": 1 + peers // 3,
+        # A control connection with every other rank.
+        "ranks_on_one_host": 1 + peers,
         # A control connection, and data connections to the rank of the same lane.
         "ranks_one_on_each_host": 1 + peers // (1 + connections),
         "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),

@@ -1,0 +1,186 @@
+#include "transport/host_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <string>
+
+#include "core/error.h"
+#include "memory/huge_pages.h"
+#include "transport/slot.h"
+
+namespace torch_ring {
+
+namespace {
+
+constexpr std::uint64_t kMagic = 0x676e69725f686374;  // "tch_ring"
+constexpr std::uint32_t kVersion = 1;
+constexpr std::size_t kTable = 4096;  // where the table begins
+
+/// What the first page begins with.
+struct Header {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t ranks;
+  std::uint64_t stride;
+  std::uint64_t table_bytes;
+};
+
+/// The offset of the first rank's memory.
+constexpr std::size_t first_rank(std::size_t table_bytes) {
+  return huge_page_ceil(kTable + table_bytes);
+}
+
+std::size_t memory_of_machine() {
+  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+std::size_t stride_of(int ranks, std::size_t arena_bytes) {
+  if (arena_bytes != 0) return huge_page_ceil(Slot::kBytes + arena_bytes);
+  const std::size_t wanted =
+      huge_page_ceil(Slot::kBytes + memory_of_machine() + HostMemory::kMostSlots * Slot::kBytes);
+  const std::size_t share =
+      huge_page_floor(HostMemory::kMostAddressSpace / static_cast<std::size_t>(ranks));
+  return std::min(wanted, share);
+}
+
+/// Writes `bytes` to the file; the system finds pages for them or says that it has none.
+void write_all(int fd, std::size_t offset, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const auto written = ::pwrite(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) throw_errno("write to the memory of the host");
+    offset += static_cast<std::size_t>(written);
+    bytes = bytes.subspan(static_cast<std::size_t>(written));
+  }
+}
+
+/// Reads that many bytes; returns whether the file has them.
+bool read_all(int fd, std::size_t offset, std::span<std::byte> bytes) {
+  while (!bytes.empty()) {
+    const auto got = ::pread(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    offset += static_cast<std::size_t>(got);
+    bytes = bytes.subspan(static_cast<std::size_t>(got));
+  }
+  return true;
+}
+
+void commit_pages(int fd, std::size_t offset, std::size_t bytes) {
+  constexpr std::size_t kAtOnce = 256u << 10;  // bytes: a call that a signal interrupts is undone
+  for (std::size_t done = 0; done < bytes;) {
+    const std::size_t part = std::min(kAtOnce, bytes - done);
+    const int error =
+        ::posix_fallocate(fd, static_cast<off_t>(offset + done), static_cast<off_t>(part));
+    if (error == EINTR) continue;
+    if (error != 0) {
+      errno = error;
+      throw_errno("cannot get " + std::to_string(bytes) +
+                  " bytes of shared memory: posix_fallocate");
+    }
+    done += part;
+  }
+}
+
+[[noreturn]] void refuse(const std::string& why) {
+  throw Error(ErrorKind::kInternal,
+              "a descriptor of the host is not torch_ring's memory: it " + why);
+}
+
+/// The header, read once: whoever could change it later changes nothing here. Checks that its
+/// numbers add up to the size of the file, which cannot shrink.
+Header checked_header(int fd) {
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) refuse("is not sealed");
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) throw_errno("fstat");
+  const auto bytes = static_cast<std::size_t>(status.st_size);
+
+  Header header{};
+  if (!read_all(fd, 0, std::as_writable_bytes(std::span(&header, 1)))) refuse("is too short");
+  if (header.magic != kMagic) refuse("begins with something else");
+  if (header.version != kVersion) {
+    refuse("has version " + std::to_string(header.version) + ", not " + std::to_string(kVersion));
+  }
+  // In this order no sum or product can overflow: each number is known to be at most `bytes`.
+  const bool adds_up = header.ranks >= 1 && header.ranks <= HostMemory::kMostRanks &&
+                       header.table_bytes <= bytes && header.stride >= Slot::kBytes &&
+                       header.stride % kHugePage == 0 && header.stride <= bytes / header.ranks &&
+                       first_rank(header.table_bytes) + header.ranks * header.stride == bytes;
+  if (!adds_up) refuse("is not as long as its header says");
+  return header;
+}
+
+}  // namespace
+
+Fd HostMemory::create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes) {
+  if (ranks < 1 || ranks > kMostRanks) {
+    throw Error(ErrorKind::kInvalidArgument, "a host has 1 to " + std::to_string(kMostRanks) +
+                                                 " ranks, not " + std::to_string(ranks));
+  }
+  Fd fd(::memfd_create("torch_ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw_errno("memfd_create");
+  const std::size_t stride = stride_of(ranks, arena_bytes);
+  const std::size_t first = first_rank(table.size());
+  const std::size_t bytes = first + static_cast<std::size_t>(ranks) * stride;
+  if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate");
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) throw_errno("F_ADD_SEALS");
+  const Header header{kMagic, kVersion, static_cast<std::uint32_t>(ranks), stride, table.size()};
+  write_all(fd.get(), 0, std::as_bytes(std::span(&header, 1)));
+  write_all(fd.get(), kTable, table);
+  for (std::size_t at = first; at < bytes; at += stride) {
+    commit_pages(fd.get(), at, Slot::kHeaderBytes);
+  }
+  return fd;
+}
+
+std::vector<std::byte> HostMemory::read_table(int fd) {
+  std::vector<std::byte> table(checked_header(fd).table_bytes);
+  if (!read_all(fd, kTable, table)) refuse("is too short");
+  return table;
+}
+
+HostMemory::HostMemory(Fd fd) : fd_(std::move(fd)) {
+  const Header header = checked_header(fd_.get());
+  ranks_ = static_cast<int>(header.ranks);
+  table_bytes_ = header.table_bytes;
+  first_rank_ = first_rank(header.table_bytes);
+  stride_ = header.stride;
+  bytes_ = first_rank_ + header.ranks * header.stride;
+  base_ = map_at_huge_page(bytes_, 0, PROT_NONE);
+  if (base_ == nullptr) throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
+  if (::mmap(base_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED,
+             fd_.get(), 0) != base_) {
+    const int error = errno;
+    ::munmap(base_, bytes_);
+    errno = error;
+    throw_errno("mmap of a memfd");
+  }
+  ::madvise(base_, bytes_, MADV_DONTDUMP);
+}
+
+HostMemory::~HostMemory() { ::munmap(base_, bytes_); }
+
+std::span<const std::byte> HostMemory::table() const { return {base_ + kTable, table_bytes_}; }
+
+std::size_t HostMemory::offset_of_rank(int rank) const {
+  return first_rank_ + static_cast<std::size_t>(rank) * stride_;
+}
+
+void HostMemory::commit(int rank, std::size_t offset, std::size_t bytes) const {
+  commit_pages(fd_.get(), offset_of_rank(rank) + offset, bytes);
+}
+
+void HostMemory::release(int rank, std::size_t offset, std::size_t bytes) const noexcept {
+  ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+              static_cast<off_t>(offset_of_rank(rank) + offset), static_cast<off_t>(bytes));
+}
+
+}  // namespace torch_ring

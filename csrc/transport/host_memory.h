@@ -1,0 +1,74 @@
+// HostMemory: the one memory of a host, which all of its ranks have mapped.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/fd.h"
+
+namespace torch_ring {
+
+/// A memfd, so nothing stays behind in /dev/shm. One rank of the host makes it and passes it to the
+/// others:
+///
+///   offset                  contents
+///   0                       a page: magic, version, and the numbers below
+///   4096                    the table: what the maker tells the others, any bytes
+///   first_rank              a rank's memory (SharedMemory), `stride` bytes
+///   first_rank + stride     the next rank's, and so on
+///
+/// All of it is address space only, but for the header, the table, and the first page of each
+/// rank's memory, which its peers may read before the rank itself does. `first_rank` and `stride`
+/// are whole huge pages.
+///
+/// Thread: any. Blocking: while the system looks for memory.
+class HostMemory {
+ public:
+  /// A new memfd for `ranks` ranks (at most kMostRanks). It cannot be shrunk: its readers would get
+  /// SIGBUS. `arena_bytes`: of each rank, for buffers and slots of process sets; 0: the size of
+  /// the host's memory and kMostSlots slots, but for many ranks less, so that all of them
+  /// fit kMostAddressSpace. Errors: Error(kInvalidArgument), Error(kInternal).
+  static Fd create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes = 0);
+
+  /// The table behind `fd`, without mapping the memory; `fd` stays the caller's. Errors: as the
+  /// constructor's.
+  static std::vector<std::byte> read_table(int fd);
+
+  /// Maps all of the memory behind `fd`. Errors: Error(kInternal), also for a descriptor that
+  /// create() has not made: another process sent it.
+  explicit HostMemory(Fd fd);
+  ~HostMemory();
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  int ranks() const { return ranks_; }
+  std::span<const std::byte> table() const;
+
+  std::byte* rank_begin(int rank) const { return base_ + offset_of_rank(rank); }
+  std::size_t rank_bytes() const { return stride_; }
+  std::size_t size_bytes() const { return bytes_; }
+
+  /// Commits pages to a range of a rank's memory, or releases them. commit() throws
+  /// Error(kInternal).
+  void commit(int rank, std::size_t offset, std::size_t bytes) const;
+  void release(int rank, std::size_t offset, std::size_t bytes) const noexcept;
+
+  static constexpr int kMostRanks = 1 << 16;
+  static constexpr std::size_t kMostSlots = 1024;  // of process sets, beside the buffers
+  static constexpr std::size_t kMostAddressSpace = std::size_t{1} << 45;  // a quarter of x86-64's
+
+ private:
+  std::size_t offset_of_rank(int rank) const;
+
+  Fd fd_;
+  int ranks_ = 0;
+  std::size_t table_bytes_ = 0;
+  std::size_t first_rank_ = 0;
+  std::size_t stride_ = 0;
+  std::size_t bytes_ = 0;
+  std::byte* base_ = nullptr;
+};
+
+}  // namespace torch_ring

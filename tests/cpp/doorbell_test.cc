@@ -1,0 +1,372 @@
+// The doorbell: sleepers in a futex and in poll, rung by threads and by other processes.
+#include "transport/doorbell.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "test_world.h"
+
+namespace torch_ring::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr auto kSoon = seconds(20);  // only a lost wake-up takes so long
+
+/// A socket that is never ready, so that a sleeper polls.
+struct Silent {
+  std::pair<Fd, Fd> ends = unix_pair();
+  std::array<pollfd, 1> fds{pollfd{ends.first.get(), POLLIN, 0}};
+};
+
+/// How a sleeper sleeps: the name in a test's title, and what it polls.
+struct Way {
+  const char* name;
+  Doorbell::State state;
+};
+constexpr std::array<Way, 2> kWays{Way{"futex", Doorbell::kInFutex},
+                                   Way{"poll", Doorbell::kInPoll}};
+
+std::span<const pollfd> fds_of(const Way& way, const Silent& silent) {
+  if (way.state == Doorbell::kInFutex) return {};
+  return silent.fds;
+}
+
+void await_state(const Doorbell::Word& word, std::uint32_t state) {
+  const auto deadline = Clock::now() + kSoon;
+  while (word.state.load() != state && Clock::now() < deadline) std::this_thread::yield();
+  CHECK_EQ(word.state.load(), state);
+}
+
+/// Page of shared memory that a forked child shares.
+template <class T>
+struct Shared {
+  Shared() : value(new (mapped()) T{}) {}
+  ~Shared() { ::munmap(value, sizeof(T)); }
+  static void* mapped() {
+    void* const memory =
+        ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    return memory;
+  }
+  T* const value;
+};
+
+struct Pair {
+  Doorbell::Word word;
+  std::atomic<int> data;
+};
+
+/// Waits until `child` ends well.
+void join(pid_t child) {
+  int status = 0;
+  CHECK_EQ(::waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+}
+
+/// The number of open descriptors of this process.
+std::size_t open_descriptors() {
+  std::size_t count = 0;
+  for (int fd = 0; fd < 1024; ++fd) count += ::fcntl(fd, F_GETFD) >= 0 ? 1 : 0;
+  return count;
+}
+
+std::string name_of(const Doorbell::Word& word) {
+  const std::uint64_t name = word.name.load();
+  std::array<char, sizeof name + 1> text{};
+  std::memcpy(text.data(), &name, sizeof name);
+  return text.data();
+}
+
+/// A sleeper and a ringer in turns: the ringer stores a number and rings, the sleeper waits for
+/// it and stores it, too, and rings. A lost wake-up makes a sleep as long as kSoon.
+void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atomic<int>& theirs,
+          bool begins, int rounds, const Way& way) {
+  const Silent silent;
+  for (int round = 1; round <= rounds; ++round) {
+    if (begins) {
+      mine.store(round, std::memory_order_seq_cst);
+      own.ring(peer);
+    }
+    const auto deadline = Clock::now() + kSoon;
+    const auto ready = [&] { return theirs.load(std::memory_order_seq_cst) >= round; };
+    while (!ready()) {
+      own.sleep(ready, deadline, fds_of(way, silent));
+      CHECK(Clock::now() < deadline);
+    }
+    if (!begins) {
+      mine.store(round, std::memory_order_seq_cst);
+      own.ring(peer);
+    }
+  }
+}
+
+[[maybe_unused]] const bool kAdded = [] {
+  for (const Way& way : kWays) {
+    const auto add = [&](const std::string& what, const std::function<void()>& body) {
+      add_test("doorbell, " + std::string(way.name) + ": " + what, body);
+    };
+    add("ring() and wake() end a sleep", [=] {
+      Doorbell::Word word;
+      Doorbell sleeper(word);
+      Doorbell ringer;
+      std::atomic<int> data{0};
+      run_ranks(2, [&](int rank) {
+        const Silent silent;
+        for (int i = 1; i <= 4; ++i) {
+          if (rank == 0) {
+            const auto deadline = Clock::now() + kSoon;
+            while (data < i)
+              sleeper.sleep([&] { return data >= i; }, deadline, fds_of(way, silent));
+            CHECK(Clock::now() < deadline);
+          } else {
+            await_state(word, way.state);
+            data = i;
+            i % 2 == 0 ? sleeper.wake() : ringer.ring(word);
+          }
+        }
+      });
+      CHECK_EQ(word.state.load(), std::uint32_t{Doorbell::kAwake});
+    });
+    add("the first ringer alone pays for a sleeper", [=] {
+      Doorbell::Word word;
+      word.state = way.state;
+      Doorbell ringer;
+      ringer.ring(word);  // nobody sleeps there, and the name is empty
+      CHECK_EQ(word.state.load(), std::uint32_t{Doorbell::kAwake});
+    });
+    add("a sleep ends at its deadline", [=] {
+      Doorbell sleeper;
+      const Silent silent;
+      for (const auto time : {milliseconds(-1'000'000'000), milliseconds(0), milliseconds(40)}) {
+        const auto begin = Clock::now();
+        sleeper.sleep([] { return false; }, begin + time, fds_of(way, silent));
+        CHECK(Clock::now() >= begin + time);
+        CHECK(Clock::now() < begin + kSoon);
+      }
+      sleeper.sleep([] { return false; }, Clock::time_point::min() + seconds(1),
+                    fds_of(way, silent));
+    });
+    add("a sleeper that is ready does not sleep", [=] {
+      Doorbell sleeper;
+      const Silent silent;
+      const auto begin = Clock::now();
+      sleeper.sleep([] { return true; }, begin + kSoon, fds_of(way, silent));
+      CHECK(Clock::now() < begin + kSoon);
+    });
+    add("no wake-up is lost between threads", [=] {
+      std::array<Doorbell::Word, 2> words;
+      std::array<std::atomic<int>, 2> data{};
+      run_ranks(2, [&](int rank) {
+        const auto own = static_cast<std::size_t>(rank);
+        Doorbell doorbell(words[own]);
+        play(doorbell, words[1 - own], data[own], data[1 - own], rank == 0,
+             kSanitized ? 2'000 : 20'000, way);
+      });
+    });
+    add("no wake-up is lost among many ringers and wakers", [=] {
+      constexpr int kRingers = 4;
+      constexpr int kRounds = kSanitized ? 500 : 3'000;
+      Doorbell::Word word;
+      Doorbell sleeper(word);
+      std::array<std::atomic<int>, kRingers> data{};
+      std::atomic<int> taken{0};
+      run_ranks(kRingers + 1, [&](int rank) {
+        if (rank < kRingers) {  // the first one is a thread of the sleeper's process
+          Doorbell ringer;
+          for (int i = 1; i <= kRounds; ++i) {
+            at(data, rank).store(i, std::memory_order_seq_cst);
+            rank == 0 ? sleeper.wake() : ringer.ring(word);
+            while (taken.load() < i) std::this_thread::yield();
+          }
+          return;
+        }
+        const Silent silent;
+        for (int i = 1; i <= kRounds; ++i) {
+          const auto ready = [&] {
+            for (const auto& one : data) {
+              if (one.load(std::memory_order_seq_cst) < i) return false;
+            }
+            return true;
+          };
+          const auto deadline = Clock::now() + kSoon;
+          while (!ready()) {
+            // In turns, as a leader does: a late ring of one way meets a sleep of the other.
+            const bool other = i % 3 == 0;
+            sleeper.sleep(ready, deadline, other ? std::span<const pollfd>{} : fds_of(way, silent));
+            CHECK(Clock::now() < deadline);
+          }
+          taken.store(i);
+        }
+      });
+    });
+    add("a forked process rings and is rung", [=] {
+      if (kSanitized) return;  // a child of a process with threads runs little under a sanitizer
+      const Shared<std::array<Pair, 2>> shared;
+      auto& pairs = *shared.value;
+      constexpr int kRounds = 5'000;
+      const pid_t child = ::fork();
+      CHECK(child >= 0);
+      const auto run = [&](std::size_t own) {
+        Doorbell doorbell(pairs[own].word);
+        play(doorbell, pairs[1 - own].word, pairs[own].data, pairs[1 - own].data, own == 0, kRounds,
+             way);
+      };
+      if (child == 0) {
+        try {
+          run(1);
+        } catch (...) {
+          ::_exit(1);
+        }
+        ::_exit(0);
+      }
+      run(0);
+      join(child);
+    });
+    add("wake() ends a sleep whose ringer has died before it woke the sleeper", [=] {
+      Doorbell::Word word;
+      Doorbell sleeper(word);
+      std::atomic<bool> told{false};
+      run_ranks(2, [&](int rank) {
+        const Silent silent;
+        const auto deadline = Clock::now() + kSoon;
+        if (rank == 0) {
+          while (!told) sleeper.sleep([&] { return told.load(); }, deadline, fds_of(way, silent));
+          CHECK(Clock::now() < deadline);
+        } else {
+          await_state(word, way.state);
+          word.state = Doorbell::kAwake;  // and no wake-up
+          told = true;
+          sleeper.wake();
+        }
+      });
+    });
+  }
+  return true;
+}();
+
+TEST(doorbell_has_no_descriptor_until_its_owner_polls) {
+  const Silent silent;
+  Doorbell::Word word;
+  Doorbell sleeper(word);
+  Doorbell ringer;
+  const std::size_t before = open_descriptors();
+  sleeper.sleep([] { return false; }, Clock::now() + milliseconds(1));
+  ringer.ring(word);
+  CHECK_EQ(open_descriptors(), before);
+  CHECK_EQ(word.name.load(), std::uint64_t{0});
+  for (int i = 0; i < 2; ++i) {
+    sleeper.sleep([] { return false; }, Clock::now() + milliseconds(1), silent.fds);
+    CHECK_EQ(open_descriptors(), before + 1);
+  }
+  CHECK_EQ(name_of(word).size(), std::size_t{5});
+}
+
+TEST(doorbell_sleep_ends_when_a_polled_socket_is_ready) {
+  Silent silent;
+  Doorbell sleeper;
+  CHECK_EQ(::write(silent.ends.second.get(), "x", 1), ssize_t{1});
+  const auto begin = Clock::now();
+  sleeper.sleep([] { return false; }, begin + kSoon, silent.fds);
+  CHECK(Clock::now() < begin + kSoon);
+}
+
+TEST(doorbell_late_and_strange_datagrams_wake_once_in_vain) {
+  const Silent silent;
+  Doorbell::Word word;
+  Doorbell sleeper(word);
+  sleeper.sleep([] { return false; }, Clock::now(), silent.fds);  // makes the socket
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string name = name_of(word);
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const Fd stranger(::socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK, 0));
+  const std::string noise(5000, 'x');
+  int sent = 0;
+  while (sent < 30 &&
+         ::sendto(stranger.get(), noise.data(), sent == 0 ? 0 : noise.size(), 0,
+                  reinterpret_cast<const sockaddr*>(&address),
+                  static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())) >= 0) {
+    ++sent;
+  }
+  CHECK(sent >= 1);
+  const auto begin = Clock::now();
+  sleeper.sleep([] { return false; }, begin + kSoon, silent.fds);  // takes all of them
+  CHECK(Clock::now() < begin + kSoon);
+  const auto again = Clock::now();
+  sleeper.sleep([] { return false; }, again + milliseconds(30), silent.fds);
+  CHECK(Clock::now() >= again + milliseconds(30));
+}
+
+TEST(doorbell_wrong_names_are_harmless) {
+  Doorbell ringer;
+  Doorbell::Word word;
+  for (const std::uint64_t name : {std::uint64_t{0}, std::uint64_t{'?'}, ~std::uint64_t{0}}) {
+    word.name = name;
+    word.state = Doorbell::kInPoll;
+    ringer.ring(word);
+    CHECK_EQ(word.state.load(), std::uint32_t{Doorbell::kAwake});
+  }
+}
+
+/// More rings than a socket may have unread, at peers that do not read, reach the last one, too.
+TEST(doorbell_rings_peers_however_many_rings_are_unread) {
+  constexpr std::size_t kPeers = 600;
+  rlimit files{};
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &files), 0);
+  if (files.rlim_cur < kPeers + 100) return;
+  const Silent silent;
+  std::vector<std::unique_ptr<Doorbell::Word>> words;
+  std::vector<std::unique_ptr<Doorbell>> sleepers;
+  for (std::size_t i = 0; i < kPeers; ++i) {
+    words.push_back(std::make_unique<Doorbell::Word>());
+    sleepers.push_back(std::make_unique<Doorbell>(*words.back()));
+    sleepers.back()->sleep([] { return false; }, Clock::now(), silent.fds);
+    words.back()->state = Doorbell::kInPoll;  // about to poll
+  }
+  Doorbell ringer;
+  for (const auto& word : words) ringer.ring(*word);
+  const auto deadline = Clock::now() + kSoon;
+  for (const auto& sleeper : sleepers) {
+    sleeper->sleep([] { return false; }, deadline, silent.fds);
+  }
+  CHECK(Clock::now() < deadline);
+}
+
+/// A ring that cannot be sent for want of descriptors is an error and no lost wake-up.
+TEST(doorbell_without_descriptors_is_an_error) {
+  const Silent silent;
+  Doorbell::Word word;
+  Doorbell sleeper(word);
+  Doorbell ringer;
+  rlimit before{};
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{0, before.rlim_max};
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const std::shared_ptr<void> restored(nullptr,
+                                       [&](void*) { ::setrlimit(RLIMIT_NOFILE, &before); });
+  CHECK_THROWS(sleeper.sleep([] { return false; }, Clock::now(), silent.fds), ErrorKind::kInternal,
+               "socket, for a doorbell");
+  word.state = Doorbell::kInPoll;
+  CHECK_THROWS(ringer.ring(word), ErrorKind::kInternal, "socket, for a doorbell");
+}
+
+}  // namespace
+}  // namespace torch_ring::test
