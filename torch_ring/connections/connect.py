@@ -16,53 +16,78 @@ import os
 import resource
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch_ring._C import make_doorbell, make_memory
 from torch_ring.config import Config
 from torch_ring.connections import topology
 from torch_ring.connections.connector import Connector, run
 from torch_ring.connections.full_mesh import FullMesh
-from torch_ring.connections.peer_info import PeerInfo
+from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.exchange import SetupExchange
 from torch_ring.rendezvous.launchers import Identity
+from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
-from torch_ring.rendezvous.store import Rendezvous
 
-__all__ = ["connect_full_mesh", "sit_out"]
+__all__ = ["Met", "connect_full_mesh", "meet"]
 
 _log = logging.getLogger("torch_ring")
 
 _HUGE_PAGE = 2 << 20
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 
-_PEER_INFO, _CONNECTED = "peer_info", "connected"  # the gathers of connect_full_mesh
+
+@dataclass(frozen=True)
+class Met:
+    """What the ranks know of one another before they connect.
+
+    Attributes:
+        peers: all ranks, in order.
+        secret: known to these ranks.
+    """
+
+    peers: list[PeerInfo]
+    secret: bytes
+
+
+def meet(meeting: Meeting, config: Config, common: dict[str, object], own: PeerInfo) -> Met:
+    """Tell the other ranks of this one in a meeting, and learn of all of them.
+
+    Args:
+        meeting: where the ranks meet.
+        config: the settings.
+        common: values besides them that must be the same on all ranks, by name.
+        own: this rank.
+    """
+    meeting.meet(own.card(), {**config.common(), **common})
+    table, _ = meeting.pass_down(meeting.table)
+    return Met(*parse_table(table, meeting.size))
 
 
 def connect_full_mesh(
     identity: Identity,
     config: Config,
-    rendezvous: Rendezvous,
+    towards: str | None,
     exchange: SetupExchange,
+    publish: Callable[[PeerInfo], Met],
     *,
     labels: Sequence[str] = (),
-    common: Mapping[str, Any] | None = None,
 ) -> FullMesh:
     """Connect this rank to all others.
 
     Args:
         identity: this process among those to connect.
         config: the settings.
-        rendezvous: the store's host, and the secret of the job.
-        exchange: gathers the ranks' `PeerInfo`.
+        towards: a host to which the route leads to the other ranks, if known.
+        exchange: reports failures of other ranks, and has the deadline.
+        publish: tells the other ranks of this one; returns what they tell.
         labels: the ranks' names in messages; by default made of their `PeerInfo`.
-        common: values besides the settings that must be the same on all ranks, by name.
 
     Returns:
-        The mesh; every rank has all of its connections by then.
+        The mesh; this rank has all of its connections.
 
     Raises:
         TimeoutError: ranks did not arrive, or did not connect, before the deadline; names them.
@@ -73,28 +98,17 @@ def connect_full_mesh(
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(mesh.close)
         shares = config.transport != "tcp" and _make_memory(identity, mesh, config)
-        with _listen_tcp(identity, config, rendezvous) as tcp, _listen_unix() as unix:
-            own = _own_info(identity, config, shares, tcp, unix, common or {})
-            texts = exchange.gather(_PEER_INFO, own.to_json())
-            peers = [PeerInfo.from_json(rank, text) for rank, text in enumerate(texts)]
-            topology.require_agreement(peers)
-            mesh.peers = peers
+        with _listen_tcp(identity, config, towards) as tcp, _listen_unix() as unix:
+            met = publish(_own_info(identity, shares, tcp, unix))
+            mesh.peers = peers = met.peers
             mesh.host_of = topology.host_of(peers, config.transport)
             mesh.labels = list(labels) or topology.labels(peers)
             mesh.may_spin = topology.may_spin(identity.rank, peers)
-            secret = (config.secret or rendezvous.secret).encode()
-            key = hmac.digest(secret, bytes.fromhex(peers[0].nonce), hashlib.sha256)
+            key = hmac.digest(config.secret.encode(), met.secret, hashlib.sha256)
             connector = Connector(identity.rank, key, mesh, exchange, config.connections)
             run(connector.connect_all([tcp, unix]))
-        exchange.gather(_CONNECTED, "")
         cleanup.pop_all()
     return mesh
-
-
-def sit_out(exchange: SetupExchange) -> None:
-    """Take part in the gathers of `connect_full_mesh` with nothing to connect."""
-    exchange.gather(_PEER_INFO, "")
-    exchange.gather(_CONNECTED, "")
 
 
 # --- this rank's memory, peer info and listeners
@@ -137,12 +151,7 @@ def _require_address_space(needed: int) -> None:
 
 
 def _own_info(
-    identity: Identity,
-    config: Config,
-    shares: bool,
-    tcp: socket.socket,
-    unix: socket.socket,
-    common: Mapping[str, Any],
+    identity: Identity, shares: bool, tcp: socket.socket, unix: socket.socket
 ) -> PeerInfo:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return PeerInfo(
@@ -158,14 +167,12 @@ def _own_info(
         port=tcp.getsockname()[1],
         socket=unix.getsockname()[1:].decode(),
         cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
-        nonce=secrets.token_hex(32),
-        settings={**config.common(), **common},
     )
 
 
-def _listen_tcp(identity: Identity, config: Config, rendezvous: Rendezvous) -> socket.socket:
+def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> socket.socket:
     """Listen on the interface of the job, and no other."""
-    address = own_address(config.interface, rendezvous.host, one_host=identity.on_one_node())
+    address = own_address(config.interface, towards, one_host=identity.on_one_node())
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -181,7 +188,7 @@ def _listen_tcp(identity: Identity, config: Config, rendezvous: Rendezvous) -> s
 
 def _listen_unix() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0torch_ring/{secrets.token_hex(16)}")
+    listener.bind(f"\0torch_ring/{secrets.token_hex(8)}")
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener

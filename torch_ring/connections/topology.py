@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ring.connections.peer_info import PeerInfo
-from torch_ring.errors import InvalidArgumentError, MismatchError
+from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
     "Topology",
@@ -14,7 +14,6 @@ __all__ = [
     "host_of",
     "labels",
     "may_spin",
-    "require_agreement",
     "topology_of",
 ]
 
@@ -106,15 +105,3 @@ def cpu_sharers(rank: int, peers: Sequence[PeerInfo]) -> int:
         peer.kernel == mine.kernel and int(peer.cpus, 16) & int(mine.cpus, 16) != 0
         for peer in peers
     )
-
-
-def require_agreement(peers: Sequence[PeerInfo]) -> None:
-    """Raise MismatchError if a setting differs that must be the same on all ranks."""
-    first = peers[0]
-    for peer in peers:
-        for variable, value in first.settings.items():
-            if peer.settings.get(variable) != value:
-                raise MismatchError(
-                    f"{variable} must be the same on all ranks: it is {value} on rank 0 and "
-                    f"{peer.settings.get(variable)} on rank {peer.rank}"
-                )

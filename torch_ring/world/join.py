@@ -8,22 +8,24 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.config import Config
-from torch_ring.connections.connect import connect_full_mesh
+from torch_ring.connections.connect import connect_full_mesh, meet
 from torch_ring.connections.full_mesh import FullMesh
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together
 from torch_ring.rendezvous.launchers import Identity, discover
+from torch_ring.rendezvous.meeting import Meeting
+from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
 from torch_ring.rendezvous.siblings import why_not_alone
-from torch_ring.rendezvous.store import Rendezvous, drop_connections, find_store, store_of_part
-from torch_ring.rendezvous.store_exchange import StoreExchange
+from torch_ring.rendezvous.store import StorePlace, drop_connections, given_store, locate_store
 from torch_ring.world.engine import make_engine, wait_for_all
 from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of
@@ -156,39 +158,49 @@ def _connect(
     rank, size = identity.rank, identity.size
     deadline = Deadline(config.init_timeout_s)
     try:
-        with _rendezvous(identity, config, deadline, comm, store) as rendezvous:
-            serves = rendezvous.serves
-            exchange = StoreExchange(rendezvous.store, rank, size, deadline, serves=serves)
-            with failing_together(exchange):
-                mesh = connect_full_mesh(identity, config, rendezvous, exchange, common=common)
-                engine = _start_engine(rank, mesh, config, exchange)
-            exchange.clean_up()
+        place, name = _where_to_meet(identity, config, deadline, comm, store)
+        with contextlib.closing(Meeting(identity, deadline, place, name)) as meeting:
+            towards = _towards(place)
+            publish = partial(meet, meeting, config, common)
+            with failing_together(meeting):
+                mesh = connect_full_mesh(identity, config, towards, meeting, publish)
+                engine = _start_engine(rank, mesh, config, deadline)
+            meeting.clean_up()
     except BaseException:
         drop_connections()
         raise
     if rank == 0:
         _log.info("%s", _describe(mesh))
-    table = ProcessSetTable(identity, config, rendezvous, engine, mesh.labels)
+    table = ProcessSetTable(identity, config, towards, engine, mesh.labels)
     topology, sharers = topology_of(rank, mesh.peers), cpu_sharers(rank, mesh.peers)
     return World(rank, size, topology, sharers, config, engine, table)
 
 
-def _rendezvous(
+def _where_to_meet(
     identity: Identity, config: Config, deadline: Deadline, comm: Any, store: Store | None
-) -> contextlib.AbstractContextManager[Rendezvous]:
-    if store is None:
-        return find_store(identity, config, deadline, comm=comm)
-    host = getattr(store, "host", None)  # a TCPStore's
-    view = store_of_part(PrefixStore("torch_ring", store), identity)
-    return contextlib.nullcontext(Rendezvous(view, host))
+) -> tuple[StorePlace | None, str | None]:
+    """Return the store of the hosts, and the name of this host's socket: one of them at least."""
+    if store is not None:
+        place = given_store(store, identity)
+        return place, meeting_name_by_store(place.open(deadline))
+    found = locate_store(identity, config, deadline, comm=comm)
+    if found is None:
+        return None, meeting_name(identity)
+    with contextlib.suppress(RingError):  # the ranks of this host meet in the store then
+        return found, meeting_name(identity)
+    return found, None
 
 
-def _start_engine(rank: int, mesh: FullMesh, config: Config, exchange: StoreExchange) -> Engine:
+def _towards(place: StorePlace | None) -> str | None:
+    """Return a host to which the route leads to the other ranks, if known."""
+    return "127.0.0.1" if place is None else place.host
+
+
+def _start_engine(rank: int, mesh: FullMesh, config: Config, deadline: Deadline) -> Engine:
     """Start the engine, and wait until those of all ranks run."""
     engine = make_engine(rank, mesh, config)
     try:
-        exchange.finish()
-        wait_for_all(engine, exchange.deadline)
+        wait_for_all(engine, deadline)
     except BaseException:
         engine.shutdown()
         raise

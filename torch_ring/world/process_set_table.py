@@ -7,20 +7,22 @@ operations of one set never wait for those of another.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 from torch_ring._C import Engine
 from torch_ring.config import Config
-from torch_ring.connections.connect import connect_full_mesh, sit_out
+from torch_ring.connections.connect import Met, connect_full_mesh
 from torch_ring.connections.full_mesh import FullMesh
+from torch_ring.connections.peer_info import PeerInfo
 from torch_ring.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together
 from torch_ring.rendezvous.launchers import Identity
-from torch_ring.rendezvous.store import Rendezvous
 from torch_ring.world.engine import make_engine, wait_for_all
 from torch_ring.world.engine_exchange import EngineExchange
 from torch_ring.world.ranks import Ranks, require_below
@@ -54,7 +56,7 @@ class ProcessSetTable:
     Args:
         identity: this process in the world.
         config: the world's settings.
-        rendezvous: the rendezvous of the world; None in a world of one.
+        towards: a host to which the route leads to the other ranks, if known.
         engine: the world's engine.
         labels: the ranks' names in messages.
 
@@ -69,13 +71,13 @@ class ProcessSetTable:
         self,
         identity: Identity,
         config: Config,
-        rendezvous: Rendezvous | None,
+        towards: str | None,
         engine: Engine,
         labels: Sequence[str],
     ) -> None:
         self._identity = identity
         self._config = config
-        self._rendezvous = rendezvous
+        self._towards = towards
         self._engine = engine
         self._labels = labels
         self.everyone = ProcessSetRecord(0, tuple(range(identity.size)), engine)
@@ -145,7 +147,6 @@ class ProcessSetTable:
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
-        self._rendezvous = None
         for record in self.records:
             if record.engine is not None:
                 record.engine.abandon()
@@ -181,19 +182,28 @@ class ProcessSetTable:
                     engine = self._start_engine(ranks, exchange)
                     cleanup.callback(engine.shutdown)
                 else:
-                    sit_out(exchange)
+                    exchange.gather("peer_info", "")
                 exchange.gather("started", "")
             cleanup.pop_all()
         return engine
 
     def _start_engine(self, ranks: Ranks, exchange: EngineExchange) -> Engine:
         labels = [self._labels[rank] for rank in ranks]
-        if len(ranks) == 1 or self._rendezvous is None:
-            sit_out(exchange)
+        if len(ranks) == 1:
+            exchange.gather("peer_info", "")
             return make_engine(0, FullMesh(labels=labels), self._config)
         identity = self._identity.among(ranks)
+
+        def publish(own: PeerInfo) -> Met:
+            texts = exchange.gather("peer_info", json.dumps([own.to_json(), token_hex(32)]))
+            sent = [json.loads(text) for text in texts]
+            peers = [PeerInfo.from_json(rank, info) for rank, (info, _) in enumerate(sent)]
+            return Met(peers, bytes.fromhex(sent[0][1]))
+
         with contextlib.closing(
-            connect_full_mesh(identity, self._config, self._rendezvous, exchange, labels=labels)
+            connect_full_mesh(
+                identity, self._config, self._towards, exchange, publish, labels=labels
+            )
         ) as mesh:
             engine = make_engine(identity.rank, mesh, self._config)
         try:
