@@ -105,7 +105,8 @@ def gather_group(
     Raises:
         RingError: a rank has sent something else.
     """
-    rows, texts = [], {}
+    rows: list[dict[str, Any]] = []
+    texts: dict[int, str] = {}
     for rank, data in sorted(sent.items()):
         try:
             row, text = json.loads(data)

@@ -102,7 +102,7 @@ class HostExchange:
         self._has_failed = False
         with store_errors():
             while (end := store.add(self._key(_PLACES), count)) >= _OVER:
-                if self._mark_told():  # they belong to the world that has failed
+                if self.mark_told(self._ranks):  # they belong to the world that has failed
                     raise self._first_failure()
                 self._generation += 1
             place = end - count
@@ -275,7 +275,7 @@ class HostExchange:
         self._store.add(self._key(_PLACES), _OVER)
         self._set(self._key(_FAILURE), b"%d " % self.world + failure.to_bytes())
         self._decide(_IS_FAILURE + failure.to_bytes())
-        self._mark_told()
+        self.mark_told(self._ranks)
 
     def _decide(self, value: bytes) -> bool:
         """Write what has become of this world, unless somebody else does."""
@@ -310,15 +310,15 @@ class HostExchange:
         if not self._has_failed:
             self._has_failed = True
             with store_errors():
-                self._mark_told()
+                self.mark_told(self._ranks)
         return failure.error()
 
-    def _mark_told(self) -> bool:
-        """Note that this group knows of the generation's end; return whether a rank is new to it.
+    def mark_told(self, ranks: Sequence[int]) -> bool:
+        """Note that ranks know of the failure; return whether it is news to one of them.
 
         A rank that comes late is told once why its world has failed; then it begins a new one.
         """
-        new = [self._store.add(self._key(_TOLD, rank), 1) == 1 for rank in self._ranks]
+        new = [self._store.add(self._key(_TOLD, rank), 1) == 1 for rank in ranks]
         self._store.add(self._key(_SEEN), sum(new))
         return any(new)
 

@@ -37,6 +37,7 @@ class LocalLeader:
         members: connections to the ranks that were let in, by rank.
         cards: what they have sent, by rank.
         failure: why this init() has failed, when it has; everybody connected knows it.
+        told: ranks that know of the failure.
         newest: when the last one was let in.
     """
 
@@ -46,11 +47,11 @@ class LocalLeader:
         self.members: dict[int, FrameSocket] = {}
         self.cards: dict[int, bytes] = {}
         self.failure: Failure | None = None
+        self.told: set[int] = set()
         self.newest = time.monotonic()
         self._rank, self._size, self._deadline = rank, size, deadline
         self._strangers: set[FrameSocket] = set()
         self._refused: list[FrameSocket] = []
-        self._told: set[int] = set()  # ranks that know of the failure
         self._selector = selectors.PollSelector()
         self._listener: socket.socket | None = None
         if listener is not None:
@@ -107,7 +108,7 @@ class LocalLeader:
         if self.failure is not None:
             return
         self.failure = failure
-        self._told = {self._rank, *self.members}
+        self.told = {self._rank, *self.members}
         deadline = Deadline(_TELL_S)
         for member in [*self.members.values(), *self._refused]:
             if member is not teller:
@@ -124,10 +125,10 @@ class LocalLeader:
             Whether so many know of it.
         """
         patience = Deadline(_TELL_S)
-        while self._listener is not None and len(self._told) < expected and not patience.passed():
+        while self._listener is not None and len(self.told) < expected and not patience.passed():
             self.pump(min(0.1, patience.left_s()))
         self.close_door()
-        return len(self._told) >= expected
+        return len(self.told) >= expected
 
     def close(self) -> None:
         """Close all connections; members know that this end has left in peace."""
@@ -183,8 +184,8 @@ class LocalLeader:
             raise ValueError(f"{frame.kind.name} is no hello")
         rank, size = HELLO.unpack(frame.payload)
         if self.failure is not None:
-            if rank not in self._told:  # else it comes to its next world, whose leader it will find
-                self._told.add(rank)
+            if rank not in self.told:  # else it comes to its next world, whose leader it will find
+                self.told.add(rank)
                 stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
             self._drop(stranger)
             return None

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch_ring.errors import RingError, TimeoutError
@@ -94,6 +94,7 @@ class Meeting:
         self._leader: LocalLeader | None = None
         self._began = self._told_progress = time.monotonic()
         self._has_failed = False
+        self._in_store = False
         self._other_here: list[int] = []  # ranks of other hosts that have come
         grace = deadline if place is None else Deadline(min(_GRACE_S, deadline.left_s() / 2))
         self._grace = grace
@@ -250,6 +251,7 @@ class Meeting:
         if 0 in self._leader.members:
             self._leader.members[0].send(Kind.SERVE, self.deadline)
         store = self._place.open(self.deadline, lambda: self._pump(0.0))
+        self._in_store = True  # from now on the store has all failures
         exchange = self._exchange = HostExchange(
             store, self.size, group.ranks, self.deadline, self._ranks_of, self._watch
         )
@@ -357,15 +359,29 @@ class Meeting:
         for end in (self._above, self._leader):
             if end is not None:
                 end.fail(failure)
-        if self._leader is None or self._leader.linger(self.size) or self._exchange is not None:
-            return
-        if self._place is not None:  # ranks of other hosts have not heard of it
-            with contextlib.suppress(RingError, OSError):
-                store = self._place.open(Deadline(_PATIENCE_S))
-                ranks = sorted({self._rank, *self._leader.members})
-                HostExchange(store, self.size, ranks, Deadline(_PATIENCE_S), self._ranks_of).fail(
-                    failure
-                )
+        if self._leader is not None and not self._in_store:
+            self._relay_beyond(self._leader, failure)
+
+    def _relay_beyond(self, leader: LocalLeader, failure: Failure) -> None:
+        """Tell ranks that have not met this one yet why this init() has failed."""
+        on_one_node = self._place is None or self._identity.on_one_node()
+        exchange = None if on_one_node else self._fail_in_store(leader.told, failure)
+        expected = self.size if on_one_node else self._identity.local_size
+        if not leader.linger(expected or self.size) and on_one_node:
+            exchange = self._fail_in_store(leader.told, failure)
+        if exchange is not None:
+            with contextlib.suppress(RingError):
+                exchange.mark_told(sorted(leader.told))
+
+    def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> HostExchange | None:
+        patience = Deadline(_PATIENCE_S)
+        with contextlib.suppress(RingError, OSError):  # the failure itself counts
+            if self._place is not None:
+                store = self._place.open(patience)
+                exchange = HostExchange(store, self.size, sorted(ranks), patience, self._ranks_of)
+                exchange.fail(failure)
+                return exchange
+        return None
 
     def _ranks_of(self, card: bytes) -> list[int]:
         try:
