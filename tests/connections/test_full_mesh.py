@@ -1,18 +1,21 @@
 """The full mesh: every connection and descriptor arrives, and no stranger gets in."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
+import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from threads import run_on_ranks
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.config import Config
 from torch_ring.connections import connect, connector, handshake
-from torch_ring.connections.connect import connect_full_mesh
+from torch_ring.connections.connect import connect_full_mesh, meet
 from torch_ring.errors import (
     InvalidArgumentError,
     MismatchError,
@@ -22,23 +25,43 @@ from torch_ring.errors import (
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together
 from torch_ring.rendezvous.launchers import Identity
-from torch_ring.rendezvous.store import Rendezvous
-from torch_ring.rendezvous.store_exchange import StoreExchange
+from torch_ring.rendezvous.meeting import Meeting
+from torch_ring.rendezvous.meeting_name import meeting_name_by_store
+from torch_ring.rendezvous.store import given_store
 
 CONFIG = Config(init_timeout_s=30.0)
 
 
-def connect_rank(store, rank, size, config=CONFIG, secret=""):
+def connect_rank(store, rank, size, config=CONFIG, host=""):
     """Connect one rank, as init() does."""
-    exchange = StoreExchange(store, rank, size, Deadline(config.init_timeout_s))
-    rendezvous = Rendezvous(store, "127.0.0.1", secret=secret)
-    with failing_together(exchange):
-        return connect_full_mesh(Identity(rank, size), config, rendezvous, exchange)
+    identity, deadline = Identity(rank, size), Deadline(config.init_timeout_s)
+    place = given_store(store, identity)
+    with (
+        contextlib.closing(
+            Meeting(identity, deadline, place, meeting_name_by_store(PrefixStore(host, store)))
+        ) as meeting,
+        failing_together(meeting),
+    ):
+        mesh = connect_full_mesh(
+            identity, config, "127.0.0.1", meeting, partial(meet, meeting, config, {})
+        )
+        everyone_is_through(store, size)
+        return mesh
 
 
-def connect_all_ranks(size, **more):
-    store = HashStore()
-    return run_on_ranks(size, lambda rank: connect_rank(store, rank, size, **more))
+def everyone_is_through(store, size):
+    """Stand in for the barrier of the engines: until then, ranks tell one another of failures."""
+    store.add("through", 1)
+    end = time.monotonic() + 10
+    while store.add("through", 0) < size and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def connect_all_ranks(size, hosts=None, **more):
+    store, hosts = HashStore(), hosts or [0] * size
+    return run_on_ranks(
+        size, lambda rank: connect_rank(store, rank, size, host=f"host {hosts[rank]}", **more)
+    )
 
 
 @pytest.fixture
@@ -83,7 +106,7 @@ def test_every_descriptor_arrives(put_on_hosts, hosts, transport, connections):
     put_on_hosts(hosts)
     size = len(hosts)
     meshes = connect_all_ranks(
-        size, config=replace(CONFIG, transport=transport, connections=connections)
+        size, hosts, config=replace(CONFIG, transport=transport, connections=connections)
     )
     fds = [m.release() for m in meshes]
     host_of = list(range(size)) if transport == "tcp" else hosts
@@ -146,12 +169,6 @@ def test_different_secrets_are_refused_on_all_ranks():
     )
     assert all(isinstance(error, RingError) for error in errors)
     assert all("is TORCH_RING_SECRET the same on all ranks?" in str(error) for error in errors)
-
-
-def test_different_secrets_of_the_rendezvous_are_refused():
-    store = HashStore()
-    errors = run_on_ranks(2, lambda rank: connect_rank(store, rank, 2, secret=f"of rank {rank}"))
-    assert all("secret" in str(error) for error in errors)
 
 
 def test_different_settings_are_named_on_all_ranks():

@@ -7,7 +7,7 @@ import pytest
 from torch_ring.connections import topology
 from torch_ring.connections.peer_info import PeerInfo
 from torch_ring.connections.topology import Topology
-from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
+from torch_ring.errors import InvalidArgumentError, RingError
 
 
 def made_up_peer(rank: int, machine: str = "a", **more) -> PeerInfo:
@@ -21,8 +21,6 @@ def made_up_peer(rank: int, machine: str = "a", **more) -> PeerInfo:
         "port": 1,
         "socket": "s",
         "cpus": "3",
-        "nonce": "00",
-        "settings": {"TORCH_RING_TRANSPORT": "auto"},
     }
     return PeerInfo(rank=rank, machine=machine, **(usual | more))
 
@@ -110,12 +108,3 @@ def test_ranks_in_networks_of_their_own_share_a_kernels_cpus():
     assert topology.may_spin(0, ranks[:2])
     assert not topology.may_spin(0, ranks)
     assert topology.cpu_sharers(0, [*ranks, made_up_peer(3, "another/a", cpus="3")]) == 3
-
-
-def test_settings_must_agree():
-    same = peers_on("ab")
-    topology.require_agreement(same)
-    with pytest.raises(MismatchError, match=r"TRANSPORT .* auto on rank 0 and tcp on rank 1"):
-        topology.require_agreement(
-            [same[0], replace(same[1], settings={"TORCH_RING_TRANSPORT": "tcp"})]
-        )

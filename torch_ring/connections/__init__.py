@@ -1,6 +1,6 @@
-"""Connections: authenticated connections between ranks, and the peer info that ranks exchange.
+"""Connections: what one process has of the other ranks of its world.
 
-`connect` makes a `full_mesh` of connections: each rank publishes its `peer_info`, `topology`
-derives which ranks share a host, `connector` opens the sockets, and `handshake` authenticates both
-ends.
+`connect` makes the `connections`, from a meeting of the ranks (`torch_ring.rendezvous`): each tells
+the others its `peer_info`, and `topology` derives which ranks share a host. The control plane
+itself, with its listeners and handshakes, is C++ (csrc/control).
 """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ring.connections.peer_info import PeerInfo
-from torch_ring.errors import InvalidArgumentError, MismatchError
+from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
     "Topology",
@@ -15,7 +15,6 @@ __all__ = [
     "hosts_among",
     "labels",
     "may_spin",
-    "require_agreement",
     "topology_of",
 ]
 
@@ -42,25 +41,23 @@ def topology_of(rank: int, peers: Sequence[PeerInfo]) -> Topology:
         rank: this process.
         peers: all ranks, in order.
     """
-    nodes: dict[str, list[PeerInfo]] = {}
-    for peer in peers:
-        nodes.setdefault(peer.machine if peer.node is None else peer.node, []).append(peer)
-
-    def local_rank(peer: PeerInfo, node: Sequence[PeerInfo]) -> int:
-        return node.index(peer) if peer.local_rank is None else peer.local_rank
-
-    def local_size(peer: PeerInfo, node: Sequence[PeerInfo]) -> int:
-        return len(node) if peer.local_size is None else peer.local_size
-
-    own = next(node for node in nodes.values() if peers[rank] in node)
-    mine = local_rank(peers[rank], own)
-    across = [node for node in nodes.values() if mine in (local_rank(p, node) for p in node)]
+    nodes: dict[str, list[int]] = {}  # the ranks of each
+    for index, peer in enumerate(peers):
+        nodes.setdefault(peer.machine if peer.node is None else peer.node, []).append(index)
+    local_ranks, local_sizes = [0] * len(peers), [0] * len(peers)
+    for node in nodes.values():
+        for index, other in enumerate(node):
+            peer = peers[other]
+            local_ranks[other] = index if peer.local_rank is None else peer.local_rank
+            local_sizes[other] = len(node) if peer.local_size is None else peer.local_size
+    mine = local_ranks[rank]
+    across = [node for node in nodes.values() if any(local_ranks[r] == mine for r in node)]
     return Topology(
         mine,
-        local_size(peers[rank], own),
-        across.index(own),
+        local_sizes[rank],
+        next(index for index, node in enumerate(across) if rank in node),
         len(across),
-        len({local_size(peer, node) for node in nodes.values() for peer in node}) == 1,
+        len(set(local_sizes)) == 1,
     )
 
 
@@ -113,15 +110,3 @@ def cpu_sharers(rank: int, peers: Sequence[PeerInfo]) -> int:
         peer.kernel == mine.kernel and int(peer.cpus, 16) & int(mine.cpus, 16) != 0
         for peer in peers
     )
-
-
-def require_agreement(peers: Sequence[PeerInfo]) -> None:
-    """Raise MismatchError if a setting differs that must be the same on all ranks."""
-    first = peers[0]
-    for peer in peers:
-        for variable, value in first.settings.items():
-            if peer.settings.get(variable) != value:
-                raise MismatchError(
-                    f"{variable} must be the same on all ranks: it is {value} on rank 0 and "
-                    f"{peer.settings.get(variable)} on rank {peer.rank}"
-                )

@@ -1,6 +1,7 @@
-"""Rendezvous: the identity of this process, and the store over which the ranks connect.
+"""Rendezvous: the identity of this process, and how the ranks find one another.
 
-`launchers` reads rank and size from the launcher's environment. `store` finds or serves the store
-of the job; `local_socket` finds it inside one host without an address. `store_exchange` gathers
-values over the store, which is how the ranks talk before they are connected.
+`launchers` reads rank and size from the launcher's environment. In a `meeting` every rank gets the
+cards of all: the ranks of a host meet at a Unix socket (`meeting_name`, `local_meeting`, `frames`),
+and the leaders of hosts exchange one card each (`group_card`, `cards`) over a `store`
+(`host_exchange`).
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "pauses"]
 
 
 class Deadline:
@@ -28,3 +29,17 @@ class Deadline:
 
     def __str__(self) -> str:
         return f"within {self.timeout_s:g} s (TORCH_RING_INIT_TIMEOUT)"
+
+
+def pauses(deadline: Deadline, size: int) -> Iterator[None]:
+    """Yield until the deadline, and sleep in between: little at first, then longer.
+
+    Args:
+        deadline: when to end.
+        size: the number of ranks that may share a processor, and look as often.
+    """
+    pause_s, longest_s = 0.0005, 0.005 + 1e-4 * size
+    while not deadline.passed():
+        yield
+        time.sleep(min(pause_s, deadline.left_s()))
+        pause_s = min(1.5 * pause_s, longest_s)

@@ -1,4 +1,4 @@
-"""SetupExchange: values and failures that ranks exchange while they make connections."""
+"""SetupExchange: the failures that ranks tell one another while they make connections."""
 
 from __future__ import annotations
 
@@ -13,16 +13,9 @@ __all__ = ["SetupExchange", "failing_together"]
 
 
 class SetupExchange(Protocol):
-    """One rank's side of an exchange beside the connections that ranks are about to make.
-
-    All ranks call `gather` in the same order. Every method raises RingError when another rank has
-    failed, TimeoutError at the deadline.
-    """
+    """One rank's side of an exchange beside the connections that ranks are about to make."""
 
     deadline: Deadline
-
-    def gather(self, name: str, value: str) -> list[str]:
-        """Return the values that the ranks give under `name`, by rank. Blocks until all have."""
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one. Does not block."""

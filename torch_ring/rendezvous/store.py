@@ -1,19 +1,15 @@
-"""find_store: finds or serves the store of a job, through which its ranks find one another."""
+"""locate_store, StorePlace: finds or serves the store through which the hosts of a job meet."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import importlib
-import json
 import os
-import secrets
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -27,12 +23,11 @@ from torch_ring.errors import (
     TimeoutError,
     first_line,
 )
-from torch_ring.rendezvous import local_socket
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
 
-__all__ = ["Rendezvous", "drop_connections", "drop_in_child", "find_store", "store_of_part"]
+__all__ = ["StorePlace", "drop_connections", "drop_in_child", "given_store", "locate_store"]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
@@ -40,54 +35,73 @@ _LOOPBACK = "127.0.0.1"
 Address = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The store of a job, as one rank has found it.
+class StorePlace:
+    """Where the store of a job is. A job that needs none never opens it.
 
-    Attributes:
-        store: seen only by the ranks of this start of the job.
+    Args:
         host: the host that serves the store, if known.
         serves: whether this process serves the store.
-        secret: known only to the ranks of this job; empty if the store is their only channel.
+        find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
+
+    Attributes:
+        host, serves: as given.
+        opened: the store, when it has been opened; seen only by the ranks of this start of the job.
     """
 
-    store: Store
-    host: str | None = None
-    serves: bool = False
-    secret: str = ""
+    def __init__(
+        self,
+        host: str | None,
+        serves: bool,
+        find: Callable[[Deadline, Callable[[], None]], Store],
+    ) -> None:
+        self.host, self.serves = host, serves
+        self.opened: Store | None = None
+        self._find = find
+
+    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> Store:
+        """Return the store. Blocks until its server answers.
+
+        Args:
+            deadline: when to give up.
+            check: called meanwhile; what it raises ends the wait.
+
+        Raises:
+            TimeoutError: the store did not answer before the deadline.
+            RingError: rank 0 cannot serve it.
+        """
+        if self.opened is None:
+            self.opened = self._find(deadline, check)
+        return self.opened
 
 
 # Connections to stores, and rank 0's own store, outlive a world: an init() after a shutdown() must
 # not find the store of a process that is about to exit.
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
-_local_stores: dict[str, tuple[int, str]] = {}  # socket name -> port and secret
 _mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
 
 
-@contextlib.contextmanager
-def find_store(
+def locate_store(
     identity: Identity,
     config: Config,
     deadline: Deadline,
     *,
     comm: Any = None,
     environment: Mapping[str, str] = os.environ,
-) -> Iterator[Rendezvous]:
-    """Find the store of this job; rank 0 helps the others to find it while the context lasts.
+) -> StorePlace | None:
+    """Return where the store of this job is; None if all ranks are on this host, without one.
 
     Rank 0 serves the store, unless torchrun's agent does. Parts of the ranks that find it by an
     address share the store of the launcher's rank 0, which must then be in one of them; other
-    parts have one each. The ranks find it
+    parts have one each. The store is
 
     1. at MASTER_ADDR and MASTER_PORT (default 29400);
-    2. by `comm`, an mpi4py communicator;
-    3. if they are on one host, by a Unix socket whose name only this job's processes know;
+    2. where `comm`, an mpi4py communicator, says;
+    3. nowhere, if the ranks are on one host;
     4. under Slurm, on the first host of the step, at MASTER_PORT or one derived from job and step;
-    5. by MPI, if mpi4py is installed.
+    5. where MPI says, if mpi4py is installed.
 
     Raises:
-        TimeoutError: the store did not answer before the deadline.
         RingError: rank 0 cannot serve it.
         InvalidArgumentError: none of these ways is open; says what to set.
     """
@@ -98,9 +112,7 @@ def find_store(
     elif comm is not None:
         address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
     elif identity.on_one_node() or identity.launcher == "init":
-        with _find_on_host(identity, deadline) as rendezvous:
-            yield rendezvous
-        return
+        return None
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
@@ -108,15 +120,27 @@ def find_store(
         address = known or _ask_mpi(_mpi_world(identity), identity, config, deadline)
         rank = identity.rank
     serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if serves:
-        store = _serve(address, deadline, one_host=identity.on_one_node())
-    else:
-        store = _connect(address, deadline)
-    view = store_of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
-    yield Rendezvous(view, address[0], serves)
+
+    def find(deadline: Deadline, check: Callable[[], None]) -> Store:
+        if serves:
+            store = _serve(address, deadline, one_host=identity.on_one_node())
+        else:
+            store = _connect(address, deadline, check)
+        return _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+
+    place = StorePlace(address[0], serves, find)
+    if identity.part and serves:
+        place.open(deadline)  # another part may need it, even if this one does not
+    return place
 
 
-def store_of_part(store: Store, identity: Identity) -> Store:
+def given_store(store: Store, identity: Identity) -> StorePlace:
+    """Return the place of a store that the user has given."""
+    view = _of_part(PrefixStore("torch_ring", store), identity)
+    return StorePlace(getattr(store, "host", None), False, lambda *_: view)  # host: a TCPStore's
+
+
+def _of_part(store: Store, identity: Identity) -> Store:
     """Return this part's view of a store that all parts of the ranks share."""
     return PrefixStore("-".join(map(str, identity.part)), store) if identity.part else store
 
@@ -125,8 +149,6 @@ def drop_connections() -> None:
     """Drop the connections to other processes' stores, which may be gone after a failure."""
     for address in [a for a in _stores if a not in _served]:
         del _stores[address]
-    for name in [n for n, (port, _) in _local_stores.items() if (_LOOPBACK, port) not in _served]:
-        del _local_stores[name]
 
 
 def drop_in_child() -> None:
@@ -134,35 +156,8 @@ def drop_in_child() -> None:
     for address in _served:
         # The store is never destroyed: its destructor joins a thread that the child does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_stores[address]))
-    for known in (_stores, _served, _local_stores, _mpi_addresses):
+    for known in (_stores, _served, _mpi_addresses):
         known.clear()
-
-
-# --- one host
-
-
-@contextlib.contextmanager
-def _find_on_host(identity: Identity, deadline: Deadline) -> Iterator[Rendezvous]:
-    name = local_socket.socket_name(identity)
-    if identity.rank != 0:
-        if name not in _local_stores:
-            port, secret = json.loads(local_socket.ask(name, deadline))
-            _local_stores[name] = int(port), str(secret)
-        port, secret = _local_stores[name]
-        yield _on_host(_connect((_LOOPBACK, port), deadline), False, secret)
-        return
-    if name not in _local_stores:
-        listener = socket.create_server((_LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        _serve((_LOOPBACK, port), deadline, listener=listener)
-        _local_stores[name] = port, secrets.token_hex(32)
-    port, secret = _local_stores[name]
-    with local_socket.serve(name, json.dumps(_local_stores[name]).encode()):
-        yield _on_host(_stores[_LOOPBACK, port], True, secret)
-
-
-def _on_host(store: Store, serves: bool, secret: str) -> Rendezvous:
-    return Rendezvous(PrefixStore("torch_ring", store), _LOOPBACK, serves, secret)
 
 
 # --- addresses
@@ -291,9 +286,9 @@ def _listen(address: Address, one_host: bool) -> socket.socket | None:
         raise RingError(f"rank 0 cannot listen at port {port}: {error}") from None
 
 
-def _connect(address: Address, deadline: Deadline) -> TCPStore:
+def _connect(address: Address, deadline: Deadline, check: Callable[[], None]) -> TCPStore:
     if address not in _stores:
-        _wait_for_server(address, deadline)
+        _wait_for_server(address, deadline, check)
         try:
             store = TCPStore(
                 *address, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False
@@ -308,10 +303,11 @@ def _connect(address: Address, deadline: Deadline) -> TCPStore:
     return _stores[address]
 
 
-def _wait_for_server(address: Address, deadline: Deadline) -> None:
+def _wait_for_server(address: Address, deadline: Deadline, check: Callable[[], None]) -> None:
     """Wait as TCPStore does, but quietly, interruptibly, and until our deadline."""
     reason: object = "no time was left"
     while not deadline.passed():
+        check()
         try:
             socket.create_connection(address, max(0.01, min(5.0, deadline.left_s()))).close()
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 from torch_ring._C import Engine
@@ -11,7 +10,7 @@ from torch_ring.config import Config, nccl_is_blocking
 from torch_ring.connections.connections import Connections
 from torch_ring.connections.topology import hosts_among, may_spin
 from torch_ring.errors import TimeoutError
-from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.deadline import Deadline, pauses
 
 __all__ = ["make_engine", "wait_for_all"]
 
@@ -58,16 +57,21 @@ def make_engine(
     )
 
 
-def wait_for_all(engine: Engine, deadline: Deadline) -> None:
+def wait_for_all(engine: Engine, deadline: Deadline, size: int) -> None:
     """Wait until the engines of all ranks run.
+
+    Args:
+        engine: the world's.
+        deadline: of init().
+        size: the number of ranks.
 
     Raises:
         TimeoutError: an engine has not answered before the deadline.
         PeerLostError: a rank has died.
     """
     work = engine.barrier("torch_ring.init")
-    while not work.done():
-        if deadline.passed():
-            raise TimeoutError(f"not all engines have answered {deadline}")
-        time.sleep(0.0005)
-    work.wait()
+    for _ in pauses(deadline, size):
+        if work.done():
+            work.wait()
+            return
+    raise TimeoutError(f"not all engines have answered {deadline}")

@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.config import Config
-from torch_ring.connections.connect import connect_full_mesh
-from torch_ring.connections.full_mesh import FullMesh
+from torch_ring.connections.connect import connect
+from torch_ring.connections.connections import Connections
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together
 from torch_ring.rendezvous.launchers import Identity, discover
+from torch_ring.rendezvous.meeting import Meeting
+from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
 from torch_ring.rendezvous.siblings import why_not_alone
-from torch_ring.rendezvous.store import Rendezvous, drop_connections, find_store, store_of_part
-from torch_ring.rendezvous.store_exchange import StoreExchange
-from torch_ring.world.engine import make_engine, wait_for_all
+from torch_ring.rendezvous.store import StorePlace, drop_connections, given_store, locate_store
+from torch_ring.world.engine import wait_for_all
 from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of
 
@@ -87,7 +88,7 @@ def join_world(
     if identity.size > 1:
         world = _connect(identity, config, comm, store, {"process_sets": sets})
     else:
-        world = _alone(identity, config)
+        world = _alone(config)
     try:
         for ranks in sets:
             world.process_sets.add(ranks)
@@ -141,12 +142,9 @@ def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ra
 # --- connecting
 
 
-def _alone(identity: Identity, config: Config) -> World:
-    mesh = FullMesh()
-    labels = mesh.labels
-    engine = make_engine(0, mesh, config)
-    table = ProcessSetTable(identity, config, None, engine, labels)
-    return World(0, 1, Topology(), 1, config, engine, table)
+def _alone(config: Config) -> World:
+    table = ProcessSetTable(Connections(), config)
+    return World(0, 1, Topology(), 1, config, table.everyone.engine(), table)
 
 
 def _connect(
@@ -156,53 +154,61 @@ def _connect(
     rank, size = identity.rank, identity.size
     deadline = Deadline(config.init_timeout_s)
     try:
-        with _rendezvous(identity, config, deadline, comm, store) as rendezvous:
-            serves = rendezvous.serves
-            exchange = StoreExchange(rendezvous.store, rank, size, deadline, serves=serves)
-            with failing_together(exchange):
-                mesh = connect_full_mesh(identity, config, rendezvous, exchange, common=common)
-                engine = _start_engine(rank, mesh, config, exchange)
-            exchange.clean_up()
+        place, name = _where_to_meet(identity, config, deadline, comm, store)
+        with contextlib.closing(Meeting(identity, deadline, place, name)) as meeting:
+            with failing_together(meeting):
+                connections = connect(identity, config, _towards(place), meeting, common)
+                table = _start(connections, config, deadline)
+            meeting.clean_up()
     except BaseException:
         drop_connections()
         raise
     if rank == 0:
-        _log.info("%s", _describe(mesh))
-    table = ProcessSetTable(identity, config, rendezvous, engine, mesh.labels)
-    topology, sharers = topology_of(rank, mesh.peers), cpu_sharers(rank, mesh.peers)
-    return World(rank, size, topology, sharers, config, engine, table)
+        _log.info("%s", _describe(connections))
+    peers = connections.peers
+    topology, sharers = topology_of(rank, peers), cpu_sharers(rank, peers)
+    return World(rank, size, topology, sharers, config, table.everyone.engine(), table)
 
 
-def _rendezvous(
+def _where_to_meet(
     identity: Identity, config: Config, deadline: Deadline, comm: Any, store: Store | None
-) -> contextlib.AbstractContextManager[Rendezvous]:
-    if store is None:
-        return find_store(identity, config, deadline, comm=comm)
-    host = getattr(store, "host", None)  # a TCPStore's
-    view = store_of_part(PrefixStore("torch_ring", store), identity)
-    return contextlib.nullcontext(Rendezvous(view, host))
+) -> tuple[StorePlace | None, str | None]:
+    """Return the store of the hosts, and the name of this host's socket: one of them at least."""
+    if store is not None:
+        place = given_store(store, identity)
+        return place, meeting_name_by_store(place.open(deadline))
+    found = locate_store(identity, config, deadline, comm=comm)
+    if found is None:
+        return None, meeting_name(identity)
+    with contextlib.suppress(RingError):  # the ranks of this host meet in the store then
+        return found, meeting_name(identity)
+    return found, None
 
 
-def _start_engine(rank: int, mesh: FullMesh, config: Config, exchange: StoreExchange) -> Engine:
-    """Start the engine, and wait until those of all ranks run."""
-    engine = make_engine(rank, mesh, config)
+def _towards(place: StorePlace | None) -> str | None:
+    """Return a host to which the route leads to the other ranks, if known."""
+    return "127.0.0.1" if place is None else place.host
+
+
+def _start(connections: Connections, config: Config, deadline: Deadline) -> ProcessSetTable:
+    """Start the world's engine, and wait until those of all ranks run."""
+    table = ProcessSetTable(connections, config)
     try:
-        exchange.finish()
-        wait_for_all(engine, exchange.deadline)
+        wait_for_all(table.everyone.engine(), deadline, connections.size)
     except BaseException:
-        engine.shutdown()
+        table.close()
         raise
-    return engine
+    return table
 
 
-def _describe(mesh: FullMesh) -> str:
+def _describe(connections: Connections) -> str:
     """Return the line that rank 0 logs: ranks, hosts, transports."""
-    sizes = list(Counter(mesh.host_of).values())
-    ranks = f"{len(mesh.host_of)} ranks"
+    sizes = list(Counter(connections.host_of).values())
+    ranks = f"{connections.size} ranks"
     if len(sizes) == 1:
         return f"{ranks} on one host, by shared memory"
-    addresses = ", ".join(dict.fromkeys(peer.address for peer in mesh.peers))
-    if len(sizes) == len(mesh.host_of):
+    addresses = ", ".join(dict.fromkeys(peer.address for peer in connections.peers))
+    if len(sizes) == connections.size:
         return f"{ranks}, a TCP ring over {addresses}"
     return (
         f"{ranks} on {len(sizes)} hosts ({'+'.join(map(str, sizes))}): shared memory inside hosts, "

@@ -1,0 +1,239 @@
+"""LocalLeader: the rank to which the others of its host are connected, while they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import time
+
+from torch_ring.errors import PeerLostError, RingError
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.failure import Failure, other_size, two_of_a_rank
+from torch_ring.rendezvous.frames import Frame, FrameSocket, Kind
+from torch_ring.rendezvous.local_member import HELLO
+from torch_ring.rendezvous.network import require_same_user
+
+__all__ = ["LocalLeader", "listen"]
+
+_log = logging.getLogger("torch_ring")
+
+_BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
+_TELL_S = 2.0  # seconds for telling everybody of a failure
+
+
+class LocalLeader:
+    """The rank to which others of its host are connected.
+
+    Thread: one at a time. Blocking: `pump` and `send_all`, for as long as they are told.
+
+    Args:
+        listener: where the others find it; None: nobody can.
+        rank, size: this process; the number of ranks of the world.
+        deadline: the deadline of init().
+
+    Attributes:
+        members: connections to the ranks that were let in, by rank.
+        cards: what they have sent, by rank.
+        failure: why this init() has failed, when it has; everybody connected knows it.
+        told: ranks that know of the failure.
+        newest: when the last one was let in.
+    """
+
+    def __init__(
+        self, listener: socket.socket | None, rank: int, size: int, deadline: Deadline
+    ) -> None:
+        self.members: dict[int, FrameSocket] = {}
+        self.cards: dict[int, bytes] = {}
+        self.failure: Failure | None = None
+        self.told: set[int] = set()
+        self.newest = time.monotonic()
+        self._rank, self._size, self._deadline = rank, size, deadline
+        self._strangers: set[FrameSocket] = set()
+        self._refused: list[FrameSocket] = []
+        self._selector = selectors.PollSelector()
+        self._listener: socket.socket | None = None
+        if listener is not None:
+            self.open(listener)
+
+    def open(self, listener: socket.socket) -> None:
+        """Let ranks in at `listener`, which the leader owns from now on."""
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def close_door(self) -> None:
+        """Let nobody in any more; whoever is not yet in finds another leader."""
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        while self._strangers:
+            self._drop(next(iter(self._strangers)))
+
+    def pump(self, wait_s: float) -> None:
+        """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
+        if not self._selector.get_map():
+            time.sleep(wait_s)
+            return
+        ready = [key.fileobj for key, _ in self._selector.select(wait_s)]
+        for connection in ready:
+            if isinstance(connection, FrameSocket):
+                self._receive(connection)
+        if self._listener is not None and self._listener in ready:
+            self._accept(self._listener)
+
+    def send_all(self, kind: Kind, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """Send a frame to all members.
+
+        Raises:
+            PeerLostError: one is gone, or has taken nothing until the deadline.
+        """
+        for rank, member in self.members.items():
+            try:
+                member.send(kind, self._deadline, payload, fds)
+            except OSError as error:
+                raise PeerLostError(f"rank {rank} has exited during init: {error}") from None
+
+    def note(self, line: str) -> None:
+        """Log a line on rank 0, if that is on this host."""
+        if self._rank == 0:
+            _log.info("%s", line)
+        elif 0 in self.members:
+            with contextlib.suppress(OSError):
+                self.members[0].send(Kind.NOTE, Deadline(_TELL_S), line.encode())
+
+    def fail(self, failure: Failure, teller: FrameSocket | None = None) -> None:
+        """Tell everybody who is connected, but `teller`, once; the first failure counts."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self.told = {self._rank, *self.members}
+        deadline = Deadline(_TELL_S)
+        for member in [*self.members.values(), *self._refused]:
+            if member is not teller:
+                with contextlib.suppress(OSError):
+                    member.send(Kind.FAILURE, deadline, failure.to_bytes())
+
+    def linger(self, expected: int) -> bool:
+        """Wait a moment for ranks that come late, to tell them of the failure.
+
+        Args:
+            expected: the number of ranks that can come.
+
+        Returns:
+            Whether so many know of it.
+        """
+        patience = Deadline(_TELL_S)
+        while self._listener is not None and len(self.told) < expected and not patience.passed():
+            self.pump(min(0.1, patience.left_s()))
+        self.close_door()
+        return len(self.told) >= expected
+
+    def close(self) -> None:
+        """Close all connections; members know that this end has left in peace."""
+        self.close_door()
+        deadline = Deadline(_TELL_S)
+        for member in self.members.values():
+            with contextlib.suppress(OSError):
+                member.send(Kind.BYE, deadline)
+        for connection in [*self.members.values(), *self._refused]:
+            connection.close()
+        self.members.clear()
+        self._refused.clear()
+        self._selector.close()
+
+    # --- what arrives
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = listener.accept()
+                try:
+                    require_same_user(connection)
+                except OSError as error:
+                    _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                    connection.close()
+                    continue
+                stranger = FrameSocket(connection)
+                self._strangers.add(stranger)
+                self._selector.register(stranger, selectors.EVENT_READ)
+
+    def _receive(self, connection: FrameSocket) -> None:
+        rank = next((r for r, member in self.members.items() if member is connection), None)
+        try:
+            for frame in connection.receive():
+                if rank is None:
+                    rank = self._meet(connection, frame)
+                    if rank is None:
+                        return
+                else:
+                    self._take(rank, connection, frame)
+        except (OSError, EOFError, ValueError) as error:
+            if rank is None:
+                _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                self._drop(connection)
+            elif rank in self.members:
+                self._drop(connection)
+                lost = PeerLostError(f"rank {rank} has exited during init: {error}")
+                self.fail(Failure.of_all(lost))
+
+    def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
+        """Let a rank in that says hello; return it."""
+        if frame.kind != Kind.HELLO or len(frame.payload) != HELLO.size:
+            raise ValueError(f"{frame.kind.name} is no hello")
+        rank, size = HELLO.unpack(frame.payload)
+        if self.failure is not None:
+            if rank not in self.told:  # else it comes to its next world, whose leader it will find
+                self.told.add(rank)
+                stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
+            self._drop(stranger)
+            return None
+        refusal: RingError | None = None
+        if size != self._size:
+            refusal = other_size(rank, size, self._size)
+        elif rank >= size:
+            raise ValueError(f"rank {rank} is not below {size}")
+        elif rank == self._rank or rank in self.members:
+            refusal = two_of_a_rank(rank, size)
+        self._strangers.discard(stranger)
+        if refusal is not None:
+            self._selector.unregister(stranger)
+            self._refused.append(stranger)
+            self.fail(Failure.of_all(refusal))
+            return None
+        self.members[rank] = stranger
+        self.newest = time.monotonic()
+        stranger.send(Kind.WELCOME, self._deadline)
+        return int(rank)
+
+    def _take(self, rank: int, connection: FrameSocket, frame: Frame) -> None:
+        if frame.kind == Kind.CARD and rank not in self.cards:
+            self.cards[rank] = frame.payload
+        elif frame.kind == Kind.FAILURE:
+            self.fail(Failure.from_bytes(frame.payload), connection)
+        elif frame.kind == Kind.BYE:
+            self._drop(connection)
+        else:
+            raise ValueError(f"it has sent a {frame.kind.name}")
+
+    def _drop(self, connection: FrameSocket) -> None:
+        self._strangers.discard(connection)
+        for rank in [r for r, member in self.members.items() if member is connection]:
+            del self.members[rank]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+
+def listen(name: str) -> socket.socket:
+    """Listen at the abstract Unix socket `name`. Raises OSError if it is taken."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(name)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

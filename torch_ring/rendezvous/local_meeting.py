@@ -1,0 +1,74 @@
+"""join: the ranks of a host find one another by the name of a Unix socket.
+
+Whoever binds the name leads; the others connect and send their cards. A leader hears of the failure
+or the end of one of them before it takes in another connection, so that a rank which tries again
+never gets into the meeting that has failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+
+from torch_ring.errors import RingError, TimeoutError
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.local_leader import LocalLeader, listen
+from torch_ring.rendezvous.local_member import LocalMember, connect
+
+__all__ = ["join"]
+
+_log = logging.getLogger("torch_ring")
+
+_PAUSE_S = 0.005  # between two attempts to find the leader
+
+
+def join(
+    name: str | None, rank: int, size: int, deadline: Deadline, until: Deadline
+) -> LocalLeader | LocalMember:
+    """Find the other ranks of this host, or be the first.
+
+    Args:
+        name: the socket's name; None: there is none to meet by, the rank leads itself.
+        rank: this process.
+        size: the number of ranks of the world.
+        deadline: the deadline of init().
+        until: when to go on alone if the name is in other hands; `deadline` if that is no use.
+
+    Raises:
+        TimeoutError: whoever has the name has not let this rank in before the deadline.
+        RingError: this init() has failed on another rank.
+    """
+    if name is None:
+        return LocalLeader(None, rank, size, deadline)
+    while True:
+        listener = _bind(name)
+        if listener is not None:
+            return LocalLeader(listener, rank, size, deadline)
+        try:
+            member = connect(name, rank, size, deadline, until)
+            if member is not None:
+                return member
+        except RingError:
+            raise  # this init() has failed
+        except (OSError, EOFError, ValueError) as error:  # its leader is just coming or going
+            _log.debug("rank %d found no leader: %s", rank, error)
+        if deadline.passed():
+            raise TimeoutError(
+                f"the ranks of this host could not meet {deadline}: the process that has their "
+                "socket's name does not answer, or is another user's"
+            )
+        if until.passed():
+            return LocalLeader(None, rank, size, deadline)
+        time.sleep(_PAUSE_S)
+
+
+def _bind(name: str) -> socket.socket | None:
+    """Return a listener, or None if somebody else has the name."""
+    try:
+        return listen(name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise

@@ -1,0 +1,398 @@
+"""Meeting: the ranks of a world find one another, in two levels, and fail together until they have.
+
+The ranks of a host meet at a Unix socket, where one of them leads; the leaders exchange one card
+each over the store, if the ranks are on several hosts. Every leader has the table of all cards
+then, and passes it down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch_ring.errors import RingError, TimeoutError
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.failure import (
+    Failure,
+    missing_ranks,
+    other_size,
+    progress,
+    two_of_a_rank,
+)
+from torch_ring.rendezvous.frames import Frame, Kind
+from torch_ring.rendezvous.group_card import (
+    GroupCard,
+    difference,
+    gather_group,
+    pack_table,
+    require_agreement,
+    unpack_table,
+)
+from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger
+from torch_ring.rendezvous.launchers import Identity
+from torch_ring.rendezvous.local_leader import LocalLeader, listen
+from torch_ring.rendezvous.local_meeting import join
+from torch_ring.rendezvous.local_member import LocalMember, connect_to
+from torch_ring.rendezvous.store import StorePlace
+
+__all__ = ["Meeting"]
+
+_log = logging.getLogger("torch_ring")
+
+_GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
+_QUIET_S = 0.5  # ... or after which nobody else comes, where their number is not known
+_PROGRESS_S = 5.0
+_SLICE_S = 1.0
+_PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
+
+
+class Meeting:
+    """One rank's side of the meeting that makes one world; a `SetupExchange`.
+
+    Call `meet`, then `pass_down` as often as wanted, but equally often on all ranks. Any failure on
+    the way, told to `fail`, is raised on all ranks, until `close`.
+
+    Thread: one at a time. Blocking: the constructor, `meet`, `pass_down` and `explain`, until the
+    deadline.
+
+    Args:
+        identity: this process.
+        deadline: the deadline of the whole init().
+        place: the store where hosts meet; None: all ranks are on this host.
+        name: the socket's name at which the ranks of this host meet; None: there is none.
+
+    Attributes:
+        size: the number of ranks.
+        leads: whether this rank leads its host: it is the one that passes things down. Known
+            after `meet`.
+        table: after `meet`, on the leader of a host: the cards of all ranks, packed. See
+            `connections.peer_info.parse_table`.
+
+    Raises:
+        TimeoutError: the leader of this host does not answer.
+        RingError: another rank has failed.
+    """
+
+    def __init__(
+        self, identity: Identity, deadline: Deadline, place: StorePlace | None, name: str | None
+    ) -> None:
+        self.deadline = deadline
+        self.size = identity.size
+        self.leads = False
+        self.table = b""
+        self._identity, self._place = identity, place
+        self._rank = identity.rank
+        self._exchange: HostExchange | None = None
+        self._above: LocalMember | None = None  # leads to this rank's leader
+        self._leader: LocalLeader | None = None
+        self._began = self._told_progress = time.monotonic()
+        self._has_failed = False
+        self._in_store = False
+        self._other_here: list[int] = []  # ranks of other hosts that have come
+        grace = deadline if place is None else Deadline(min(_GRACE_S, deadline.left_s() / 2))
+        self._grace = grace
+        met = join(name, self._rank, self.size, deadline, grace)
+        if isinstance(met, LocalLeader):
+            self._leader = met
+        else:
+            self._above = met
+
+    @property
+    def connections(self) -> dict[int, socket.socket]:
+        """The connections to this rank's own local ranks, by rank; empty unless it leads some."""
+        members = self._leader.members if self._leader else {}
+        return {rank: member.socket for rank, member in members.items()}
+
+    def meet(self, card: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Meet the other ranks. On a rank that does not lead it only sends the card.
+
+        Args:
+            card: what the others need to know of this rank. It has its "rank", and its "machine":
+                the same for ranks that can meet at a Unix socket.
+            settings: what must be the same on all ranks, by variable.
+
+        Raises:
+            TimeoutError: ranks did not arrive before the deadline; names them.
+            MismatchError: a setting differs; names it, its values and ranks.
+            RingError: another rank has failed; says why.
+        """
+        own = json.dumps([dict(card), json.dumps(settings, sort_keys=True)]).encode()
+        try:
+            if self._leader is None:
+                assert self._above is not None
+                self._above.send(Kind.CARD, own)
+                return
+            self._leader.cards[self._rank] = own
+            self._collect_local()
+            group, texts = gather_group(self._rank, self.size, self._leader.cards)
+            if len(group.ranks) < self.size:
+                self._meet_hosts(group, texts)
+            else:
+                require_agreement(texts)
+                self._lead_host([group], group)
+        except RingError as error:
+            self._relay(Failure.of_all(error))
+            raise
+
+    def pass_down(self, data: bytes = b"", fds: Sequence[int] = ()) -> tuple[bytes, list[int]]:
+        """Pass bytes and descriptors from the leader of each host to all of its ranks.
+
+        Args:
+            data: the leader's; of others nothing is read.
+            fds: the leader's, too, who keeps them.
+
+        Returns:
+            What the leader gave; the descriptors are the caller's, on all ranks but the leader.
+
+        Raises:
+            PeerLostError: a rank of this host has exited.
+            RingError: another rank has failed; says why.
+        """
+        frame = Frame(Kind.DATA, data, list(fds))
+        if self._above is not None:
+            frame = self._wait_above()
+        try:
+            if self._leader is not None:
+                self._leader.send_all(Kind.DATA, frame.payload, tuple(frame.fds))
+        except BaseException:
+            if not self.leads:
+                for fd in frame.fds:
+                    os.close(fd)
+            raise
+        return frame.payload, frame.fds
+
+    def check(self) -> None:
+        """Raise the failure of another rank, if there is one. Does not block."""
+        self._pump(0.0)
+        if self._exchange is not None:
+            try:
+                self._exchange.check()
+            except RingError as error:
+                self._relay(Failure.of_all(error))
+                raise
+
+    def explain(self, error: RingError) -> RingError:
+        """Return the failure of another rank behind `error`, or `error` itself.
+
+        A rank that fails says why a moment after its connections close.
+        """
+        patience = Deadline(1.0)
+        while not patience.passed():
+            try:
+                self._pump(0.02)
+                if self._exchange is not None:
+                    self._exchange.check(at_once=True)
+            except RingError as failure:
+                return failure
+            time.sleep(0.02)  # where there is nobody to hear from, pump() does not wait
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one cannot go on; a store's server waits for them."""
+        self._relay(Failure.of(error, self._rank))
+        if self._place is not None and self._place.opened is not None and self._place.serves:
+            linger(self._place.opened)
+
+    def clean_up(self) -> None:
+        """Remove keys of the store that nobody reads any more. Call when all ranks have joined."""
+        if self._exchange is not None:
+            self._exchange.clean_up()
+
+    def close(self) -> None:
+        """Close all connections. Call when all ranks have joined, or after a failure."""
+        for end in (self._leader, self._above):
+            if end is not None:
+                end.close()
+        self._leader = self._above = None
+
+    # --- the ranks of this host
+
+    def _collect_local(self) -> None:
+        """Wait for the cards of those who are to be here, as far as they come."""
+        leader = self._leader
+        assert leader is not None
+        expected = self._identity.local_size if self._place is not None else self.size
+        known = expected is not None
+        while len(leader.cards) < (expected or self.size):
+            if self._grace.passed() or (not known and time.monotonic() > leader.newest + _QUIET_S):
+                break
+            self._pump(min(_SLICE_S, self._grace.left_s(), _QUIET_S))
+            self._report()
+        if self._place is not None:
+            leader.close_door()  # whoever is late leads a group of his own
+        # Who was let in will send a card: he makes his memory and his listeners first.
+        while not leader.members.keys() <= leader.cards.keys():
+            if self.deadline.passed():
+                break
+            self._pump(min(_SLICE_S, self.deadline.left_s()))
+            self._report()
+        late = not leader.members.keys() <= leader.cards.keys()
+        if late or (self._place is None and len(leader.cards) < self.size):
+            error = missing_ranks(list(leader.cards), self.size, self.deadline)
+            self._relay(Failure.of_all(error))
+            raise error
+
+    def _rank_0_is_here(self) -> bool:
+        return self._leader is not None and 0 in self._leader.cards
+
+    # --- hosts
+
+    def _meet_hosts(self, group: GroupCard, texts: Mapping[int, str]) -> None:
+        """Exchange this group's card for the table."""
+        assert self._leader is not None
+        assert self._place is not None
+        if 0 in self._leader.members:
+            self._leader.members[0].send(Kind.SERVE, self.deadline)
+        store = self._place.open(self.deadline, lambda: self._pump(0.0))
+        self._in_store = True  # from now on the store has all failures
+        exchange = self._exchange = HostExchange(
+            store, self.size, group.ranks, self.deadline, self._ranks_of, self._watch
+        )
+        require_agreement(texts)
+        name = secrets.token_hex(8)
+        self._leader.open(listen(f"\0torch_ring/{name}"))  # for other groups of this machine
+        group.door = name
+        if self._rank_0_is_here():
+            groups = self._collect(exchange, group, texts[0])
+            self.table = pack_table(groups)
+            exchange.write_table(self.table)
+        else:
+            exchange.publish(group.to_bytes())
+            answer = exchange.await_table()
+            if isinstance(answer, Question):
+                rank = min(texts)
+                raise difference(0, answer.text.decode(errors="replace"), rank, texts[rank])
+            self.table = answer
+            groups = unpack_table(answer, self.size)
+        self._lead_host(groups, group)
+
+    def _collect(self, exchange: HostExchange, own: GroupCard, settings: str) -> list[GroupCard]:
+        """Return the cards of all groups, in the order of their places. For rank 0's leader."""
+        groups = {exchange.place: own}
+        come = dict.fromkeys(own.ranks)
+        for place, data in exchange.collect():
+            try:
+                group = groups[place] = GroupCard.from_bytes(data, self.size)
+            except ValueError as error:
+                raise RingError(f"a host runs another version of torch_ring: {error}") from None
+            if group.size != self.size:
+                raise other_size(group.leader, group.size, self.size)
+            for rank in group.ranks:
+                if rank in come:
+                    raise two_of_a_rank(rank, self.size)
+                come[rank] = None
+            if group.settings != own.settings:
+                raise exchange.ask(Question(place, settings.encode()))
+            self._other_here = list(come)
+        return [groups[place] for place in sorted(groups)]
+
+    def _lead_host(self, groups: Sequence[GroupCard], own: GroupCard) -> None:
+        """Take the place of this group among those of its machine; its first leads the host."""
+        assert self._leader is not None
+        self.table = self.table or pack_table(groups)
+        here = [group for group in groups if group.machine == own.machine]
+        first = here[0]
+        self.leads = first.leader == self._rank
+        if self.leads:
+            others = {group.leader for group in here[1:]}
+            while not others <= self._leader.members.keys():
+                self._pump(min(_SLICE_S, self.deadline.left_s()))
+                if self.deadline.passed():
+                    raise TimeoutError(f"not all ranks of this host have connected {self.deadline}")
+            self._leader.close_door()
+        else:
+            self._leader.close_door()
+            self._above = connect_to(
+                f"\0torch_ring/{first.door}", self._rank, self.size, self.deadline
+            )
+
+    # --- waiting, and failures
+
+    def _watch(self) -> None:
+        self._pump(0.0)
+        self._report()
+
+    def _pump(self, wait_s: float) -> None:
+        """Handle what other ranks of this host say; raise their failure."""
+        for end in (self._above, self._leader):
+            if end is not None:
+                end.pump(wait_s)
+                wait_s = 0.0
+        if self._above is not None and self._above.must_serve:
+            self._above.must_serve = False
+            if self._place is not None and self._place.serves:
+                self._place.open(self.deadline)
+        for end in (self._above, self._leader):
+            if end is not None and end.failure is not None:
+                self._relay(end.failure)
+                raise end.failure.error()
+
+    def _wait_above(self) -> Frame:
+        """Return the next frame that the leader passes down."""
+        above = self._above
+        assert above is not None
+        # The leader knows who is late: it says so at its deadline, a moment after this one.
+        patience = Deadline(self.deadline.left_s() + _PATIENCE_S)
+        while not above.data:
+            if patience.passed():
+                raise TimeoutError(f"the leader of this host has not answered {self.deadline}")
+            self._pump(min(_SLICE_S, patience.left_s()))
+        return above.data.popleft()
+
+    def _relay(self, failure: Failure) -> None:
+        """Tell everybody why this init() has failed, unless they know."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        if self._exchange is not None:
+            failure = self._exchange.fail(failure)
+        elif self._leader is not None and self._place is not None and 0 in self._leader.members:
+            with contextlib.suppress(OSError):
+                self._leader.members[0].send(Kind.SERVE, self.deadline)
+        for end in (self._above, self._leader):
+            if end is not None:
+                end.fail(failure)
+        if self._leader is not None and not self._in_store:
+            self._relay_beyond(self._leader, failure)
+
+    def _relay_beyond(self, leader: LocalLeader, failure: Failure) -> None:
+        """Tell ranks that have not met this one yet why this init() has failed."""
+        on_one_node = self._place is None or self._identity.on_one_node()
+        exchange = None if on_one_node else self._fail_in_store(leader.told, failure)
+        expected = self.size if on_one_node else self._identity.local_size
+        if not leader.linger(expected or self.size) and on_one_node:
+            exchange = self._fail_in_store(leader.told, failure)
+        if exchange is not None:
+            with contextlib.suppress(RingError):
+                exchange.mark_told(sorted(leader.told))
+
+    def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> HostExchange | None:
+        patience = Deadline(_PATIENCE_S)
+        with contextlib.suppress(RingError, OSError):  # the failure itself counts
+            if self._place is not None:
+                store = self._place.open(patience)
+                exchange = HostExchange(store, self.size, sorted(ranks), patience, self._ranks_of)
+                exchange.fail(failure)
+                return exchange
+        return None
+
+    def _ranks_of(self, card: bytes) -> list[int]:
+        try:
+            return GroupCard.from_bytes(card, self.size).ranks
+        except ValueError:
+            return []
+
+    def _report(self) -> None:
+        """Log on rank 0, every few seconds, who is here."""
+        now = time.monotonic()
+        if now >= self._told_progress + _PROGRESS_S and self._leader is not None:
+            self._told_progress = now
+            here = {*self._leader.cards, *self._other_here}
+            self._leader.note(progress(sorted(here), self.size, now - self._began))

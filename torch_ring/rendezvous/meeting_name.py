@@ -1,0 +1,84 @@
+"""meeting_name: the name of the Unix socket at which the ranks of one host meet.
+
+The name is derived from the launcher's name for this start of the job, or from the store's address,
+or from the process that started all the ranks, so that no other job has it. It is an abstract name:
+no file is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from torch_ring.errors import RingError
+from torch_ring.rendezvous.launchers import LAUNCHERS, Identity
+
+__all__ = ["meeting_name", "meeting_name_by_store"]
+
+
+def meeting_name(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name, the same for all ranks of this start of the job on this host and node.
+
+    Raises:
+        RingError: nothing tells this job from others.
+    """
+    address = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    job = identity.job or ("" if address[0] else _starter(identity))
+    # Two nodes of torchrun may be on one host: each knows how many of its own will come.
+    return _named(os.getuid(), identity.launcher, job, *address, identity.node, identity.part)
+
+
+def meeting_name_by_store(store: Store) -> str | None:
+    """Return the name that the ranks of a store agree upon; None: the store cannot do that.
+
+    Nothing else tells which ranks a store of the user's is for. Cost: one operation a rank.
+    """
+    with contextlib.suppress(DistError, NotImplementedError):
+        token = store.compare_set("meeting", "", secrets.token_hex(16))
+        return _named(os.getuid(), token.decode(errors="replace"))
+    return None
+
+
+def _named(*parts: object) -> str:
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return f"\0torch_ring/{digest[:32]}"
+
+
+def _starter(identity: Identity) -> str:
+    """Return the process that started all ranks of this host, as "<pid>.<start time>".
+
+    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
+    daemon.
+    """
+    launcher = LAUNCHERS.get(identity.launcher)
+    prefix = launcher.rank.encode() + b"=" if launcher else None
+    with contextlib.suppress(FileNotFoundError):  # no /proc, or it hides other users' processes
+        for pid in _ancestors():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except PermissionError:
+                continue  # a wrapper such as sudo, which runs as another user
+            if prefix is None or not any(entry.startswith(prefix) for entry in environment):
+                return f"{pid}.{_stat(pid)[19]}"
+    raise RingError(
+        f"cannot see the process that started this rank ({identity.source()}): set MASTER_ADDR to "
+        "127.0.0.1 and MASTER_PORT to a free port"
+    )
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        pid = int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
