@@ -1,7 +1,9 @@
 #include "engine/entry.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 
 namespace torch_ring {
 
@@ -48,13 +50,15 @@ std::byte* put(std::byte* to, const void* data, std::size_t count) {
   return to + count;
 }
 
+[[noreturn]] void refuse() { throw Error(ErrorKind::kInternal, "a rank posted a broken entry"); }
+
 /// Takes values off the front of untrusted bytes.
 class Reader {
  public:
   explicit Reader(ByteSpan bytes) : left_(bytes) {}
 
   ByteSpan take(std::size_t bytes) {
-    if (bytes > left_.size()) throw Error(ErrorKind::kInternal, "a rank posted a broken entry");
+    if (bytes > left_.size()) refuse();
     const ByteSpan taken = left_.first(bytes);
     left_ = left_.subspan(bytes);
     return taken;
@@ -81,9 +85,33 @@ class Reader {
     return announcement;
   }
 
+  /// Checks that nothing is left.
+  void end() const {
+    if (!left_.empty()) refuse();
+  }
+
  private:
   ByteSpan left_;
 };
+
+/// Whether a header has only values that encode() writes. What runs a request relies on it: it
+/// chooses the arithmetic by dtype and op.
+bool valid(const FingerprintHeader& header) {
+  return header.collective <= Collective::kJoin && header.op <= ReduceOp::kProduct &&
+         static_cast<int>(header.dtype) < kDTypeCount && header.joinable <= 1 &&
+         std::ranges::all_of(header.zero, [](std::uint8_t byte) { return byte == 0; });
+}
+
+/// Whether `shape` is a tensor's, with a number of bytes: a rank that has joined allocates what the
+/// others announce.
+bool valid(const std::vector<std::int64_t>& shape, DType dtype) {
+  if (std::ranges::any_of(shape, [](std::int64_t extent) { return extent < 0; })) return false;
+  if (std::ranges::find(shape, 0) != shape.end()) return true;
+  std::int64_t most =
+      std::numeric_limits<std::int64_t>::max() / static_cast<std::int64_t>(size_of(dtype));
+  for (const std::int64_t extent : shape) most /= extent;
+  return most > 0;
+}
 
 }  // namespace
 
@@ -109,6 +137,7 @@ void encode(const Fingerprint& f, Bytes& bytes) {
 Fingerprint decode(ByteSpan fingerprint) {
   Reader reader(fingerprint);
   const auto header = reader.take<FingerprintHeader>();
+  if (!valid(header)) refuse();
   Fingerprint f;
   f.collective = header.collective;
   f.dtype = header.dtype;
@@ -121,8 +150,10 @@ Fingerprint decode(ByteSpan fingerprint) {
   const ByteSpan shape = reader.take(std::size_t{header.dimensions} * sizeof(std::int64_t));
   f.shape.resize(header.dimensions);
   if (!shape.empty()) std::memcpy(f.shape.data(), shape.data(), shape.size());
+  if (!valid(f.shape, f.dtype)) refuse();
   const ByteSpan name = reader.take(header.name_bytes);
   f.name.assign(reinterpret_cast<const char*>(name.data()), name.size());
+  reader.end();
   return f;
 }
 
@@ -161,13 +192,16 @@ Entry parse_entry(ByteSpan bytes) {
   for (std::uint32_t i = 0; i < header.count; ++i) {
     entry.announcements.push_back(reader.take_announcement());
   }
+  reader.end();
   return entry;
 }
 
 std::optional<Announcement> parse_single(ByteSpan bytes) {
   Reader reader(bytes);
   if (reader.take<EntryHeader>().count != 1) return std::nullopt;
-  return reader.take_announcement();
+  const Announcement announcement = reader.take_announcement();
+  reader.end();
+  return announcement;
 }
 
 }  // namespace torch_ring

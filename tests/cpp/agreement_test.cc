@@ -64,6 +64,20 @@ TEST(fingerprint_is_equal_after_encode_and_decode) {
   CHECK(decode(encoded) == fingerprint);
 }
 
+/// A rank that has joined takes as much memory as the others' shapes say.
+TEST(decode_throws_for_shapes_that_no_tensor_has) {
+  constexpr std::int64_t kHuge = std::int64_t{1} << 31;
+  Bytes encoded;
+  for (const auto& shape : {std::vector<std::int64_t>{2, -1}, {kHuge, kHuge}, {kHuge, 2, kHuge}}) {
+    encode(allreduce("a", shape), encoded);
+    CHECK_THROWS(decode(encoded), ErrorKind::kInternal, "broken entry");
+  }
+  for (const auto& shape : {std::vector<std::int64_t>{kHuge, kHuge / 4}, {kHuge, kHuge, 0}, {}}) {
+    encode(allreduce("a", shape), encoded);
+    CHECK(decode(encoded).shape == shape);
+  }
+}
+
 TEST(parse_entry_throws_for_truncated_entries) {
   const Bytes whole = entry({allreduce("a"), allreduce("b")});
   for (std::size_t bytes = 0; bytes < whole.size(); bytes += 3) {

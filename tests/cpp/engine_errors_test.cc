@@ -45,6 +45,27 @@ const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](R
   CHECK(second == Rank::sums(5, rank.size()));
 });
 
+const bool kTooManyRows = on_all_layouts(
+    "rows whose bytes are more than a size can say are refused",
+    [](Rank& rank) {
+      Request request;
+      request.fingerprint.collective = Collective::kAllgather;
+      request.fingerprint.dtype = DType::kInt32;
+      request.rows = {std::int64_t{1} << 62};  // times four bytes: a size of 0, if it overflows
+      request.allocate = [](std::span<const std::int64_t>) -> void* {
+        throw CheckFailed("asked for memory");
+      };
+      const auto work = rank.engine().submit(std::move(request), Engine::Mode::kBlocking);
+      std::string what;
+      try {
+        rank.wait(work);
+      } catch (const Error& error) {  // its own, or that of a peer that was faster
+        what = error.what();
+      }
+      CHECK(what.find("announced broken rows") != std::string::npos);
+    },
+    2);
+
 const bool kLeaves = on_all_layouts(
     "a rank that leaves early is named",
     [](Rank& rank) {

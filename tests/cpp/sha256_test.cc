@@ -107,7 +107,9 @@ TEST(equal_in_constant_time_sees_each_bit_and_the_sizes) {
   CHECK(equal_in_constant_time(a, b));
   CHECK(equal_in_constant_time({}, {}));
   CHECK(!equal_in_constant_time(a, std::span(b).first(32)));
+  CHECK(!equal_in_constant_time(std::span(a).first(32), b));
   CHECK(!equal_in_constant_time(a, {}));
+  CHECK(!equal_in_constant_time({}, b));
   for (std::size_t bit = 0; bit < 8 * b.size(); ++bit) {
     const std::byte mask = std::byte{1} << static_cast<int>(bit % 8);
     b[bit / 8] ^= mask;

@@ -1,0 +1,249 @@
+// What comes from the wire, broken in many ways: it is refused or read, never trusted.
+#include "fuzz.h"
+
+#include <functional>
+#include <optional>
+
+#include "engine/entry.h"
+#include "handshake_pair.h"
+
+using namespace torch_ring;
+using namespace torch_ring::test;
+
+namespace {
+
+// --- engine/entry.h
+
+/// A fingerprint of any kind that encode() can write.
+Fingerprint random_fingerprint(Rng& rng) {
+  Fingerprint f;
+  f.collective = static_cast<Collective>(below(7, rng));
+  f.dtype = static_cast<DType>(below(kDTypeCount, rng));
+  f.op = static_cast<ReduceOp>(below(6, rng));
+  f.device = static_cast<std::uint8_t>(below(3, rng));
+  f.root = static_cast<std::int32_t>(below(4, rng)) - 1;
+  f.prescale = below(2, rng) == 0 ? 1.0 : 0.5;
+  f.joinable = below(2, rng) == 0;
+  for (std::size_t i = below(5, rng); i > 0; --i) {
+    f.shape.push_back(static_cast<std::int64_t>(below(100, rng)));
+  }
+  f.name = std::string(below(40, rng), 'n');
+  return f;
+}
+
+Bytes random_fingerprint_bytes(Rng& rng) {
+  Bytes bytes;
+  encode(random_fingerprint(rng), bytes);
+  return bytes;
+}
+
+/// A valid entry with up to four announcements.
+Bytes random_entry(Rng& rng) {
+  EntryWriter writer;
+  writer.clear(below(2, rng) == 0);
+  for (std::size_t i = below(5, rng); i > 0; --i) {
+    const Bytes fingerprint = random_fingerprint_bytes(rng);
+    const Bytes payload = random_bytes(below(100, rng), rng);
+    const Bytes rows = random_bytes(8 * below(4, rng), rng);
+    Announcement announcement;
+    announcement.fingerprint = fingerprint;
+    announcement.rows = rows;
+    announcement.is_inline = below(2, rng) == 0;
+    if (announcement.is_inline) announcement.payload = payload;
+    announcement.shared_offset = static_cast<std::int64_t>(below(1000, rng)) - 1;
+    writer.append(announcement);
+  }
+  return {writer.bytes().begin(), writer.bytes().end()};
+}
+
+/// The result of parse(), or nothing if it refuses the bytes in the way of its contract.
+template <class Parse>
+auto parsed_or_refused(Parse&& parse) -> std::optional<decltype(parse())> {
+  try {
+    return parse();
+  } catch (const Error& error) {
+    CHECK_EQ(static_cast<int>(error.kind()), static_cast<int>(ErrorKind::kInternal));
+    return std::nullopt;
+  }
+}
+
+bool within(ByteSpan part, ByteSpan whole) {
+  return part.empty() ||
+         (std::greater_equal<>()(part.data(), whole.data()) && part.size() <= whole.size() &&
+          static_cast<std::size_t>(part.data() - whole.data()) <= whole.size() - part.size());
+}
+
+/// Checks that an announcement lies in its entry and does not claim more bytes than it has.
+void check_announcement(const Announcement& a, ByteSpan entry) {
+  CHECK(within(a.fingerprint, entry) && within(a.payload, entry) && within(a.rows, entry));
+  CHECK_EQ(a.rows.size() % 8, 0u);
+  CHECK(a.fingerprint.size() + a.payload.size() + a.rows.size() <= entry.size());
+}
+
+/// Counts what became of the cases, so that a fuzzer cannot go blind.
+struct Tally {
+  int parsed = 0;
+  int refused = 0;
+
+  void add(bool is_parsed) { ++(is_parsed ? parsed : refused); }
+  void check_both(int least) const {
+    CHECK(parsed >= least);
+    CHECK(refused >= least);
+  }
+};
+
+constexpr std::uint64_t kCases = kSanitized ? 2'000 : 10'000;
+
+// --- transport/handshake.h
+
+using Messages = std::vector<Bytes>;
+
+/// What the two ends send in a handshake, in turn, if `change(i, message)` may change each message
+/// on its way. A message is given in parts of random sizes. Returns when an end has refused, or has
+/// taken no more and has nothing to send.
+struct Exchange {
+  HandshakePair pair;
+  bool is_intact = true;  // whether each message arrived as it was, as far as it was asked for
+
+  void run(const std::function<Bytes(std::size_t, const Bytes&)>& change, Rng& rng) {
+    Handshake* from = &pair.connecting;
+    Handshake* to = &pair.accepting;
+    for (std::size_t i = 0; i < 4; ++i, std::swap(from, to)) {
+      const Bytes sent = take(*from);
+      if (sent.empty()) return;
+      const Bytes arriving = change(i, sent);
+      const bool whole =
+          arriving.size() >= sent.size() && std::equal(sent.begin(), sent.end(), arriving.begin());
+      is_intact = is_intact && whole;
+      const std::size_t given = give(*to, arriving, [&] { return 1 + below(80, rng); });
+      CHECK(given <= sent.size());
+    }
+  }
+};
+
+}  // namespace
+
+TEST(fuzz_mutate_is_the_same_in_every_run_and_changes_nearly_every_input) {
+  const Bytes input(50, std::byte{7});
+  int changed = 0;
+  fuzz(1000, [&](Rng& rng) {
+    Rng same = rng;
+    const Bytes output = mutate(input, rng);
+    CHECK(output == mutate(input, same));
+    changed += output != input;
+    CHECK(output.size() <= input.size() + 4 * 64);
+  });
+  CHECK(changed > 900);
+  fuzz(100, [](Rng& rng) { mutate({}, rng); });
+}
+
+TEST(fuzz_decode_reads_what_encode_writes_and_nothing_else) {
+  Tally tally;
+  fuzz(kCases, [&](Rng& rng) {
+    const Bytes valid = random_fingerprint_bytes(rng);
+    const auto check = [&](const Bytes& bytes) {
+      const auto fingerprint = parsed_or_refused([&] { return decode(bytes); });
+      if (fingerprint) {
+        Bytes again;
+        encode(*fingerprint, again);
+        CHECK(again == bytes);  // so nothing in it is more than its bytes
+      }
+      return fingerprint.has_value();
+    };
+    CHECK(check(valid));
+    tally.add(check(mutate(valid, rng)));
+    check(random_bytes(below(100, rng), rng));
+  });
+  tally.check_both(kCases / 20);
+}
+
+TEST(fuzz_parse_entry_and_parse_single) {
+  Tally tally;
+  fuzz(kCases, [&](Rng& rng) {
+    const auto check = [&](const Bytes& bytes) {
+      const auto entry = parsed_or_refused([&] { return parse_entry(bytes); });
+      const auto single = parsed_or_refused([&] { return parse_single(bytes); });
+      if (entry) {
+        for (const Announcement& a : entry->announcements) {
+          check_announcement(a, bytes);
+          parsed_or_refused([&] { return decode(a.fingerprint); });
+        }
+        CHECK_EQ(single->has_value(), entry->announcements.size() == 1);
+      }
+      if (single && *single) {
+        check_announcement(**single, bytes);
+        CHECK(entry.has_value());
+      }
+      return entry.has_value();
+    };
+    const Bytes valid = random_entry(rng);
+    CHECK(check(valid));
+    tally.add(check(mutate(valid, rng)));
+    check(random_bytes(below(100, rng), rng));
+  });
+  tally.check_both(kCases / 20);
+}
+
+/// Both ends have the key, and somebody between them changes what they send.
+TEST(fuzz_handshake_with_changed_messages_is_never_done) {
+  Tally tally;
+  fuzz(kCases / 5, [&](Rng& rng) {
+    Exchange exchange;
+    const std::size_t changed = below(4, rng);
+    try {
+      exchange.run([&](std::size_t i,
+                       const Bytes& bytes) { return i == changed ? mutate(bytes, rng) : bytes; },
+                   rng);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kMismatch);
+      CHECK(!exchange.is_intact);
+    }
+    const auto& [connecting, accepting] = exchange.pair;
+    CHECK_EQ(connecting.done(), exchange.is_intact);
+    CHECK(!accepting.done() || exchange.is_intact || changed == 3);
+    tally.add(connecting.done());
+  });
+  tally.check_both(kCases / 200);
+}
+
+/// A stranger who knows the protocol, and messages of another handshake, but not the key.
+TEST(fuzz_handshake_with_a_stranger_is_never_done) {
+  const auto [of_connecting, of_accepting] = [] {
+    HandshakePair pair;
+    Bytes of_connecting = take(pair.connecting);
+    give(pair.accepting, of_connecting);
+    Bytes of_accepting = take(pair.accepting);
+    give(pair.connecting, of_accepting);
+    const Bytes proof = take(pair.connecting);
+    of_connecting.insert(of_connecting.end(), proof.begin(), proof.end());
+    of_accepting.push_back(std::byte{'W'});
+    return std::pair(of_connecting, of_accepting);
+  }();
+  int answered = 0;
+  fuzz(kCases / 2, [&](Rng& rng) {
+    HandshakePair pair;
+    for (Handshake* end : {&pair.connecting, &pair.accepting}) {
+      const bool connects = end == &pair.connecting;
+      if (connects) take(*end);
+      Bytes stream = connects ? of_accepting : of_connecting;
+      if (below(4, rng) == 0) stream = random_bytes(below(200, rng), rng);
+      if (below(4, rng) > 0) stream = mutate(stream, rng);
+      std::size_t given = 0;
+      try {
+        for (bool goes_on = true; goes_on; goes_on = !take(*end).empty()) {
+          given += give(*end, std::span(stream).subspan(given), [&] { return 1 + below(80, rng); });
+          answered += !connects && !end->outgoing().empty();
+        }
+        // It waits for more, and has taken all that there was.
+        CHECK_EQ(given, stream.size());
+        CHECK(!end->incoming().empty());
+      } catch (const Error& error) {
+        const bool other_key = connects && error.kind() == ErrorKind::kMismatch;
+        CHECK(other_key || error.kind() == ErrorKind::kPeerLost);
+        CHECK(end->incoming().empty() && end->outgoing().empty());
+      }
+      CHECK(!end->done());
+    }
+  });
+  CHECK(answered > 100);  // hellos that were valid, so that proofs were tried, too
+}
