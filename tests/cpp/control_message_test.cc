@@ -1,7 +1,8 @@
+#include "control/message.h"
+
 #include <string_view>
 #include <vector>
 
-#include "control/message.h"
 #include "harness.h"
 
 namespace torch_ring::test {
