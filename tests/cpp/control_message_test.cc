@@ -1,8 +1,7 @@
-#include "control/message.h"
-
 #include <string_view>
 #include <vector>
 
+#include "control/message.h"
 #include "harness.h"
 
 namespace torch_ring::test {
