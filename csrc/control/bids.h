@@ -25,9 +25,9 @@ class Bids {
   static constexpr std::chrono::seconds kSetupProbe{2};  // many ranks wait for one another then
 
   struct Outcome {
-    std::vector<std::pair<int, Fd>> connected;  // by rank
-    std::vector<int> refused;                   // nobody listens there
-    std::vector<int> silent;                    // no connection for the heartbeat timeout
+    std::vector<std::pair<int, Fd>> connected;   // by rank
+    std::vector<int> refused;                    // nobody listens there
+    std::vector<int> silent;                     // no connection for the heartbeat timeout
     std::optional<std::pair<int, Error>> error;  // of this process, or its key
   };
 

@@ -26,14 +26,15 @@ class ControlLoop;
 /// living ones, and tell them all they know, so the survivors stay connected and nobody misses
 /// anything.
 ///
-/// Thread: any. Blocking: stop() and die(); subscribe() and unsubscribe(), while an observer is
-/// called.
+/// Thread: any, but stop() and die() one at a time. Blocking: these; subscribe() and unsubscribe(),
+/// while an observer is called.
 class ControlPlane {
  public:
   using Address = torch_ring::Address;
   using Options = ControlOptions;
 
-  /// Starts the thread, which begins to connect to the neighbours.
+  /// Starts the thread, which begins to connect to the neighbours. Errors: Error(kInvalidArgument)
+  /// if the options do not fit together.
   explicit ControlPlane(Options options);
   ~ControlPlane();
   ControlPlane(const ControlPlane&) = delete;

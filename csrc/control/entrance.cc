@@ -61,8 +61,7 @@ void Entrance::accept(Listener& listener, Clock::time_point now) {
       // concern this process.
       pause_ = now + kPause;
       if (is_local(error) || error == EINVAL || error == EBADF) {
-        trouble_ = Error(ErrorKind::kInternal,
-                         "accept: " + std::generic_category().message(error));
+        trouble_ = Error(ErrorKind::kInternal, "accept: " + std::generic_category().message(error));
       }
       return;
     }

@@ -60,9 +60,9 @@ class Link {
   Clock::time_point heard_;
   std::string outgoing_;
   Clock::time_point due_ = Clock::time_point::max();
-  bool blocked_ = false;       // the socket takes no more for now
+  bool blocked_ = false;  // the socket takes no more for now
   bool ended_ = false;
-  bool deaf_ = false;          // the peer receives no more; what it has sent may still be here
+  bool deaf_ = false;  // the peer receives no more; what it has sent may still be here
   std::size_t slot_ = PollSet::kNone;
 };
 

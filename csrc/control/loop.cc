@@ -12,24 +12,35 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::chrono::milliseconds kGather{10};    // departures on their way wait for others
-constexpr std::chrono::milliseconds kGoodbye{100};  // a stopping rank waits for those who don't read
+constexpr std::chrono::milliseconds kGather{10};  // departures on their way wait for others
+constexpr std::chrono::milliseconds kGoodbye{
+    100};  // a stopping rank waits for those who don't read
 
 void check(const ControlOptions& options) {
   const auto size = options.host_of.size();
   if (options.labels.size() != size || options.addresses.size() != size || options.rank < 0 ||
       options.rank >= options.size()) {
-    throw Error(ErrorKind::kInvalidArgument, "a control plane needs a host, a label and an address "
-                                             "of each rank, and a rank among them");
+    throw Error(ErrorKind::kInvalidArgument,
+                "a control plane needs a host, a label and an address of each rank, and one of the "
+                "ranks");
+  }
+  const int host = at(options.host_of, options.rank);
+  for (int peer = 0; peer < options.size(); ++peer) {
+    if (peer != options.rank)
+      SocketAddress(at(options.addresses, peer), at(options.host_of, peer) == host);
   }
 }
 
 }  // namespace
 
 ControlLoop::ControlLoop(ControlOptions options)
-    : options_((check(options), ControlOptions{options.rank, std::move(options.host_of),
+    : options_((check(options), ControlOptions{options.rank,
+                                               std::move(options.host_of),
                                                std::move(options.labels),
-                                               std::move(options.addresses), options.key, {}, {},
+                                               std::move(options.addresses),
+                                               options.key,
+                                               {},
+                                               {},
                                                options.heartbeat_timeout})),
       rank_(options_.rank),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),

@@ -80,11 +80,11 @@ class ControlLoop {
   std::list<Link> links_;
   Bids bids_;
   DataConnections data_;
-  std::set<int> awaited_;               // first neighbours without a connection so far
+  std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> failures_;       // of this rank, not sent yet
-  std::vector<Message> untold_;         // for the observers
-  std::set<std::uint64_t> connected_;   // sets whose observers are to be told
+  std::vector<Message> failures_;      // of this rank, not sent yet
+  std::vector<Message> untold_;        // for the observers
+  std::set<std::uint64_t> connected_;  // sets whose observers are to be told
   std::optional<Farewell> farewell_;
   Clock::time_point next_heartbeat_;
 

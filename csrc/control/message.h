@@ -54,7 +54,7 @@ class MessageParser {
 
  private:
   const int size_;
-  std::string bytes_;      // received, from done_ on not yet parsed
+  std::string bytes_;  // received, from done_ on not yet parsed
   std::size_t done_ = 0;
 };
 

@@ -41,7 +41,7 @@ class News {
  private:
   enum class Fate : std::uint8_t { kAlive, kPresumedDeparted, kDeparted, kLost };
 
-  std::vector<Fate> fates_;  // by rank
+  std::vector<Fate> fates_;                         // by rank
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
   std::vector<Message> known_;
 };

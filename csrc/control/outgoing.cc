@@ -13,12 +13,11 @@ std::string message_of(int error) { return std::generic_category().message(error
 
 }  // namespace
 
-Outgoing::Outgoing(const Address& address, bool unix, const Key& key,
-                   const Hello& hello)
+Outgoing::Outgoing(const Address& address, bool unix, const Key& key, const Hello& hello)
     : to_(address, unix), key_(key), hello_(hello) {}
 
-Outgoing::Outgoing(const Address& address, bool unix,
-                   std::chrono::milliseconds interval, Clock::time_point now)
+Outgoing::Outgoing(const Address& address, bool unix, std::chrono::milliseconds interval,
+                   Clock::time_point now)
     : to_(address, unix), probe_(interval), retry_(now + interval) {}
 
 Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
@@ -84,8 +83,7 @@ void Outgoing::add_to(PollSet& polls) {
 int advance_handshake(Handshake& handshake, int fd) {
   while (true) {
     if (const auto outgoing = handshake.outgoing(); !outgoing.empty()) {
-      const auto sent =
-          ::send(fd, outgoing.data(), outgoing.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+      const auto sent = ::send(fd, outgoing.data(), outgoing.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (sent > 0) handshake.sent(static_cast<std::size_t>(sent));
       if (sent >= 0 || errno == EINTR) continue;
       return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : errno;

@@ -134,7 +134,10 @@ TEST(control_plane_makes_no_data_connection_to_a_rank_that_is_gone) {
 }
 
 TEST(control_plane_says_when_there_are_no_descriptors) {
-  const Planes planes = make_planes({0, 1});
+  auto all = make_plane_options({0, 1});
+  const Address rank0 = all[0].addresses[0];
+  const Planes planes = start_planes(std::move(all));
+  wait_until_complete(planes);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   const auto low = planes[0]->sockets(kSet, {0, 1}, 1);
   rlimit before{};
@@ -150,6 +153,20 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
   }
   CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   CHECK_EQ(said, "no connection to rank 0 (a thread): socket: Too many open files");
+  // The other side finds out when somebody connects.
+  const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const SocketAddress to(rank0, false);
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  CHECK_EQ(::connect(stranger.get(), to.generic(), to.bytes), 0);
+  said.clear();
+  try {
+    wait_until([&] { return !low->take(1, true).empty(); }, "an error");
+  } catch (const Error& error) {
+    said = error.what();
+  }
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK_EQ(said, "accept: Too many open files");
+  wait_until([&] { return planes[0]->descriptors().size() == 5; }, "the stranger is accepted");
   // Once there are some, it may be tried again.
   take_all(*high, 0, true);
   take_all(*low, 1, true);

@@ -1,8 +1,7 @@
-#include "control/graph.h"
-
 #include <algorithm>
 #include <random>
 
+#include "control/graph.h"
 #include "control/neighbourhood.h"
 #include "core/at.h"
 #include "harness.h"

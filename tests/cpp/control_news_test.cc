@@ -1,11 +1,10 @@
 // A simulation: ranks as pairs of News and Graph, connections as queues, in random order.
-#include "control/news.h"
-
 #include <deque>
 #include <map>
 #include <random>
 
 #include "control/graph.h"
+#include "control/news.h"
 #include "core/at.h"
 #include "harness.h"
 
@@ -170,8 +169,8 @@ TEST(news_survives_the_death_of_its_messengers) {
       simulation.run(static_cast<int>(random() % 20));
       // Some beside one another, and some anywhere, die with what they have not passed on.
       for (int i = 0; i < 3; ++i) {
-        const int victim = static_cast<int>(random() % 2 != 0 ? (teller + 1 + i) % size
-                                                              : static_cast<int>(random() % 97) % size);
+        const int victim = static_cast<int>(
+            random() % 2 != 0 ? (teller + 1 + i) % size : static_cast<int>(random() % 97) % size);
         int living = 0;
         for (int r = 0; r < size; ++r) living += simulation.alive(r);
         if (living > 1 && simulation.alive(victim)) simulation.kill(victim);

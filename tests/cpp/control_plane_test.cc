@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 
+#include <functional>
 #include <numeric>
 #include <set>
 
@@ -91,8 +92,7 @@ TEST(control_plane_tells_all_of_a_death) {
     for (int rank = 0; rank < world.size(); ++rank) {
       if (rank == 7) continue;
       const std::string how = at(world.recorders, rank).text("lost 7");
-      const std::string what =
-          "rank 7 (a thread) died: its connection closed; see its output";
+      const std::string what = "rank 7 (a thread) died: its connection closed; see its output";
       if (how == what) {
         ++first_hand;
       } else {
@@ -216,6 +216,18 @@ TEST(control_plane_tells_a_late_observer_what_happened) {
   world.kill(1);
   world.wait_for_all("lost 1");
   CHECK(of_others.events().empty());
+}
+
+TEST(control_plane_checks_its_options) {
+  const auto refused = [](const std::function<void(ControlOptions&)>& change, const char* why) {
+    auto all = make_plane_options({0, 0, 1});
+    change(all[0]);
+    CHECK_THROWS(ControlPlane(std::move(all[0])), ErrorKind::kInvalidArgument, why);
+  };
+  refused([](ControlOptions& options) { options.rank = 3; }, "one of the ranks");
+  refused([](ControlOptions& options) { options.labels.pop_back(); }, "a label and an address");
+  refused([](ControlOptions& options) { options.addresses[1].socket = ""; }, "no name of a Unix");
+  refused([](ControlOptions& options) { options.addresses[2].host = "host"; }, "not a numeric");
 }
 
 TEST(control_plane_stops_while_it_connects) {

@@ -87,15 +87,15 @@ TEST(control_plane_drops_strangers) {
       send_all(strangers.back(), garbage);
     }
   }
-  for (const Fd& stranger : strangers) wait_until([&] { return closed(stranger); }, "it is dropped");
+  for (const Fd& stranger : strangers)
+    wait_until([&] { return closed(stranger); }, "it is dropped");
   // A lower rank, a rank that is none, this rank itself, and too high a channel: all with the key.
-  for (const Hello& hello : {Hello{0, 0, 0, 0}, Hello{3, 0, 0, 0}, Hello{0xffffffff, 0, 0, 1},
-                             Hello{1, 0, 0, 65}}) {
+  for (const Hello& hello :
+       {Hello{0, 0, 0, 0}, Hello{3, 0, 0, 0}, Hello{0xffffffff, 0, 0, 1}, Hello{1, 0, 0, 65}}) {
     const Fd socket = connect_to(rank0.address, true);
     auto handshake = Handshake::connecting(the_key(), hello);
-    wait_until(
-        [&] { return advance_handshake(handshake, socket.get()) != 0 || handshake.done(); },
-        "a handshake");
+    wait_until([&] { return advance_handshake(handshake, socket.get()) != 0 || handshake.done(); },
+               "a handshake");
     wait_until([&] { return closed(socket); }, "it is dropped");
   }
   CHECK_EQ(rank0.plane->missing(), (std::vector<int>{1, 2}));
@@ -113,7 +113,8 @@ TEST(control_plane_does_not_believe_a_replay) {
     while (!handshake.done()) {
       if (const auto bytes = handshake.outgoing(); !bytes.empty()) {
         recorded.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-        handshake.sent(static_cast<std::size_t>(::send(socket.get(), bytes.data(), bytes.size(), 0)));
+        handshake.sent(
+            static_cast<std::size_t>(::send(socket.get(), bytes.data(), bytes.size(), 0)));
       } else {
         const auto room = handshake.incoming();
         const auto got = ::recv(socket.get(), room.data(), room.size(), 0);

@@ -3,7 +3,9 @@
 
 #include <functional>
 #include <optional>
+#include <string_view>
 
+#include "control/message.h"
 #include "engine/entry.h"
 #include "handshake_pair.h"
 
@@ -94,6 +96,23 @@ struct Tally {
 
 constexpr std::uint64_t kCases = kSanitized ? 2'000 : 10'000;
 
+// --- control/message.h
+
+Message random_message(Rng& rng) {
+  const int rank = static_cast<int>(below(8, rng));
+  const std::string text(below(300, rng), 't');
+  switch (below(4, rng)) {
+    case 0:
+      return Message::heartbeat(rank);
+    case 1:
+      return Message::departed(rank);
+    case 2:
+      return Message::lost(rank, (rank + 1) % 8, text);
+    default:
+      return Message::failed(rank, rng(), Error(static_cast<ErrorKind>(below(5, rng)), text));
+  }
+}
+
 // --- transport/handshake.h
 
 using Messages = std::vector<Bytes>;
@@ -180,6 +199,47 @@ TEST(fuzz_parse_entry_and_parse_single) {
     CHECK(check(valid));
     tally.add(check(mutate(valid, rng)));
     check(random_bytes(below(100, rng), rng));
+  });
+  tally.check_both(kCases / 20);
+}
+
+/// A parser reads what append_to() writes, and from then on messages of such ranks or nothing.
+TEST(fuzz_control_messages) {
+  Tally tally;
+  fuzz(kCases, [&](Rng& rng) {
+    std::string frames;
+    std::vector<Message> sent;
+    for (std::size_t i = 1 + below(4, rng); i > 0; --i) sent.push_back(random_message(rng));
+    for (const Message& message : sent) message.append_to(frames);
+    const auto received = [&](std::string_view bytes) {
+      MessageParser parser(8);
+      std::vector<Message> messages;
+      while (!bytes.empty()) {
+        const std::size_t part = 1 + below(std::min<std::size_t>(bytes.size(), 100), rng);
+        parser.append(bytes.substr(0, part));
+        bytes.remove_prefix(part);
+        while (auto message = parser.next()) messages.push_back(std::move(*message));
+      }
+      return messages;
+    };
+    CHECK(received(frames) == sent);
+    Bytes bytes(frames.size());
+    std::memcpy(bytes.data(), frames.data(), frames.size());
+    const Bytes broken =
+        below(4, rng) == 0 ? random_bytes(below(300, rng), rng) : mutate(bytes, rng);
+    const std::string_view wire(reinterpret_cast<const char*>(broken.data()), broken.size());
+    try {
+      std::string again;
+      for (const Message& message : received(wire)) {
+        CHECK(message.rank < 8 && message.reporter < 8);
+        message.append_to(again);
+      }
+      CHECK(wire.starts_with(again));  // all that was read is what append_to() would have written
+      tally.add(true);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::kPeerLost);
+      tally.add(false);
+    }
   });
   tally.check_both(kCases / 20);
 }
