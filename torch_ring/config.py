@@ -276,8 +276,8 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "shared secret with which ranks authenticate one another; if unset, rank 0 generates one "
-        "for ranks that it reaches over a Unix socket",
+        "shared secret with which ranks authenticate one another; if unset, each world has one "
+        "that its ranks know, and whoever can read its store",
     ),
     Setting(
         "log_level",

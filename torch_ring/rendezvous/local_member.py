@@ -34,6 +34,7 @@ class LocalMember:
         data: frames that the leader has passed down.
         must_serve: whether other hosts need rank 0's store.
         failure: why this init() has failed, when it has.
+        left: whether the leader has gone in peace.
     """
 
     def __init__(self, connection: FrameSocket, deadline: Deadline) -> None:
@@ -43,7 +44,7 @@ class LocalMember:
         self.failure: Failure | None = None
         self._deadline = deadline
         self._welcome = False
-        self._left = False  # the leader has, in peace
+        self.left = False
         self._selector = selectors.PollSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -63,14 +64,14 @@ class LocalMember:
 
     def pump(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
-        if self._left or self.failure is not None:
+        if self.left or self.failure is not None:
             return
         try:
             if self._selector.select(wait_s):
                 for frame in self.connection.receive():
                     self._take(frame)
         except (OSError, EOFError, ValueError) as error:
-            if self.failure is None and not self._left:
+            if self.failure is None and not self.left:
                 lost = PeerLostError(f"the leader of this host has exited during init: {error}")
                 self.failure = Failure.of_all(lost)
 
@@ -115,7 +116,7 @@ class LocalMember:
         elif frame.kind == Kind.FAILURE:
             self.failure = self.failure or Failure.from_bytes(frame.payload)
         elif frame.kind == Kind.BYE:
-            self._left = True
+            self.left = True
         else:
             raise ValueError(f"it has sent a {frame.kind.name}")
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch_ring.errors import RingError, TimeoutError
+from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.failure import (
     Failure,
@@ -343,6 +343,8 @@ class Meeting:
         while not above.data:
             if patience.passed():
                 raise TimeoutError(f"the leader of this host has not answered {self.deadline}")
+            if above.left:
+                raise PeerLostError("the leader of this host has exited during init")
             self._pump(min(_SLICE_S, patience.left_s()))
         return above.data.popleft()
 
