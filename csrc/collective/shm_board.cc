@@ -67,10 +67,9 @@ Round ShmBoard::round() {
     const auto [common, own, local] = entry(index);
     at(locals_, index) = local;
     // Own parts are not compared here: usually they are empty, or differ.
-    const bool alike = !runs_.empty() && own.empty() && runs_.back().own.empty() &&
-                       common.size() == runs_.back().common.size() &&
-                       std::memcmp(common.data(), runs_.back().common.data(), common.size()) == 0;
-    if (alike) {
+    if (own.empty() && !runs_.empty() && runs_.back().own.empty() &&
+        common.size() == runs_.back().common.size() &&
+        std::memcmp(common.data(), runs_.back().common.data(), common.size()) == 0) {
       ++runs_.back().count;
     } else {
       runs_.push_back({index, 1, common, own});

@@ -36,20 +36,11 @@ bool equal_commons(std::span<const Run> runs) {
   });
 }
 
-/// The offset of the buffer of an announcement in a local part. `before`: the buffers before it.
-std::int64_t shared_offset(ByteSpan local, std::size_t before) {
-  std::int64_t offset = -1;
-  if ((before + 1) * sizeof offset <= local.size()) {
-    std::memcpy(&offset, local.data() + before * sizeof offset, sizeof offset);
-  }
-  if (offset < 0) throw Error(ErrorKind::kInternal, "a rank posted a broken entry");
-  return offset;
-}
-
-/// The decision of a request that all ranks announce in one round.
+/// Fills in the decision of a request that all ranks announce in one round.
 class Gathering {
  public:
-  Gathering(const Round& round, Collective collective) : round_(round), collective_(collective) {}
+  Gathering(const Round& round, Collective collective, Decision& decision)
+      : round_(round), collective_(collective), decision_(decision) {}
 
   void add(const Run& run, const Announcement& a) {
     if (!a.rows.empty()) {
@@ -67,7 +58,7 @@ class Gathering {
   }
 
   /// `shared_before`: the number of buffers in shared memory that the entry announces before.
-  Decision take(std::size_t shared_before) {
+  void finish(std::size_t shared_before) {
     decision_.is_inline = all_inline_;
     if (!all_inline_) decision_.payloads.clear();
     if (all_shared_) {
@@ -75,13 +66,12 @@ class Gathering {
         decision_.shared_offsets.push_back(shared_offset(local, shared_before));
       }
     }
-    return std::move(decision_);
   }
 
  private:
   const Round& round_;
   const Collective collective_;
-  Decision decision_;
+  Decision& decision_;
   bool all_shared_ = true;
   bool all_inline_ = true;
 };
@@ -143,6 +133,7 @@ std::optional<std::vector<Decision>> Agreement::in_step(const Round& round) cons
   std::vector<Decision> decisions;
   std::size_t shared_before = 0;
   while (entries.front().left() > 0) {
+    Decision& decision = decisions.emplace_back();
     std::optional<Gathering> gathering;
     Fingerprint fingerprint;
     bool is_shared = false;
@@ -150,14 +141,14 @@ std::optional<std::vector<Decision>> Agreement::in_step(const Round& round) cons
       const Announcement announcement = entries[i].next();
       if (!gathering) {
         fingerprint = decode(announcement.fingerprint);
-        gathering.emplace(round, fingerprint.collective);
+        gathering.emplace(round, fingerprint.collective, decision);
         is_shared = announcement.is_shared;
       }
       gathering->add(round.runs[i], announcement);
     }
     const std::string key = key_of(fingerprint);
     if (fingerprint.collective == Collective::kJoin || pending_.contains(key)) return std::nullopt;
-    Decision& decision = decisions.emplace_back(gathering->take(shared_before));
+    gathering->finish(shared_before);
     decision.key = key;
     decision.resets_numbering = resets_numbering(fingerprint);
     if (is_shared) ++shared_before;
@@ -210,19 +201,25 @@ bool Agreement::complete(const Pending& pending) const {
 }
 
 std::optional<Decision> Agreement::unanimous(const Fingerprint& own, const Round& round) {
-  if (own.collective == Collective::kJoin) return std::nullopt;
-  Gathering gathering(round, own.collective);
+  std::optional<Decision> decision;
+  if (own.collective == Collective::kJoin) return decision;
+  Gathering gathering(round, own.collective, decision.emplace());
   ByteSpan first;
   for (const Run& run : round.runs) {
     EntryReader entry(run.common, run.own);
-    if (entry.left() != 1) return std::nullopt;
-    const Announcement announcement = entry.next();
-    if (first.empty()) first = announcement.fingerprint;
-    if (!equal(first, announcement.fingerprint)) return std::nullopt;
-    gathering.add(run, announcement);
+    if (entry.left() == 1) {
+      const Announcement announcement = entry.next();
+      if (first.empty()) first = announcement.fingerprint;
+      if (equal(first, announcement.fingerprint)) {
+        gathering.add(run, announcement);
+        continue;
+      }
+    }
+    decision.reset();
+    return decision;
   }
-  Decision decision = gathering.take(0);
-  decision.resets_numbering = resets_numbering(own);
+  gathering.finish(0);
+  decision->resets_numbering = resets_numbering(own);
   return decision;
 }
 

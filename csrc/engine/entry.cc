@@ -113,6 +113,13 @@ Fingerprint decode(ByteSpan fingerprint) {
   return f;
 }
 
+std::int64_t shared_offset(ByteSpan local, std::size_t before) {
+  take(local, before * sizeof(std::int64_t));
+  const auto offset = take<std::int64_t>(local);
+  if (offset < 0) throw Error(ErrorKind::kInternal, "a rank posted a broken entry");
+  return offset;
+}
+
 void EntryWriter::clear(bool blocked) {
   count_ = 0;
   const EntryHeader header{blocked ? kBlocked : 0, 0};
@@ -131,12 +138,14 @@ void EntryWriter::append(const Announcement& a) {
   std::byte* at = grow(common_, sizeof header + padded(a.fingerprint.size()));
   at = put(at, &header, sizeof header);
   put(at, a.fingerprint.data(), a.fingerprint.size());
-  if (!a.rows.empty()) put(grow(own_, a.rows.size()), a.rows.data(), a.rows.size());
   if (!a.payload.empty()) {
     const std::uint64_t bytes = a.payload.size();
-    at = grow(own_, sizeof bytes + padded(bytes));
+    at =
+        put(grow(own_, a.rows.size() + sizeof bytes + padded(bytes)), a.rows.data(), a.rows.size());
     at = put(at, &bytes, sizeof bytes);
     put(at, a.payload.data(), bytes);
+  } else if (!a.rows.empty()) {
+    put(grow(own_, a.rows.size()), a.rows.data(), a.rows.size());
   }
   if (a.is_shared) {
     put(grow(local_, sizeof a.shared_offset), &a.shared_offset, sizeof a.shared_offset);
@@ -151,8 +160,7 @@ std::size_t EntryWriter::bytes_needed(const Announcement& a) {
          (a.is_shared ? sizeof a.shared_offset : 0);
 }
 
-EntryReader::EntryReader(ByteSpan common, ByteSpan own, ByteSpan local)
-    : common_(common), own_(own), local_(local), is_of_this_host_(!local.empty()) {
+EntryReader::EntryReader(ByteSpan common, ByteSpan own) : common_(common), own_(own) {
   const auto header = take<EntryHeader>(common_);
   blocked_ = (header.flags & kBlocked) != 0;
   left_ = header.count;
@@ -172,9 +180,6 @@ Announcement EntryReader::next() {
     announcement.payload = take(own_, bytes);
   }
   announcement.is_shared = (header.flags & kShared) != 0;
-  if (announcement.is_shared && is_of_this_host_) {
-    announcement.shared_offset = take<std::int64_t>(local_);
-  }
   return announcement;
 }
 

@@ -26,8 +26,8 @@ struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
   ByteSpan payload;                 // the bytes of an inline tensor, else empty
   ByteSpan rows;                    // std::int64_t each: Request::rows
-  std::int64_t shared_offset = -1;  // of a shared buffer; -1 if a rank of another host announces it
-  bool is_shared = false;           // whether it reduces a buffer in shared memory in place
+  bool is_shared = false;           // whether it reduces a buffer in shared memory in place,
+  std::int64_t shared_offset = -1;  // ... which lies here; left out by EntryReader
   bool is_inline = false;           // whether its data is the payload (which may be empty)
 };
 
@@ -36,6 +36,10 @@ void encode(const Fingerprint& fingerprint, Bytes& bytes);
 
 /// The fingerprint of an encoding. Errors: Error(kInternal) on bytes that encode() did not make.
 Fingerprint decode(ByteSpan fingerprint);
+
+/// The offset of a buffer, of which the entry announces `before` others first, in its local part.
+/// Errors: Error(kInternal) if that has none.
+std::int64_t shared_offset(ByteSpan local, std::size_t before);
 
 /// An entry under construction.
 class EntryWriter {
@@ -60,8 +64,7 @@ class EntryWriter {
 /// Errors: Error(kInternal) on bytes that EntryWriter did not make.
 class EntryReader {
  public:
-  /// `local`: empty for the entry of a rank of another host.
-  EntryReader(ByteSpan common, ByteSpan own, ByteSpan local = {});
+  EntryReader(ByteSpan common, ByteSpan own);
 
   /// Whether the rank has nothing new, and its only thread waits for a result.
   bool blocked() const { return blocked_; }
@@ -74,8 +77,6 @@ class EntryReader {
  private:
   ByteSpan common_;  // what next() has not taken yet
   ByteSpan own_;
-  ByteSpan local_;
-  bool is_of_this_host_;
   bool blocked_;
   std::uint32_t left_;
 };

@@ -106,7 +106,7 @@ std::vector<Decision> round(Agreement& agreement, const std::vector<Parts>& entr
 }
 
 std::vector<Announcement> read(const Parts& parts) {
-  EntryReader reader(parts.common, parts.own, parts.local);
+  EntryReader reader(parts.common, parts.own);
   std::vector<Announcement> announcements;
   while (reader.left() > 0) announcements.push_back(reader.next());
   return announcements;
@@ -165,11 +165,10 @@ TEST(entries_are_equal_wherever_their_shared_buffers_lie) {
   const Parts there = entry_with({{allreduce("a"), "", {}, 4096}});
   CHECK(here.common == there.common);
   CHECK(here.own.empty() && there.own.empty());
-  CHECK_EQ(read(here)[0].shared_offset, 64);
-  EntryReader elsewhere(here.common, here.own);  // as another host sees it
-  const Announcement announcement = elsewhere.next();
-  CHECK(announcement.is_shared);
-  CHECK_EQ(announcement.shared_offset, -1);
+  CHECK(read(here)[0].is_shared);
+  CHECK_EQ(shared_offset(here.local, 0), 64);
+  CHECK_EQ(shared_offset(there.local, 0), 4096);
+  CHECK_THROWS(shared_offset(here.local, 1), ErrorKind::kInternal, "broken entry");
 }
 
 TEST(buffers_are_shared_if_those_of_all_hosts_are) {
