@@ -19,7 +19,12 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "memory": {"core"},
     "transport": {"core", "memory"},
     "collective": {"core", "memory", "transport"},
-    "engine": {"core", "collective/communicator.h", "collective/host_communicator.h", "collective/board.h"},
+    "engine": {
+        "core",
+        "collective/communicator.h",
+        "collective/host_communicator.h",
+        "collective/board.h",
+    },
     "nccl": {"core", "collective/communicator.h"},
     "bindings": {"core", "memory", "transport", "collective", "engine", "nccl"},
 }
