@@ -20,7 +20,13 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "transport": {"core", "memory"},
     "control": {"core", "transport"},
     "collective": {"core", "memory", "transport"},
-    "engine": {"core", "control", "collective/communicator.h", "collective/host_communicator.h"},
+    "engine": {
+        "core",
+        "control",
+        "collective/communicator.h",
+        "collective/host_communicator.h",
+        "collective/board.h",
+    },
     "nccl": {"core", "collective/communicator.h"},
     "bindings": {"core", "memory", "transport", "control", "collective", "engine", "nccl"},
 }

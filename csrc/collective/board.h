@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -9,13 +10,38 @@
 
 namespace torch_ring {
 
+using ByteSpan = std::span<const std::byte>;
+
+/// An entry as its rank posts it.
+struct Post {
+  ByteSpan common;  // usually equal on all ranks: then it is sent once for all of them
+  ByteSpan own;     // differs from rank to rank; usually empty
+  ByteSpan local;   // only the ranks of this rank's host see it
+};
+
+/// Consecutive ranks that posted equal entries.
+struct Run {
+  int first = 0;
+  int count = 0;
+  ByteSpan common;
+  ByteSpan own;
+};
+
+/// The entries of a complete round.
+struct Round {
+  std::span<const Run> runs;         // of all ranks, in their order; neighbours may be equal
+  std::span<const ByteSpan> locals;  // the local parts, by index within this rank's host
+  std::span<const int> host_ranks;   // the ranks of this host, ascending: whose parts these are
+};
+
 /// An all-to-all exchange of small entries, in rounds. In each round every rank posts one entry.
 /// When all have posted, the round is complete and every rank sees the same entries. Only a post
 /// starts a round, so a rank with nothing to post is not disturbed.
 ///
 /// Cost of a round: in shared memory one barrier; over TCP ceil(log2(n)) messages a rank
 /// (J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
-/// message-passing systems", IEEE TPDS 8(11), 1997).
+/// message-passing systems", IEEE TPDS 8(11), 1997). Their size grows with the number of runs, and
+/// not with n: while all ranks post the same, each is as long as one entry.
 ///
 /// Thread: one at a time, but for wake(). Blocking: only wait_until().
 /// Errors: the Abort's cause, or Error(kPeerLost).
@@ -23,15 +49,21 @@ class Board {
  public:
   virtual ~Board() = default;
 
-  /// The largest entry, in bytes: the same on every rank.
+  /// The longest entry, in bytes: its parts, each padded to a multiple of 8. The same on every
+  /// rank.
   virtual std::size_t capacity() const = 0;
+
+  /// The longest entry that fits even if every rank posts another one, at most capacity(). Longer
+  /// ones fit as long as enough ranks post the same; if they do not, the round fails on every rank
+  /// with Error(kInternal). The same on every rank.
+  virtual std::size_t safe_capacity() const { return capacity(); }
 
   /// The largest inline payload, in bytes: data up to this size belongs into the entry, because to
   /// send it separately costs a second synchronisation. The same on every rank.
   virtual std::size_t inline_limit() const = 0;
 
   /// Starts this rank's next round with its entry. The previous round must be complete.
-  virtual void post(std::span<const std::byte> entry) = 0;
+  virtual void post(const Post& entry) = 0;
 
   /// Whether a peer is known to have posted to the round that this rank has not posted to yet.
   virtual bool peer_posted() = 0;
@@ -39,8 +71,9 @@ class Board {
   /// Makes progress on the round; returns whether all its entries have arrived.
   virtual bool complete() = 0;
 
-  /// `rank`'s entry of the completed round; valid until the next post().
-  virtual std::span<const std::byte> entry(int rank) const = 0;
+  /// The entries of the completed round; valid until the next post(). Every span in them begins at
+  /// a multiple of 8.
+  virtual Round round() = 0;
 
   /// The ranks whose entries are missing from the posted round (between hosts: all ranks of the
   /// missing hosts).

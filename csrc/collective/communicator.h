@@ -23,8 +23,8 @@ class Communicator {
   virtual int size() const = 0;
 
   /// output[i] = the reduction of input[i] over the ranks; `input` may be `output`.
-  /// `shared_offsets`: empty, or the SharedBuffers::offset_of() of every rank's buffer (then input
-  /// == output and nothing is staged).
+  /// `shared_offsets`: empty, or the SharedBuffers::offset_of() of the buffers of this host's ranks
+  /// (then they are in shared memory on all hosts, input == output, and nothing is staged).
   virtual void allreduce(const void* input, void* output, std::size_t count,
                          const Reduction& reduction,
                          std::span<const std::int64_t> shared_offsets = {}) = 0;

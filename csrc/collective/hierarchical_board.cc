@@ -7,10 +7,8 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::size_t kSizeBytes = sizeof(std::uint64_t);
-
-constexpr std::size_t framed_bytes(std::size_t entry_bytes) {
-  return kSizeBytes + (entry_bytes + 7) / 8 * 8;
+std::span<std::byte> world_slot(const Slot& slot, std::uint64_t round) {
+  return {slot.world_entries(round), Slot::kWorldSlotBytes};
 }
 
 int size_of_world(const std::vector<std::vector<int>>& ranks_of_host) {
@@ -21,28 +19,26 @@ int size_of_world(const std::vector<std::vector<int>>& ranks_of_host) {
 
 }  // namespace
 
-HierarchicalBoard::HierarchicalBoard(Host& host, std::vector<std::vector<int>> ranks_of_host,
+HierarchicalBoard::HierarchicalBoard(Host& host, const std::vector<std::vector<int>>& ranks_of_host,
                                      TcpBoard* leaders)
     : host_(host),
-      ranks_of_host_(std::move(ranks_of_host)),
+      ranks_of_host_(ranks_of_host),
+      size_(size_of_world(ranks_of_host)),
       leaders_(leaders),
-      local_(host, entry_capacity(size_of_world(ranks_of_host_))),
-      entries_(static_cast<std::size_t>(size_of_world(ranks_of_host_))) {
+      local_(host) {
+  for (const auto& ranks : ranks_of_host) order_.insert(order_.end(), ranks.begin(), ranks.end());
+  if (std::is_sorted(order_.begin(), order_.end())) order_.clear();
   if (leaders_ != nullptr) {
     host_.commit(Slot::kWorldEntries, 2 * Slot::kWorldSlotBytes);
   }
 }
 
-std::size_t HierarchicalBoard::entry_capacity(int size) {
-  const std::size_t share = Slot::kWorldSlotBytes / static_cast<std::size_t>(size);
-  return std::min(Slot::kEntryBytes, (share - kSizeBytes) / 8 * 8);
+std::size_t HierarchicalBoard::safe_capacity() const {
+  return std::min(capacity(), torch_ring::safe_capacity(Slot::kWorldSlotBytes,
+                                                        static_cast<std::size_t>(size_)));
 }
 
-std::size_t HierarchicalBoard::host_capacity(int size, int local_size) {
-  return static_cast<std::size_t>(local_size) * framed_bytes(entry_capacity(size));
-}
-
-void HierarchicalBoard::post(std::span<const std::byte> entry) {
+void HierarchicalBoard::post(const Post& entry) {
   open_ = true;
   gathered_ = false;
   local_.post(entry);
@@ -59,56 +55,37 @@ bool HierarchicalBoard::complete() {
     if (!gathered_) gather();
     if (!leaders_->complete()) return false;
     publish();
-  } else if (host_.header(0).published.load(std::memory_order_acquire) < local_.round()) {
+  } else if (host_.header(0).published.load(std::memory_order_acquire) < local_.round_number()) {
     return false;
   }
-  index();
+  read();
   open_ = false;
   return true;
 }
 
 /// Posts this host's entries to the other leaders.
 void HierarchicalBoard::gather() {
-  gathered_entries_.clear();
-  for (int peer = 0; peer < host_.size(); ++peer) {
-    const auto entry = local_.entry(peer);
-    const std::uint64_t bytes = entry.size();
-    const std::size_t at = gathered_entries_.size();
-    gathered_entries_.resize(at + framed_bytes(bytes));
-    std::memcpy(gathered_entries_.data() + at, &bytes, kSizeBytes);
-    if (bytes > 0) std::memcpy(gathered_entries_.data() + at + kSizeBytes, entry.data(), bytes);
-  }
-  leaders_->post(gathered_entries_);
+  leaders_->post_runs(Runs(local_.round().runs));
   gathered_ = true;
 }
 
-/// Writes the entries of all hosts to the world slot, where this host's ranks read them.
+/// Hands the runs of all hosts to this host's ranks.
 void HierarchicalBoard::publish() {
-  std::byte* to = host_.own_slot().world_entries(local_.round());
-  for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
-    const auto entries = leaders_->entry(static_cast<int>(host));
-    std::memcpy(to, entries.data(), entries.size());
-    to += entries.size();
-  }
-  host_.publish(host_.own().published, local_.round());
+  write_slot(world_slot(host_.own_slot(), local_.round_number()), leaders_->runs());
+  host_.publish(host_.own().published, local_.round_number());
 }
 
-/// Finds every rank's entry in the leader's world slot; checks sizes, as other hosts sent them.
-void HierarchicalBoard::index() {
-  const std::byte* slot = host_.slot(0).world_entries(local_.round());
-  std::size_t offset = 0;
-  for (const auto& ranks : ranks_of_host_) {
-    for (const int rank : ranks) {
-      std::uint64_t bytes = 0;
-      std::memcpy(&bytes, slot + offset, kSizeBytes);
-      if (bytes > capacity() || offset + framed_bytes(bytes) > Slot::kWorldSlotBytes) {
-        throw Error(ErrorKind::kInternal,
-                    "rank " + std::to_string(rank) + " posted an entry that does not fit");
-      }
-      at(entries_, rank) = {slot + offset + kSizeBytes, bytes};
-      offset += framed_bytes(bytes);
-    }
-  }
+/// Reads the runs of all hosts. These are the same on every host: so are errors.
+void HierarchicalBoard::read() {
+  runs_.clear();
+  read_slot(world_slot(host_.slot(0), local_.round_number()), static_cast<std::uint32_t>(size_),
+            capacity(), runs_);
+}
+
+Round HierarchicalBoard::round() {
+  const Round local = local_.round();
+  entries_.assign(runs_, order_);
+  return {entries_.runs(), local.locals, local.host_ranks};
 }
 
 std::vector<int> HierarchicalBoard::missing() const {

@@ -13,27 +13,24 @@
 namespace torch_ring {
 
 /// In a round the ranks of a host post in shared memory. When all have posted, their leader (host
-/// index 0) posts their entries as one entry to the other leaders. It writes the entries of all
-/// ranks that come back to its memory, where its host's ranks read them. World slot r % 2 is free
-/// for round r + 2 for the reason given in shm_board.h.
-///
-///   a host's entry and a world slot:  for every rank  u64 bytes | the bytes | padding to 8
+/// index 0) posts their entries as runs to the other leaders. It writes the runs of all ranks that
+/// come back to its memory, where its host's ranks read them. World slot r % 2 is free for round
+/// r + 2 for the reason given in shm_board.h. The world slot has runs (write_slot()), in the order
+/// of hosts and their ranks. While the ranks post the same, they are as long as one entry, whatever
+/// the number of ranks.
 class HierarchicalBoard : public Board {
  public:
   /// `ranks_of_host`: by host; `leaders` is null on ranks that do not lead. All outlive the board.
-  HierarchicalBoard(Host& host, std::vector<std::vector<int>> ranks_of_host, TcpBoard* leaders);
-
-  /// The largest entry such that those of `size` ranks fit a world slot.
-  static std::size_t entry_capacity(int size);
-  /// The largest entry of a host with `local_size` ranks.
-  static std::size_t host_capacity(int size, int local_size);
+  HierarchicalBoard(Host& host, const std::vector<std::vector<int>>& ranks_of_host,
+                    TcpBoard* leaders);
 
   std::size_t capacity() const override { return local_.capacity(); }
+  std::size_t safe_capacity() const override;
   std::size_t inline_limit() const override { return TcpBoard::kInlineLimit; }
-  void post(std::span<const std::byte> entry) override;
+  void post(const Post& entry) override;
   bool peer_posted() override;
   bool complete() override;
-  std::span<const std::byte> entry(int rank) const override { return at(entries_, rank); }
+  Round round() override;
   std::vector<int> missing() const override;
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
@@ -41,16 +38,18 @@ class HierarchicalBoard : public Board {
  private:
   void gather();
   void publish();
-  void index();
+  void read();
 
   Host& host_;
   const std::vector<std::vector<int>> ranks_of_host_;
+  const int size_;
   TcpBoard* const leaders_;
   ShmBoard local_;
-  bool open_ = false;      // posted to and not complete
-  bool gathered_ = false;  // the leader has posted its host's entries
-  std::vector<std::byte> gathered_entries_;
-  std::vector<std::span<const std::byte>> entries_;  // by rank, in the leader's world slot
+  std::vector<int> order_;  // the ranks in the order of runs; empty if that is their own order
+  bool open_ = false;       // posted to and not complete
+  bool gathered_ = false;   // the leader has posted its host's entries
+  Runs runs_;               // in the leader's world slot
+  RoundEntries entries_;
   std::atomic<bool> woken_{false};
 };
 

@@ -29,11 +29,12 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
                                 : std::make_unique<Connection>(*sockets_, peer, world.width,
                                                                at(world.labels, peer)));
     }
-    std::size_t longest_host = 0;
-    for (const auto& ranks : ranks_of_host_) longest_host = std::max(longest_host, ranks.size());
-    lane_ = std::make_unique<RingCommunicator>(
-        at(host_of_, rank_), std::move(connections), shm_.host().waiter(),
-        HierarchicalBoard::host_capacity(size_, static_cast<int>(longest_host)));
+    std::vector<std::uint32_t> host_sizes;
+    for (const auto& ranks : ranks_of_host_) {
+      host_sizes.push_back(static_cast<std::uint32_t>(ranks.size()));
+    }
+    lane_ = std::make_unique<RingCommunicator>(at(host_of_, rank_), std::move(connections),
+                                               shm_.host().waiter(), std::move(host_sizes));
   }
   board_ = std::make_unique<HierarchicalBoard>(shm_.host(), ranks_of_host_,
                                                leads() ? &lane_->board() : nullptr);
@@ -86,9 +87,7 @@ std::vector<std::byte*> HierarchicalCommunicator::buffers_of_host(
   const Host& host = shm_.host();
   std::vector<std::byte*> buffers;
   for (int peer = 0; peer < host.size(); ++peer) {
-    const auto shared = [&] {
-      return static_cast<std::size_t>(at(shared_offsets, host.rank_of(peer)));
-    };
+    const auto shared = [&] { return static_cast<std::size_t>(at(shared_offsets, peer)); };
     buffers.push_back(shared_offsets.empty() ? host.slot(peer).rounds()
                                              : host.buffer(peer, shared()));
   }

@@ -28,6 +28,17 @@ void LocalCommunicator::reducescatter(const void* input, void* output,
   allreduce(input, output, counts[0], reduction, {});
 }
 
+void LocalCommunicator::post(const Post& entry) {
+  const auto keep = [](std::vector<std::byte>& to, ByteSpan part) {
+    to.assign(part.begin(), part.end());
+    return ByteSpan(to);
+  };
+  run_ = {0, 1, keep(entry_[0], entry.common), keep(entry_[1], entry.own)};
+  local_ = keep(entry_[2], entry.local);
+}
+
+Round LocalCommunicator::round() { return {{&run_, 1}, {&local_, 1}, {&rank_, 1}}; }
+
 void LocalCommunicator::wait_until(Clock::time_point deadline, std::chrono::microseconds) {
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, deadline, [&] { return woken_; });

@@ -1,7 +1,7 @@
 // LocalCommunicator: the communicator of a world of one rank.
 #pragma once
 
-#include <atomic>
+#include <array>
 #include <condition_variable>
 #include <mutex>
 
@@ -27,15 +27,18 @@ class LocalCommunicator : public HostCommunicator, private Board {
  private:
   std::size_t capacity() const override { return 64u << 10; }
   std::size_t inline_limit() const override { return 4u << 10; }
-  void post(std::span<const std::byte> entry) override { entry_ = {entry.begin(), entry.end()}; }
+  void post(const Post& entry) override;
   bool peer_posted() override { return false; }
   bool complete() override { return true; }
-  std::span<const std::byte> entry(int) const override { return entry_; }
+  Round round() override;
   std::vector<int> missing() const override { return {}; }
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
-  std::vector<std::byte> entry_;
+  std::array<std::vector<std::byte>, 3> entry_;  // common, own, local
+  Run run_;
+  ByteSpan local_;
+  const int rank_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool woken_ = false;

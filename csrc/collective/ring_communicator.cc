@@ -28,11 +28,11 @@ std::vector<Connection*> raw(const std::vector<std::unique_ptr<Connection>>& con
 }  // namespace
 
 RingCommunicator::RingCommunicator(int rank, std::vector<std::unique_ptr<Connection>> connections,
-                                   const Waiter& waiter, std::size_t board_capacity)
+                                   const Waiter& waiter, std::vector<std::uint32_t> ranks_of_member)
     : rank_(rank),
       connections_(std::move(connections)),
       waiter_(waiter),
-      board_(rank, raw(connections_), waiter, board_capacity) {}
+      board_(rank, raw(connections_), waiter, std::move(ranks_of_member)) {}
 
 void RingCommunicator::allreduce(const void* input, void* output, std::size_t count,
                                  const Reduction& reduction, std::span<const std::int64_t>) {

@@ -33,9 +33,9 @@ namespace torch_ring {
 class RingCommunicator : public HostCommunicator {
  public:
   /// `connections[r]` leads to rank r, null at `rank` itself; `waiter` outlives this.
-  /// `board_capacity`: see TcpBoard.
+  /// `ranks_of_member`: see TcpBoard.
   RingCommunicator(int rank, std::vector<std::unique_ptr<Connection>> connections,
-                   const Waiter& waiter, std::size_t board_capacity = TcpBoard::kEntryBytes);
+                   const Waiter& waiter, std::vector<std::uint32_t> ranks_of_member = {});
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(connections_.size()); }

@@ -2,14 +2,45 @@
 
 #include <cstring>
 
+#include "collective/runs.h"
+
 namespace torch_ring {
 
-void ShmBoard::post(std::span<const std::byte> entry) {
+namespace {
+
+struct SlotHeader {
+  std::uint32_t common_bytes;
+  std::uint32_t own_bytes;
+  std::uint32_t local_bytes;
+  std::uint32_t zero;
+};
+static_assert(sizeof(SlotHeader) + Slot::kEntryBytes <= Slot::kEntrySlotBytes);
+
+/// Writes a part, and returns its padded end.
+std::byte* put(std::byte* to, ByteSpan part) {
+  if (!part.empty()) std::memcpy(to, part.data(), part.size());
+  return to + padded(part.size());
+}
+
+}  // namespace
+
+ShmBoard::ShmBoard(Host& host) : host_(host), locals_(static_cast<std::size_t>(host.size())) {
+  for (int index = 0; index < host.size(); ++index) ranks_.push_back(host.rank_of(index));
+  runs_.reserve(locals_.size());
+}
+
+void ShmBoard::post(const Post& entry) {
+  if (padded(entry.common.size()) + padded(entry.own.size()) + padded(entry.local.size()) >
+      capacity()) {
+    throw Error(ErrorKind::kInternal, "an entry that does not fit");
+  }
   ++round_;
   std::byte* to = host_.own_slot().entry(round_);
-  const std::uint64_t bytes = entry.size();
-  std::memcpy(to, &bytes, sizeof bytes);
-  if (bytes > 0) std::memcpy(to + sizeof bytes, entry.data(), entry.size());
+  const SlotHeader header{static_cast<std::uint32_t>(entry.common.size()),
+                          static_cast<std::uint32_t>(entry.own.size()),
+                          static_cast<std::uint32_t>(entry.local.size()), 0};
+  std::memcpy(to, &header, sizeof header);
+  put(put(put(to + sizeof header, entry.common), entry.own), entry.local);
   open_ = true;
   host_.publish(host_.own().posted, round_);
 }
@@ -26,15 +57,39 @@ bool ShmBoard::complete() {
   return !open_;
 }
 
-std::span<const std::byte> ShmBoard::entry(int index) const {
+Round ShmBoard::round() {
+  runs_.clear();
+  for (int index = 0; index < host_.size(); ++index) {
+    const auto [common, own, local] = entry(index);
+    at(locals_, index) = local;
+    // Own parts are not compared here: usually they are empty, or differ.
+    if (own.empty() && !runs_.empty() && runs_.back().own.empty() &&
+        common.size() == runs_.back().common.size() &&
+        std::memcmp(common.data(), runs_.back().common.data(), common.size()) == 0) {
+      ++runs_.back().count;
+    } else {
+      runs_.push_back({index, 1, common, own});
+    }
+  }
+  return {runs_, locals_, ranks_};
+}
+
+/// The entry of one rank of this host. Checks the sizes in its slot.
+Post ShmBoard::entry(int index) const {
   const std::byte* from = host_.slot(index).entry(round_);
-  std::uint64_t bytes = 0;
-  std::memcpy(&bytes, from, sizeof bytes);
-  if (bytes > capacity_) {
+  SlotHeader header;
+  std::memcpy(&header, from, sizeof header);
+  from += sizeof header;
+  const std::size_t common = padded(header.common_bytes);
+  const std::size_t own = padded(header.own_bytes);
+  const std::size_t bytes = common + own + padded(header.local_bytes);
+  if (bytes > capacity()) {
     throw Error(ErrorKind::kInternal, host_.label(index) + " posted an entry of " +
                                           std::to_string(bytes) + " bytes, more than fits");
   }
-  return {from + sizeof bytes, static_cast<std::size_t>(bytes)};
+  return {{from, header.common_bytes},
+          {from + common, header.own_bytes},
+          {from + common + own, header.local_bytes}};
 }
 
 std::vector<int> ShmBoard::missing() const {

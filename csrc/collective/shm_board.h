@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <vector>
 
 #include "collective/board.h"
 #include "collective/host.h"
@@ -11,26 +12,33 @@ namespace torch_ring {
 /// Round r lies in entry slot r % 2 of every rank's memory. A rank posts round r + 2 only after
 /// round r + 1 is complete: every rank has posted r + 1, and so has read round r. Two slots are
 /// enough, with no second barrier. Cost of a round: one barrier.
+///
+///   slot:  u32 bytes of common | u32 of own | u32 of local | u32 0 | the parts, each padded to 8
+///
+/// The board of one host of several gives entries by index within the host.
 class ShmBoard : public Board {
  public:
-  explicit ShmBoard(Host& host, std::size_t capacity = Slot::kEntryBytes)
-      : host_(host), capacity_(capacity) {}
+  explicit ShmBoard(Host& host);
 
-  std::size_t capacity() const override { return capacity_; }
+  std::size_t capacity() const override { return Slot::kEntryBytes; }
   std::size_t inline_limit() const override { return 4u << 10; }
-  void post(std::span<const std::byte> entry) override;
+  void post(const Post& entry) override;
   bool peer_posted() override;
   bool complete() override;
-  std::span<const std::byte> entry(int index) const override;
+  Round round() override;
   std::vector<int> missing() const override;
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
-  std::uint64_t round() const { return round_; }
+  std::uint64_t round_number() const { return round_; }
 
  private:
+  Post entry(int index) const;
+
   Host& host_;
-  const std::size_t capacity_;
+  std::vector<int> ranks_;        // of this host
+  std::vector<Run> runs_;         // of the completed round
+  std::vector<ByteSpan> locals_;  // of the completed round, by index
   std::uint64_t round_ = 0;
   bool open_ = false;  // posted to, and not yet seen complete
   std::atomic<bool> woken_{false};

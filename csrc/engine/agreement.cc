@@ -29,12 +29,52 @@ void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes) {
   std::memcpy(rows.data() + count, bytes.data(), bytes.size());
 }
 
-/// Appends one of `count` values; the first one reserves memory for all.
-template <class T>
-void append(std::vector<T>& values, const T& value, std::size_t count) {
-  if (values.empty()) values.reserve(count);
-  values.push_back(value);
+bool equal_commons(std::span<const Run> runs) {
+  return std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
+    return run.common.data() == runs.front().common.data() ||
+           equal(run.common, runs.front().common);
+  });
 }
+
+/// Fills in the decision of a request that all ranks announce in one round.
+class Gathering {
+ public:
+  Gathering(const Round& round, Collective collective, Decision& decision)
+      : round_(round), collective_(collective), decision_(decision) {}
+
+  void add(const Run& run, const Announcement& a) {
+    if (!a.rows.empty()) {
+      for (int i = 0; i < run.count; ++i) append_rows(decision_.rows, a.rows);
+    }
+    all_shared_ = all_shared_ && a.is_shared;
+    all_inline_ = all_inline_ && a.is_inline;
+    if (!all_inline_ || collective_ == Collective::kBarrier) return;
+    const Run& last = round_.runs.back();
+    if (decision_.payloads.empty()) {
+      decision_.payloads.reserve(static_cast<std::size_t>(last.first + last.count));
+    }
+    decision_.payloads.insert(decision_.payloads.end(), static_cast<std::size_t>(run.count),
+                              a.payload);
+  }
+
+  /// `shared_before`: the number of buffers in shared memory that the entry announces before.
+  void finish(std::size_t shared_before) {
+    decision_.is_inline = all_inline_;
+    if (!all_inline_) decision_.payloads.clear();
+    if (all_shared_) {
+      for (const ByteSpan local : round_.locals) {
+        decision_.shared_offsets.push_back(shared_offset(local, shared_before));
+      }
+    }
+  }
+
+ private:
+  const Round& round_;
+  const Collective collective_;
+  Decision& decision_;
+  bool all_shared_ = true;
+  bool all_inline_ = true;
+};
 
 }  // namespace
 
@@ -51,24 +91,21 @@ std::string key_of(const Fingerprint& fingerprint) {
   return std::string(name_of(fingerprint.collective)) + '.' + fingerprint.name;
 }
 
-std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
-  if (const auto first = empty() ? parse_single(entries.front()) : std::nullopt) {
-    const Fingerprint fingerprint = decode(first->fingerprint);
-    if (auto decision = unanimous(fingerprint, entries)) {
-      decision->key = key_of(fingerprint);
-      std::vector<Decision> decisions;
-      decisions.push_back(std::move(*decision));
-      return decisions;
-    }
-  }
+std::vector<Decision> Agreement::round(const Round& round) {
+  if (auto decisions = in_step(round)) return std::move(*decisions);
 
   bool nothing_new = true;
   bool all_blocked = true;
-  for (int rank = 0; rank < size_; ++rank) {
-    const Entry entry = parse_entry(at(entries, rank));
-    nothing_new = nothing_new && entry.announcements.empty();
-    all_blocked = all_blocked && entry.blocked;
-    for (const Announcement& announcement : entry.announcements) announce(rank, announcement);
+  for (const Run& run : round.runs) {
+    EntryReader entry(run.common, run.own);
+    nothing_new = nothing_new && entry.left() == 0;
+    all_blocked = all_blocked && entry.blocked();
+    std::size_t shared_before = 0;
+    while (entry.left() > 0) {
+      const Announcement announcement = entry.next();
+      announce(run, announcement, shared_before, round);
+      if (announcement.is_shared) ++shared_before;
+    }
   }
   if (nothing_new && all_blocked) return deadlock();
 
@@ -85,24 +122,75 @@ std::vector<Decision> Agreement::round(std::span<const ByteSpan> entries) {
   return decisions;
 }
 
-void Agreement::announce(int rank, const Announcement& a) {
+/// The decisions of a round in which all ranks announce the same new requests, and none a join;
+/// nothing if it is another round. Requests of earlier rounds stay undecided.
+std::optional<std::vector<Decision>> Agreement::in_step(const Round& round) const {
+  if (joined_count_ > 0 || !equal_commons(round.runs)) return std::nullopt;
+  std::vector<EntryReader> entries;
+  for (const Run& run : round.runs) entries.emplace_back(run.common, run.own);
+  if (entries.front().left() == 0) return std::nullopt;
+
+  std::vector<Decision> decisions;
+  std::size_t shared_before = 0;
+  while (entries.front().left() > 0) {
+    Decision& decision = decisions.emplace_back();
+    std::optional<Gathering> gathering;
+    Fingerprint fingerprint;
+    bool is_shared = false;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      const Announcement announcement = entries[i].next();
+      if (!gathering) {
+        fingerprint = decode(announcement.fingerprint);
+        gathering.emplace(round, fingerprint.collective, decision);
+        is_shared = announcement.is_shared;
+      }
+      gathering->add(round.runs[i], announcement);
+    }
+    const std::string key = key_of(fingerprint);
+    if (fingerprint.collective == Collective::kJoin || pending_.contains(key)) return std::nullopt;
+    gathering->finish(shared_before);
+    decision.key = key;
+    decision.resets_numbering = resets_numbering(fingerprint);
+    if (is_shared) ++shared_before;
+  }
+  return decisions;
+}
+
+/// Takes the announcement of all ranks of a run.
+void Agreement::announce(const Run& run, const Announcement& a, std::size_t shared_before,
+                         const Round& round) {
   const Fingerprint fingerprint = decode(a.fingerprint);
+  const std::string key = key_of(fingerprint);
+  const auto twice = [&] {
+    return Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
+  };
+  const int end = run.first + run.count;
   if (fingerprint.collective == Collective::kJoin) {
-    at(joined_, rank) = true;
-    ++joined_count_;
-    last_joined_ = rank;
+    for (int rank = run.first; rank < end; ++rank) {
+      if (has_joined(rank)) throw twice();
+      at(joined_, rank) = true;
+    }
+    joined_count_ += run.count;
+    last_joined_ = end - 1;
     return;
   }
-  const std::string key = key_of(fingerprint);
   Pending& pending = pending_[key];
   if (pending.by_rank.empty()) {
     pending.since = announcements_++;
     pending.by_rank.resize(static_cast<std::size_t>(size_));
   }
-  auto& announced = at(pending.by_rank, rank);
-  if (announced) throw Error(ErrorKind::kInternal, "a rank announced " + key + " twice");
-  announced = Announced{copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows),
-                        a.shared_offset, a.is_inline};
+  const auto announced = std::make_shared<const Announced>(Announced{
+      copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows), a.is_shared, a.is_inline});
+  for (int rank = run.first; rank < end; ++rank) {
+    auto& place = at(pending.by_rank, rank);
+    if (place) throw twice();
+    place = announced;
+  }
+  for (std::size_t i = 0; a.is_shared && i < round.locals.size(); ++i) {
+    const int rank = round.host_ranks[i];
+    if (rank < run.first || rank >= end) continue;
+    pending.shared_offsets[rank] = shared_offset(round.locals[i], shared_before);
+  }
 }
 
 bool Agreement::complete(const Pending& pending) const {
@@ -112,27 +200,26 @@ bool Agreement::complete(const Pending& pending) const {
   return true;
 }
 
-std::optional<Decision> Agreement::unanimous(const Fingerprint& own,
-                                             std::span<const ByteSpan> entries) {
-  if (own.collective == Collective::kJoin) return std::nullopt;
-  Decision decision;
-  bool all_shared = true;
-  bool all_inline = true;
+std::optional<Decision> Agreement::unanimous(const Fingerprint& own, const Round& round) {
+  std::optional<Decision> decision;
+  if (own.collective == Collective::kJoin) return decision;
+  Gathering gathering(round, own.collective, decision.emplace());
   ByteSpan first;
-  for (const ByteSpan entry : entries) {
-    const auto a = parse_single(entry);
-    if (!a) return std::nullopt;
-    if (first.empty()) first = a->fingerprint;
-    if (!equal(first, a->fingerprint)) return std::nullopt;
-    append_rows(decision.rows, a->rows);
-    all_shared = all_shared && a->shared_offset >= 0;
-    all_inline = all_inline && a->is_inline;
-    if (all_shared) append(decision.shared_offsets, a->shared_offset, entries.size());
-    if (all_inline) append(decision.payloads, a->payload, entries.size());
+  for (const Run& run : round.runs) {
+    EntryReader entry(run.common, run.own);
+    if (entry.left() == 1) {
+      const Announcement announcement = entry.next();
+      if (first.empty()) first = announcement.fingerprint;
+      if (equal(first, announcement.fingerprint)) {
+        gathering.add(run, announcement);
+        continue;
+      }
+    }
+    decision.reset();
+    return decision;
   }
-  if (!all_shared) decision.shared_offsets.clear();
-  if (!all_inline) decision.payloads.clear();
-  decision.resets_numbering = resets_numbering(own);
+  gathering.finish(0);
+  decision->resets_numbering = resets_numbering(own);
   return decision;
 }
 
@@ -141,7 +228,7 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   decision.key = key;
   bool all_shared = true;
   bool all_inline = true;
-  const auto is_here = [](const auto& announced) { return announced.has_value(); };
+  const auto is_here = [](const auto& announced) { return announced != nullptr; };
   const auto reference = std::find_if(pending.by_rank.begin(), pending.by_rank.end(), is_here);
   const Bytes& first = (*reference)->fingerprint;
   const auto name_of_rank = [&](std::size_t rank) { return name_in(labels_[rank]); };
@@ -153,7 +240,7 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
       all_shared = all_inline = false;
       continue;
     }
-    if (!decision.mismatch && !equal(first, a->fingerprint)) {
+    if (!decision.mismatch && a != *reference && !equal(first, a->fingerprint)) {
       decision.mismatch.emplace(
           ErrorKind::kMismatch,
           "the ranks disagree: " +
@@ -163,18 +250,24 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
               ", with the same shapes, dtypes and arguments");
     }
     append_rows(decision.rows, a->rows);
-    decision.shared_offsets.push_back(a->shared_offset);
-    all_shared = all_shared && a->shared_offset >= 0;
+    all_shared = all_shared && a->is_shared;
     all_inline = all_inline && a->is_inline;
   }
   decision.resets_numbering = resets_numbering(decode(first));
   if (decision.for_joined && !decision.mismatch) {
     decision.mismatch = without_joined(*decision.for_joined);
   }
-  if (!all_shared) decision.shared_offsets.clear();
+  if (all_shared) {
+    for (const auto& [rank, offset] : pending.shared_offsets) {
+      decision.shared_offsets.push_back(offset);
+    }
+  }
+  decision.is_inline = all_inline;
   if (all_inline) {
-    for (auto& a : pending.by_rank) decision.storage.push_back(std::move(a->payload));
-    decision.payloads.assign(decision.storage.begin(), decision.storage.end());
+    for (const auto& a : pending.by_rank) {
+      decision.payloads.push_back(a->payload);
+      decision.storage.push_back(a);
+    }
   }
   return decision;
 }
@@ -231,7 +324,7 @@ std::vector<int> Agreement::missing(const std::string& key) const {
   if (pending == pending_.end() && key != kJoinKey) return ranks;
   for (int rank = 0; rank < size_; ++rank) {
     if (has_joined(rank)) continue;
-    const bool announced = key != kJoinKey && at(pending->second.by_rank, rank).has_value();
+    const bool announced = key != kJoinKey && at(pending->second.by_rank, rank) != nullptr;
     if (!announced) ranks.push_back(rank);
   }
   return ranks;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,14 +17,16 @@ namespace torch_ring {
 struct Decision {
   std::string key;
   std::vector<std::int64_t> rows;            // Request::rows of all ranks, in their order
-  std::vector<std::int64_t> shared_offsets;  // by rank; empty unless all buffers are shared
-  std::vector<ByteSpan> payloads;            // by rank; empty unless all data is inline
+  std::vector<std::int64_t> shared_offsets;  // of this host's ranks; empty unless all are shared
+  std::vector<ByteSpan> payloads;            // by rank, if the data is inline and not a barrier's
+  bool is_inline = false;                    // all data is inline
   std::optional<Error> mismatch;             // the ranks disagree; no data has moved
   std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
   int last_joined = -1;                      // of a join: the rank that joined last
   bool resets_numbering = false;             // every rank waits for this, and for nothing else
 
-  std::vector<Bytes> storage;  // owns payloads of earlier rounds; this round's are borrowed
+  // Owns payloads of earlier rounds; this round's are borrowed.
+  std::vector<std::shared_ptr<const void>> storage;
 };
 
 /// Every rank feeds the same entries in the same order to its own Agreement, and so comes to the
@@ -37,21 +40,23 @@ struct Decision {
 /// requests without that rank, which stands in with the identity of the reduction. It decides the
 /// join when every rank has joined.
 ///
+/// Cost of a round: O(runs) while the ranks are in step, and what the rows and payloads of all
+/// ranks cost; O(ranks) else.
+///
 /// Thread: one at a time. Blocking: no. Errors: Error(kInternal) on a broken entry.
 class Agreement {
  public:
   /// `labels`: by rank, "rank 2 (10.0.0.7, pid 4711)".
   explicit Agreement(std::vector<std::string> labels);
 
-  /// Takes the entries of one round, by rank. The payloads of the decisions are valid as long as
-  /// the entries are.
-  std::vector<Decision> round(std::span<const ByteSpan> entries);
+  /// Takes the entries of one round. The payloads of the decisions are valid as long as the entries
+  /// are.
+  std::vector<Decision> round(const Round& round);
 
   /// The common case, with no table: the decision, without its key, if every rank announces exactly
   /// one request and all are equal. `own`: the request that this rank has announced. Only while
   /// empty().
-  static std::optional<Decision> unanimous(const Fingerprint& own,
-                                           std::span<const ByteSpan> entries);
+  static std::optional<Decision> unanimous(const Fingerprint& own, const Round& round);
 
   /// Whether every announced request is decided.
   bool empty() const { return pending_.empty() && joined_count_ == 0; }
@@ -69,15 +74,18 @@ class Agreement {
     Bytes fingerprint;
     Bytes payload;
     Bytes rows;
-    std::int64_t shared_offset;
+    bool is_shared;
     bool is_inline;
   };
   struct Pending {
     std::uint64_t since = 0;  // the number of requests that were first announced earlier
-    std::vector<std::optional<Announced>> by_rank;
+    std::vector<std::shared_ptr<const Announced>> by_rank;  // null: not yet announced
+    std::map<int, std::int64_t> shared_offsets;             // by rank, of this host
   };
 
-  void announce(int rank, const Announcement& announcement);
+  std::optional<std::vector<Decision>> in_step(const Round& round) const;
+  void announce(const Run& run, const Announcement& announcement, std::size_t shared_before,
+                const Round& round);
   bool complete(const Pending& pending) const;
   Decision decide(const std::string& key, Pending pending) const;
   std::optional<Error> without_joined(const Fingerprint& fingerprint) const;

@@ -44,6 +44,7 @@ Announcement announce(const Request& request, bool alone, HostCommunicator& comm
     announcement.payload = inline_payload(request, communicator.rank());
   }
   announcement.shared_offset = shared_offset(request, communicator);
+  announcement.is_shared = announcement.shared_offset >= 0;
   return announcement;
 }
 

@@ -96,25 +96,27 @@ void Driver::announce_outbox(bool blocked) {
     if (request.fingerprint.collective == Collective::kJoin) last_decision_ = Clock::now();
     const Announcement announcement = announce(request, alone, communicator_, fingerprint_);
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
-    if (entry_.bytes().size() + needed > board_.capacity()) {
-      if (entry_.count() > 0) break;  // the rest goes into the next round
+    // One that is alone in its entry may be longer than the others: usually it is the same
+    // everywhere.
+    const bool fits = entry_.bytes() + needed <= board_.safe_capacity();
+    if (!fits && entry_.count() > 0) break;  // the rest goes into the next round
+    if (!fits && entry_.bytes() + needed > board_.capacity()) {
       throw Error(ErrorKind::kInternal, request.fingerprint.describe() + " does not fit an entry");
     }
     entry_.append(announcement);
     pending_.emplace(work.key_, Pending{std::move(outbox_.front())});
     outbox_.pop_front();
   }
-  board_.post(entry_.bytes());
+  board_.post(entry_.post());
   round_open_ = true;
 }
 
 /// Runs the requests that every rank has announced by now, and fails mismatches.
 void Driver::finish_round() {
   round_open_ = false;
-  entries_.clear();
-  for (int rank = 0; rank < communicator_.size(); ++rank) entries_.push_back(board_.entry(rank));
-  if (run_unanimous()) return;
-  const std::vector<Decision> decisions = agreement_.round(entries_);
+  const Round round = board_.round();
+  if (run_unanimous(round)) return;
+  const std::vector<Decision> decisions = agreement_.round(round);
 
   struct {
     std::vector<Job> jobs;
@@ -162,12 +164,12 @@ void Driver::finish_round() {
 
 /// Runs the usual round: nothing was pending, and all ranks have announced the same one request.
 /// Returns whether this round is one.
-bool Driver::run_unanimous() {
+bool Driver::run_unanimous(const Round& round) {
   if (pending_.size() != 1 || !agreement_.empty()) return false;
   Work& work = *pending_.begin()->second.work;
   const Fingerprint& fingerprint = work.request().fingerprint;
   if (!fingerprint.on_host()) return false;
-  const auto decision = Agreement::unanimous(fingerprint, entries_);
+  const auto decision = Agreement::unanimous(fingerprint, round);
   if (!decision) return false;
   if (decision->resets_numbering) reset_numbering();
   const Job job{&work.request(), &*decision};

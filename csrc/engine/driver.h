@@ -102,7 +102,7 @@ class Driver {
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
-  bool run_unanimous();
+  bool run_unanimous(const Round& round);
   void reset_numbering();
   void complete(Work& work);
   void fail(Work& work, const Error& cause);
@@ -126,7 +126,6 @@ class Driver {
   DeviceExecutor device_;
   EntryWriter entry_;
   Bytes fingerprint_;                         // of the request in announce_outbox()
-  std::vector<ByteSpan> entries_;             // of the round in finish_round()
   std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet

@@ -10,19 +10,21 @@ namespace torch_ring {
 namespace {
 
 constexpr std::uint32_t kBlocked = 1;
-constexpr std::uint32_t kNoPayload = ~std::uint32_t{0};
 
 struct EntryHeader {
   std::uint32_t flags;
   std::uint32_t count;
 };
 
+constexpr std::uint32_t kInline = 1;
+constexpr std::uint32_t kPayload = 2;  // not of an empty payload, as that of a barrier
+constexpr std::uint32_t kShared = 4;
+
 struct AnnouncementHeader {
   std::uint32_t fingerprint_bytes;
-  std::uint32_t payload_bytes;  // kNoPayload: the tensor is not inline
   std::uint32_t row_count;
-  std::uint32_t reserved;
-  std::int64_t shared_offset;
+  std::uint32_t flags;
+  std::uint32_t zero;
 };
 
 // The begin of an encoded fingerprint; the shape and the name follow. All padding is explicit and
@@ -52,47 +54,27 @@ std::byte* put(std::byte* to, const void* data, std::size_t count) {
 
 [[noreturn]] void refuse() { throw Error(ErrorKind::kInternal, "a rank posted a broken entry"); }
 
-/// Takes values off the front of untrusted bytes.
-class Reader {
- public:
-  explicit Reader(ByteSpan bytes) : left_(bytes) {}
+/// Takes `bytes` bytes, and what pads them, off the front of untrusted ones.
+ByteSpan take(ByteSpan& left, std::size_t bytes) {
+  if (bytes > left.size()) refuse();
+  const ByteSpan taken = left.first(bytes);
+  left = left.subspan(std::min(padded(bytes), left.size()));
+  return taken;
+}
 
-  ByteSpan take(std::size_t bytes) {
-    if (bytes > left_.size()) refuse();
-    const ByteSpan taken = left_.first(bytes);
-    left_ = left_.subspan(bytes);
-    return taken;
-  }
+template <class T>
+T take(ByteSpan& left) {
+  static_assert(sizeof(T) % 8 == 0);
+  T value;
+  std::memcpy(&value, take(left, sizeof value).data(), sizeof value);
+  return value;
+}
 
-  template <class T>
-  T take() {
-    T value;
-    std::memcpy(&value, take(sizeof value).data(), sizeof value);
-    return value;
-  }
-
-  Announcement take_announcement() {
-    const auto header = take<AnnouncementHeader>();
-    Announcement announcement;
-    announcement.rows = take(header.row_count * sizeof(std::int64_t));
-    announcement.shared_offset = header.shared_offset;
-    announcement.fingerprint =
-        take(padded(header.fingerprint_bytes)).first(header.fingerprint_bytes);
-    announcement.is_inline = header.payload_bytes != kNoPayload;
-    if (announcement.is_inline) {
-      announcement.payload = take(padded(header.payload_bytes)).first(header.payload_bytes);
-    }
-    return announcement;
-  }
-
-  /// Checks that nothing is left.
-  void end() const {
-    if (!left_.empty()) refuse();
-  }
-
- private:
-  ByteSpan left_;
-};
+/// Appends `count` zeros, and returns where they begin.
+std::byte* grow(Bytes& bytes, std::size_t count) {
+  bytes.resize(bytes.size() + count);
+  return bytes.data() + bytes.size() - count;
+}
 
 /// Whether a header has only values that encode() writes. What runs a request relies on it: it
 /// chooses the arithmetic by dtype and op.
@@ -135,8 +117,7 @@ void encode(const Fingerprint& f, Bytes& bytes) {
 }
 
 Fingerprint decode(ByteSpan fingerprint) {
-  Reader reader(fingerprint);
-  const auto header = reader.take<FingerprintHeader>();
+  const auto header = take<FingerprintHeader>(fingerprint);
   if (!valid(header)) refuse();
   Fingerprint f;
   f.collective = header.collective;
@@ -147,61 +128,91 @@ Fingerprint decode(ByteSpan fingerprint) {
   f.root = header.root;
   f.prescale = header.prescale;
   f.postscale = header.postscale;
-  const ByteSpan shape = reader.take(std::size_t{header.dimensions} * sizeof(std::int64_t));
+  const ByteSpan shape = take(fingerprint, std::size_t{header.dimensions} * sizeof(std::int64_t));
   f.shape.resize(header.dimensions);
   if (!shape.empty()) std::memcpy(f.shape.data(), shape.data(), shape.size());
   if (!valid(f.shape, f.dtype)) refuse();
-  const ByteSpan name = reader.take(header.name_bytes);
+  const ByteSpan name = take(fingerprint, header.name_bytes);
   f.name.assign(reinterpret_cast<const char*>(name.data()), name.size());
-  reader.end();
+  if (!fingerprint.empty()) refuse();
   return f;
+}
+
+std::int64_t shared_offset(ByteSpan local, std::size_t before) {
+  take(local, before * sizeof(std::int64_t));
+  const auto offset = take<std::int64_t>(local);
+  if (offset < 0) throw Error(ErrorKind::kInternal, "a rank posted a broken entry");
+  return offset;
 }
 
 void EntryWriter::clear(bool blocked) {
   count_ = 0;
   const EntryHeader header{blocked ? kBlocked : 0, 0};
-  bytes_.resize(sizeof header);
-  put(bytes_.data(), &header, sizeof header);
+  common_.resize(sizeof header);
+  put(common_.data(), &header, sizeof header);
+  own_.clear();
+  local_.clear();
 }
 
 void EntryWriter::append(const Announcement& a) {
-  const AnnouncementHeader header{
-      static_cast<std::uint32_t>(a.fingerprint.size()),
-      a.is_inline ? static_cast<std::uint32_t>(a.payload.size()) : kNoPayload,
-      static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)), 0, a.shared_offset};
-  const std::size_t begin = bytes_.size();
-  bytes_.resize(begin + bytes_needed(a));  // with zeros where there is padding
-  std::byte* at = put(bytes_.data() + begin, &header, sizeof header);
-  at = put(at, a.rows.data(), a.rows.size());
+  const std::uint32_t flags = (a.is_inline ? kInline : 0) | (a.payload.empty() ? 0 : kPayload) |
+                              (a.is_shared ? kShared : 0);
+  const AnnouncementHeader header{static_cast<std::uint32_t>(a.fingerprint.size()),
+                                  static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)),
+                                  flags, 0};
+  std::byte* at = grow(common_, sizeof header + padded(a.fingerprint.size()));
+  at = put(at, &header, sizeof header);
   put(at, a.fingerprint.data(), a.fingerprint.size());
-  put(at + padded(a.fingerprint.size()), a.payload.data(), a.payload.size());
+  if (!a.payload.empty()) {
+    const std::uint64_t bytes = a.payload.size();
+    at =
+        put(grow(own_, a.rows.size() + sizeof bytes + padded(bytes)), a.rows.data(), a.rows.size());
+    at = put(at, &bytes, sizeof bytes);
+    put(at, a.payload.data(), bytes);
+  } else if (!a.rows.empty()) {
+    put(grow(own_, a.rows.size()), a.rows.data(), a.rows.size());
+  }
+  if (a.is_shared) {
+    put(grow(local_, sizeof a.shared_offset), &a.shared_offset, sizeof a.shared_offset);
+  }
   ++count_;
-  put(bytes_.data() + offsetof(EntryHeader, count), &count_, sizeof count_);
+  put(common_.data() + offsetof(EntryHeader, count), &count_, sizeof count_);
 }
 
 std::size_t EntryWriter::bytes_needed(const Announcement& a) {
-  return sizeof(AnnouncementHeader) + a.rows.size() + padded(a.fingerprint.size()) +
-         padded(a.payload.size());
+  return sizeof(AnnouncementHeader) + padded(a.fingerprint.size()) + a.rows.size() +
+         (a.payload.empty() ? 0 : sizeof(std::uint64_t) + padded(a.payload.size())) +
+         (a.is_shared ? sizeof a.shared_offset : 0);
 }
 
-Entry parse_entry(ByteSpan bytes) {
-  Reader reader(bytes);
-  const auto header = reader.take<EntryHeader>();
-  Entry entry;
-  entry.blocked = (header.flags & kBlocked) != 0;
-  for (std::uint32_t i = 0; i < header.count; ++i) {
-    entry.announcements.push_back(reader.take_announcement());
+EntryReader::EntryReader(ByteSpan common, ByteSpan own) : common_(common), own_(own) {
+  const auto header = take<EntryHeader>(common_);
+  blocked_ = (header.flags & kBlocked) != 0;
+  left_ = header.count;
+  end_if_last();
+}
+
+Announcement EntryReader::next() {
+  --left_;
+  const auto header = take<AnnouncementHeader>(common_);
+  Announcement announcement;
+  announcement.fingerprint = take(common_, header.fingerprint_bytes);
+  if (header.row_count > 0) {
+    announcement.rows = take(own_, header.row_count * sizeof(std::int64_t));
   }
-  reader.end();
-  return entry;
+  announcement.is_inline = (header.flags & kInline) != 0;
+  if ((header.flags & kPayload) != 0) {
+    const auto bytes = take<std::uint64_t>(own_);
+    announcement.payload = take(own_, bytes);
+  }
+  announcement.is_shared = (header.flags & kShared) != 0;
+  end_if_last();
+  return announcement;
 }
 
-std::optional<Announcement> parse_single(ByteSpan bytes) {
-  Reader reader(bytes);
-  if (reader.take<EntryHeader>().count != 1) return std::nullopt;
-  const Announcement announcement = reader.take_announcement();
-  reader.end();
-  return announcement;
+/// Checks that nothing follows the last announcement.
+void EntryReader::end_if_last() const {
+  if (left_ == 0 && !(common_.empty() && own_.empty())) refuse();
 }
 
 }  // namespace torch_ring

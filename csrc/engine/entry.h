@@ -6,23 +6,29 @@
 #include <span>
 #include <vector>
 
+#include "collective/board.h"
 #include "engine/request.h"
 
 namespace torch_ring {
 
 using Bytes = std::vector<std::byte>;
-using ByteSpan = std::span<const std::byte>;
 
-/// One request as its rank announces it. The spans point into the entry, which holds it as
+/// One request as its rank announces it. The spans point into the entry, whose parts (board.h) hold
 ///
-///   u32 bytes of the fingerprint | u32 bytes of the payload | u32 count of rows | u32 0
-///   i64 shared offset | i64 rows... | fingerprint | payload; each padded to a multiple of 8 bytes
+///   common:  u32 flags (1: blocked) | u32 count of announcements; for each of them:
+///            u32 bytes of the fingerprint | u32 count of rows | u32 flags | u32 0 | fingerprint
+///   own:     for each announcement: i64 rows... | if it has a payload: u64 bytes | payload
+///   local:   for each announcement of a buffer in shared memory: i64 its offset
+///
+/// each padded to a multiple of 8 bytes. The ranks' entries are equal while they ask for the same
+/// and send no data with it. Even where a rank's buffer lies is no difference.
 struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
   ByteSpan payload;                 // the bytes of an inline tensor, else empty
   ByteSpan rows;                    // std::int64_t each: Request::rows
-  std::int64_t shared_offset = -1;  // of an in-place buffer in shared memory, or -1
-  bool is_inline = false;           // whether there is a payload (it may be empty)
+  bool is_shared = false;           // whether it reduces a buffer in shared memory in place,
+  std::int64_t shared_offset = -1;  // ... which lies here; left out by EntryReader
+  bool is_inline = false;           // whether its data is the payload (which may be empty)
 };
 
 /// Writes the encoding of a fingerprint to `bytes`, in place of their content.
@@ -31,32 +37,50 @@ void encode(const Fingerprint& fingerprint, Bytes& bytes);
 /// The fingerprint of an encoding. Errors: Error(kInternal) on bytes that encode() did not make.
 Fingerprint decode(ByteSpan fingerprint);
 
+/// The offset of a buffer, of which the entry announces `before` others first, in its local part.
+/// Errors: Error(kInternal) if that has none.
+std::int64_t shared_offset(ByteSpan local, std::size_t before);
+
 /// An entry under construction.
 class EntryWriter {
  public:
-  /// Begins an entry without announcements. `blocked`: see Entry.
+  /// Begins an entry without announcements. `blocked`: see EntryReader.
   void clear(bool blocked);
   void append(const Announcement& announcement);
   static std::size_t bytes_needed(const Announcement& announcement);
 
-  ByteSpan bytes() const { return bytes_; }
+  Post post() const { return {common_, own_, local_}; }
+  std::size_t bytes() const { return common_.size() + own_.size() + local_.size(); }
   std::size_t count() const { return count_; }
 
  private:
-  Bytes bytes_;
+  Bytes common_;
+  Bytes own_;
+  Bytes local_;
   std::uint32_t count_ = 0;
 };
 
-/// A received entry. Every size is checked before it is used.
-struct Entry {
-  bool blocked = false;  // the rank has nothing new, and its only thread waits for a result
-  std::vector<Announcement> announcements;
+/// Reads the announcements of a received entry, one after the other. Allocates nothing.
+/// Errors: Error(kInternal) on bytes that EntryWriter did not make.
+class EntryReader {
+ public:
+  EntryReader(ByteSpan common, ByteSpan own);
+
+  /// Whether the rank has nothing new, and its only thread waits for a result.
+  bool blocked() const { return blocked_; }
+  /// The announcements that next() has not returned yet.
+  std::uint32_t left() const { return left_; }
+
+  /// Precondition: left() > 0.
+  Announcement next();
+
+ private:
+  void end_if_last() const;
+
+  ByteSpan common_;  // what next() has not taken yet
+  ByteSpan own_;
+  bool blocked_;
+  std::uint32_t left_;
 };
-
-/// The entry in received bytes. Errors: Error(kInternal) if they are not an entry.
-Entry parse_entry(ByteSpan bytes);
-
-/// The announcement of an entry that has exactly one, or nothing. Allocates nothing.
-std::optional<Announcement> parse_single(ByteSpan bytes);
 
 }  // namespace torch_ring

@@ -82,7 +82,7 @@ StandIn::StandIn(const Fingerprint& fingerprint, Buffers& buffers) {
 
 bool Executor::fuses(const Job& job) {
   return job.request->fingerprint.collective == Collective::kAllreduce &&
-         job.decision->payloads.empty() && job.decision->shared_offsets.empty();
+         !job.decision->is_inline && job.decision->shared_offsets.empty();
 }
 
 Reduction Executor::reduction_of(const Fingerprint& f) const {
@@ -99,7 +99,7 @@ void Executor::run_one(const Job& job) {
   const Request& request = *job.request;
   const Fingerprint& f = request.fingerprint;
   check_rows(f, *job.decision, communicator_.size());
-  if (!job.decision->payloads.empty()) {
+  if (job.decision->is_inline) {
     run_inline(request, *job.decision);
     return;
   }

@@ -1,6 +1,8 @@
 // Agreement: decisions from the ranks' entries. Pure, no threads.
 #include "engine/agreement.h"
 
+#include <cstring>
+
 #include "engine/fusion.h"
 #include "harness.h"
 
@@ -21,8 +23,21 @@ Fingerprint broadcast(const std::string& name, int root) {
   return fingerprint;
 }
 
+/// The parts of a rank's entry.
+struct Parts {
+  Bytes common;
+  Bytes own;
+  Bytes local;
+};
+
+Parts parts_of(const EntryWriter& writer) {
+  const auto copy = [](ByteSpan part) { return Bytes(part.begin(), part.end()); };
+  const Post post = writer.post();
+  return {copy(post.common), copy(post.own), copy(post.local)};
+}
+
 /// A rank's entry with these requests.
-Bytes entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
+Parts entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
   EntryWriter writer;
   writer.clear(blocked);
   for (const Fingerprint& request : requests) {
@@ -32,12 +47,77 @@ Bytes entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
     announcement.fingerprint = fingerprint;
     writer.append(announcement);
   }
-  return {writer.bytes().begin(), writer.bytes().end()};
+  return parts_of(writer);
 }
 
-std::vector<Decision> round(Agreement& agreement, const std::vector<Bytes>& entries) {
-  const std::vector<ByteSpan> spans(entries.begin(), entries.end());
-  return agreement.round(spans);
+/// One request of an entry, with what its rank adds to it.
+struct Asked {
+  Fingerprint fingerprint;
+  std::string payload = {};
+  std::vector<std::int64_t> rows = {};
+  std::int64_t shared_offset = -1;
+};
+
+Parts entry_with(const std::vector<Asked>& requests) {
+  EntryWriter writer;
+  writer.clear(false);
+  for (const Asked& request : requests) {
+    Bytes fingerprint;
+    encode(request.fingerprint, fingerprint);
+    Announcement announcement;
+    announcement.fingerprint = fingerprint;
+    announcement.payload = std::as_bytes(std::span(request.payload));
+    announcement.rows = std::as_bytes(std::span(request.rows));
+    announcement.shared_offset = request.shared_offset;
+    announcement.is_shared = request.shared_offset >= 0;
+    announcement.is_inline = !request.payload.empty();
+    writer.append(announcement);
+  }
+  return parts_of(writer);
+}
+
+/// A round of these entries, one for each rank. `host_ranks` share this rank's host; its caller's
+/// entries outlive the round.
+struct MadeRound {
+  explicit MadeRound(const std::vector<Parts>& entries, std::vector<int> of_host = {})
+      : host_ranks(std::move(of_host)) {
+    for (const Parts& entry : entries) {
+      if (!runs.empty() &&
+          entry.common == entries[static_cast<std::size_t>(runs.back().first)].common &&
+          entry.own == entries[static_cast<std::size_t>(runs.back().first)].own) {
+        ++runs.back().count;
+      } else {
+        const int rank = static_cast<int>(&entry - entries.data());
+        runs.push_back({rank, 1, entry.common, entry.own});
+      }
+    }
+    for (const int rank : host_ranks) locals.push_back(at(entries, rank).local);
+  }
+
+  operator Round() const { return {runs, locals, host_ranks}; }
+
+  std::vector<Run> runs;
+  std::vector<int> host_ranks;
+  std::vector<ByteSpan> locals;
+};
+
+std::vector<Decision> round(Agreement& agreement, const std::vector<Parts>& entries) {
+  return agreement.round(MadeRound(entries));
+}
+
+std::vector<Announcement> read(const Parts& parts) {
+  EntryReader reader(parts.common, parts.own);
+  std::vector<Announcement> announcements;
+  while (reader.left() > 0) announcements.push_back(reader.next());
+  return announcements;
+}
+
+std::vector<std::string> texts(const std::vector<ByteSpan>& payloads) {
+  std::vector<std::string> texts;
+  for (const ByteSpan payload : payloads) {
+    texts.emplace_back(reinterpret_cast<const char*>(payload.data()), payload.size());
+  }
+  return texts;
 }
 
 std::vector<std::string> keys(const std::vector<Decision>& decisions) {
@@ -78,17 +158,120 @@ TEST(decode_throws_for_shapes_that_no_tensor_has) {
   }
 }
 
-TEST(parse_entry_throws_for_truncated_entries) {
-  const Bytes whole = entry({allreduce("a"), allreduce("b")});
-  for (std::size_t bytes = 0; bytes < whole.size(); bytes += 3) {
-    CHECK_THROWS(parse_entry(ByteSpan(whole).first(bytes)), ErrorKind::kInternal, "broken entry");
+TEST(entry_reader_throws_for_truncated_entries) {
+  const Parts whole = entry_with({{allreduce("a"), "data", {}, 64}, {allreduce("b"), "", {1, 2}}});
+  CHECK_EQ(read(whole).size(), 2u);
+  for (Bytes Parts::* part : {&Parts::common, &Parts::own}) {
+    for (std::size_t bytes = 0; bytes + 8 <= (whole.*part).size(); bytes += 4) {
+      Parts truncated = whole;
+      (truncated.*part).resize(bytes);
+      CHECK_THROWS(read(truncated), ErrorKind::kInternal, "broken entry");
+    }
   }
-  CHECK_EQ(parse_entry(whole).announcements.size(), 2u);
+  Parts grown = whole;
+  const std::uint64_t huge = ~0ull;
+  std::memcpy(grown.own.data(), &huge, sizeof huge);  // the bytes of the payload
+  CHECK_THROWS(read(grown), ErrorKind::kInternal, "broken entry");
+}
+
+TEST(entries_are_equal_wherever_their_shared_buffers_lie) {
+  const Parts here = entry_with({{allreduce("a"), "", {}, 64}});
+  const Parts there = entry_with({{allreduce("a"), "", {}, 4096}});
+  CHECK(here.common == there.common);
+  CHECK(here.own.empty() && there.own.empty());
+  CHECK(read(here)[0].is_shared);
+  CHECK_EQ(shared_offset(here.local, 0), 64);
+  CHECK_EQ(shared_offset(there.local, 0), 4096);
+  CHECK_THROWS(shared_offset(here.local, 1), ErrorKind::kInternal, "broken entry");
+}
+
+TEST(buffers_are_shared_if_those_of_all_hosts_are) {
+  const auto shared_at = [](std::int64_t offset) {
+    return entry_with({{allreduce("a"), "", {}, 8}, {allreduce("b"), "", {}, offset}});
+  };
+  const std::vector<Parts> all{shared_at(16), shared_at(24), shared_at(32), shared_at(40)};
+  const std::vector<Parts> but_one{shared_at(16), shared_at(24), shared_at(32), shared_at(-1)};
+  using Offsets = std::vector<std::int64_t>;
+  for (const std::vector<int>& host : {std::vector<int>{1, 2}, {0, 3}}) {
+    const auto decided = [&](const std::vector<Parts>& entries) {
+      Agreement agreement = among(4);
+      auto decisions = agreement.round(MadeRound(entries, host));
+      CHECK_EQ(keys(decisions), (Keys{"allreduce.a", "allreduce.b"}));
+      CHECK_EQ(decisions[0].shared_offsets, (Offsets{8, 8}));
+      return decisions[1].shared_offsets;
+    };
+    CHECK_EQ(decided(all), host[0] == 1 ? (Offsets{24, 32}) : (Offsets{16, 40}));
+    CHECK_EQ(decided(but_one), Offsets{});
+  }
+}
+
+TEST(shared_offsets_are_kept_until_the_last_rank_announces) {
+  Agreement agreement = among(3);
+  const std::vector<int> host{0, 1};
+  const std::vector<Parts> first{
+      entry_with({{allreduce("a"), "", {}, 8}, {allreduce("b"), "", {}, 16}}),
+      entry_with({{allreduce("b"), "", {}, 24}}), entry({})};
+  CHECK(agreement.round(MadeRound(first, host)).empty());
+  const std::vector<Parts> second{entry({}), entry({}), entry_with({{allreduce("b"), "", {}, 32}})};
+  const auto decisions = agreement.round(MadeRound(second, host));
+  CHECK_EQ(keys(decisions), Keys{"allreduce.b"});
+  CHECK_EQ(decisions[0].shared_offsets, (std::vector<std::int64_t>{16, 24}));
+}
+
+TEST(a_broken_local_part_is_an_error) {
+  const std::vector<Parts> entries(2,
+                                   Parts{entry_with({{allreduce("a"), "", {}, 8}}).common, {}, {}});
+  CHECK_THROWS(Agreement::unanimous(allreduce("a"), MadeRound(entries, {0, 1})),
+               ErrorKind::kInternal, "broken entry");
+}
+
+TEST(rows_and_payloads_come_in_the_order_of_ranks) {
+  Fingerprint gather = allreduce("g", {});
+  gather.collective = Collective::kAllgather;
+  const std::vector<Parts> alone{entry_with({{gather, "xy", {2}}}),
+                                 entry_with({{gather, "xy", {2}}}),
+                                 entry_with({{gather, "z", {1}}})};
+  using Texts = std::vector<std::string>;
+  const auto check = [&](const Decision& decision) {
+    CHECK_EQ(decision.rows, (std::vector<std::int64_t>{2, 2, 1}));
+    CHECK(decision.is_inline);
+    CHECK_EQ(texts(decision.payloads), (Texts{"xy", "xy", "z"}));
+    CHECK(decision.shared_offsets.empty());
+  };
+  check(*Agreement::unanimous(gather, MadeRound(alone)));
+  Agreement agreement = among(3);
+  check(agreement.round(MadeRound(alone)).at(0));
+
+  std::vector<Parts> two;  // with another request in the same entries
+  for (const std::string data : {"xy", "xy", "z"}) {
+    two.push_back(
+        entry_with({{allreduce("a")}, {gather, data, {static_cast<std::int64_t>(data.size())}}}));
+  }
+  auto decisions = agreement.round(MadeRound(two));
+  CHECK_EQ(keys(decisions), (Keys{"allreduce.a", "allgather.g"}));
+  CHECK(!decisions[0].is_inline);
+  check(decisions[1]);
+
+  decisions = agreement.round(MadeRound({two[0], alone[1], alone[2]}));  // not in step
+  CHECK_EQ(keys(decisions), Keys{"allgather.g"});
+  check(decisions[0]);
+  CHECK(agreement.round(MadeRound({entry({}), entry({allreduce("a")}), entry({})})).empty());
+}
+
+TEST(requests_in_step_leave_earlier_ones_pending) {
+  Agreement agreement = among(3);
+  CHECK(round(agreement, {entry({allreduce("early")}), entry({}), entry({})}).empty());
+  const Parts both = entry({allreduce("b"), allreduce("a")});
+  CHECK_EQ(keys(round(agreement, {both, both, both})), (Keys{"allreduce.b", "allreduce.a"}));
+  CHECK_EQ(agreement.missing("allreduce.early"), (std::vector<int>{1, 2}));
+  const Parts early = entry({allreduce("early")});
+  CHECK_THROWS(round(agreement, {early, early, early}), ErrorKind::kInternal,
+               "a rank announced allreduce.early twice");
 }
 
 TEST(equal_requests_are_decided_in_one_round) {
   Agreement agreement = among(3);
-  const Bytes a = entry({allreduce("a")});
+  const Parts a = entry({allreduce("a")});
   CHECK_EQ(keys(round(agreement, {a, a, a})), Keys{"allreduce.a"});
   CHECK(agreement.empty());
 }
@@ -119,7 +302,7 @@ TEST(mismatch_names_both_requests_and_the_name_can_be_used_again) {
   CHECK(
       what.ends_with(". All ranks must call the same collectives, in the same order, with the "
                      "same shapes, dtypes and arguments"));
-  const Bytes again = entry({allreduce("a", {5})});
+  const Parts again = entry({allreduce("a", {5})});
   CHECK(!round(agreement, {again, again, again})[0].mismatch);
 }
 
@@ -197,7 +380,7 @@ TEST(unnamed_barrier_resets_the_numbering) {
   barrier.collective = Collective::kBarrier;
   for (const char* name : {"#barrier.1", "named"}) {
     barrier.name = name;
-    const Bytes a = entry({barrier});
+    const Parts a = entry({barrier});
     CHECK_EQ(round(agreement, {a, a}).at(0).resets_numbering, name[0] == '#');
     CHECK(round(agreement, {a, entry({})}).empty());
     CHECK_EQ(round(agreement, {entry({}), a}).at(0).resets_numbering, name[0] == '#');

@@ -15,23 +15,49 @@ namespace torch_ring::test {
 /// A deadline that no wait reaches.
 constexpr Clock::time_point kNever = Clock::time_point::max();
 
-/// The entry that `rank` posts in `round`, which every other rank can compute too.
-inline Bytes entry_of(int rank, int round, std::size_t capacity) {
-  std::mt19937 random(static_cast<unsigned>(round * 1000 + rank));
-  const std::size_t longest = round % 16 == 15 ? capacity : random() % 4 == 0 ? 0 : 200;
-  const std::size_t bytes = round % 32 == 31 ? capacity : random() % (longest + 1);
-  return Elements::repeating(DType::kUInt8, bytes, 100,
-                             [&](std::size_t) { return static_cast<double>(random() % 256); })
-      .bytes();
+/// The parts of an entry.
+struct Parts {
+  Bytes common;
+  Bytes own;
+  Bytes local;
+
+  Post post() const { return {common, own, local}; }
+};
+
+/// The entry that `rank` posts in `round`, which every other rank can compute too. In some rounds
+/// all ranks post the same, in some all but one.
+inline Parts entry_of(int rank, int round, const Board& board) {
+  const auto part = [](int seed, std::size_t longest) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    const std::size_t bytes = random() % 4 == 0 ? 0 : random() % (longest + 1);
+    return Elements::repeating(DType::kUInt8, bytes, 100,
+                               [&](std::size_t) { return static_cast<double>(random() % 256); })
+        .bytes();
+  };
+  const int seed = 1000 * round;
+  const bool alike = round % 4 == 1 || (round % 4 == 2 && rank != 1);
+  if (round % 16 == 13) return {Bytes(board.capacity(), std::byte{7}), {}, {}};
+  if (round % 16 == 15) {
+    const std::size_t half = board.safe_capacity() / 16 * 8;
+    const auto fill = static_cast<std::byte>(rank);
+    return {Bytes(half, fill), Bytes(board.safe_capacity() - half - 8, fill), part(rank, 8)};
+  }
+  return {part(alike ? seed : seed + rank, 200),
+          round % 8 < 6 ? Bytes{} : part(seed + rank + 1, 90), part(seed + rank + 2, 24)};
 }
 
 inline void wait_complete(Board& board) {
   while (!board.complete()) board.wait_until(kNever, kSpin);
 }
 
-inline Bytes entry_at(const Board& board, int rank) {
-  const auto entry = board.entry(rank);
-  return {entry.begin(), entry.end()};
+inline Bytes copy_of(ByteSpan bytes) { return {bytes.begin(), bytes.end()}; }
+
+/// The run that has `rank`'s entry.
+inline const Run& run_of(const Round& round, int rank) {
+  for (const Run& run : round.runs) {
+    if (rank >= run.first && rank < run.first + run.count) return run;
+  }
+  throw CheckFailed("no run has rank " + std::to_string(rank));
 }
 
 inline void board_rounds(const Layout& layout, int size) {
@@ -40,12 +66,22 @@ inline void board_rounds(const Layout& layout, int size) {
     std::mt19937 random(static_cast<unsigned>(communicator.rank()));
     for (int round = 0; round < 100; ++round) {
       for (auto pauses = random() % 8; pauses > 0; --pauses) std::this_thread::yield();
-      board.post(entry_of(communicator.rank(), round, board.capacity()));
+      board.post(entry_of(communicator.rank(), round, board).post());
       wait_complete(board);
       CHECK(board.missing().empty());
+      const Round seen = board.round();
       for (int rank = 0; rank < size; ++rank) {
-        CHECK(same(entry_at(board, rank), entry_of(rank, round, board.capacity())));
+        const Parts expected = entry_of(rank, round, board);
+        CHECK(same(copy_of(run_of(seen, rank).common), expected.common));
+        CHECK(same(copy_of(run_of(seen, rank).own), expected.own));
       }
+      CHECK_EQ(std::ranges::count(seen.host_ranks, communicator.rank()), 1);
+      CHECK_EQ(seen.locals.size(), seen.host_ranks.size());
+      for (std::size_t i = 0; i < seen.locals.size(); ++i) {
+        CHECK(same(copy_of(seen.locals[i]), entry_of(seen.host_ranks[i], round, board).local));
+      }
+      // Equal entries are one run.
+      if (round % 4 == 1) CHECK_EQ(seen.runs.size(), 1u);
     }
   });
 }
@@ -53,11 +89,18 @@ inline void board_rounds(const Layout& layout, int size) {
 inline void board_entries_are_aligned(const Layout& layout, int size) {
   run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
-    board.post(Bytes(static_cast<std::size_t>(5 + communicator.rank())));
+    const Bytes part(static_cast<std::size_t>(5 + communicator.rank()));
+    board.post({part, part, part});
     wait_complete(board);
+    const auto check_aligned = [](ByteSpan bytes) {
+      CHECK_EQ(reinterpret_cast<std::uintptr_t>(bytes.data()) % 8, 0u);
+    };
+    const Round round = board.round();
     for (int rank = 0; rank < size; ++rank) {
-      CHECK_EQ(reinterpret_cast<std::uintptr_t>(board.entry(rank).data()) % 8, 0u);
+      check_aligned(run_of(round, rank).common);
+      check_aligned(run_of(round, rank).own);
     }
+    for (const ByteSpan local : round.locals) check_aligned(local);
   });
 }
 

@@ -10,6 +10,8 @@ using namespace torch_ring::test;
 
 namespace {
 
+constexpr std::uint64_t kOneRank = 1;  // the begin of a run's header
+
 /// A board as rank 0 of two; the test plays rank 1, byte by byte.
 struct Peer {
   Peer() {
@@ -18,7 +20,8 @@ struct Peer {
     from_us.emplace(alone(std::move(there)), "rank 0 (a thread)");
     connection = &to_us->connection;
     us = &from_us->connection;
-    board.emplace(0, std::vector<Connection*>{nullptr, connection}, waiting.waiter, 1000);
+    board.emplace(0, std::vector<Connection*>{nullptr, connection}, waiting.waiter,
+                  std::vector<std::uint32_t>{}, 1000);
   }
 
   void send(const std::vector<std::uint64_t>& words) {
@@ -47,7 +50,8 @@ void check_garbled(const std::vector<std::uint64_t>& frame, const std::string& w
 TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
   Peer peer;
   peer.board->post({});
-  const std::vector<std::uint64_t> frame{1, 16, 5, 0x0807060504030201};
+  // Round 1, 24 bytes: one rank with a common part of 5 bytes and no own part.
+  const std::vector<std::uint64_t> frame{1, 24, kOneRank | 5ull << 32, 0, 0x0807060504030201};
   for (const std::byte& byte : std::as_bytes(std::span(frame))) {
     CHECK(!peer.board->complete());
     CHECK_EQ(peer.board->missing(), std::vector<int>{1});
@@ -55,8 +59,10 @@ TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
   }
   peer.send({42});  // data after the frame
   CHECK(peer.board->complete());
-  CHECK_EQ(peer.board->entry(1).size(), 5u);
-  CHECK(peer.board->entry(1)[4] == std::byte{5});
+  const Run run = run_of(peer.board->round(), 1);
+  CHECK_EQ(run.common.size(), 5u);
+  CHECK(run.common[4] == std::byte{5});
+  CHECK(run.own.empty());
   std::uint64_t data = 0;
   CHECK_EQ(peer.connection->try_receive(std::as_writable_bytes(std::span(&data, 1))), 8u);
   CHECK_EQ(data, 42u);
@@ -65,20 +71,21 @@ TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
 TEST(tcp_board_throws_for_garbled_frames) {
   check_garbled({1, 1ull << 60}, "1152921504606846976 bytes for 1 entries");
   check_garbled({1, 0}, "0 bytes for 1 entries");
-  check_garbled({1, 1016, 0}, "1016 bytes for 1 entries");
-  check_garbled({2, 8, 0}, "of round 2 in round 1");
-  check_garbled({1, 8, 1}, "an entry that does not fit");
-  check_garbled({1, 8, 1ull << 63}, "an entry that does not fit");
-  check_garbled({1, 8, ~0ull}, "an entry that does not fit");
-  check_garbled({1, 16, 0, 0}, "more than its entries");
+  check_garbled({1, 1032, 0}, "1032 bytes for 1 entries");
+  check_garbled({2, 16, kOneRank, 0}, "of round 2 in round 1");
+  check_garbled({1, 16, kOneRank | 1ull << 32, 0}, "an entry that does not fit");
+  check_garbled({1, 16, kOneRank | ~0ull << 32, 0}, "an entry that does not fit");
+  check_garbled({1, 24, kOneRank, 8, kOneRank | 1ull << 32}, "an entry that does not fit");
+  check_garbled({1, 16, 2, 0}, "entries of other ranks than its own");
+  check_garbled({1, 32, kOneRank, 0, kOneRank, 0}, "entries of other ranks than its own");
 }
 
 TEST(tcp_board_round_completes_though_its_peer_has_left) {
   Peer peer;
   peer.board->post({});
-  peer.send({1, 8, 0});
+  peer.send({1, 16, kOneRank, 0});
   Bytes taken(100);
-  CHECK_EQ(peer.us->try_receive(taken), 24u);
+  CHECK_EQ(peer.us->try_receive(taken), 32u);
   peer.us.reset();
   CHECK(peer.board->complete());
   CHECK(peer.board->peer_posted());  // the end of the stream counts as a post
@@ -102,8 +109,8 @@ TEST(tcp_board_polls_the_sockets_that_the_round_needs) {
   const Bytes entry(1000);
   int rounds = 0;
   while (polled() == std::vector<int>{POLLIN}) {  // until the socket is full
-    peer.send({static_cast<std::uint64_t>(++rounds), 8, 0});
-    peer.board->post(entry);
+    peer.send({static_cast<std::uint64_t>(++rounds), 16, kOneRank, 0});
+    peer.board->post({entry, {}, {}});
   }
   CHECK_EQ(polled(), std::vector<int>{POLLOUT});
   CHECK(!peer.board->complete());

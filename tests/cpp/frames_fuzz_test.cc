@@ -1,0 +1,169 @@
+// Fuzzed frames: random and mutated bytes are an Error or entries, and cost what their size allows.
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "simulated_members.h"
+
+namespace torch_ring::test {
+namespace {
+
+constexpr std::size_t kCapacity = 1000;
+constexpr int kMembers = 7;
+constexpr int kRanksEach = 3;
+constexpr int kTries = kSanitized ? 20'000 : 200'000;
+
+using Random = std::mt19937_64;
+using Frame = std::vector<std::byte>;
+
+/// Changes bytes, sizes and the length of a frame.
+void mutate(Frame& frame, Random& random) {
+  constexpr std::uint32_t kOdd[] = {0, 1, 7, 8, 21, 0x7fffffff, 0x80000000, 0xfffffff8, 0xffffffff};
+  for (auto changes = 1 + random() % 3; changes > 0; --changes) {
+    const std::size_t at = frame.empty() ? 0 : random() % frame.size();
+    switch (random() % 5) {
+      case 0:
+        if (!frame.empty()) frame[at] ^= static_cast<std::byte>(1u << random() % 8);
+        break;
+      case 1:
+        if (frame.size() >= 4) {
+          const std::uint32_t word = kOdd[random() % std::size(kOdd)];
+          std::memcpy(frame.data() + (frame.size() - 4 < at ? 0 : at / 4 * 4), &word, sizeof word);
+        }
+        break;
+      case 2:
+        frame.resize(at);
+        break;
+      case 3:
+        frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(at), random() % 64, std::byte{1});
+        break;
+      default:
+        if (frame.size() >= 16) {  // the header agrees with the length
+          const std::uint64_t bytes = frame.size() - 16;
+          std::memcpy(frame.data() + 8, &bytes, sizeof bytes);
+        }
+    }
+  }
+}
+
+/// Feeds a frame to the step that is due. Checks that what is believed is consistent; returns
+/// whether the frame was.
+bool feed(Frames& frames, const Frame& frame) {
+  const std::size_t step = frames.due();
+  try {
+    for (ByteSpan rest = frame; !rest.empty() && frames.due() == step;) {
+      const std::span<std::byte> room = frames.room();
+      CHECK(!room.empty());
+      // Room for bytes that have not come is bounded by those that have.
+      CHECK(room.size() <= (64u << 10) + frame.size());
+      const std::size_t count = std::min(room.size(), rest.size());
+      std::copy_n(rest.begin(), count, room.begin());
+      rest = rest.subspan(count);
+      frames.absorb(count);
+    }
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::kInternal);
+    return false;
+  }
+  if (!frames.complete()) return frames.due() > step;
+  std::uint32_t ranks = 0;
+  std::size_t sum = 0;
+  for (const EqualEntries& item : frames.runs().items()) {
+    CHECK(item.count > 0);
+    CHECK(item.common.size() + item.own.size() <= kCapacity);
+    ranks += item.count;
+    for (const std::byte byte : item.common) sum += std::to_integer<std::size_t>(byte);
+    for (const std::byte byte : item.own) sum += std::to_integer<std::size_t>(byte);
+  }
+  CHECK_EQ(ranks, static_cast<std::uint32_t>(kMembers * kRanksEach));
+  CHECK(sum < (std::size_t{1} << 40));  // every byte was read
+  return true;
+}
+
+const std::string kTexts[] = {"", "request", std::string(90, 'f'), "payload", "p"};
+
+/// The frames of a round with runs of all sorts, and the entries that member 0 begins it with.
+struct Example {
+  explicit Example(Random& random) : world(kMembers, kRanksEach, kCapacity) {
+    const auto text = [&](std::size_t first, std::size_t count) {
+      return std::as_bytes(std::span(kTexts[first + random() % count]));
+    };
+    std::vector<ByteSpan> common;
+    std::vector<ByteSpan> own;
+    for (int rank = 0; rank < kMembers * kRanksEach; ++rank) {
+      common.push_back(text(0, 3));
+      own.push_back(random() % 2 == 0 ? ByteSpan{} : text(3, 2));
+      if (rank < kRanksEach) first.append({1, common.back(), own.back()});
+    }
+    world.round(common, own);
+  }
+
+  /// The frame that member 0 receives in `step`.
+  Frame frame(std::size_t step) const {
+    const auto from = static_cast<std::size_t>(world.member(0).steps()[step].from);
+    const ByteSpan bytes = world.member(from).frame(step);
+    return {bytes.begin(), bytes.end()};
+  }
+
+  SimulatedMembers world;
+  Runs first;
+};
+
+Frames begun(const Example& example) {
+  Frames frames(0, std::vector<std::uint32_t>(kMembers, kRanksEach), kCapacity);
+  frames.begin(example.first);
+  return frames;
+}
+
+TEST(frames_fuzz_mutated_frames_are_an_error_or_entries) {
+  Random random(20);
+  int believed = 0;
+  for (int i = 0; i < kTries / 100; ++i) {
+    const Example example(random);
+    for (int j = 0; j < 100; ++j) {
+      Frames frames = begun(example);
+      const std::size_t mutated = random() % frames.steps().size();
+      bool good = true;
+      for (std::size_t step = 0; good && step < frames.steps().size(); ++step) {
+        Frame frame = example.frame(step);
+        if (step == mutated) mutate(frame, random);
+        good = feed(frames, frame);
+      }
+      believed += good;
+    }
+  }
+  // Both happen often: a flipped bit of a name is an entry, a changed size is none.
+  CHECK(believed > kTries / 100);
+  CHECK(believed < kTries - kTries / 10);
+}
+
+TEST(frames_fuzz_random_frames_are_an_error_or_entries) {
+  Random random(21);
+  const Example example(random);
+  for (int i = 0; i < kTries; ++i) {
+    Frame frame(random() % 200);
+    for (std::byte& byte : frame) {
+      byte = static_cast<std::byte>(random() % 4 == 0 ? random() % 256 : 0);
+    }
+    if (frame.size() >= 16 && i % 8 != 0) {  // a header that leads on to the runs
+      const std::uint64_t header[] = {1, frame.size() - 16};
+      std::memcpy(frame.data(), header, sizeof header);
+    }
+    Frames frames = begun(example);
+    feed(frames, frame);
+  }
+}
+
+TEST(frames_fuzz_a_header_alone_allocates_little) {
+  Frames frames(0, std::vector<std::uint32_t>(2, 1'000'000), 64u << 10);
+  const std::vector<std::byte> entry(8);
+  Runs runs;
+  runs.append({1'000'000, entry, {}});
+  frames.begin(runs);
+  const std::uint64_t header[] = {1, 60'000'000'000};
+  receive(frames, std::as_bytes(std::span(header)));
+  CHECK_EQ(frames.room().size(), 64u << 10);
+}
+
+}  // namespace
+}  // namespace torch_ring::test
