@@ -49,6 +49,7 @@ bool TcpBoard::peer_posted() {
   for (const BruckStep& step : steps()) {
     if (connection(step.from).readable()) return true;
   }
+  update_fds();  // a connection may just have got its sockets
   return false;
 }
 

@@ -132,9 +132,9 @@ Fingerprint decode(ByteSpan fingerprint) {
   f.shape.resize(header.dimensions);
   if (!shape.empty()) std::memcpy(f.shape.data(), shape.data(), shape.size());
   if (!valid(f.shape, f.dtype)) refuse();
-  const ByteSpan name = take(fingerprint, header.name_bytes);
+  if (fingerprint.size() != header.name_bytes) refuse();
+  const ByteSpan name = fingerprint;
   f.name.assign(reinterpret_cast<const char*>(name.data()), name.size());
-  if (!fingerprint.empty()) refuse();
   return f;
 }
 

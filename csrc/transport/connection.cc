@@ -173,16 +173,18 @@ void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* f
     return text.str();
   };
 
+  std::array<pollfd, 2> fds{};
   while (!send.finished() || !receive.finished()) {
     const std::size_t before = send.done + receive.done;
     const auto moved = [&] {
       send.move();
       if (receive.move() && received) received(receive.done);
+      // Set here, because a connection may just have got its sockets: the wait polls `fds` as they
+      // are after this.
+      fds = {pollfd{send.finished() ? -1 : to->send_fd(), POLLOUT, 0},
+             pollfd{receive.finished() ? -1 : from->receive_fd(), POLLIN, 0}};
       return send.done + receive.done > before;
     };
-    const std::array<pollfd, 2> fds{
-        pollfd{send.finished() ? -1 : to->send_fd(), POLLOUT, 0},
-        pollfd{receive.finished() ? -1 : from->receive_fd(), POLLIN, 0}};
     waiter.wait(moved, silence, fds);
   }
 }

@@ -340,12 +340,20 @@ TEST(slots_of_two_sets_are_independent_and_share_buffers) {
       CHECK(offset > 0);
       std::vector<std::int64_t> all(size);
       const std::vector<std::size_t> each(size, sizeof offset);
+      const auto of_host = [&] {
+        std::vector<std::int64_t> offsets;
+        const Topology& topology = at(worlds, rank).topology;
+        for (const int other : topology.ranks_of_host(topology.host())) {
+          offsets.push_back(at(all, other));
+        }
+        return offsets;
+      };
       float factor = 1;
       for (HostCommunicator* const one : {set.get(), world.get(), set.get()}) {
         one->allgather(&offset, all.data(), each);
         std::fill_n(values, kCount, static_cast<float>(rank + 1) * factor);
         one->barrier();
-        one->allreduce(values, values, kCount, sum, all);
+        one->allreduce(values, values, kCount, sum, of_host());
         std::vector<float> own(kCount, static_cast<float>(rank + 1));
         one->allreduce(own.data(), own.data(), kCount, sum, {});
         CHECK(std::all_of(values, values + kCount, [&](float x) { return x == 6 * factor; }));

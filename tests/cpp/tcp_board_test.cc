@@ -86,7 +86,7 @@ TEST(tcp_board_round_completes_though_its_peer_has_left) {
   peer.send({1, 16, kOneRank, 0});
   Bytes taken(100);
   CHECK_EQ(peer.us->try_receive(taken), 32u);
-  peer.us.reset();
+  peer.from_us.reset();
   CHECK(peer.board->complete());
   CHECK(peer.board->peer_posted());  // the end of the stream counts as a post
   const auto next = [&] {
@@ -105,6 +105,8 @@ TEST(tcp_board_polls_the_sockets_that_the_round_needs) {
     }
     return events;
   };
+  CHECK(polled().empty());  // no socket yet
+  CHECK(!peer.board->peer_posted());
   CHECK_EQ(polled(), std::vector<int>{POLLIN});
   const Bytes entry(1000);
   int rounds = 0;
