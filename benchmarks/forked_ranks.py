@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import IO, NoReturn
 
 from namespaces import Host
-from start_line import GATES, Line, Ranks, die_with_parent
+from start_line import GATES, SIGNALS, Line, Ranks, die_with_parent, signals_taken
 
 FORK_S = 120.0  # until all ranks have been forked and are ready
 LEAVE_S = 60.0  # until all ranks have left, before they are killed
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
@@ -43,7 +42,8 @@ class Family:
         while self.pids and time.monotonic() < deadline:
             for rank in list(self.pids):
                 self._reap(rank)
-            time.sleep(0.01)
+            with signals_taken():
+                time.sleep(0.01)
 
     def kill(self) -> int:
         """End those that are left; return their number."""
@@ -100,6 +100,8 @@ def forked(
                 be_rank(line, body, environment(rank), host, output.fileno(), ours, parent)
             family.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            with signals_taken():
+                pass  # to fork many ranks takes seconds
         yield ranks
         ranks.close_gates()
         family.wait(LEAVE_S)

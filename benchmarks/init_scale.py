@@ -32,11 +32,11 @@ import machine
 import namespaces
 import scale_checks
 import torch
-import worlds
+import world_starts
 from forked_ranks import FORK_S, forked
 from mpi_ranks import started_by_mpirun, why_no_mpi
 from namespaces import Host
-from start_line import Line, Ranks, WorldError, pss_mib
+from start_line import SIGNALS, Line, Ranks, WorldError, pss_mib
 
 SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512]
 NAMESPACES = [4, 8, 16]
@@ -171,9 +171,9 @@ def new_world(
     size: int, hosts: Sequence[Host], library: str, timeout_s: float
 ) -> AbstractContextManager[Ranks]:
     def body(line: Line) -> None:
-        worlds.LIBRARIES[library](line, timeout_s)
+        world_starts.LIBRARIES[library](line, timeout_s)
 
-    return forked(size, body, worlds.environment(hosts, size, timeout_s), hosts)
+    return forked(size, body, world_starts.environment(hosts, size, timeout_s), hosts)
 
 
 def sample(start: Open, timeout_s: float) -> Sample:
@@ -185,7 +185,7 @@ def sample(start: Open, timeout_s: float) -> Sample:
     with start() as ranks:
         pids = [report["pid"] for report in ranks.gather(FORK_S)]
         began = ranks.open_gate()
-        ended = max(report["ended"] for report in ranks.gather(timeout_s + worlds.PROGRAM_S))
+        ended = max(report["ended"] for report in ranks.gather(timeout_s + world_starts.PROGRAM_S))
         memory = pss_mib(pids[len(pids) // 2])
         ranks.open_gate()
         spent = [report["cpu_s"] for report in ranks.gather(FORK_S)]
@@ -272,7 +272,7 @@ def why_too_large(mib: float) -> str | None:
 
 def end_in_order(*_: object) -> NoReturn:
     """End, after cleaning up, which nothing interrupts."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit("init_scale.py: ended")
 
@@ -280,8 +280,9 @@ def end_in_order(*_: object) -> NoReturn:
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, end_in_order)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the program waits for something
     facts = machine.computer()
     what = "the start of a world"
     if args.death:

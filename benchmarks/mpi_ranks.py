@@ -12,16 +12,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from start_line import COUNT, GATES, Line, Ranks, die_with_parent, sum_at_start
+from start_line import (
+    COUNT,
+    GATES,
+    SIGNALS,
+    Line,
+    Ranks,
+    die_with_parent,
+    signals_taken,
+    sum_at_start,
+)
 
 LEAVE_S = 60.0  # until mpirun has ended, before it is killed
 KILL_S = 5.0  # until it has ended its ranks
+PREFIX = f"mpi_ranks{os.getpid()}-"  # of folders
 
 
 def find_mpirun() -> str | None:
@@ -51,12 +62,12 @@ def started_by_mpirun(size: int) -> Iterator[Ranks]:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     options = [*root, "--oversubscribe", "--bind-to", "none", "-np", str(size)]
     with contextlib.ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mpi_ranks")))
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
         reports, *gates = (named_pipe(path) for path in pipes_in(folder))
         cleanup.callback(os.close, reports)
         # Its files, too, are gone with the folder, however it ends; shared memory is no disk.
         memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
-        shared = cleanup.enter_context(tempfile.TemporaryDirectory(dir=memory))
+        shared = cleanup.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=memory))
         theirs = {"TMPDIR": str(folder), "OMPI_MCA_btl_sm_backing_directory": shared}
         command = [mpirun, *options, sys.executable, __file__, str(folder)]
         output = cleanup.enter_context((folder / "output").open("w+"))
@@ -67,6 +78,7 @@ def started_by_mpirun(size: int) -> Iterator[Ranks]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for this program
+            preexec_fn=take_signals,
         )
         cleanup.callback(end, process)
 
@@ -81,8 +93,14 @@ def started_by_mpirun(size: int) -> Iterator[Ranks]:
         cleanup.callback(ranks.close_gates)
         yield ranks
         ranks.close_gates()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(LEAVE_S)
+        deadline = time.monotonic() + LEAVE_S
+        while process.poll() is None and time.monotonic() < deadline:
+            with signals_taken():
+                time.sleep(0.01)
+
+
+def take_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def pipes_in(folder: Path) -> list[Path]:

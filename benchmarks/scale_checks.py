@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from forked_ranks import FORK_S, forked
 from namespaces import Host
-from start_line import Line, WorldError
-from worlds import PROGRAM_S, environment
+from start_line import Line, WorldError, signals_taken
+from world_starts import PROGRAM_S, environment
 
 import torch_ring as hvd
 
@@ -93,7 +93,8 @@ def death(size: int, hosts: Sequence[Host], victim: int, timeout_s: float) -> De
         ranks.open_gate()
         pids = [report["pid"] for report in ranks.gather(timeout_s + PROGRAM_S)]
         ranks.open_gate()
-        time.sleep(SETTLE_S)
+        with signals_taken():
+            time.sleep(SETTLE_S)
         killed = ranks.kill(victim, pids[victim])
         told, _ = ranks.gather_until(timeout_s + PROGRAM_S)
     news = sorted(told.values(), key=lambda report: float(report["heard"]))

@@ -14,7 +14,8 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,22 @@ COUNT = 256  # elements of the first allreduce: 1 KiB of float32
 GATES = 3  # begin; report the costs; leave
 CHECK_S = 0.2  # between two looks for ranks that have died
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Report = dict[str, Any]
+
+
+@contextmanager
+def signals_taken() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM interrupt what a program waits for, if it holds them otherwise.
+
+    A program that blocks them from its start is interrupted only where nothing is half made.
+    """
+    held = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 class WorldError(Exception):
@@ -137,7 +152,8 @@ class Ranks:
         return [json.loads(line) for line in lines]
 
     def _readable(self, timeout_s: float) -> bool:
-        return bool(select.select([self.reports], [], [], timeout_s)[0])
+        with signals_taken():
+            return bool(select.select([self.reports], [], [], timeout_s)[0])
 
 
 def sum_at_start(
