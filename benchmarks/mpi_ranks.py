@@ -136,8 +136,13 @@ def main(folder: Path) -> None:
 
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
     reports, *gates = pipes_in(folder)
-    ends = [os.open(path, os.O_RDONLY) for path in gates]
-    line = Line(rank, size, os.open(reports, os.O_WRONLY), ends)
+    # Without waiting: the program that has made the pipes may have ended.
+    to_program = os.open(reports, os.O_WRONLY | os.O_NONBLOCK)
+    line = Line(
+        rank, size, to_program, [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in gates]
+    )
+    for end_of_pipe in (to_program, *line.gates):
+        os.set_blocking(end_of_pipe, True)
 
     def start() -> Callable[[], Sequence[float]]:
         MPI.Init()
