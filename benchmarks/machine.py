@@ -21,6 +21,11 @@ Facts = dict[str, str | int]
 
 def machine() -> Facts:
     """Return the facts on which the numbers depend. Call after init()."""
+    return computer() | {"ranks": hvd.size(), "hosts": hvd.cross_size()}
+
+
+def computer() -> Facts:
+    """Return those that need no init()."""
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -36,8 +41,6 @@ def machine() -> Facts:
         "load": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "torch_ring": hvd.__version__,
-        "ranks": hvd.size(),
-        "hosts": hvd.cross_size(),
     }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 NETWORK = "10.214.88"
+NAMED = Path("/run/netns")  # where `ip netns add` makes namespaces
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,13 @@ class Host:
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs another one in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def enter(self) -> None:
+        """Move the calling thread into this namespace."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(NAMED / self.namespace) as file:
+            if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"setns({self.namespace})")
 
 
 def run(*arguments: str) -> None:
@@ -50,8 +61,8 @@ def hosts(
     found = [Host(f"{unique}h{i}", f"{NETWORK}.{i + 1}") for i in range(count)]
     try:
         for name in (switch, *(host.namespace for host in found)):
+            made.append(name)  # before: Ctrl-C may come between
             run("ip", "netns", "add", name)
-            made.append(name)
         run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "bridge", "up")
         for i, host in enumerate(found):
@@ -73,4 +84,5 @@ def hosts(
         yield found
     finally:
         for name in made:
-            run("ip", "netns", "del", name)
+            if (NAMED / name).exists():
+                run("ip", "netns", "del", name)

@@ -33,6 +33,7 @@ COLOURS = {
     "prototype": "#000000",
     "torch": "#999999",
 }
+STYLE: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}
 
 
@@ -197,6 +198,29 @@ def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
+def init_scale(reports: dict[str, Report], axes: Axes) -> None:
+    """Time until a world can work, by ranks: on one host, and among namespaces."""
+    rows = [row for row in rows_of(reports, "init_scale") if row["seconds"] is not None]
+    for library in dict.fromkeys(row["library"] for row in rows):
+        for many, style in ((False, ".-"), (True, "^--")):
+            of_one = [r for r in rows if r["library"] == library and (r["hosts"] > 1) == many]
+            if not of_one:
+                continue
+            points = [(row["ranks"], row["seconds"]) for row in of_one]
+            where = f", {of_one[0]['ranks'] // of_one[0]['hosts']} ranks a host" if many else ""
+            label, colour = f"{name_of(library)}{where}", COLOURS.get(library)
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+    ticks = sorted({row["ranks"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(
+        xlabel="ranks",
+        yscale="log",
+        ylabel="init() and an allreduce (s)",
+        title=f"the start of a world on {reports['init_scale']['machine']['cores']} cores",
+    )
+
+
 def curve_of(report: Report, cluster: str, model: str, variant: str) -> Report:
     wanted = (cluster, model, variant)
     return next(c for c in report["curves"] if (c["cluster"], c["model"], c["variant"]) == wanted)
@@ -244,6 +268,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "hosts-3": ("hosts-3", lambda reports, axes: hosts(reports, axes, 3)),
     "training_step": ("training_step", training_step),
     "overhead": ("overhead", overhead),
+    "init_scale": ("init_scale", init_scale),
     "scaling_published": ("scaling_model", scaling_published),
     "scaling_today": ("scaling_model", scaling_today),
 }
@@ -251,21 +276,27 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
 
 def draw_all(folder: Path) -> list[Path]:
     """Draw the figures that have results; return the files."""
-    reports, files = load(folder), []
-    style: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
-    for name, (needed, figure_of) in FIGURES.items():
-        if needed not in reports:
-            continue
-        with plt.rc_context(style):
-            sheet, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-            figure_of(reports, axes)
-            files.append(save(sheet, folder / f"{name}.png"))
+    reports = load(folder)
+    files = [
+        draw_one(reports, name, folder / f"{name}.png")
+        for name, (needed, _) in FIGURES.items()
+        if needed in reports
+    ]
     if {"allreduce", "training_step"} <= reports.keys():
-        with plt.rc_context(style):
+        with plt.rc_context(STYLE):
             sheet = plt.figure(figsize=(10, 3.6), layout="constrained")
             overview(reports, sheet)
             files.append(save(sheet, folder / "overview.png"))
     return files
+
+
+def draw_one(reports: dict[str, Report], name: str, path: Path) -> Path:
+    """Draw one of `FIGURES`; return its file."""
+    _, figure_of = FIGURES[name]
+    with plt.rc_context(STYLE):
+        sheet, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure_of(reports, axes)
+        return save(sheet, path)
 
 
 def save(sheet: Figure, path: Path) -> Path:

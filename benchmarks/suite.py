@@ -17,16 +17,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpi_ranks import find_mpirun
+
 ROOT = Path(__file__).parent.parent
 HERE = Path("benchmarks")  # relative to ROOT, as in the commands in the results
 RESULTS = HERE / "results"
-BIN = Path(sys.executable).parent
 
 
 def launched(ranks: int, *, mpi: bool = False) -> list[str]:
     """Return the command that starts a program on several ranks of this host."""
-    mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
-    if mpi and mpirun:
+    if mpi and (mpirun := find_mpirun()):
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         return [mpirun, *root, "--bind-to", "none", "-np", str(ranks), sys.executable]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -89,6 +89,9 @@ BENCHMARKS = {
     "training_step": Benchmark("training_step.py"),
     "overhead": Benchmark("overhead.py"),
     "scaling_model": Benchmark("scaling_model.py", ranks=0),
+    "init_scale": Benchmark("init_scale.py", ranks=0),
+    "death": Benchmark("init_scale.py", "--death", ranks=0),
+    "sets": Benchmark("init_scale.py", "--sets", ranks=0),
 }
 
 

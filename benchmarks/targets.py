@@ -72,6 +72,18 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
     yield from of_training(rows_of(reports, "training_step"))
     if "overhead" in reports:
         yield from of_overhead(reports["overhead"])
+    yield from of_init(rows_of(reports, "init_scale"))
+    for row in rows_of(reports, "death"):
+        if row["slowest_ms"] is not None:
+            what = (
+                f"rank {row['victim']} of {row['ranks']}, {row['hosts']} hosts, killed: known (s)"
+            )
+            yield Target(what, "", row["slowest_ms"] / 1e3, 1, at_most=True)
+    for row in rows_of(reports, "sets"):
+        if row["seconds"] is not None:
+            what = f"{row['sets']} process sets"
+            yield Target(f"{what}: made (s)", "", row["seconds"], 5, at_most=True)
+            yield Target(f"{what}: MB of an idle one", "", row["kib"] / KB, 1, at_most=True)
 
 
 def of_row(what: str, row: Report, peer: str, wanted: float) -> Target:
@@ -182,6 +194,24 @@ def of_overhead(report: Report) -> Iterator[Target]:
     yield Target(
         "init() alone: throughput", "no init()", idle["relative"], idle["control_quartiles"][0]
     )
+
+
+def of_init(rows: Sequence[Report]) -> Iterator[Target]:
+    for what, many in (("one host", False), ("many hosts", True)):
+        of_gloo = [
+            row
+            for row in rows
+            if row["library"] == "gloo" and row["ratio"] and (row["hosts"] > 1) == many
+        ]
+        if of_gloo:
+            worst = min(of_gloo, key=lambda row: row["ratio"])
+            what = f"init(), {what}, worst: {worst['ranks']} ranks"
+            yield Target(what, "gloo", worst["ratio"], 1)
+    for row in rows:
+        wanted_s = {128: 3, 512: 15}.get(row["ranks"])
+        if row["library"] == "torch_ring" and row["hosts"] == 1 and row["seconds"] and wanted_s:
+            what = f"init() of {row['ranks']} ranks (s)"
+            yield Target(what, "", row["seconds"], wanted_s, at_most=True)
 
 
 # --- of rows

@@ -93,7 +93,25 @@ def made_up_reports() -> dict[str, Any]:
         for v, h in (("torch", 0.0), ("torch_ring", 90.0), ("ddp", 300.0))
     ]
     init = {"relative": 0.99, "control": 1.0, "control_quartiles": [0.98, 1.02]}
+    inits = [
+        {"ranks": ranks, "hosts": hosts, "library": library, "seconds": seconds, "ratio": ratio}
+        for ranks, hosts, library, seconds, ratio in (
+            (2, 1, "torch_ring", 0.1, None),
+            (2, 1, "gloo", 0.3, 3.0),
+            (128, 1, "torch_ring", 4.0, None),
+            (128, 1, "gloo", 8.0, 2.0),
+            (512, 1, "torch_ring", 12.0, None),
+            (512, 1, "gloo", None, None),
+            (32, 4, "torch_ring", 2.0, None),
+            (32, 4, "gloo", 1.0, 0.5),
+        )
+    ]
+    death = {"ranks": 128, "hosts": 16, "victim": 0, "slowest_ms": 700.0}
+    sets = {"sets": 500, "seconds": 6.0, "kib": 512.0}
     return {
+        "init_scale": {"machine": machine, "rows": inits},
+        "death": {"machine": machine, "rows": [death, death | {"slowest_ms": None}]},
+        "sets": {"machine": machine, "rows": [sets, sets | {"seconds": None, "kib": None}]},
         "allreduce": {"machine": machine, "rows": allreduce},
         "collectives": {"machine": machine, "rows": others},
         "hosts-2": {
@@ -124,6 +142,13 @@ def test_targets_of_all_results() -> None:
     assert found[("vgg16: efficiency", "no communication")] == (0.96, True)
     assert found[("500 parameters: host cost", "DDP's")] == (pytest.approx(0.3), False)
     assert found[("init() alone: throughput", "no init()")] == (0.99, True)
+    assert found[("init(), one host, worst: 128 ranks", "gloo")] == (2, True)
+    assert found[("init(), many hosts, worst: 32 ranks", "gloo")] == (0.5, False)
+    assert found[("init() of 128 ranks (s)", "")] == (4, False)
+    assert found[("init() of 512 ranks (s)", "")] == (12, True)
+    assert found[("rank 0 of 128, 16 hosts, killed: known (s)", "")] == (0.7, True)
+    assert found[("500 process sets: made (s)", "")] == (6, False)
+    assert found[("500 process sets: MB of an idle one", "")] == (0.5, True)
     verdicts = {(t.what, t.peer): t.verdict for t in targets.targets(made_up_reports())}
     assert {key for key, verdict in verdicts.items() if verdict} == {
         key for key, (_, met) in found.items() if not met

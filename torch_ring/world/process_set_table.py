@@ -170,9 +170,7 @@ class ProcessSetTable:
             if _FAILED in slots:
                 failures = exchange.texts(failure)
                 broken = slots.index(_FAILED)
-                raise RingError(
-                    f"rank {broken} could not join the process set: {failures[broken]}"
-                )
+                raise RingError(f"rank {broken} could not join the process set: {failures[broken]}")
             require_below(ranks, self._size)
             if ranks in self._by_ranks:
                 raise InvalidArgumentError(f"there is a process set of the ranks {list(ranks)}")

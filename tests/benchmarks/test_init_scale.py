@@ -1,0 +1,317 @@
+"""init_scale.py starts worlds, checks what it times, reports failures and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_commands import clean_environment
+from mpi_ranks import why_no_mpi
+from namespaces import hosts
+from pool import eventually
+from scripts import DEADLINE_S, ROOT
+
+import torch_ring
+
+BENCHMARKS = ROOT / "benchmarks"
+PROGRAM = str(BENCHMARKS / "init_scale.py")
+END_S = 30.0  # a hang, not a slow machine
+
+
+def namespaces_work() -> bool:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    try:
+        with hosts(1):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def among_hosts() -> list[str]:
+    """The option that adds two namespaces with two ranks each, where that is possible."""
+    return ["--namespaces", *(["2"] if namespaces_work() else []), "--ranks-per-host", "2"]
+
+
+def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Return what lets a program import the benchmarks, and the torch_ring that is tested."""
+    folders = (str(BENCHMARKS), str(Path(torch_ring.__file__).parents[1]))
+    return clean_environment(PYTHONPATH=os.pathsep.join(folders))
+
+
+def rows_of(*arguments: str, folder: Path, code: int = 0) -> list[dict[str, Any]]:
+    done = python(PROGRAM, *arguments, "--json", "out.json", folder=folder)
+    assert done.returncode == code, done.stdout + done.stderr
+    report = json.loads((folder / "out.json").read_text())
+    assert "init_scale.py" in report["command"]
+    assert report["machine"]["cores"] >= 1
+    # The title and the columns, a line for each row, and lines about what has not been run.
+    assert len(done.stdout.splitlines()) >= 2 + len(report["rows"])
+    return report["rows"]
+
+
+# --- what it measures
+
+
+def test_the_start_of_a_world(tmp_path: Path, among_hosts: list[str]) -> None:
+    plot = ["--plot", "out.png"] if has_matplotlib() else []
+    options = ["--sizes", "3", "2", "--rounds", "2", "--timeout", "60", *among_hosts, *plot]
+    rows = rows_of(*options, folder=tmp_path)
+    here = ["torch_ring", "gloo"] if why_no_mpi() else ["torch_ring", "gloo", "mpi"]
+    expected = [(1, size, library) for size in (2, 3) for library in here]
+    if "2" in among_hosts[:2]:
+        expected += [(2, 4, "torch_ring"), (2, 4, "gloo")]
+    assert [(row["hosts"], row["ranks"], row["library"]) for row in rows] == expected
+    ours = {(row["hosts"], row["ranks"]): row for row in rows if row["library"] == "torch_ring"}
+    for row in rows:
+        assert row["error"] is None
+        assert row["rounds"] == 2
+        assert 0 < row["least_s"] <= row["seconds"] <= row["most_s"]
+        assert 0 < row["cpu_ms_a_rank"] < 60_000
+        assert row["mib_a_rank"] > 1
+        if row["library"] == "torch_ring":
+            assert row["ratio"] is None
+        else:
+            seconds = ours[row["hosts"], row["ranks"]]["seconds"]
+            assert row["ratio"] == pytest.approx(row["seconds"] / seconds)
+    if plot:
+        assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def has_matplotlib() -> bool:
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    return bool(matplotlib)
+
+
+def test_the_news_of_a_killed_rank(tmp_path: Path, among_hosts: list[str]) -> None:
+    options = ["--death", "--sizes", "3", "--timeout", "60", *among_hosts]
+    rows = rows_of(*options, folder=tmp_path)
+    expected = [(1, 3, 2), (1, 3, 0)]
+    if "2" in among_hosts[:2]:
+        expected += [(2, 4, 3), (2, 4, 0)]
+    assert [(row["hosts"], row["ranks"], row["victim"]) for row in rows] == expected
+    for row in rows:
+        assert row["error"] is None
+        assert (row["heard"], row["otherwise"], row["unaware"]) == (row["ranks"] - 1, 0, 0), row
+        assert 0 < row["median_ms"] <= row["slowest_ms"] < 60_000
+        assert f"rank {row['victim']}" in row["example"]
+
+
+def test_process_sets(tmp_path: Path) -> None:
+    (row,) = rows_of("--sets", "3", "--timeout", "60", folder=tmp_path)
+    assert (row["ranks"], row["sets"], row["error"]) == (8, 3, None)
+    assert row["seconds"] > 0
+    for what in ("kib", "descriptors", "threads"):
+        before, after = row[f"{what}_a_rank"]
+        assert before > 0
+        assert row[what] == pytest.approx((after - before) * 8 / 3)
+
+
+# --- failures
+
+
+A_LIBRARY_THAT_FAILS = """
+import os, sys
+import world_starts
+import init_scale
+
+def by_gloo(line, timeout_s):
+    if line.size >= 3 and line.rank == 1:
+        {failure}
+    original(line, timeout_s)
+
+original, world_starts.LIBRARIES["gloo"] = world_starts.LIBRARIES["gloo"], by_gloo
+sys.exit(init_scale.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        ('raise OSError("no more of it")', "rank 1: OSError: no more of it"),
+        ("os._exit(3)", "rank 1 ended with 3"),
+        ('print("the reason", flush=True); os.abort()', "was killed by SIGABRT: the reason"),
+        ("line.size += 1", "the allreduce has returned"),
+    ],
+)
+def test_a_peer_that_fails_is_a_row(tmp_path: Path, failure: str, error: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(A_LIBRARY_THAT_FAILS.format(failure=failure))
+    options = ["--sizes", "2", "3", "4", "--namespaces", "--peers", "gloo", "--rounds", "1"]
+    done = python(str(script), *options, "--timeout", "5", "--json", "o.json", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr  # torch_ring has not failed
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [(row["ranks"], row["library"]) for row in rows] == [
+        (2, "torch_ring"),
+        (2, "gloo"),
+        (3, "torch_ring"),
+        (3, "gloo"),
+        (4, "torch_ring"),  # and gloo is not tried any more
+    ]
+    assert [row["error"] is None for row in rows] == [True, True, True, False, True]
+    assert error in rows[3]["error"]
+    assert rows[3]["error"] in done.stdout
+
+
+FORKED = """
+import os, sys, time
+from forked_ranks import forked
+from start_line import WorldError
+
+def body(line):
+    line.report(pid=os.getpid())
+    line.wait()
+    if line.rank != 1:
+        line.report()
+    time.sleep(100)
+
+with forked(3, body, lambda rank: {}) as ranks:
+    print(*(report["pid"] for report in ranks.gather(10)), flush=True)
+    ranks.open_gate()
+    try:
+        ranks.gather(0.5)
+    except WorldError as error:
+        sys.exit(str(error))
+"""
+
+
+def test_a_rank_that_does_not_answer(tmp_path: Path) -> None:
+    """The program names it, and ends all: none of them would have ended by itself."""
+    began = time.monotonic()
+    text = FORKED.replace("sys.exit(str(error))", "print(error); raise")
+    done = python("-c", text, folder=tmp_path)
+    assert time.monotonic() - began < END_S
+    pids, error = done.stdout.splitlines()
+    assert error.startswith("1 of 3 ranks have not answered within ")
+    assert error.endswith(": 1")
+    assert not alive([int(pid) for pid in pids.split()])
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    text = FORKED.replace("ranks.gather(0.5)", "time.sleep(100)")
+    with started("-c", text, folder=tmp_path) as program:
+        assert program.stdout is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert len(alive(pids)) == 3
+        program.kill()
+        program.wait()
+        assert eventually(lambda: not alive(pids), END_S)
+
+
+def test_a_process_with_threads_forks_no_ranks(tmp_path: Path) -> None:
+    text = "import threading, time\n"
+    text += "threading.Thread(target=time.sleep, args=(1,)).start()\n"
+    done = python("-c", text + FORKED, folder=tmp_path)
+    assert "a process with 2 threads must not fork ranks" in done.stderr
+
+
+@contextmanager
+def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    program = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.communicate()
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("forked", signal.SIGTERM),
+        ("forked", signal.SIGINT),
+        ("mpi", signal.SIGINT),
+        ("namespaces", signal.SIGINT),
+    ],
+)
+def test_an_interrupted_program_leaves_nothing(
+    tmp_path: Path, among_hosts: list[str], what: str, how: signal.Signals
+) -> None:
+    if what == "mpi" and (missing := why_no_mpi()):
+        pytest.skip(missing)
+    if what == "namespaces" and "2" not in among_hosts[:2]:
+        pytest.skip("no network namespaces here")
+    options = {
+        "forked": ["--sizes", "4", "--namespaces", "--peers", "gloo"],
+        "mpi": ["--sizes", "4", "--namespaces", "--peers", "mpi"],
+        "namespaces": ["--sizes", *among_hosts, "--peers", "gloo"],
+    }[what]
+    with started(PROGRAM, *options, "--rounds", "1000", folder=tmp_path) as program:
+        assert program.stdout is not None
+        while "# hosts" not in program.stdout.readline():
+            assert program.poll() is None
+        # Then mpirun runs, or ranks do, in namespaces if there are any.
+        of_kind = "mpirun" if what == "mpi" else PROGRAM
+        assert eventually(lambda: of_kind in commands_of(descendants(program.pid)), END_S)
+        if what == "namespaces":
+            assert eventually(lambda: f"bench{program.pid}h1" in namespaces_now(), END_S)
+        ranks = descendants(program.pid)
+        program.send_signal(how)
+        _, errors = program.communicate(timeout=END_S)
+        assert program.returncode == 1
+        assert errors.strip().splitlines()[-1] == "init_scale.py: ended"
+        assert eventually(lambda: not alive(ranks), 5)
+    assert f"bench{program.pid}" not in namespaces_now()
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        assert not list(Path(folder).glob(f"mpi_ranks{program.pid}-*"))
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def commands_of(pids: list[int]) -> str:
+    texts = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            texts.append(Path(f"/proc/{pid}/cmdline").read_text())
+    return "\n".join(texts)
+
+
+def namespaces_now() -> str:
+    folder = Path("/run/netns")
+    return " ".join(path.name for path in folder.iterdir()) if folder.is_dir() else ""
