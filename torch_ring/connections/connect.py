@@ -70,9 +70,7 @@ def connect(
         shares = config.transport != "tcp" and _can_share(identity, config)
         tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
         unix = cleanup.enter_context(_listen_unix())
-        meeting.meet(
-            _own_info(identity, shares, tcp, unix).card(), {**config.common(), **common}
-        )
+        meeting.meet(_own_info(identity, shares, tcp, unix).card(), {**config.common(), **common})
         table, fd = _share_memory(meeting, config, rank, size)
         if fd >= 0:
             cleanup.callback(os.close, fd)
