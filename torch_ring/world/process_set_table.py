@@ -257,7 +257,8 @@ class ProcessSetTable:
 
     def _agree(self, exchange: EngineExchange, request: str, slot: int) -> list[int]:
         """Check that all ranks make the same request; return their slots."""
-        digest = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "little", signed=True)
+        hashed = hashlib.sha256(request.encode()).digest()
+        digest = int.from_bytes(hashed[:8], "little", signed=True)
         gathered = exchange.numbers(digest, slot)
         if any(other != digest for other, _ in gathered):
             requests = exchange.texts(request)
