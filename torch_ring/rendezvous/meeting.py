@@ -310,7 +310,7 @@ class Meeting:
         else:
             self._leader.close_door()
             self._above = connect_to(
-                f"\0torch_ring/{first.door}", self._rank, self.size, self.deadline
+                f"\0torch_ring/{first.door}", first.leader, self._rank, self.size, self.deadline
             )
 
     # --- waiting, and failures
@@ -342,9 +342,9 @@ class Meeting:
         patience = Deadline(self.deadline.left_s() + _PATIENCE_S)
         while not above.data:
             if patience.passed():
-                raise TimeoutError(f"the leader of this host has not answered {self.deadline}")
+                raise TimeoutError(f"{above.leader} has not answered {self.deadline}")
             if above.left:
-                raise PeerLostError("the leader of this host has exited during init")
+                raise PeerLostError(f"{above.leader} has exited during init")
             self._pump(min(_SLICE_S, patience.left_s()))
         return above.data.popleft()
 
