@@ -216,9 +216,10 @@ class ProcessSetTable:
             self._closed = True
             records = self.records
             self._keep([])
-        for record in reversed(records):
-            record.shutdown()
-        self._connections.close()
+        with contextlib.ExitStack() as cleanup:  # all of it, also if Ctrl-C comes in between
+            cleanup.callback(self._connections.close)
+            for record in records:
+                cleanup.callback(record.shutdown)
 
     def before_fork(self) -> None:
         """Take note of what a child is about to inherit."""
@@ -256,7 +257,7 @@ class ProcessSetTable:
 
     def _agree(self, exchange: EngineExchange, request: str, slot: int) -> list[int]:
         """Check that all ranks make the same request; return their slots."""
-        digest = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], signed=True)
+        digest = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big", signed=True)
         gathered = exchange.numbers(digest, slot)
         if any(other != digest for other, _ in gathered):
             requests = exchange.texts(request)
