@@ -35,7 +35,7 @@ from torch_ring.rendezvous.group_card import (
     require_agreement,
     unpack_table,
 )
-from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger
+from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger, store_errors
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
 from torch_ring.rendezvous.local_meeting import join
@@ -372,7 +372,7 @@ class Meeting:
         if not leader.linger(expected or self.size) and on_one_node:
             exchange = self._fail_in_store(leader.told, failure)
         if exchange is not None:
-            with contextlib.suppress(RingError):
+            with contextlib.suppress(RingError), store_errors():
                 exchange.mark_told(sorted(leader.told))
 
     def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> HostExchange | None:
