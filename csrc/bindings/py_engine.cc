@@ -42,16 +42,20 @@ class PyEngine {
         hosts_(world.topology.host_count()),
         plane_(std::move(plane)) {
     auto abort = std::make_shared<Abort>();
+    // Shared with the engine's thread, which has no GIL.
+    const std::shared_ptr<py::function> shared_log(new py::function(std::move(log)),
+                                                   [](py::function* function) {
+                                                     const py::gil_scoped_acquire gil;
+                                                     delete function;
+                                                   });
     Engine::Options options{config,
                             world.labels,
                             plane_.get(),
                             set,
                             std::move(members),
-                            // Shared with the engine's thread, but destroyed with the GIL: see
-                            // shutdown().
-                            [log = std::move(log)](const std::string& text) {
+                            [shared_log](const std::string& text) {
                               const py::gil_scoped_acquire gil;
-                              log(text);
+                              (*shared_log)(text);
                             },
                             {}};
     communicator_ = make_communicator(world, config, *abort);
@@ -61,6 +65,9 @@ class PyEngine {
       return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, timeout,
                               labels, settings);
     };
+    // The plane may be telling another engine that a rank is lost, and that engine's thread may
+    // need the GIL to end: it frees tensors.
+    const py::gil_scoped_release no_gil;
     engine_ = std::make_shared<Engine>(communicator_, abort, std::move(options));
   }
   PyEngine(const PyEngine&) = delete;

@@ -155,7 +155,9 @@ Clock::time_point ControlLoop::prepare(PollSet& polls) {
   for (Link& link : links_) {
     link.add_to(polls);
     due = std::min(due, link.due());
-    if (news_.alive(link.peer())) due = std::min(due, link.heard() + options_.heartbeat_timeout);
+    if (judges() && news_.alive(link.peer())) {
+      due = std::min(due, link.heard() + options_.heartbeat_timeout);
+    }
   }
   return due;
 }
@@ -250,7 +252,7 @@ void ControlLoop::seek_neighbours(Clock::time_point now) {
     neighbourhood_.settle(now);
     moved_ = true;
   }
-  if (!std::exchange(moved_, false)) return;
+  if (!std::exchange(moved_, false) || !judges()) return;
   for (const int peer : neighbourhood_.neighbours()) {
     if (news_.alive(peer) && !link_to(peer)) bids_.add(peer, now, in_setup());
   }
@@ -304,8 +306,7 @@ Link* ControlLoop::link_to(int peer) {
 
 /// This rank has noticed that `peer` is gone.
 void ControlLoop::lose(int peer, const std::string& how, Clock::time_point now) {
-  // Who is taken for lost itself is heard by nobody, and hears nobody.
-  if (news_.alive(peer) && news_.alive(rank_)) learn(Message::lost(peer, rank_, how), nullptr, now);
+  if (news_.alive(peer) && judges()) learn(Message::lost(peer, rank_, how), nullptr, now);
 }
 
 /// All between this rank and `peer` have left, and now nobody listens there, so the word of its
@@ -333,6 +334,7 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
     bids_.remove(message.rank);
     data_.forget(message.rank);
   }
+  if (!judges()) bids_.close();
   if (in_setup() && message.kind == Message::Kind::kLost) {
     give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
   } else if (departed && awaited_.contains(message.rank)) {

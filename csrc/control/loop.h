@@ -66,6 +66,9 @@ class ControlLoop {
   std::string silence() const;
   const std::string& label(int rank) const;
   bool in_setup() const { return !awaited_.empty(); }
+  /// Who is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks no
+  /// other rank any more.
+  bool judges() const { return news_.alive(rank_); }
 
   const ControlOptions options_;  // without the listeners
   const int rank_;

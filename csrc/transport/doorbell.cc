@@ -124,7 +124,7 @@ void Doorbell::wait_in_futex(Clock::time_point deadline) const {
 }
 
 void Doorbell::wait_in_poll(Clock::time_point deadline, std::span<const pollfd> fds) const {
-  std::array<pollfd, 16> all{};
+  std::array<pollfd, kMostFds + 1> all{};
   const std::size_t count = std::min(fds.size(), all.size() - 1);
   std::copy_n(fds.begin(), count, all.begin());
   all[count] = {socket_.get(), POLLIN, 0};

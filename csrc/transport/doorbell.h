@@ -41,6 +41,9 @@ class Doorbell {
  public:
   enum State : std::uint32_t { kAwake, kInFutex, kInPoll };
 
+  // One for each step of an exchange among 2^31 hosts, and one for the step that is due.
+  static constexpr std::size_t kMostFds = 32;
+
   /// What ringers must find. All zeros: awake, and without a socket.
   struct Word {
     std::atomic<std::uint32_t> state{kAwake};
@@ -67,7 +70,7 @@ class Doorbell {
     if (sleeps_.load(std::memory_order_seq_cst) != kAwake) wake_owner();
   }
 
-  /// Sleeps until the doorbell rings, until one of `fds` (at most 15) is ready, or until
+  /// Sleeps until the doorbell rings, until one of `fds` (at most kMostFds) is ready, or until
   /// `deadline`; not at all if ready() holds. Returns earlier after a signal, or in vain.
   /// Thread: only the owner, one at a time. Blocking: until `deadline`. Errors: Error(kInternal)
   /// without a descriptor for the socket, the first time that there are `fds`.

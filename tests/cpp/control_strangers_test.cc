@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <ctime>
 #include <random>
 
 #include "control/address.h"
@@ -173,6 +174,23 @@ TEST(control_plane_loses_a_silent_neighbour) {
   Message::lost(0, 1, "has not been heard").append_to(frame);
   send_all(peer, frame);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK_EQ(rank0.recorder.events().size(), 1u);
+}
+
+TEST(control_plane_that_is_taken_for_lost_rests) {
+  // It hears nobody any more, so all deadlines of silence pass: they must not keep it running.
+  Alone rank0(3, std::chrono::milliseconds(100));
+  const Fd one = join_as(1, rank0.address);
+  const Fd two = join_as(2, rank0.address);
+  wait_until([&] { return rank0.plane->missing().empty(); }, "all neighbours");
+  std::string frame;
+  Message::lost(0, 1, "has not been heard").append_to(frame);
+  send_all(one, frame);
+  rank0.wait_for("lost 0");
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const std::clock_t before = std::clock();
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  CHECK(std::clock() - before < CLOCKS_PER_SEC / 10);
   CHECK_EQ(rank0.recorder.events().size(), 1u);
 }
 

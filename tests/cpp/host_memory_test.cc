@@ -119,9 +119,11 @@ TEST(host_memory_is_address_space_until_a_rank_commits_its_part) {
 TEST(host_memory_of_many_ranks_fits_the_address_space) {
   const Fd fd = HostMemory::create(4096, {});
   CHECK(size_of(fd) <= HostMemory::kMostAddressSpace + kHugePage);
-  const HostMemory host(duplicate(fd));
-  CHECK_EQ(host.ranks(), 4096);
-  CHECK(*host.rank_begin(4095) == std::byte{0});
+  if (!kSanitized) {  // a sanitizer has most of the address space itself
+    const HostMemory host(duplicate(fd));
+    CHECK_EQ(host.ranks(), 4096);
+    CHECK(*host.rank_begin(4095) == std::byte{0});
+  }
   for (const int ranks : {-1, 0, HostMemory::kMostRanks + 1}) {
     CHECK_THROWS(HostMemory::create(ranks, {}), ErrorKind::kInvalidArgument,
                  "not " + std::to_string(ranks));

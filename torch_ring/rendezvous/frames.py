@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
     """What a frame is."""
 
     HELLO = 1  # to the leader: rank and size
-    WELCOME = 2  # from the leader: this meeting takes the rank in
+    WELCOME = 2  # from the leader: its rank and size; this meeting takes the rank in
     CARD = 3  # to the leader: the rank's card and settings
     SERVE = 4  # to rank 0: other hosts need the store
     NOTE = 5  # to rank 0: a line for its log
@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
 
 _MOST_BYTES = {
     Kind.HELLO: 64,
-    Kind.WELCOME: 0,
+    Kind.WELCOME: 64,
     Kind.CARD: 4 << 20,
     Kind.SERVE: 0,
     Kind.NOTE: 1 << 16,
@@ -106,17 +106,17 @@ class FrameSocket:
             OSError: the connection is broken.
             ValueError: what has come is no frame.
         """
-        ended = False
+        end: Exception | None = None
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_READS):
-                ended = not self._read()
-                if ended:
+                end = self._read_or_end()
+                if end is not None:
                     break
         frames = []
         while (frame := self._next()) is not None:
             frames.append(frame)
-        if ended and not frames:
-            raise EOFError("the connection was closed")
+        if end is not None and not frames:
+            raise end
         return frames
 
     def close(self) -> None:
@@ -124,6 +124,19 @@ class FrameSocket:
         self.socket.close()
         while self._fds:
             os.close(self._fds.pop())
+
+    def _read_or_end(self) -> Exception | None:
+        """Read once; return how the connection has ended, if it has.
+
+        It is reset if the other end has not read everything: its last words may be here all the
+        same.
+        """
+        try:
+            return None if self._read() else EOFError("the connection was closed")
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            return error
 
     def _read(self) -> int:
         room = socket.CMSG_LEN(_MOST_FDS * array.array("i").itemsize)

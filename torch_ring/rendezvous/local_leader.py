@@ -204,7 +204,7 @@ class LocalLeader:
             return None
         self.members[rank] = stranger
         self.newest = time.monotonic()
-        stranger.send(Kind.WELCOME, self._deadline)
+        stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
         return int(rank)
 
     def _take(self, rank: int, connection: FrameSocket, frame: Frame) -> None:

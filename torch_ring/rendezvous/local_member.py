@@ -20,7 +20,7 @@ __all__ = ["HELLO", "LocalMember", "connect", "connect_to"]
 
 _log = logging.getLogger("torch_ring")
 
-HELLO = struct.Struct("!II")  # rank, size
+HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome
 _TELL_S = 2.0  # seconds for telling the leader of a failure
 _PAUSE_S = 0.005  # between two attempts to connect
 
@@ -35,10 +35,12 @@ class LocalMember:
         must_serve: whether other hosts need rank 0's store.
         failure: why this init() has failed, when it has.
         left: whether the leader has gone in peace.
+        leader: the leader's name in messages; it tells its rank with its welcome.
     """
 
     def __init__(self, connection: FrameSocket, deadline: Deadline) -> None:
         self.connection = connection
+        self.leader = _leader()
         self.data: deque[Frame] = deque()
         self.must_serve = False
         self.failure: Failure | None = None
@@ -58,9 +60,7 @@ class LocalMember:
             self.connection.send(kind, self._deadline, payload)
         except OSError as error:
             self.pump(0.0)  # it may have said why
-            raise PeerLostError(
-                f"the leader of this host has exited during init: {error}"
-            ) from None
+            raise PeerLostError(f"{self.leader} has exited during init: {error}") from None
 
     def pump(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
@@ -72,7 +72,7 @@ class LocalMember:
                     self._take(frame)
         except (OSError, EOFError, ValueError) as error:
             if self.failure is None and not self.left:
-                lost = PeerLostError(f"the leader of this host has exited during init: {error}")
+                lost = PeerLostError(f"{self.leader} has exited during init: {error}")
                 self.failure = Failure.of_all(lost)
 
     def wait_for_welcome(self, until: Deadline) -> bool:
@@ -106,6 +106,9 @@ class LocalMember:
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.WELCOME:
+            if len(frame.payload) != HELLO.size:
+                raise ValueError("it has sent a broken WELCOME")
+            self.leader = _leader(HELLO.unpack(frame.payload)[0])
             self._welcome = True
         elif frame.kind == Kind.DATA:
             self.data.append(frame)
@@ -121,8 +124,8 @@ class LocalMember:
             raise ValueError(f"it has sent a {frame.kind.name}")
 
 
-def connect_to(name: str, rank: int, size: int, deadline: Deadline) -> LocalMember:
-    """Connect to the leader that listens at `name`, which this rank knows from the leader's card.
+def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline) -> LocalMember:
+    """Connect to the rank `leader` that listens at `name`, as its card says.
 
     Raises:
         PeerLostError: no leader is there any more.
@@ -138,12 +141,10 @@ def connect_to(name: str, rank: int, size: int, deadline: Deadline) -> LocalMemb
         except RingError:
             raise
         except (OSError, EOFError, ValueError) as error:
-            raise PeerLostError(
-                f"the leader of this host has exited during init: {error}"
-            ) from None
+            raise PeerLostError(f"{_leader(leader)} has exited during init: {error}") from None
         if member is not None:
             return member
-    raise TimeoutError(f"the leader of this host has not answered {deadline}")
+    raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
 
 
 def connect(
@@ -163,3 +164,7 @@ def connect(
             return None
         cleanup.pop_all()
         return member
+
+
+def _leader(rank: int | None = None) -> str:
+    return "the leader of this host" + ("" if rank is None else f", rank {rank},")

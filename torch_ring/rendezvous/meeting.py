@@ -35,7 +35,7 @@ from torch_ring.rendezvous.group_card import (
     require_agreement,
     unpack_table,
 )
-from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger
+from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger, store_errors
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
 from torch_ring.rendezvous.local_meeting import join
@@ -310,7 +310,7 @@ class Meeting:
         else:
             self._leader.close_door()
             self._above = connect_to(
-                f"\0torch_ring/{first.door}", self._rank, self.size, self.deadline
+                f"\0torch_ring/{first.door}", first.leader, self._rank, self.size, self.deadline
             )
 
     # --- waiting, and failures
@@ -342,9 +342,9 @@ class Meeting:
         patience = Deadline(self.deadline.left_s() + _PATIENCE_S)
         while not above.data:
             if patience.passed():
-                raise TimeoutError(f"the leader of this host has not answered {self.deadline}")
+                raise TimeoutError(f"{above.leader} has not answered {self.deadline}")
             if above.left:
-                raise PeerLostError("the leader of this host has exited during init")
+                raise PeerLostError(f"{above.leader} has exited during init")
             self._pump(min(_SLICE_S, patience.left_s()))
         return above.data.popleft()
 
@@ -372,7 +372,7 @@ class Meeting:
         if not leader.linger(expected or self.size) and on_one_node:
             exchange = self._fail_in_store(leader.told, failure)
         if exchange is not None:
-            with contextlib.suppress(RingError):
+            with contextlib.suppress(RingError), store_errors():
                 exchange.mark_told(sorted(leader.told))
 
     def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> HostExchange | None:

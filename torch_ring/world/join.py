@@ -153,6 +153,7 @@ def _connect(
     """Connect this rank to the others; `common` must be the same on all of them."""
     rank, size = identity.rank, identity.size
     deadline = Deadline(config.init_timeout_s)
+    table = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
         with contextlib.closing(Meeting(identity, deadline, place, name)) as meeting:
@@ -161,6 +162,8 @@ def _connect(
                 table = _start(connections, config, deadline)
             meeting.clean_up()
     except BaseException:
+        if table is not None:
+            table.close()
         drop_connections()
         raise
     if rank == 0:

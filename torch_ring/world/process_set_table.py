@@ -217,9 +217,10 @@ class ProcessSetTable:
             self._closed = True
             records = self.records
             self._keep([])
-        for record in reversed(records):
-            record.shutdown()
-        self._connections.close()
+        with contextlib.ExitStack() as cleanup:  # all of it, also if Ctrl-C comes in between
+            cleanup.callback(self._connections.close)
+            for record in records:
+                cleanup.callback(record.shutdown)
 
     def before_fork(self) -> None:
         """Take note of what a child is about to inherit."""
