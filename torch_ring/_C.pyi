@@ -121,7 +121,7 @@ class Engine:
         labels: every member's name in messages, "rank 2 (10.0.0.7, pid 4711)".
         may_spin: whether every member on this kernel has a core of its own.
         plane: of this process; None for a set of one.
-        set: the set's number, the same on all ranks, never given twice.
+        number: the set's, the same on all ranks, never given twice.
         width: sockets of a connection between hosts.
         memory: of this host; None if no host has several members.
         slots: by member, the offset of the set's memory in the member's part.
@@ -137,7 +137,7 @@ class Engine:
         labels: Sequence[str],
         may_spin: bool,
         plane: ControlPlane | None,
-        set: int,
+        number: int,
         width: int,
         memory: HostMemory | None,
         slots: Sequence[int],

@@ -42,7 +42,11 @@ class PyEngine {
         hosts_(world.topology.host_count()),
         plane_(std::move(plane)) {
     auto abort = std::make_shared<Abort>();
-    Engine::Options options{config, world.labels, plane_.get(), set, std::move(members),
+    Engine::Options options{config,
+                            world.labels,
+                            plane_.get(),
+                            set,
+                            std::move(members),
                             // Shared with the engine's thread, but destroyed with the GIL: see
                             // shutdown().
                             [log = std::move(log)](const std::string& text) {
@@ -337,7 +341,7 @@ void bind_engine(py::module_& module) {
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
-           py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("set"),
+           py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
            py::arg("width"), py::arg("memory"), py::arg("slots"), py::kw_only(),
            py::arg("timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
            py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),

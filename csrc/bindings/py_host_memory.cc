@@ -37,8 +37,7 @@ py::bytes memory_table(int fd) {
 
 }  // namespace
 
-PyHostMemory::PyHostMemory(Fd memory, std::vector<int> ranks, int rank)
-    : ranks_(std::move(ranks)) {
+PyHostMemory::PyHostMemory(Fd memory, std::vector<int> ranks, int rank) : ranks_(std::move(ranks)) {
   const auto host = std::make_shared<const HostMemory>(std::move(memory));
   if (host->ranks() != static_cast<int>(ranks_.size())) {
     throw Error(ErrorKind::kInternal, "the memory of the host is for " +

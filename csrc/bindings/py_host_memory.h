@@ -29,8 +29,7 @@ class PyHostMemory {
   /// Gives a set's `world` its slots and the arena. `members`: the set's ranks in the world, by
   /// rank in the set; `offsets`: of their slots. Errors: Error(kInternal) if another rank's offset
   /// cannot be one.
-  void use(World& world, std::span<const int> members,
-           std::span<const std::int64_t> offsets) const;
+  void use(World& world, std::span<const int> members, std::span<const std::int64_t> offsets) const;
 
  private:
   const std::vector<int> ranks_;

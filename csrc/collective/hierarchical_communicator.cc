@@ -24,10 +24,10 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
     std::vector<std::unique_ptr<Connection>> connections;
     for (const auto& ranks : ranks_of_host_) {
       const int peer = at(ranks, lane);
-      connections.push_back(peer == rank_
-                                ? nullptr
-                                : std::make_unique<Connection>(*sockets_, peer, world.width,
-                                                               at(world.labels, peer)));
+      connections.push_back(
+          peer == rank_
+              ? nullptr
+              : std::make_unique<Connection>(*sockets_, peer, world.width, at(world.labels, peer)));
     }
     std::vector<std::uint32_t> host_sizes;
     for (const auto& ranks : ranks_of_host_) {

@@ -66,7 +66,7 @@ class Watchdog final : private ControlObserver {
   Abort& abort_;
   const std::function<void()> raised_;
 
-  mutable std::mutex mutex_;             // guards what follows
+  mutable std::mutex mutex_;            // guards what follows
   std::optional<Departure> departure_;  // of the first rank that left
 };
 

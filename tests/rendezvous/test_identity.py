@@ -7,6 +7,7 @@ from torch_ring.rendezvous.launchers import (
     Identity,
     discover,
     first_host,
+    tasks_of_node,
     variables_of_launchers,
     without_launchers,
 )
@@ -123,6 +124,26 @@ def test_launchers_that_tell_of_one_node():
     assert discover(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).on_one_node()
     assert not discover(HYDRA).on_one_node()
     assert not discover(SRUN).on_one_node()
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "tasks"),
+    [
+        ("4(x2),3", "0", 4),
+        ("4(x2),3", "1", 4),
+        ("4(x2),3", "2", 3),
+        ("4(x2),3", "3", None),
+        ("1", "0", 1),
+        ("8(x512)", "511", 8),
+        ("", "0", None),
+        ("4(x", "0", None),
+        ("4", "gpu01", None),
+    ],
+)
+def test_tasks_of_a_node_of_slurm(counts, node, tasks):
+    assert tasks_of_node(counts, node) == tasks
+    srun = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
+    assert discover(srun).local_size == tasks
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ __all__ = [
     "Launcher",
     "discover",
     "first_host",
+    "tasks_of_node",
     "variables_of_launchers",
     "without_launchers",
 ]
@@ -87,6 +88,7 @@ class Launcher:
 
     Attributes:
         node, nodes: variables of the node's name and of the number of nodes.
+        local_sizes: a variable of the number of processes of every node, as Slurm writes it.
         job: variables that together name one start of a job.
         requires: a variable that must be set too: without it the others were only inherited.
     """
@@ -97,6 +99,7 @@ class Launcher:
     local_size: str | None = None
     node: str | None = None
     nodes: tuple[str, ...] = ()
+    local_sizes: str | None = None
     job: tuple[str, ...] = ()
     requires: str | None = None
 
@@ -138,6 +141,7 @@ LAUNCHERS: dict[str, Launcher] = {
         "SLURM_LOCALID",
         node="SLURM_NODEID",
         nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        local_sizes="SLURM_STEP_TASKS_PER_NODE",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         requires="SLURM_STEP_ID",
     ),
@@ -198,13 +202,31 @@ def first_host(hostlist: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
+def tasks_of_node(counts: str, node: str) -> int | None:
+    """Return the number of tasks of a node, of Slurm's list for all: 4 of "4(x2),3" for node "1".
+
+    None if the list does not say.
+    """
+    left = int(node) if node.isdecimal() else -1
+    for item in counts.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
+        if found is None:
+            return None
+        tasks, nodes = int(found[1]), int(found[2] or 1)
+        if 0 <= left < nodes:
+            return tasks or None
+        left -= nodes
+    return None
+
+
 def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what launchers have set in the environment: ranks, sizes, where the store is."""
     names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
     for launcher in LAUNCHERS.values():
         names |= {launcher.rank, *launcher.size, launcher.local_rank, *launcher.nodes}
         names |= {*launcher.job}
-        names |= {name for name in (launcher.local_size, launcher.node, launcher.requires) if name}
+        more = (launcher.local_size, launcher.local_sizes, launcher.node, launcher.requires)
+        names |= {name for name in more if name}
     return {name: environment[name] for name in sorted(names) if name in environment}
 
 
@@ -256,8 +278,14 @@ def _read(
     rank, size = _whole(launcher.rank, environment), _whole(size_variable, environment)
     _require_below(launcher.rank, rank, size_variable, size)
     local_rank, local_size = optional(launcher.local_rank), optional(launcher.local_size)
+    counts, node = (
+        environment.get(v) if v else None for v in (launcher.local_sizes, launcher.node)
+    )
+    if counts is not None and node is not None:
+        local_size = tasks_of_node(counts, node)
     if local_rank is not None and local_size is not None:
-        _require_below(launcher.local_rank, local_rank, str(launcher.local_size), local_size)
+        name_of_size = str(launcher.local_size or launcher.local_sizes)
+        _require_below(launcher.local_rank, local_rank, name_of_size, local_size)
     return Identity(
         rank,
         size,

@@ -118,7 +118,9 @@ def is_loopback_name(host: str) -> bool:
 
 def _source_address(host: str) -> str:
     """Return the address from which packets to `host` would leave; none is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    # Bytes, because for text the first look-up of a process loads the tables of Unicode names.
+    name = host.encode() if host.isascii() else host
+    family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])

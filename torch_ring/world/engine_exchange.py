@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from typing_extensions import Self
 
 from torch_ring._C import Engine, Work
 
@@ -33,7 +32,7 @@ class EngineExchange:
         self._engine = engine
         self._interrupt: BaseException | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> EngineExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,7 +48,8 @@ class EngineExchange:
         """
         own = torch.tensor([values], dtype=torch.int64)
         gathered = self._finish(lambda: self._engine.allgather(own, f"{_NAME}.numbers"))
-        return gathered.tolist()  # type: ignore[no-any-return]
+        numbers: list[list[int]] = gathered.tolist()
+        return numbers
 
     def texts(self, text: str) -> list[str]:
         """Return the texts that all ranks give, by rank. Raises what `numbers` raises."""
@@ -57,7 +57,7 @@ class EngineExchange:
         sizes = [size for (size,) in self.numbers(len(own))]
         payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
         gathered = self._finish(lambda: self._engine.allgather(payload, f"{_NAME}.texts"))
-        parts = gathered.split(sizes)
+        parts = torch.split(gathered, sizes)
         return [bytes(part.numpy()).decode() for part in parts]
 
     def _finish(self, start: Callable[[], Work]) -> torch.Tensor:

@@ -37,7 +37,7 @@ class ProcessSetRecord:
     Thread: any.
 
     Args:
-        id: the same on all ranks; another set may get it later.
+        set_id: the same on all ranks; another set may get it later.
         ranks: the members, ascending ranks of the world.
         connections: of this process.
         config: the world's settings.
@@ -45,14 +45,15 @@ class ProcessSetRecord:
         slots: by member, the offset of the set's memory in the member's own, or -1.
 
     Attributes:
-        id, ranks: as above.
+        id: the set's.
+        ranks: as above.
         is_member: whether this process is one.
         owned: state of higher layers for this set, by type; it ends with the set.
     """
 
     def __init__(
         self,
-        id: int,
+        set_id: int,
         ranks: Ranks,
         connections: Connections,
         config: Config,
@@ -60,7 +61,7 @@ class ProcessSetRecord:
         number: int,
         slots: list[int],
     ) -> None:
-        self.id = id
+        self.id = set_id
         self.ranks = ranks
         self.is_member = connections.rank in ranks
         self.owned: dict[type, Any] = {}
@@ -275,7 +276,8 @@ class ProcessSetTable:
 
     def _agree(self, exchange: EngineExchange, request: str, slot: int) -> list[int]:
         """Check that all ranks make the same request; return their slots."""
-        digest = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], signed=True)
+        hashed = hashlib.sha256(request.encode()).digest()
+        digest = int.from_bytes(hashed[:8], "little", signed=True)
         gathered = exchange.numbers(digest, slot)
         if any(other != digest for other, _ in gathered):
             requests = exchange.texts(request)
