@@ -1,4 +1,4 @@
-"""Few descriptors: the soft limit is raised; without enough, init() fails on all ranks and says so."""
+"""Few descriptors: init() raises the soft limit; without enough it fails, on all ranks."""
 
 import contextlib
 import os
