@@ -96,8 +96,11 @@ class ControlPlane:
     def trouble(self) -> str:
         """Return why the last attempt to connect has failed; empty if none has."""
 
-    def fail(self, why: str) -> None:
-        """Tell the other ranks that this one cannot go on."""
+    def fail(self, number: int, why: str) -> None:
+        """Tell the other members of a process set that this rank cannot take part in it."""
+
+    def close_set(self, number: int) -> None:
+        """Close the data connections of a process set that has ended, and refuse later ones."""
 
     def stop(self) -> None:
         """Say goodbye, and close all connections. Idempotent."""

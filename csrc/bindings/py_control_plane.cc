@@ -55,8 +55,14 @@ class OwningSource final : public SocketSource {
 PyControlPlane::PyControlPlane(ControlPlane::Options options)
     : pid_(::getpid()), plane_(std::make_shared<ControlPlane>(std::move(options))) {}
 
-void PyControlPlane::fail(const std::string& why) {
-  plane_->fail(0, Error(ErrorKind::kInternal, why));
+void PyControlPlane::fail(std::uint64_t set, const std::string& why) {
+  plane_->fail(set, Error(ErrorKind::kInternal, why));
+}
+
+void PyControlPlane::close_set(std::uint64_t set) {
+  if (!plane_ || ::getpid() != pid_) return;
+  const py::gil_scoped_release no_gil;
+  plane_->unsubscribe(set);
 }
 
 void PyControlPlane::stop() {
@@ -98,7 +104,8 @@ void bind_control_plane(py::module_& module) {
            py::arg("heartbeat_timeout_s"))
       .def("missing", &PyControlPlane::missing)
       .def("trouble", &PyControlPlane::trouble)
-      .def("fail", &PyControlPlane::fail)
+      .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))
+      .def("close_set", &PyControlPlane::close_set, py::arg("number"))
       .def("stop", &PyControlPlane::stop)
       .def("before_fork", &PyControlPlane::before_fork)
       .def("abandon", &PyControlPlane::abandon);

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -29,7 +30,10 @@ class PyControlPlane {
 
   std::vector<int> missing() const { return plane_->missing(); }
   std::string trouble() const { return plane_->trouble(); }
-  void fail(const std::string& why);
+  /// Tells the other members of a set that this rank cannot take part in it.
+  void fail(std::uint64_t set, const std::string& why);
+  /// Closes the data connections of a set that no engine has taken, and refuses later ones.
+  void close_set(std::uint64_t set);
   void stop();
 
   /// Takes note of the descriptors that a child is about to inherit.

@@ -1,5 +1,6 @@
 """Uses of a process set that tests of several files share."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from pool import error_of
 
 import torch_ring as hvd
+from torch_ring.connections.connections import Connections
+from torch_ring.world import current
 from torch_ring.world.process_set import engine_of, root_in
 
 
@@ -22,6 +25,21 @@ def sum_of_ranks(process_set: hvd.ProcessSet) -> float:
     result: torch.Tensor = started_sum(process_set, hvd.rank()).wait()
     assert (result == result[0]).all()
     return float(result[0])
+
+
+def connections() -> Connections:
+    """Return this process's way to the other ranks."""
+    return current.world().process_sets._connections
+
+
+def memory_bytes() -> int:
+    """Return the size of the memory that the ranks of this host share, as far as it is there."""
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        with contextlib.suppress(OSError):  # of listdir() itself
+            if "/memfd:torch_ring" in os.readlink(path):
+                return os.stat(path).st_blocks * 512
+    return 0
 
 
 def resources() -> tuple[int, int]:

@@ -1,14 +1,25 @@
 """Process sets that cannot be made, and members that are lost."""
 
+import contextlib
 import os
+import resource
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import error_of, run
-from process_set_use import assert_no_more_than, check_process_set, resources, sum_of_ranks
+from pool import error_of, eventually, run
+from process_set_use import (
+    assert_no_more_than,
+    check_process_set,
+    connections,
+    memory_bytes,
+    resources,
+    sum_of_ranks,
+)
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -43,45 +54,84 @@ def test_different_process_sets_are_refused(transport):
     run(disagree, 3, transport=transport)
 
 
-def fail_on_one_rank(broken: int) -> None:
-    from torch_ring.connections import connect
+def fill_memory() -> list[int]:
+    """Take all the memory that this rank has for process sets; return the slots."""
+    memory = connections().memory
+    assert memory is not None
+    slots: list[int] = []
+    with contextlib.suppress(hvd.RingError):
+        while True:
+            slots.append(memory.reserve_slot())
+    return slots
+
+
+def add_without_memory(broken: int) -> None:
+    before, size = resources(), memory_bytes()
+    slots = fill_memory() if hvd.rank() == broken else []
+    for ranks in ([0, 1], [0, 1, 2][: hvd.size() - 1]):
+        kind, text = error_of(lambda: hvd.add_process_set(ranks))  # noqa: B023
+        assert (kind, f"rank {broken} could not join the process set: " in text) == (
+            "RingError",
+            True,
+        ), text
+        assert hvd.ProcessSet(ranks).process_set_id is None
+    check_process_set(hvd.add_process_set([broken]), [broken])  # it needs no memory
+    check_process_set(hvd.add_process_set([2, 3]), [2, 3])
+    for slot in slots:
+        connections().memory.release_slot(slot)
+    check_process_set(hvd.add_process_set([0, 1]), [0, 1])
+    for ranks in ([0, 1], [2, 3], [broken]):
+        hvd.remove_process_set(hvd.ProcessSet(ranks))
+    hvd.barrier()
+    assert_no_more_than(before)
+    assert memory_bytes() <= size
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_member_without_memory(broken):
+    run(add_without_memory, 4, args=(broken,))
+
+
+def use_without_engine(broken: int, how: str) -> None:
     from torch_ring.world import process_set_table
 
-    before = resources()
+    everyone = [*range(hvd.size())]
+    pair, late = hvd.add_process_set([0, 1]), hvd.add_process_set([0, 1, 2])
+    check_process_set(hvd.global_process_set, everyone)
+    make, limits = process_set_table.make_engine, resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def fails(*args: Any) -> Any:
-        raise OSError("no descriptors left")
+        raise hvd.RingError("no memory left")
 
-    for module, function in (
-        (connect, "_listen_unix"),
-        (connect, "run"),
-        (process_set_table, "make_engine"),
-        (process_set_table, "wait_for_all"),
-    ):
-        kept = getattr(module, function)
-        if hvd.rank() == broken:
-            setattr(module, function, fails)
-        kind, text = error_of(lambda: hvd.add_process_set([0, 1]))
-        setattr(module, function, kept)
-        if hvd.rank() == broken:
-            assert (kind, text) == ("OSError", "no descriptors left")
+    if hvd.rank() == broken:
+        if how == "memory":
+            process_set_table.make_engine = fails
         else:
-            assert (kind, f"rank {broken} could not join" in text) == ("RingError", True), (
-                function,
-                kind,
-                text,
-            )
-            assert "no descriptors left" in text
-    assert hvd.ProcessSet([0, 1]).process_set_id is None
-    check_process_set(hvd.add_process_set([0, 1]), [0, 1])
-    hvd.remove_process_set(hvd.ProcessSet([0, 1]))
-    assert_no_more_than(before)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    hvd.barrier()
+    reason = "no memory left" if how == "memory" else "Too many open files"
+    for _ in range(2):
+        for each in (pair, late):
+            if each.included():
+                kind, text = error_of(lambda: sum_of_ranks(each))  # noqa: B023
+                own = hvd.rank() == broken
+                assert kind == ("RingError" if own else "PeerLostError"), text
+                assert own or f"rank {broken} (" in text, text
+                assert reason in text
+        process_set_table.make_engine = make
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    check_process_set(hvd.global_process_set, everyone)
+    for each in (pair, late):
+        hvd.remove_process_set(each)
+        hvd.add_process_set(each)
+        if how == "memory":  # nobody knows when the last connection in vain has ended
+            check_process_set(each, each.ranks or [])
 
 
-@on_both_transports
+@pytest.mark.parametrize(("how", "transport"), [("memory", "shm"), ("descriptors", "tcp")])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_member_that_cannot_join(broken, transport):
-    run(fail_on_one_rank, 3, args=(broken,), transport=transport)
+def test_a_member_whose_engine_cannot_be_made(broken, how, transport):
+    run(use_without_engine, 4, args=(broken, how), transport=transport)
 
 
 def lose_a_member() -> tuple[str, str]:
@@ -105,43 +155,80 @@ def test_a_killed_member(transport):
         assert (kind, "rank 2 (" in text) == ("PeerLostError", True), outcomes[rank]
 
 
-def die_while_joining() -> tuple[str, str]:
-    from torch_ring.connections import connect
+def die_while_adding(when: str) -> tuple[str, str]:
+    from torch_ring.world.engine_exchange import EngineExchange
+
+    exchange = EngineExchange.numbers
+
+    def dies(self: EngineExchange, *values: int) -> list[list[int]]:
+        if when == "after":
+            exchange(self, *values)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
     if hvd.rank() == 2:
-        connect.run = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(lambda: hvd.add_process_set([1, 2]))
+        EngineExchange.numbers = dies  # type: ignore[method-assign]
+    kind, text = error_of(lambda: hvd.add_process_set([1, 2]))
+    if kind == "nothing":
+        assert when == "after"
+        use = hvd.ProcessSet([1, 2]) if hvd.rank() == 1 else hvd.global_process_set
+        kind, text = error_of(lambda: sum_of_ranks(use))
+    return kind, text
 
 
 @on_both_transports
-def test_a_member_that_dies_while_it_joins(transport):
-    for kind, text in run(die_while_joining, 3, transport=transport, may_die=[2])[:2]:
-        assert (kind, "rank 2 (" in text) == ("PeerLostError", True), text
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_member_that_dies_while_the_set_is_added(when, transport):
+    for kind, text in run(die_while_adding, 3, args=(when,), transport=transport, may_die=[2])[:2]:
+        assert (kind, "rank 2 (" in text) == ("PeerLostError", True), (kind, text)
 
 
-def interrupt_a_member() -> None:
-    from torch_ring.connections import connect
+def interrupt_once_it_waits(thread: int) -> None:
+    """Send this process SIGINT when a thread waits for the other ranks in an exchange."""
+    while True:
+        frame: Any = sys._current_frames()[thread]
+        while frame is not None:
+            if frame.f_code.co_name == "_result":
+                return signal.pthread_kill(thread, signal.SIGINT)
+            frame = frame.f_back
+        time.sleep(0.001)
 
-    run_of_connect = connect.run
 
-    def is_interrupted(work: Any) -> None:
-        work.close()
+def interrupt_a_rank(who: int, mark: str) -> None:
+    """The others come when the exchange of one rank has been interrupted."""
+    came = Path(mark)
+
+    def on_signal(*_: object) -> None:
+        came.touch()
         raise KeyboardInterrupt
 
-    if hvd.rank() == 1:
-        connect.run = is_interrupted
-        with pytest.raises(KeyboardInterrupt):
-            hvd.add_process_set([0, 1])
-        connect.run = run_of_connect
-    else:
-        kind, text = error_of(lambda: hvd.add_process_set([0, 1]))
-        assert (kind, "KeyboardInterrupt" in text) == ("RingError", True), text
+    for number, change in enumerate((hvd.add_process_set, hvd.remove_process_set)):
+        hvd.barrier()
+        came.unlink(missing_ok=True)
+        hvd.barrier()
+        if hvd.rank() == who:
+            before = signal.signal(signal.SIGINT, on_signal)
+            sender = threading.Thread(
+                target=interrupt_once_it_waits, args=(threading.get_ident(),), daemon=True
+            )
+            sender.start()
+            with pytest.raises(KeyboardInterrupt):
+                change(hvd.ProcessSet([0, 1]))
+            sender.join()
+            signal.signal(signal.SIGINT, before)
+        else:
+            assert eventually(came.exists, 20.0)
+            change(hvd.ProcessSet([0, 1]))
+        assert hvd.ProcessSet([0, 1]).process_set_id == (1 if number == 0 else None)
+        if number == 0:
+            check_process_set(hvd.ProcessSet([0, 1]), [0, 1])
     check_process_set(hvd.add_process_set([0, 1]), [0, 1])
 
 
 @on_both_transports
-def test_an_interrupted_member(transport):
-    run(interrupt_a_member, 3, transport=transport)
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_an_interrupt_while_a_set_is_added_or_removed(who, transport, tmp_path):
+    run(interrupt_a_rank, 3, args=(who, str(tmp_path / "interrupted")), transport=transport)
 
 
 def shut_down_in_another_thread() -> str:

@@ -78,20 +78,21 @@ def connect(
         host_of = topology.host_of(peers, config.transport)
         connections = Connections(rank, peers, host_of, topology.labels(peers))
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
-        if fd >= 0:
-            connections.memory = HostMemory(os.dup(fd), here, rank)
-        connections.plane = ControlPlane(
-            rank,
-            host_of,
-            connections.labels,
-            [(peer.socket, peer.address, peer.port) for peer in peers],
-            hmac.digest(config.secret.encode(), secret, hashlib.sha256),
-            unix.detach() if len(here) > 1 else -1,
-            tcp.detach() if len(here) < size else -1,
-            config.heartbeat_timeout_s,
-        )
         with contextlib.ExitStack() as unless_connected:
+            # Otherwise the traceback of the error would keep the memory.
             unless_connected.callback(connections.close)
+            if fd >= 0:
+                connections.memory = HostMemory(os.dup(fd), here, rank)
+            connections.plane = ControlPlane(
+                rank,
+                host_of,
+                connections.labels,
+                [(peer.socket, peer.address, peer.port) for peer in peers],
+                hmac.digest(config.secret.encode(), secret, hashlib.sha256),
+                unix.detach() if len(here) > 1 else -1,
+                tcp.detach() if len(here) < size else -1,
+                config.heartbeat_timeout_s,
+            )
             _wait_for_neighbours(connections, connections.plane, meeting)
             unless_connected.pop_all()
     return connections

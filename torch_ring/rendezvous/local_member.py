@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
 import socket
 import struct
@@ -103,6 +104,9 @@ class LocalMember:
             self.connection.send(Kind.BYE, Deadline(_TELL_S))
         self._selector.close()
         self.connection.close()
+        while self.data:  # a failure came before anybody asked for it
+            for fd in self.data.popleft().fds:
+                os.close(fd)
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.WELCOME:

@@ -70,6 +70,7 @@ class ProcessSetRecord:
         self._number = number
         self._slots = slots
         self._engine: Engine | None = None
+        self._failure = ""  # why the engine could not be made
         self._closed = False
         self._making = threading.Lock()
 
@@ -78,7 +79,8 @@ class ProcessSetRecord:
 
         Raises:
             InvalidArgumentError: this process is no member, or the set has been removed.
-            RingError: the engine finds no memory, or no thread.
+            RingError: the engine finds no memory, no thread or no descriptor. The other members'
+                operations fail with that reason, too.
         """
         if self._engine is not None:
             return self._engine
@@ -89,10 +91,12 @@ class ProcessSetRecord:
         with self._making:
             if self._closed:
                 raise InvalidArgumentError(f"the process set {list(self.ranks)} has been removed")
-            if self._engine is None:
-                self._engine = make_engine(
-                    self._connections, self._number, self.ranks, self._slots, self._config
+            if self._failure:  # the other members have given the set up
+                raise RingError(
+                    f"the process set {list(self.ranks)} has ended: {self._failure}. Remove it"
                 )
+            if self._engine is None:
+                self._engine = self._make_engine()
             return self._engine
 
     def shutdown(self) -> None:
@@ -103,6 +107,21 @@ class ProcessSetRecord:
         self.owned.clear()
         if engine is not None:
             engine.shutdown()
+        elif self._number and self.is_member and self._connections.plane is not None:
+            # Members that have used the set may have connected to this one.
+            self._connections.plane.close_set(self._number)
+
+    def _make_engine(self) -> Engine:
+        try:
+            return make_engine(
+                self._connections, self._number, self.ranks, self._slots, self._config
+            )
+        except Exception as error:
+            # Members that use the set would wait in vain for this one.
+            self._failure = str(error)
+            if self._connections.plane is not None:
+                self._connections.plane.fail(self._number, self._failure)
+            raise
 
     def abandon(self) -> None:
         """Let go of the parent's engine in a forked child."""

@@ -1,0 +1,221 @@
+#include "engine/watchdog.h"
+
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "planes.h"
+
+namespace torch_ring::test {
+namespace {
+
+constexpr std::uint64_t kSet = 5;
+constexpr std::chrono::milliseconds kGrace{250};  // as in watchdog.cc
+const std::string kLeft =
+    " has left: it called shutdown() or exited. All ranks must call the same collectives, in the "
+    "same order";
+
+/// The watchdog of one rank and what it does.
+struct Watched {
+  Watched(ControlPlane* plane, std::uint64_t set, std::vector<int> members)
+      : watchdog(plane, set, members, labels_of(members), abort, [this] { ++raised; }) {}
+
+  /// In the order of the set, not of the world.
+  static std::vector<std::string> labels_of(const std::vector<int>& members) {
+    std::vector<std::string> labels;
+    for (const int rank : members) labels.push_back("member " + std::to_string(rank));
+    return labels;
+  }
+  void wait_for_abort() {
+    wait_until([&] { return abort.raised() && raised > 0; }, "the abort is raised");
+  }
+
+  Abort abort;
+  std::atomic<int> raised{0};
+  Watchdog watchdog;  // last: it uses the others
+};
+
+/// A rank's plane ends like that of a process which dies, or leaves.
+void kill(Planes& planes, int rank) {
+  at(planes, rank)->die();
+  at(planes, rank).reset();
+}
+void leave(Planes& planes, int rank) {
+  at(planes, rank)->stop();
+  at(planes, rank).reset();
+}
+
+TEST(watchdog_raises_when_a_member_dies) {
+  Planes planes = make_planes({0, 0, 0, 0});
+  Watched set(planes[0].get(), kSet, {3, 0});
+  Watched others(planes[0].get(), kSet + 1, {0, 1});
+  kill(planes, 3);
+  set.wait_for_abort();
+  CHECK_THROWS(set.abort.check(), ErrorKind::kPeerLost,
+               "rank 3 (a thread) died: its connection closed; see its output");
+  CHECK_EQ(set.raised, 1);
+  // The plane has told all observers, or is about to; the other set hears of its own member only.
+  kill(planes, 1);
+  others.wait_for_abort();
+  CHECK_THROWS(others.abort.check(), ErrorKind::kPeerLost, "rank 1 (a thread) died");
+  CHECK_EQ(others.raised, 1);
+}
+
+TEST(watchdog_says_whose_word_it_has_for_a_death) {
+  // In a ring of 12, ranks 0 and 6 are no neighbours.
+  Planes planes = make_planes(std::vector<int>(12, 0));
+  Watched set(planes[0].get(), kSet, {0, 6});
+  kill(planes, 6);
+  set.wait_for_abort();
+  CHECK_THROWS(set.abort.check(), ErrorKind::kPeerLost,
+               "(a thread) says that rank 6 (a thread) died: its connection closed");
+}
+
+TEST(watchdog_keeps_the_kind_of_a_timeout_and_no_other) {
+  const std::pair<ErrorKind, ErrorKind> kinds[] = {
+      {ErrorKind::kTimeout, ErrorKind::kTimeout},
+      {ErrorKind::kInternal, ErrorKind::kPeerLost},
+      {ErrorKind::kPeerLost, ErrorKind::kPeerLost},
+      {ErrorKind::kMismatch, ErrorKind::kPeerLost},
+  };
+  Planes planes = make_planes({0, 1, 1});
+  std::uint64_t number = kSet;
+  for (const auto& [announced, heard] : kinds) {
+    Watched here(planes[0].get(), number, {2, 0});
+    Watched there(planes[2].get(), number, {2, 0});
+    there.watchdog.announce(Error(announced, "no memory left"));
+    here.wait_for_abort();
+    CHECK_THROWS(here.abort.check(), heard, "member 2 failed: no memory left");
+    ++number;
+  }
+}
+
+TEST(watchdog_does_not_hear_of_another_set_s_failure) {
+  Planes planes = make_planes({0, 0});
+  Watched first(planes[0].get(), kSet, {0, 1});
+  Watched second(planes[0].get(), kSet + 1, {0, 1});
+  Watched there(planes[1].get(), kSet, {0, 1});
+  there.watchdog.announce(Error(ErrorKind::kInternal, "gave up"));
+  first.wait_for_abort();
+  // What is told later arrives later.
+  Watched other_there(planes[1].get(), kSet + 1, {0, 1});
+  other_there.watchdog.announce(Error(ErrorKind::kTimeout, "gave up, too"));
+  second.wait_for_abort();
+  CHECK_THROWS(second.abort.check(), ErrorKind::kTimeout, "member 1 failed: gave up, too");
+  CHECK_EQ(first.raised, 1);
+  CHECK_EQ(second.raised, 1);
+}
+
+TEST(watchdog_hears_what_happened_before_it_began) {
+  Planes planes = make_planes({0, 0, 0, 0});
+  Watched world(planes[0].get(), 0, {0, 1, 2, 3});
+  Watched there(planes[1].get(), kSet, {0, 1});
+  Watched witness(planes[0].get(), kSet, {0, 1});
+  there.watchdog.announce(Error(ErrorKind::kTimeout, "gave up early"));
+  witness.wait_for_abort();
+  witness.watchdog.stop();
+  const Watched failed(planes[0].get(), kSet, {0, 1});
+  CHECK_THROWS(failed.abort.check(), ErrorKind::kTimeout, "member 1 failed: gave up early");
+
+  kill(planes, 2);
+  world.wait_for_abort();
+  const Watched dead(planes[0].get(), kSet + 1, {0, 2});
+  CHECK_THROWS(dead.abort.check(), ErrorKind::kPeerLost, "rank 2 (a thread) died");
+  CHECK_EQ(dead.raised, 1);
+
+  const int told = world.raised;
+  leave(planes, 3);
+  wait_until([&] { return world.raised > told; }, "the departure is known");
+  const Watched departed(planes[0].get(), kSet + 2, {0, 3});
+  CHECK_EQ(departed.raised, 1);
+  CHECK(!departed.abort.raised());
+  const Error lost(ErrorKind::kPeerLost, "connection closed");
+  CHECK_EQ(std::string(departed.watchdog.root_cause(lost).what()), "member 3" + kLeft);
+}
+
+TEST(watchdog_makes_a_departure_an_error_after_a_grace) {
+  Planes planes = make_planes({0, 1});
+  Watched set(planes[0].get(), kSet, {0, 1});
+  set.watchdog.check_departures();
+  const auto began = Clock::now();
+  leave(planes, 1);
+  wait_until([&] { return set.raised > 0; }, "the departure is known");
+  wait_until(
+      [&] {
+        try {
+          set.watchdog.check_departures();
+        } catch (const Error&) {
+          return true;
+        }
+        return false;
+      },
+      "the departure is an error");
+  CHECK(Clock::now() - began > kGrace);
+  CHECK_THROWS(set.watchdog.check_departures(), ErrorKind::kPeerLost, "member 1" + kLeft);
+  CHECK(!set.abort.raised());  // who does not wait for it goes on
+}
+
+TEST(watchdog_names_the_departed_rank_as_the_cause_of_a_lost_connection) {
+  Planes planes = make_planes({0, 1, 0});
+  Watched set(planes[0].get(), kSet, {2, 1, 0});
+  const Error lost(ErrorKind::kPeerLost, "connection closed");
+  std::thread leaving([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    leave(planes, 1);
+  });
+  // The connection is lost before the goodbye is here. How long that takes depends on the machine.
+  std::string cause;
+  wait_until(
+      [&] {
+        cause = set.watchdog.root_cause(lost).what();
+        return cause != lost.what();
+      },
+      "the departure is the cause");
+  leaving.join();
+  CHECK_EQ(cause, "member 1" + kLeft);
+  // Another one that leaves later is not it.
+  const int told = set.raised;
+  leave(planes, 2);
+  wait_until([&] { return set.raised > told; }, "the second departure is known");
+  CHECK_EQ(std::string(set.watchdog.root_cause(lost).what()), "member 1" + kLeft);
+}
+
+TEST(watchdog_leaves_other_errors_as_they_are) {
+  Planes planes = make_planes({0, 1});
+  Watched set(planes[0].get(), kSet, {0, 1});
+  const Error lost(ErrorKind::kPeerLost, "connection closed");
+  const auto began = Clock::now();
+  CHECK_EQ(std::string(set.watchdog.root_cause(lost).what()), lost.what());  // nothing came
+  CHECK(Clock::now() - began >= kGrace);
+  leave(planes, 1);
+  wait_until([&] { return set.raised > 0; }, "the departure is known");
+  for (const ErrorKind kind : {ErrorKind::kTimeout, ErrorKind::kInternal, ErrorKind::kMismatch}) {
+    const Error cause = set.watchdog.root_cause(Error(kind, "something else"));
+    CHECK(cause.kind() == kind);
+    CHECK_EQ(std::string(cause.what()), "something else");
+  }
+}
+
+TEST(watchdog_hears_nothing_after_stop) {
+  Planes planes = make_planes({0, 0});
+  Watched set(planes[0].get(), kSet, {0, 1});
+  Watched later(planes[0].get(), kSet + 1, {0, 1});
+  set.watchdog.stop();
+  set.watchdog.stop();
+  set.watchdog.announce(Error(ErrorKind::kInternal, "nobody is told"));
+  kill(planes, 1);
+  later.wait_for_abort();
+  CHECK_EQ(set.raised, 0);
+  CHECK(!set.abort.raised());
+}
+
+TEST(watchdog_of_one_rank_has_no_plane) {
+  Watched set(nullptr, 0, {0});
+  set.watchdog.check_departures();
+  set.watchdog.announce(Error(ErrorKind::kInternal, "nobody is there"));
+  set.watchdog.stop();
+  CHECK_EQ(set.raised, 0);
+}
+
+}  // namespace
+}  // namespace torch_ring::test

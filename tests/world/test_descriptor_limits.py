@@ -1,0 +1,74 @@
+"""Few descriptors: init() raises the soft limit; without enough it fails, on all ranks."""
+
+import contextlib
+import os
+import resource
+
+import torch
+from pool import error_of, run
+
+import torch_ring as hvd
+from torch_ring.connections import connect
+
+
+@contextlib.contextmanager
+def limited(soft: int):
+    """Limit the descriptors of this process."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def init_with_a_low_limit() -> None:
+    with limited(256):
+        hvd.init()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft > 256
+        size = hvd.size()
+        assert hvd.allreduce(torch.ones(1000), op=hvd.Sum).eq(size).all()
+        pair = hvd.add_process_set([0, size - 1])
+        if pair.included():
+            assert hvd.allreduce(torch.ones(1000), op=hvd.Sum, process_set=pair).eq(2).all()
+        hvd.barrier()
+        assert len(os.listdir("/proc/self/fd")) < 128
+        hvd.shutdown()
+
+
+def test_thirty_two_ranks_with_a_low_limit():
+    run(init_with_a_low_limit, 32, initialized=False)
+
+
+def init_without_descriptors(spare: int, broken: int) -> tuple[str, str]:
+    connect._raise_descriptor_limit = lambda _: None  # as with a low hard limit
+    rank = int(os.environ["RANK"])
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = max(map(int, os.listdir("/proc/self/fd")))
+    with limited(in_use + spare if rank == broken else soft):
+        outcome = error_of(hvd.init)
+        if outcome[0] == "nothing":
+            outcome = error_of(lambda: hvd.allreduce(torch.ones(10)))
+        hvd.shutdown()
+    return outcome
+
+
+def test_a_rank_without_descriptors_fails_all():
+    failed = 0
+    for transport in ("shm", "tcp"):
+        for spare in range(0, 15, 3):
+            outcomes = run(
+                init_without_descriptors,
+                3,
+                args=(spare, spare % 5 % 3),
+                transport=transport,
+                initialized=False,
+                env={"TORCH_RING_INIT_TIMEOUT": "30"},
+            )
+            kinds = {kind for kind, _ in outcomes}
+            failed += "nothing" not in kinds
+            assert "nothing" not in kinds or len(kinds) == 1, outcomes
+            for kind, text in outcomes:
+                assert kind == "nothing" or "Too many open files" in text, outcomes
+    assert failed >= 4

@@ -1,0 +1,232 @@
+"""Process sets that nobody uses, that some use, and whose memory, ids and connections return."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from pool import eventually, run
+from process_set_use import (
+    check_process_set,
+    connections,
+    memory_bytes,
+    resources,
+    started_sum,
+    sum_of_ranks,
+)
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.world import current
+
+_PAGE = 4096
+
+
+def subsets(size: int, most: int) -> list[list[int]]:
+    """Return `most` sets of two to four of `size` ranks."""
+    every = (itertools.combinations(range(size), n) for n in (2, 3, 4))
+    return [list(ranks) for ranks in itertools.islice(itertools.chain(*every), most)]
+
+
+def add_all(sets: list[list[int]]) -> list[hvd.ProcessSet]:
+    return [hvd.add_process_set(ranks) for ranks in sets]
+
+
+def remove_all(sets: list[hvd.ProcessSet]) -> None:
+    for each in sets:
+        assert hvd.remove_process_set(each)
+
+
+def warmed_up() -> tuple[int, int]:
+    """Return this rank's resources when the world has all connections that it needs."""
+    remove_all(add_all([[0]]))
+    hvd.alltoall(torch.zeros(hvd.size() << 16))  # too much to go through others
+    hvd.barrier()
+    now = resources()
+    hvd.barrier()
+    return now
+
+
+def holds_no_more_than(before: tuple[int, int]) -> bool:
+    """Return whether there are soon no more descriptors and threads than before."""
+    return eventually(lambda: all(a <= b for a, b in zip(resources(), before, strict=True)), 20.0)
+
+
+def slots_of(process_set: hvd.ProcessSet) -> list[int]:
+    """Return where the members' memory for a set is, by member."""
+    record = current.world().process_sets.find(tuple(process_set.ranks or ()))
+    assert record is not None
+    return record._slots
+
+
+# --- sets that nobody uses
+
+
+def add_and_use_none(count: int) -> None:
+    ranks = subsets(hvd.size(), count)
+    assert len(ranks) == count
+    before, memory = warmed_up(), memory_bytes()
+    hvd.barrier()
+    sets = add_all(ranks)
+    hvd.barrier()
+    assert resources() == before
+    if connections().memory is None:
+        assert all(slots_of(each) == [-1] * each.size() for each in sets)
+    else:  # a page each, where huge pages are not forced on shared memory
+        grown = memory_bytes() - memory
+        assert grown <= sum(map(len, ranks)) * _PAGE
+        for rank in range(hvd.size()):
+            mine = [
+                slots_of(each)[of.index(rank)]
+                for each, of in zip(sets, ranks, strict=True)
+                if rank in of
+            ]
+            assert len(set(mine)) == len(mine)
+            assert min(mine) > 0
+    hvd.barrier()
+    check_process_set(sets[-1], ranks[-1])  # it can be used all the same
+    remove_all(sets)
+    hvd.barrier()
+    assert memory_bytes() <= memory
+    assert holds_no_more_than(before)
+
+
+@on_both_transports
+def test_a_hundred_sets_that_nobody_uses(transport):
+    run(add_and_use_none, 8, args=(100,), transport=transport)
+
+
+def test_five_hundred_sets_at_once():
+    run(add_and_use_none, 12, args=(500,))
+
+
+# --- first use
+
+
+def use_some_on_some_ranks() -> None:
+    """Rank 3 uses no set, though it is in some."""
+    before, rank = warmed_up(), hvd.rank()
+    sets = add_all(subsets(4, 10))
+    used = [each for each in sets if each.included() and not each.ranks.count(3)]
+    for each in used:
+        assert sum_of_ranks(each) == sum(each.ranks or [])
+    hvd.barrier()
+    threads = resources()[1] - before[1]
+    assert threads == len(used)
+    if rank == 3:
+        assert resources() == before
+    hvd.barrier()
+    remove_all(sets)
+    assert holds_no_more_than(before)
+
+
+@on_both_transports
+def test_only_used_sets_have_engines(transport):
+    run(use_some_on_some_ranks, 4, transport=transport)
+
+
+def use_first_in_own_order() -> None:
+    rank = hvd.rank()
+    for turn in range(3):
+        sets = add_all([*subsets(hvd.size(), 10), *([r] for r in range(hvd.size()))])
+        mine = [each for each in sets if each.included()]
+        random.Random(100 * turn + rank).shuffle(mine)
+        works = [(each, started_sum(each, rank)) for each in mine]
+        random.Random(100 * turn + rank + 50).shuffle(works)
+        for each, work in works:
+            assert work.wait()[0] == sum(each.ranks or [])
+        remove_all(sets)
+
+
+@on_both_transports
+def test_ranks_use_sets_first_in_different_orders(transport):
+    run(use_first_in_own_order, 4, transport=transport)
+
+
+def use_first_without_the_others() -> None:
+    """A first use that waited for the other members would wait forever."""
+    rank, size = hvd.rank(), hvd.size()
+    pair = hvd.add_process_set([0, size - 1])
+    for first in (0, size - 1):
+        work: Any = None
+        if rank == first:
+            work = started_sum(pair, rank)
+        hvd.barrier()  # the other members go on here only when the first has started
+        if rank == first:
+            assert not work.done()
+        hvd.barrier()
+        if pair.included() and rank != first:
+            work = started_sum(pair, rank)
+        if work is not None:
+            assert work.wait()[0] == size - 1
+        hvd.remove_process_set(pair)
+        hvd.add_process_set(pair)
+
+
+@on_both_transports
+def test_an_asynchronous_first_use_does_not_wait(transport):
+    run(use_first_without_the_others, 3, transport=transport)
+
+
+# --- what removed sets leave behind
+
+
+def come_and_go(count: int) -> None:
+    """Sets of changing members get the same memory, with the counters of others in it, so far."""
+    before: tuple[tuple[int, int], int] | None = None
+    offsets: set[int] = set()
+    for turn in range(count):
+        ranks = ([0, 1], [0, 2], [0, 1, 2])[turn % 3]
+        each = hvd.add_process_set(ranks)
+        offsets.update(slots_of(each))
+        if turn % 10 < 3:
+            for _ in range(1 + turn % 4):
+                check_process_set(each, ranks)
+        hvd.remove_process_set(each)
+        if turn == 10:
+            hvd.barrier()
+            before = resources(), memory_bytes()
+            hvd.barrier()
+    hvd.barrier()
+    assert before is not None
+    assert holds_no_more_than(before[0])
+    assert memory_bytes() <= before[1]
+    assert len(offsets) == 1  # -1, or the first slot of everybody
+
+
+@on_both_transports
+def test_five_hundred_sets_one_after_another(transport):
+    run(come_and_go, 4, args=(500,), transport=transport)
+
+
+def use_once_more(rounds: int) -> None:
+    """One member has used a set when it is removed, so its connections are there on both sides."""
+    rank, size = hvd.rank(), hvd.size()
+    before: tuple[int, int] | None = None
+    for turn in range(rounds):
+        pair = hvd.add_process_set([0, size - 1])
+        assert pair.process_set_id == 1
+        work: Any = None
+        if rank == (size - 1 if turn % 3 else 0):
+            work = started_sum(pair, 1e6)
+            eventually(work.done, 0.01)  # it connects meanwhile, or soon
+        hvd.remove_process_set(pair)
+        if work is not None:
+            with pytest.raises(hvd.RingError):
+                work.wait()
+        again = hvd.add_process_set([0, size - 1])
+        assert again.process_set_id == 1
+        for _ in range(3):
+            check_process_set(again, [0, size - 1])
+        hvd.remove_process_set(again)
+        hvd.barrier()
+        if turn == 3:
+            before = resources()
+    assert before is not None
+    assert holds_no_more_than(before)
+
+
+@on_both_transports
+def test_a_set_that_has_another_ones_id(transport):
+    run(use_once_more, 3, args=(30,), transport=transport)
