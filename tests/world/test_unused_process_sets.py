@@ -39,13 +39,13 @@ def remove_all(sets: list[hvd.ProcessSet]) -> None:
 
 
 def warmed_up() -> tuple[int, int]:
-    """Return this rank's resources when the world has all connections that it needs."""
+    """Return the most resources of this rank without sets: the world may connect to all ranks."""
     remove_all(add_all([[0]]))
     hvd.alltoall(torch.zeros(hvd.size() << 16))  # too much to go through others
     hvd.barrier()
-    now = resources()
+    descriptors, threads = resources()
     hvd.barrier()
-    return now
+    return descriptors + (hvd.size() - 1 if connections().memory is None else 0), threads
 
 
 def holds_no_more_than(before: tuple[int, int]) -> bool:
@@ -70,7 +70,7 @@ def add_and_use_none(count: int) -> None:
     hvd.barrier()
     sets = add_all(ranks)
     hvd.barrier()
-    assert resources() == before
+    assert holds_no_more_than(before)
     if connections().memory is None:
         assert all(slots_of(each) == [-1] * each.size() for each in sets)
     else:  # a page each, where huge pages are not forced on shared memory
@@ -115,7 +115,7 @@ def use_some_on_some_ranks() -> None:
     threads = resources()[1] - before[1]
     assert threads == len(used)
     if rank == 3:
-        assert resources() == before
+        assert holds_no_more_than(before)
     hvd.barrier()
     remove_all(sets)
     assert holds_no_more_than(before)
