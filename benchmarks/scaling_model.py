@@ -3,8 +3,8 @@
     python benchmarks/scaling_model.py --json benchmarks/results/scaling_model.json
 
 The model is fitted to Horovod's published efficiencies on up to 512 GPUs and checked on cells that
-the fit has not seen. Then it predicts torch_ring's efficiency on the same machines, and on today's, and
-counts what a world of so many ranks needs beside its network.
+the fit has not seen. Then it predicts torch_ring's efficiency on the same machines, and on today's. At
+the end it counts what a world of so many ranks needs beside its network.
 None of its output was measured here. benchmarks/README.md has its assumptions, and how its form was
 chosen.
 """
@@ -180,7 +180,8 @@ def table(
             f"{cell.fitted * 100:>9.1f}{seen}"
         )
     yield f"# GPUs up to which the efficiency is {GOOD:.0%}, {HALF:.0%}, and that of {MOST_RANKS}"
-    yield f"#{'cluster':>10}{'model':>14}{'variant':>32}{GOOD:>8.0%}{HALF:>8.0%}{MOST_RANKS:>8}  ends by"
+    columns = f"{GOOD:>8.0%}{HALF:>8.0%}{MOST_RANKS:>8}  ends by"
+    yield f"#{'cluster':>10}{'model':>14}{'variant':>32}{columns}"
     for c in curves:
         yield (
             f"{c.cluster:>11}{c.model:>14}{c.variant:>32}{c.good_up_to:>8}{c.half_up_to:>8}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import torch_ring as hvd
+from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import address_of_interface
 from torch_ring.self_test import machine, rank, report, software
 
@@ -110,8 +113,10 @@ def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_descriptors() -> int:
+    """Return how many more there are after an alltoall."""
     before = len(os.listdir("/proc/self/fd"))
     hvd.init()
+    hvd.alltoall(torch.ones(hvd.size() << 16))
     hvd.barrier()
     count = len(os.listdir("/proc/self/fd")) - before
     hvd.barrier()
@@ -119,20 +124,47 @@ def count_descriptors() -> int:
     return count
 
 
+def count_descriptors_of_init() -> int:
+    """Return how many more there are while the ranks of a host are connected with their leader."""
+    before, counts = len(os.listdir("/proc/self/fd")), []
+    close = Meeting.close
+
+    def count_and_close(meeting: Meeting) -> None:
+        counts.append(len(os.listdir("/proc/self/fd")))
+        close(meeting)
+
+    with mock.patch.object(Meeting, "close", count_and_close):
+        hvd.init()
+    hvd.barrier()
+    hvd.shutdown()
+    return max(counts) - before
+
+
 @pytest.mark.parametrize(
-    ("transport", "connections", "key"),
+    ("count", "transport", "connections", "key"),
     [
-        ("shm", 1, "ranks_on_one_host"),
-        ("tcp", 1, "ranks_one_on_each_host"),
-        ("tcp", 3, "ranks_one_on_each_host"),
+        (count_descriptors_of_init, "shm", 1, "ranks_on_one_host"),
+        (count_descriptors, "tcp", 1, "hosts_of_an_alltoall"),
+        (count_descriptors, "tcp", 3, "hosts_of_an_alltoall"),
     ],
 )
-def test_descriptors_of_a_rank(transport: str, connections: int, key: str) -> None:
+def test_descriptors_of_a_rank(
+    count: Callable[[], int], transport: str, connections: int, key: str
+) -> None:
     env = {"TORCH_RING_CONNECTIONS": str(connections)}
     two, three = (
-        max(pool.run(count_descriptors, size, transport=transport, env=env, initialized=False))
+        max(pool.run(count, size, transport=transport, env=env, initialized=False))
         for size in (2, 3)
     )
-    open_files = machine._OF_PROCESS + 100 * (three - two)
+    of_a_rank = three - two - 1  # one is its control connection: so few ranks have all of them
+    open_files = machine._OF_PROCESS + machine._CONTROL + 100 * of_a_rank
     with mock.patch("resource.getrlimit", return_value=(open_files, open_files)):
         assert machine.limits(connections)[key] == 101
+
+
+def test_limits_that_are_none() -> None:
+    with mock.patch("resource.getrlimit", return_value=(resource.RLIM_INFINITY,) * 2):
+        found = machine.limits(1)
+    assert found["ranks_on_one_host"] is found["hosts_of_an_alltoall"] is None
+    text = "\n".join(report._machine(machine.machine(), found))
+    assert "any number of open files: any number of ranks on one host" in text
