@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,25 +114,41 @@ def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the estimate of descriptors
 
 
-def count_descriptors() -> int:
-    """Return how many more there are after an alltoall."""
-    before = len(os.listdir("/proc/self/fd"))
+def connected() -> int:
+    """Return how many connections this process has."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or one without a peer
+            copy = socket.socket(fileno=os.dup(int(fd))) if _is_socket(fd) else None
+            if copy is not None:
+                with copy:
+                    copy.getpeername()
+                    count += 1
+    return count
+
+
+def _is_socket(fd: str) -> bool:
+    return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+
+
+def connections_after_alltoall() -> int:
+    before = connected()
     hvd.init()
     hvd.alltoall(torch.ones(hvd.size() << 16))
     hvd.barrier()
-    count = len(os.listdir("/proc/self/fd")) - before
+    count = connected() - before
     hvd.barrier()
     hvd.shutdown()
     return count
 
 
-def count_descriptors_of_init() -> int:
-    """Return how many more there are while the ranks of a host are connected with their leader."""
-    before, counts = len(os.listdir("/proc/self/fd")), []
+def connections_in_init() -> int:
+    """Return how many there are when the ranks of a host are still connected with their leader."""
+    before, counts = connected(), []
     close = Meeting.close
 
     def count_and_close(meeting: Meeting) -> None:
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append(connected())
         close(meeting)
 
     with mock.patch.object(Meeting, "close", count_and_close):
@@ -143,9 +161,9 @@ def count_descriptors_of_init() -> int:
 @pytest.mark.parametrize(
     ("count", "transport", "connections", "key"),
     [
-        (count_descriptors_of_init, "shm", 1, "ranks_on_one_host"),
-        (count_descriptors, "tcp", 1, "hosts_of_an_alltoall"),
-        (count_descriptors, "tcp", 3, "hosts_of_an_alltoall"),
+        (connections_in_init, "shm", 1, "ranks_on_one_host"),
+        (connections_after_alltoall, "tcp", 1, "hosts_of_an_alltoall"),
+        (connections_after_alltoall, "tcp", 3, "hosts_of_an_alltoall"),
     ],
 )
 def test_descriptors_of_a_rank(
@@ -156,7 +174,7 @@ def test_descriptors_of_a_rank(
         max(pool.run(count, size, transport=transport, env=env, initialized=False))
         for size in (2, 3)
     )
-    of_a_rank = three - two - 1  # one is its control connection: so few ranks have all of them
+    of_a_rank = three - two - 1  # a control connection with each other rank: there are so few
     open_files = machine._OF_PROCESS + machine._CONTROL + 100 * of_a_rank
     with mock.patch("resource.getrlimit", return_value=(open_files, open_files)):
         assert machine.limits(connections)[key] == 101
