@@ -92,7 +92,7 @@ def _launchers(launchers: Facts) -> list[str]:
 
 
 def _settings(settings: Facts, network: Facts) -> list[str]:
-    made = "none: rank 0 makes one for ranks of one host; for several, set TORCH_RING_SECRET"
+    made = "none: each world makes its own; on several hosts, set TORCH_RING_SECRET"
     address = network["problem"] or f"{network['interface']}, {network['address']}"
     return [
         _row("settings", "" if settings["variables"] else "none set"),
