@@ -126,30 +126,28 @@ def depth(hosts: int) -> int:
 
 # --- agreements
 
+# Bytes of a frame of csrc/collective/frames.h, and of its only run (csrc/collective/runs.h).
+FRAME_BYTES, RUN_BYTES, OWN_RUN_BYTES = 16, 16, 8
+# Of an entry with one request (csrc/engine/entry.h): the entry, its announcement, and a fingerprint
+# of one dimension with a name of at most 48 characters.
+ENTRY_BYTES = 8 + 16 + (40 + 8 + 48)
 
-def entry_bytes(parameters: int) -> tuple[int, int]:
-    """Return the bytes of a rank's board entry before a bucket, and at the end of backward.
 
-    The layout is csrc/engine/entry.h's: the entry, its length, an announcement with the name of a
-    bucket. The second entry adds a report about the gradients.
+def frame_bytes(parameters: int) -> tuple[int, int]:
+    """Return the bytes of a frame before a bucket, and at the end of backward.
+
+    All ranks ask for the same, so that a frame has one entry, whatever number of ranks it stands
+    for. The second one has a report about the gradients as well, with its rows and length.
     """
-    announcement = 8 + 8 + 24 + 64
+    frame = FRAME_BYTES + RUN_BYTES + ENTRY_BYTES
     report = BackwardReport(1, (GradientReport(0, (1 << parameters) - 1),)).encode()
-    return announcement, announcement + len(report)
+    return frame, frame + OWN_RUN_BYTES + 8 + 8 + (len(report) + 7) // 8 * 8
 
 
-def board_s(entry: int, cluster: Cluster, ranks: int) -> float:
-    """Return the time of torch_ring's agreement: Bruck's allgather of all entries to each host."""
-    hosts = hosts_of(cluster, ranks)
-    if hosts == 1:
-        return 0.0
-    elsewhere = (ranks - cluster.gpus_per_host) * entry
-    return depth(hosts) * cluster.control.latency_s + elsewhere / cluster.control.bandwidth
-
-
-def digest_s(_: int, cluster: Cluster, ranks: int) -> float:
-    """Return the time of an alternative: a digest of the entries goes up a tree and down."""
-    return 2 * depth(hosts_of(cluster, ranks)) * cluster.control.latency_s
+def board_s(frame: int, cluster: Cluster, ranks: int) -> float:
+    """Return the time of torch_ring's agreement: a frame in each step of Bruck's allgather."""
+    control = cluster.control
+    return depth(hosts_of(cluster, ranks)) * (control.latency_s + frame / control.bandwidth)
 
 
 # --- steps
@@ -173,7 +171,6 @@ VARIANTS = {
     "Horovod, flat ring": Variant(lambda job: horovod_step(job, FUSION_BYTES), flat_ring_s),
     "torch_ring, own algorithms": Variant(planned, own_hierarchical_s, board_s),
     "torch_ring, NCCL": Variant(planned, nccl_s, board_s),
-    "NCCL, agreement by a digest": Variant(planned, nccl_s, digest_s),
 }
 
 
@@ -187,7 +184,7 @@ def efficiency(
     """
     if ranks == 1:
         return 1.0
-    before, closing = entry_bytes(len(job.parameters))
+    before, closing = frame_bytes(len(job.parameters))
     agreement_s = variant.agree_s(before, cluster, ranks)
     closing_s = variant.agree_s(closing, cluster, ranks)
     step = variant.step(job)

@@ -184,7 +184,7 @@ def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
     report = reports["scaling_model"]
     curves = [curve for curve in report["curves"] if curve["model"] == "resnet101"]
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
-    for variant, colour in zip(variants, ("#d55e00", "#56b4e9", "#0072b2", "#009e73"), strict=True):
+    for variant, colour in zip(variants, ("#d55e00", "#56b4e9", "#0072b2"), strict=True):
         for cluster, style in (("A100", "-"), ("H100", "--")):
             curve = curve_of(report, cluster, "resnet101", variant)
             percent = [100 * efficiency for efficiency in curve["efficiencies"]]

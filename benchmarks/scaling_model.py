@@ -3,9 +3,9 @@
     python benchmarks/scaling_model.py --json benchmarks/results/scaling_model.json
 
 The model is fitted to Horovod's published efficiencies on up to 512 GPUs and checked on cells that
-the fit has not seen. Then it predicts torch_ring's efficiency on the same machines, and on today's.
-None of its output was measured here. benchmarks/README.md has its assumptions, and how its form was
-chosen.
+the fit has not seen. Then it predicts torch_ring's efficiency on the same machines, and on today's,
+and counts what a world of so many ranks needs beside its network. None of its output was measured
+here. benchmarks/README.md has its assumptions, and how its form was chosen.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from clusters import A100, H100, VARIANTS, Cluster, efficiency, on_pascal
+from clusters import A100, H100, TCP, VARIANTS, Cluster, efficiency, on_pascal
 from layers import Job, job_of
 from steps import FUSION_BYTES, Link, Step, horovod_step, ring_s
+from world_limits import limits_of, needs_of
 
 MODELS = {"inception_v3": 134.4, "resnet101": 119.4, "vgg16": 130.9}  # images/s on one Pascal GPU
 IMAGES = 64  # in a batch of a GPU
@@ -29,6 +30,7 @@ IMAGES = 64  # in a batch of a GPU
 PUBLISHED = {16: (0.941, 0.914, 0.853), 128: (0.90, 0.90, 0.79), 512: (0.90, 0.90, 0.68)}
 HELD_OUT = 512  # GPUs that the second fit does not see
 MOST_RANKS = 100_000
+NEEDS_OF = (512, 4096, 32_768, MOST_RANKS)  # whose needs are printed
 GOOD, HALF = 0.9, 0.5  # efficiencies whose last number of GPUs is searched
 
 
@@ -109,7 +111,12 @@ def cells_of(steps: dict[str, Step], fitted: Horovod, held_out: Horovod) -> list
 
 @dataclass(frozen=True)
 class Curve:
-    """A variant's efficiency on a cluster, by ranks, and the most ranks with GOOD and with HALF."""
+    """A variant's efficiency on a cluster, by ranks, and the most ranks with GOOD and with HALF.
+
+    Attributes:
+        ends_by: "latency" or "bandwidth": without which there would be more gained on the first
+            number of ranks below GOOD; if there is none, on MOST_RANKS.
+    """
 
     cluster: str
     model: str
@@ -118,6 +125,7 @@ class Curve:
     efficiencies: list[float]
     good_up_to: int
     half_up_to: int
+    ends_by: str
 
 
 def curve(cluster: Cluster, model: str, job: Job, variant: str, slowdown: float) -> Curve:
@@ -128,7 +136,24 @@ def curve(cluster: Cluster, model: str, job: Job, variant: str, slowdown: float)
         reached = [n for n, e in zip(ranks, efficiencies, strict=True) if e >= wanted]
         return max(reached, default=1)
 
-    return Curve(cluster.name, model, variant, ranks, efficiencies, up_to(GOOD), up_to(HALF))
+    worse = [n for n, e in zip(ranks, efficiencies, strict=True) if e < GOOD]
+    ends_by = end_of(cluster, job, variant, min(worse, default=MOST_RANKS), slowdown)
+    good, half = up_to(GOOD), up_to(HALF)
+    return Curve(cluster.name, model, variant, ranks, efficiencies, good, half, ends_by)
+
+
+def end_of(cluster: Cluster, job: Job, variant: str, ranks: int, slowdown: float) -> str:
+    """Return "latency" or "bandwidth": without which the efficiency is higher."""
+
+    def without(latency: float, time_of_a_byte: float) -> float:
+        network, local, control = (
+            Link(link.bandwidth / time_of_a_byte, link.latency_s * latency)
+            for link in (cluster.network, cluster.local, cluster.control)
+        )
+        better = replace(cluster, network=network, local=local, control=control)
+        return efficiency(job, better, VARIANTS[variant], ranks, slowdown)
+
+    return "latency" if without(0.0, 1.0) > without(1.0, 1e-9) else "bandwidth"
 
 
 def rank_counts(gpus_per_host: int) -> Iterator[int]:
@@ -154,12 +179,28 @@ def table(
             f"{cell.fitted * 100:>9.1f}{seen}"
         )
     yield f"# GPUs up to which the efficiency is {GOOD:.0%}, {HALF:.0%}, and that of {MOST_RANKS}"
-    yield f"#{'cluster':>10}{'model':>14}{'variant':>32}{GOOD:>8.0%}{HALF:>8.0%}{MOST_RANKS:>8}"
+    columns = f"{GOOD:>8.0%}{HALF:>8.0%}{MOST_RANKS:>8}  ends by"
+    yield f"#{'cluster':>10}{'model':>14}{'variant':>32}{columns}"
     for c in curves:
         yield (
             f"{c.cluster:>11}{c.model:>14}{c.variant:>32}{c.good_up_to:>8}{c.half_up_to:>8}"
-            f"{c.efficiencies[-1]:>8.1%}"
+            f"{c.efficiencies[-1]:>8.1%}  {c.ends_by}"
         )
+
+
+def limits_table(ranks_per_host: int) -> Iterator[str]:
+    yield f"# What a world needs beside its network, {ranks_per_host} ranks a host"
+    names = f"{'control':>9}{'data':>6}{'alltoall':>10}{'store ops':>11}{'table':>12}{'s':>9}"
+    yield f"#{'ranks':>9}{names}"
+    for ranks in NEEDS_OF:
+        n = needs_of(ranks, ranks_per_host, TCP)
+        yield (
+            f"{n.ranks:>10}{n.control:>9}{n.data:>6}{n.alltoall:>10}{n.store_operations:>11}"
+            f"{n.table_bytes:>12}{n.store_s:>9.3f}"
+        )
+    yield "# up to how many ranks"
+    for what, ranks in limits_of(ranks_per_host, TCP):
+        yield f"{ranks or 'any':>10}  {what}"
 
 
 def main() -> int:
@@ -190,11 +231,14 @@ def main() -> int:
         for model, rate in MODELS.items()
         for variant in VARIANTS
     ]
-    print(*table(cells, fits, curves), sep="\n")
+    per_host = A100.gpus_per_host
+    print(*table(cells, fits, curves), *limits_table(per_host), sep="\n")
     if args.json:
         named = {name: asdict(found) for name, found in fits.items()}
         report = {"command": f"python {shlex.join(sys.argv)}", "fits": named}
         report |= {"rows": [asdict(cell) for cell in cells], "curves": [asdict(c) for c in curves]}
+        report["needs"] = [asdict(needs_of(ranks, per_host, TCP)) for ranks in NEEDS_OF]
+        report["limits"] = dict(limits_of(per_host, TCP))
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -11,6 +11,7 @@ import clusters
 import pytest
 import scaling_model
 import torch
+import world_limits
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import Job, Parameter, job_of, parameters_of
@@ -92,11 +93,47 @@ def test_torch_ring_sends_its_own_plan() -> None:
 def test_agreement() -> None:
     cluster = replace(clusters.A100, control=Link(1e9, 1e-5))
     assert clusters.board_s(100, cluster, ranks=8) == 0  # one host has shared memory
-    assert clusters.board_s(100, cluster, 32) == pytest.approx(2e-5 + 24 * 100 / 1e9)
-    assert clusters.digest_s(100, cluster, 32) == pytest.approx(4e-5)
-    few, many = clusters.entry_bytes(8), clusters.entry_bytes(800)
-    assert few[0] == many[0]
-    assert many[1] == few[1] + 99  # a bit for each parameter
+    assert clusters.board_s(100, cluster, 32) == pytest.approx(2 * (1e-5 + 100 / 1e9))
+    # Twice the hosts: one frame more, and no longer one.
+    few, many = clusters.board_s(100, cluster, 4096), clusters.board_s(100, cluster, 8192)
+    assert many - few == pytest.approx(1e-5 + 100 / 1e9)
+    before, closing = zip(clusters.frame_bytes(8), clusters.frame_bytes(648), strict=True)
+    assert before[0] == before[1] == 152  # tests/cpp/frames_test.cc: a frame of equal entries
+    assert closing[1] == closing[0] + 640 // 8  # a bit for each parameter
+
+
+def test_needs_of_a_world() -> None:
+    link = Link(bandwidth=1e9, latency_s=1e-5)
+    one = world_limits.needs_of(8, 8, link)
+    assert (one.control, one.data, one.alltoall, one.store_operations) == (7, 0, 0, 0)
+    assert one.store_s == 0
+    # 4,096 ranks on 512 hosts: tests/cpp/control_graph_test.cc has the bound of a Chord ring.
+    many = world_limits.needs_of(4096, 8, link)
+    assert (many.control, many.data, many.alltoall) == (26, 18, 511)
+    assert many.store_operations == 4 * 512
+    assert many.table_bytes == 4096 * world_limits.TABLE_BYTES
+    assert many.store_s == pytest.approx(4 * 512 * 1e-5 + 511 * many.table_bytes / 1e9)
+
+
+@given(st.integers(1, 16), links)
+def test_a_limit_is_the_last_number_of_ranks(ranks_per_host: int, link: Link) -> None:
+    limits = dict(world_limits.limits_of(ranks_per_host, link))
+    (alltoall,) = (ranks for what, ranks in limits.items() if what.endswith("alltoall"))
+    (allreduce,) = (ranks for what, ranks in limits.items() if what.endswith("allreduce"))
+    assert allreduce is None
+    assert alltoall is not None
+    files = world_limits.OPEN_FILES - world_limits.OTHER_FILES
+    for ranks, fits in ((alltoall, True), (alltoall + 1, False)):
+        needs = world_limits.needs_of(ranks, ranks_per_host, link)
+        assert (needs.control + needs.alltoall <= files) == fits
+
+
+def test_what_ends_a_curve() -> None:
+    few_bytes = Job((Parameter(1000, 1.0),), compute_s=1e-3)
+    many_bytes = Job((Parameter(10**9, 1.0),), compute_s=1e-3)
+    for job, reason in ((few_bytes, "latency"), (many_bytes, "bandwidth")):
+        curve = scaling_model.curve(clusters.A100, "", job, "torch_ring, NCCL", 0.0)
+        assert curve.ends_by == reason
 
 
 def test_allreduces_are_alike_where_they_must_be() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +17,7 @@ import pytest
 import torch
 
 import torch_ring as hvd
+from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import address_of_interface
 from torch_ring.self_test import machine, rank, report, software
 
@@ -109,30 +114,75 @@ def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the estimate of descriptors
 
 
-def count_descriptors() -> int:
-    before = len(os.listdir("/proc/self/fd"))
+def connected() -> int:
+    """Return how many connections this process has."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or one without a peer
+            copy = socket.socket(fileno=os.dup(int(fd))) if _is_socket(fd) else None
+            if copy is not None:
+                with copy:
+                    copy.getpeername()
+                    count += 1
+    return count
+
+
+def _is_socket(fd: str) -> bool:
+    return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+
+
+def connections_after_alltoall() -> int:
+    before = connected()
     hvd.init()
+    hvd.alltoall(torch.ones(hvd.size() << 16))
     hvd.barrier()
-    count = len(os.listdir("/proc/self/fd")) - before
+    count = connected() - before
     hvd.barrier()
     hvd.shutdown()
     return count
 
 
+def connections_in_init() -> int:
+    """Return how many there are when the ranks of a host are still connected with their leader."""
+    before, counts = connected(), []
+    close = Meeting.close
+
+    def count_and_close(meeting: Meeting) -> None:
+        counts.append(connected())
+        close(meeting)
+
+    with mock.patch.object(Meeting, "close", count_and_close):
+        hvd.init()
+    hvd.barrier()
+    hvd.shutdown()
+    return max(counts) - before
+
+
 @pytest.mark.parametrize(
-    ("transport", "connections", "key"),
+    ("count", "transport", "connections", "key"),
     [
-        ("shm", 1, "ranks_on_one_host"),
-        ("tcp", 1, "ranks_one_on_each_host"),
-        ("tcp", 3, "ranks_one_on_each_host"),
+        (connections_in_init, "shm", 1, "ranks_on_one_host"),
+        (connections_after_alltoall, "tcp", 1, "hosts_of_an_alltoall"),
+        (connections_after_alltoall, "tcp", 3, "hosts_of_an_alltoall"),
     ],
 )
-def test_descriptors_of_a_rank(transport: str, connections: int, key: str) -> None:
+def test_descriptors_of_a_rank(
+    count: Callable[[], int], transport: str, connections: int, key: str
+) -> None:
     env = {"TORCH_RING_CONNECTIONS": str(connections)}
     two, three = (
-        max(pool.run(count_descriptors, size, transport=transport, env=env, initialized=False))
+        max(pool.run(count, size, transport=transport, env=env, initialized=False))
         for size in (2, 3)
     )
-    open_files = machine._OF_PROCESS + 100 * (three - two)
+    of_a_rank = three - two - 1  # a control connection with each other rank: there are so few
+    open_files = machine._OF_PROCESS + machine._CONTROL + 100 * of_a_rank
     with mock.patch("resource.getrlimit", return_value=(open_files, open_files)):
         assert machine.limits(connections)[key] == 101
+
+
+def test_limits_that_are_none() -> None:
+    with mock.patch("resource.getrlimit", return_value=(resource.RLIM_INFINITY,) * 2):
+        found = machine.limits(1)
+    assert found["ranks_on_one_host"] is found["hosts_of_an_alltoall"] is None
+    text = "\n".join(report._machine(machine.machine(), found))
+    assert "any number of open files: any number of ranks on one host" in text

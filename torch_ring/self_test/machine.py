@@ -13,6 +13,7 @@ __all__ = ["limits", "machine"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OF_PROCESS = 64  # descriptors that a process has besides those to its ranks: a guess with room
+_CONTROL = 64  # control connections of a rank, at most: 2 log2 of the ranks (csrc/control/graph.h)
 _NO_LIMIT = 1 << 60  # bytes: what version 1 of the control groups says instead of "max"
 
 Facts = dict[str, Any]
@@ -49,18 +50,28 @@ def limits(connections: int) -> Facts:
     Args:
         connections: TORCH_RING_CONNECTIONS.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    peers = max(0, files - _OF_PROCESS)
+    files, most_files = (
+        None if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     return {
         "open_files": files,
-        # A control connection with every other rank.
-        "ranks_on_one_host": 1 + peers,
-        # A control connection, and data connections to the rank of the same lane.
-        "ranks_one_on_each_host": 1 + peers // (1 + connections),
+        # init() raises the limit where it is too low. The leader of a host has a connection with
+        # each of its ranks until all have joined.
+        "ranks_on_one_host": _connected(most_files, 1),
+        # Each rank has data connections with a rank of every other host.
+        "hosts_of_an_alltoall": _connected(files, connections),
         "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
         "address_space_bytes": _limit(resource.RLIMIT_AS),
         "processes": _limit(resource.RLIMIT_NPROC),
     }
+
+
+def _connected(files: int | None, connections: int) -> int | None:
+    """Return how many can have so many connections with one of them, which may open `files`."""
+    if files is None:
+        return None
+    return 1 + max(0, files - _OF_PROCESS - _CONTROL) // connections
 
 
 def _load() -> float | None:

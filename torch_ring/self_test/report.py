@@ -71,8 +71,8 @@ def _machine(machine: Facts, limits: Facts) -> list[str]:
         _row("huge pages", machine["huge_pages"] or "not known"),
         _row(
             "limits",
-            f"{limits['open_files']} open files: {limits['ranks_on_one_host']} ranks on one host, "
-            f"{limits['ranks_one_on_each_host']} with one on each host",
+            f"{_count(limits['open_files'])} open files: {_count(limits['ranks_on_one_host'])} "
+            f"ranks on one host, {_count(limits['hosts_of_an_alltoall'])} hosts in an alltoall",
         ),
         _row(
             "",
@@ -92,7 +92,7 @@ def _launchers(launchers: Facts) -> list[str]:
 
 
 def _settings(settings: Facts, network: Facts) -> list[str]:
-    made = "none: rank 0 makes one for ranks of one host; for several, set TORCH_RING_SECRET"
+    made = "none: each world makes its own; on several hosts, set TORCH_RING_SECRET"
     address = network["problem"] or f"{network['interface']}, {network['address']}"
     return [
         _row("settings", "" if settings["variables"] else "none set"),
@@ -119,6 +119,10 @@ def _row(name: str, text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "not known" if value is None else f"{value:.1f}"
+
+
+def _count(limit: int | None) -> str:
+    return "any number of" if limit is None else str(limit)
 
 
 def _space(size: int | None, free: int | None) -> str:
