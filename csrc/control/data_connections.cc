@@ -51,7 +51,9 @@ std::vector<std::uint64_t> DataConnections::advance(const PollSet& polls, Clock:
     if (pair.outgoing.empty()) continue;
     try {
       std::erase_if(pair.outgoing, [&](Outgoing& outgoing) {
-        if (outgoing.advance(polls, now) != Outgoing::State::kDone) return false;
+        if (outgoing.advance(polls, now) != Outgoing::State::kDone) {
+          return pair.gone && outgoing.fd() < 0;
+        }
         pair.ready.emplace(outgoing.hello().channel, outgoing.take());
         return true;
       });
@@ -68,8 +70,15 @@ std::vector<std::uint64_t> DataConnections::advance(const PollSet& polls, Clock:
 
 void DataConnections::forget(int peer) {
   for (auto& [name, pair] : pairs_) {
-    if (name.second == peer) pair.outgoing.clear();
+    if (name.second != peer) continue;
+    pair.gone = true;
+    std::erase_if(pair.outgoing, [](const Outgoing& outgoing) { return outgoing.fd() < 0; });
   }
+}
+
+bool DataConnections::is_connecting(std::uint64_t set, int peer) const {
+  const auto found = pairs_.find({set, peer});
+  return found != pairs_.end() && !found->second.outgoing.empty();
 }
 
 void DataConnections::close(std::uint64_t set) {

@@ -39,8 +39,12 @@ class DataConnections {
   /// Goes on connecting. Returns the sets for which take() has news.
   std::vector<std::uint64_t> advance(const PollSet& polls, Clock::time_point now);
 
-  /// No more connections are made to a peer that is gone; those that are there stay.
+  /// No more connections are begun to a peer that is gone. Those that are there stay, and those on
+  /// which it may have answered come to their end: it may have sent its last data.
   void forget(int peer);
+
+  /// Whether connections to `peer` are being made.
+  bool is_connecting(std::uint64_t set, int peer) const;
   /// Closes the set's connections, and refuses later ones.
   void close(std::uint64_t set);
   void close_all() { pairs_.clear(); }
@@ -54,6 +58,7 @@ class DataConnections {
     std::map<std::uint32_t, Fd> ready;  // by channel
     std::list<Outgoing> outgoing;
     std::optional<Error> error;
+    bool gone = false;  // no attempt is made again
   };
 
   const ControlOptions& options_;

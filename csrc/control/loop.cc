@@ -100,7 +100,11 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
   const std::scoped_lock lock(mutex_);
   if (farewell_) throw Error(ErrorKind::kInternal, "the control plane has been stopped");
   auto sockets = data_.take(set, peer, width);
-  if (!sockets.empty() || !needed || !news_.alive(peer)) return sockets;
+  if (!sockets.empty() || !needed) return sockets;
+  if (news_.departed(peer) && !data_.is_connecting(set, peer)) {
+    throw Error(ErrorKind::kPeerLost, "no connection to " + label(peer) + ": it has left");
+  }
+  if (!news_.alive(peer)) return {};
   if (peer > rank_) {
     if (entrance_.trouble()) throw *entrance_.trouble();
   } else if (data_.connect(set, peer, width)) {

@@ -26,6 +26,7 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
       abort_(std::move(abort)),
       config_(options.config),
       name_(name_in(at(options.labels, communicator_->rank()))),
+      is_world_(options.set == 0),
       board_(communicator_->board()),
       queue_(name_),
       watchdog_(options.plane, options.set, std::move(options.members), options.labels, *abort_,
@@ -103,8 +104,10 @@ void Engine::require_world() const {
   try {
     abort_->check();
   } catch (const Error& cause) {
-    throw Error(cause.kind(), name_ + ": this world has ended: " + cause.what() +
-                                  ". Call shutdown() and init(), or exit");
+    const std::string ended = is_world_ ? ": this world has ended: " : ": this set has ended: ";
+    throw Error(cause.kind(), name_ + ended + cause.what() +
+                                  (is_world_ ? "" : ". Remove it, or") +
+                                  (is_world_ ? ". Call" : " call") + " shutdown() and init(), or exit");
   }
 }
 

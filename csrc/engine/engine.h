@@ -104,6 +104,7 @@ class Engine final : private Driver::Callbacks {
   const std::shared_ptr<Abort> abort_;
   const EngineConfig config_;
   const std::string name_;  // "rank 2"
+  const bool is_world_;     // and not a process set of it
   Board& board_;
 
   RequestQueue queue_;  // its mutex also guards the role and the next four members

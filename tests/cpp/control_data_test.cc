@@ -125,12 +125,34 @@ TEST(control_plane_makes_no_data_connection_to_a_rank_that_is_gone) {
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   planes[0].reset();
   wait_until([&] { return recorder.times("departed 0") > 0; }, "rank 0 leaves");
-  CHECK(high->take(0, true).empty());
-  CHECK(high->take(0, true).empty());
+  CHECK_THROWS(high->take(0, true), ErrorKind::kPeerLost, "rank 0 (a thread): it has left");
   CHECK(planes[1]->descriptors().size() <= 4);
   planes[1]->unsubscribe(kSet);
   planes[1]->stop();
   CHECK_THROWS(high->take(0, true), ErrorKind::kInternal, "has been stopped");
+}
+
+TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
+  for (const int sender : {0, 1}) {  // the rank that accepts, and the one that connects
+    Planes planes = make_planes({0, 1, 2});
+    const int receiver = 1 - sender;
+    Recorder recorder;
+    at(planes, receiver)->subscribe(kSet, {0, 1}, recorder);
+    const auto from = at(planes, sender)->sockets(kSet, {0, 1}, 1);
+    const auto to = at(planes, receiver)->sockets(kSet, {0, 1}, 1);
+    if (receiver == 1) CHECK(to->take(sender, true).empty());  // begins to connect
+    const std::vector<Fd> ours = take_all(*from, receiver, true);
+    CHECK_EQ(::send(ours[0].get(), "x", 1, MSG_NOSIGNAL), 1);
+    at(planes, sender)->stop();
+    const std::string departed = "departed " + std::to_string(sender);
+    wait_until([&] { return recorder.times(departed) > 0; }, "the departure");
+    const auto theirs = take_all(*to, sender, true);
+    char received = 0;
+    wait_until([&] { return ::recv(theirs[0].get(), &received, 1, MSG_DONTWAIT) == 1; }, "a byte");
+    CHECK_THROWS(to->take(sender, true), ErrorKind::kPeerLost, "it has left");
+    CHECK(to->take(sender, false).empty());
+    at(planes, receiver)->unsubscribe(kSet);
+  }
 }
 
 TEST(control_plane_says_when_there_are_no_descriptors) {

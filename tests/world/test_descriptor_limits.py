@@ -42,7 +42,7 @@ def test_thirty_two_ranks_with_a_low_limit():
 
 
 def init_without_descriptors(spare: int, broken: int) -> tuple[str, str]:
-    connect._raise_descriptor_limit = lambda _: None  # as with a low hard limit
+    connect._raise_descriptor_limit = lambda *_: None  # as with a low hard limit
     rank = int(os.environ["RANK"])
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     in_use = max(map(int, os.listdir("/proc/self/fd")))
