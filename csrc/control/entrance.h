@@ -64,7 +64,7 @@ class Entrance {
   std::vector<Listener> listeners_;
   std::list<Stranger> strangers_;
   std::optional<Error> trouble_;
-  Clock::time_point pause_ = Clock::time_point::min();  // accepts nobody before
+  Clock::time_point pause_{};  // accepts nobody before
 };
 
 }  // namespace torch_ring

@@ -53,7 +53,7 @@ class Outgoing {
   const Key key_{};
   const Hello hello_{};
   const std::optional<std::chrono::milliseconds> probe_;
-  Clock::time_point retry_ = Clock::time_point::min();
+  Clock::time_point retry_{};  // the clock's beginning: at once
   Fd socket_;
   std::optional<Handshake> handshake_;  // once it is connected
   std::string trouble_;
