@@ -72,7 +72,7 @@ class ProcessSetRecord:
         self._engine: Engine | None = None
         self._failure = ""  # why the engine could not be made
         self._closed = False
-        self._making = threading.Lock()
+        self._making = threading.RLock()
 
     def engine(self) -> Engine:
         """Return the engine that runs the set's collectives; the first call makes it.
@@ -125,7 +125,7 @@ class ProcessSetRecord:
 
     def abandon(self) -> None:
         """Let go of the parent's engine in a forked child."""
-        self._making = threading.Lock()  # the child lacks the parent's thread that held it
+        self._making = threading.RLock()  # the child lacks the parent's thread that held it
         if self._engine is not None:
             self._engine.abandon()
 
