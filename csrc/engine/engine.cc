@@ -105,9 +105,9 @@ void Engine::require_world() const {
     abort_->check();
   } catch (const Error& cause) {
     const std::string ended = is_world_ ? ": this world has ended: " : ": this set has ended: ";
-    throw Error(cause.kind(), name_ + ended + cause.what() +
-                                  (is_world_ ? "" : ". Remove it, or") +
-                                  (is_world_ ? ". Call" : " call") + " shutdown() and init(), or exit");
+    throw Error(cause.kind(), name_ + ended + cause.what() + (is_world_ ? "" : ". Remove it, or") +
+                                  (is_world_ ? ". Call" : " call") +
+                                  " shutdown() and init(), or exit");
   }
 }
 

@@ -161,8 +161,7 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
         CHECK(Clock::now() >= begin + time);
         CHECK(Clock::now() < begin + kSoon);
       }
-      sleeper.sleep([] { return false; }, Clock::time_point{} + seconds(1),
-                    fds_of(way, silent));
+      sleeper.sleep([] { return false; }, Clock::time_point{} + seconds(1), fds_of(way, silent));
     });
     add("a sleeper that is ready does not sleep", [=] {
       Doorbell sleeper;
