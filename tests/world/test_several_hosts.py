@@ -1,10 +1,8 @@
 """Several hosts: network namespaces that veth pairs join to a bridge."""
 
-import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 
 import namespaces
 import pytest
@@ -20,19 +18,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
 ]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[str]]:
-    """Network namespaces of three hosts that see each other; removed afterwards."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(namespaces.hosts(3))
-        except OSError as error:
-            if "netns add" not in str(error):
-                raise
-            pytest.skip(f"no network namespaces here: {error}")
-        yield [host.namespace for host in made]
 
 
 def line_logged_by_init() -> str:
