@@ -26,7 +26,8 @@ JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# One at a time, also below make -j: two that install into one environment at once break it.
+PIP = flock $(STAMPS) $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
 # Alone with all processors; below a make that has some, with those.
