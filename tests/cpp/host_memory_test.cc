@@ -2,6 +2,7 @@
 #include "transport/host_memory.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
