@@ -114,7 +114,9 @@ class GradientAllocator final : public c10::Allocator {
   /// object's members before the pointer, for threads that come to them through it.
   void install() {
     if (is_installed_) return;
-    others_.store(c10::GetCPUAllocator(), std::memory_order_relaxed);
+    c10::Allocator* const before = c10::GetCPUAllocator();
+    // Another library may have put this one back: it must not pass requests on to itself.
+    if (before != this) others_.store(before, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     // Without effect if another allocator has priority: gradients are copied then.
     c10::SetCPUAllocator(this);
