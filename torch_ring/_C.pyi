@@ -7,11 +7,18 @@ from torch import Tensor
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
-def make_memory(ranks: int, table: bytes) -> int:
+def make_memory(ranks: int, table: bytes, most_bytes: int) -> int:
     """Return a new memfd: the shared memory of a host with `ranks` ranks, and `table` in it.
 
-    Its size is that of the address space which every rank needs for it. Errors: RingError.
+    Its size is that of the address space which every rank needs for it: at most `most_bytes`, and
+    the table. Errors: RingError, also if these are too few.
     """
+
+def least_memory(ranks: int) -> int:
+    """Return the fewest bytes for `ranks` ranks. Errors: InvalidArgumentError: too many ranks."""
+
+def mappable_bytes() -> int:
+    """Return the bytes of address space that this process can spare; 0: none."""
 
 def memory_table(fd: int) -> bytes:
     """Return the table in such a memfd. Errors: RingError, also for any other descriptor."""
@@ -59,6 +66,9 @@ class HostMemory:
 
     def release_slot(self, offset: int) -> None:
         """Give such memory back, after all members have ended."""
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's memory. It reads as zeros from then on."""
 
 class ControlPlane:
     """Connections with the other ranks, beside the data (csrc/control/control_plane.h).
@@ -253,7 +263,8 @@ class Engine:
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 
-        It is an ordinary tensor where there is no shared memory (one rank, TCP only).
+        It is an ordinary tensor where there is no shared memory (one rank, TCP only), or no room
+        in it, which is logged once.
         """
 
     def gradient_blocks(self) -> BlockPool | None:

@@ -32,6 +32,7 @@ class Config:
     bucket_bytes: int = 25 << 20
     direct_gradient_bytes: int = 256 << 10
     kept_result_bytes: int = 256 << 20
+    address_space_bytes: int = 32 << 40
     interface: str = ""
     connections: int = 1
     nccl_library: str = ""
@@ -251,6 +252,13 @@ SETTINGS = (
         _bytes(0),
         "bytes of freed memory of large results that a process keeps for later results; the system "
         "may take it back; 0: none",
+    ),
+    Setting(
+        "address_space_bytes",
+        "TORCH_RING_ADDRESS_SPACE",
+        _bytes(1),
+        "most bytes of address space in which a rank maps the shared memory of its host; about "
+        "half of what `ulimit -v` leaves, if that is less",
     ),
     Setting(
         "interface",

@@ -48,16 +48,11 @@ class PyEngine {
                                                      const py::gil_scoped_acquire gil;
                                                      delete function;
                                                    });
-    Engine::Options options{config,
-                            world.labels,
-                            plane_.get(),
-                            set,
-                            std::move(members),
-                            [shared_log](const std::string& text) {
-                              const py::gil_scoped_acquire gil;
-                              (*shared_log)(text);
-                            },
-                            {}};
+    log_ = [shared_log](const std::string& text) {
+      const py::gil_scoped_acquire gil;
+      (*shared_log)(text);
+    };
+    Engine::Options options{config, world.labels, plane_.get(), set, std::move(members), log_, {}};
     communicator_ = make_communicator(world, config, *abort);
     options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
                            settings = std::move(settings)](std::uint8_t type, Communicator& host,
@@ -187,7 +182,7 @@ class PyEngine {
     return submit(std::move(members), blocking);
   }
 
-  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) const {
+  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) {
     if (!THPDtype_Check(dtype.ptr())) throw py::type_error("dtype must be a torch.dtype");
     const auto options =
         at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
@@ -196,6 +191,15 @@ class PyEngine {
     SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;
     if (!shared) return at::empty(shape, options);
     std::shared_ptr<void> memory = shared->allocate(bytes);
+    if (!memory) {
+      if (!std::exchange(arena_is_full_, true)) {
+        log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
+             std::to_string(bytes) +
+             " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
+             "TORCH_RING_ADDRESS_SPACE and `ulimit -v`");
+      }
+      return at::empty(shape, options);
+    }
     void* data = memory.get();
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
@@ -308,6 +312,8 @@ class PyEngine {
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<BlockPool> blocks_;
+  std::function<void(const std::string&)> log_;
+  bool arena_is_full_ = false;  // and the log says so
 };
 
 std::unique_ptr<PyEngine> make_engine(
