@@ -109,7 +109,7 @@ def test_needs_of_a_world() -> None:
     assert one.store_s == 0
     # 4,096 ranks on 512 hosts: tests/cpp/control_graph_test.cc has the bound of a Chord ring.
     many = world_limits.needs_of(4096, 8, link)
-    assert (many.control, many.data, many.alltoall) == (26, 18, 511)
+    assert (many.control, many.data, many.alltoall) == (26, 63, 511)
     assert many.store_operations == 4 * 512
     assert many.table_bytes == 4096 * world_limits.TABLE_BYTES
     assert many.store_s == pytest.approx(4 * 512 * 1e-5 + 511 * many.table_bytes / 1e9)
