@@ -18,6 +18,7 @@ RUNS = 12
 TRAININGS = 4
 COUNTS = (20, 800, 3000, 12_000, 40_001, 150_000)  # inline or not, gathered or not, and longer
 
+
 def numbers(count: int, seed: int) -> Tensor:
     """Return numbers of very different magnitudes: their sum depends on the order of additions."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +58,7 @@ def weights_after_training() -> set[str]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 7))
         for parameter in model.parameters():
-            parameter.register_hook(lambda _: time.sleep(chance.random() * 0.003))
+            parameter.register_hook(lambda _, chance=chance: time.sleep(chance.random() * 0.003))
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
         )
