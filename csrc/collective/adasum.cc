@@ -250,4 +250,8 @@ void adasum(Communicator& communicator, void* data, std::span<const std::size_t>
   finish_partial(outputs, widened.data(), count, conversion);
 }
 
+void Communicator::adasum(void* data, std::span<const std::size_t> counts, DType dtype) {
+  torch_ring::adasum(*this, data, counts, dtype);
+}
+
 }  // namespace torch_ring
