@@ -135,6 +135,7 @@ class Engine:
         width: sockets of a connection between hosts.
         memory: of this host; None if no host has several members.
         slots: by member, the offset of the set's memory in the member's part.
+        checksums: whether data between hosts carry checksums.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
@@ -152,6 +153,7 @@ class Engine:
         memory: HostMemory | None,
         slots: Sequence[int],
         *,
+        checksums: bool,
         timeout_s: float,
         stall_warning_s: float,
         fusion_window_s: float,

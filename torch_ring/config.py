@@ -35,6 +35,7 @@ class Config:
     address_space_bytes: int = 32 << 40
     interface: str = ""
     connections: int = 1
+    checksum: int = 0
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
     log_level: str = "info"
@@ -272,6 +273,13 @@ SETTINGS = (
         _count(1, 64),
         "TCP connections between two ranks that exchange data; more than 1 if a single one does "
         "not fill the network",
+        common=True,
+    ),
+    Setting(
+        "checksum",
+        "TORCH_RING_CHECKSUM",
+        _count(0, 1),
+        "1: data that travel over TCP carry a CRC-32C, and damaged ones are an error on all ranks",
         common=True,
     ),
     Setting(

@@ -319,9 +319,10 @@ class PyEngine {
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
     bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
-    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, double timeout_s,
-    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
-    std::string nccl_library, bool nccl_blocking, py::function log) {
+    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, bool checksums,
+    double timeout_s, double stall_warning_s, double fusion_window_s,
+    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
+    py::function log) {
   World world;
   world.topology = {rank, std::move(host_of)};
   if (members.size() != world.topology.host_of.size()) {
@@ -330,6 +331,7 @@ std::unique_ptr<PyEngine> make_engine(
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   world.width = static_cast<std::size_t>(width);
+  world.checksums = checksums;
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
   if (control) world.sockets = sockets_of(control, set, members, width);
   if (memory) memory->use(world, members, slots);
@@ -356,9 +358,9 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
            py::arg("width"), py::arg("memory"), py::arg("slots"), py::kw_only(),
-           py::arg("timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
-           py::arg("log"))
+           py::arg("checksums"), py::arg("timeout_s"), py::arg("stall_warning_s"),
+           py::arg("fusion_window_s"), py::arg("fusion_threshold_bytes"), py::arg("nccl_library"),
+           py::arg("nccl_blocking"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
