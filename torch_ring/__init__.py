@@ -66,6 +66,7 @@ from torch_ring.collectives.shared_tensors import empty_shared
 from torch_ring.collectives.sparse import sparse_allreduce_async
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor
+from torch_ring.consistency import verify_consistency
 from torch_ring.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
@@ -195,6 +196,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "synchronize",
+    "verify_consistency",
 ]
 
 

@@ -32,6 +32,7 @@ class Config:
     bucket_bytes: int = 25 << 20
     direct_gradient_bytes: int = 256 << 10
     kept_result_bytes: int = 256 << 20
+    check_every: int = 0
     interface: str = ""
     connections: int = 1
     nccl_library: str = ""
@@ -251,6 +252,14 @@ SETTINGS = (
         _bytes(0),
         "bytes of freed memory of large results that a process keeps for later results; the system "
         "may take it back; 0: none",
+    ),
+    Setting(
+        "check_every",
+        "TORCH_RING_CHECK_EVERY",
+        _count(0, 10**9),
+        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
+        "its state are the same on all ranks; 0: never",
+        common=True,
     ),
     Setting(
         "interface",

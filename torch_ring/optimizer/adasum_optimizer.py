@@ -18,10 +18,12 @@ from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.consistency import verify_step
+from torch_ring.digests import digests_of
 from torch_ring.errors import RingError
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.uneven_batches import explained
-from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
+from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
@@ -205,3 +207,10 @@ def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
     optimizer._steps += 1
     for (parameter, start), change in zip(before.items(), combined, strict=True):
         parameter.copy_(start + change)
+    verify_step(
+        optimizer._steps,
+        optimizer,
+        optimizer._parameter_names,
+        optimizer._process_set,
+        with_state=False,  # each rank has stepped with its own gradients
+    )

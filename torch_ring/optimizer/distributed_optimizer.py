@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.consistency import verify_step
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
@@ -297,9 +298,12 @@ def _before_step(
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step post-hook; called as often as `_before_step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
-    if optimizer._step_is_open and optimizer._reducer:
-        optimizer._reducer.finish_step()
-    optimizer._step_is_open = False
+    is_open, optimizer._step_is_open = optimizer._step_is_open, False
+    reducer = optimizer._reducer
+    if is_open and reducer:
+        reducer.finish_step()
+        names, process_set = optimizer._parameter_names, optimizer._settings.process_set
+        verify_step(reducer.steps, optimizer, names, process_set)
 
 
 class _JointClosure:
@@ -322,7 +326,8 @@ class _JointClosure:
             return None
         if isinstance(loss, Tensor):
             return self._reducer.reduce_loss(loss)
-        return type(loss)(self._reducer.reduce_loss(torch.tensor(loss, dtype=torch.float64)))
+        number = torch.tensor(loss, dtype=torch.float64, device="cpu")
+        return type(loss)(self._reducer.reduce_loss(number))
 
 
 def _check_passes(passes: int) -> None:
