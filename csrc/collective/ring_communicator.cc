@@ -44,7 +44,7 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
     return;
   }
   const bool halving = path == AllreducePath::kHalving;
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
   const std::size_t ring_bytes = kChunkBytes * next()->width() * static_cast<std::size_t>(size());
   const std::size_t round_bytes = halving ? kRoundBytes : std::min(ring_bytes, kRoundBytes);
 
@@ -104,15 +104,14 @@ void RingCommunicator::allreduce_gathered(const void* input, void* output, std::
 
 void RingCommunicator::allreduce_partial(void* partial, std::size_t count,
                                          const Reduction& reduction) {
-  allreduce(partial, partial, count,
-            {accumulation_dtype(reduction.dtype), reduction.op, Scaling{}});
+  allreduce(partial, partial, count, {accumulation_dtype(reduction), reduction.op, Scaling{}});
 }
 
 void RingCommunicator::reducescatter(const void* input, void* output,
                                      std::span<const std::size_t> counts,
                                      const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
   const std::size_t longest_chunk =
       std::min(kChunkBytes * next()->width(), kRoundBytes / counts.size()) / partial_item;
   const std::vector<Range> parts = ranges_of(counts);
@@ -140,7 +139,7 @@ void RingCommunicator::reducescatter(const void* input, void* output,
 void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input,
                                       std::span<const Chunk> chunks, const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
   const auto chunk = [&](int index) { return at(chunks, index); };
 
   // Loads this rank's own values, when they are first needed.
@@ -169,7 +168,7 @@ void RingCommunicator::reduce_scatter_halving(std::byte* partial, const std::byt
                                               std::span<const Chunk> chunks,
                                               const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
   const auto load = [&](Range part) {
     if (partial == input && reduction.scaling.prescale == 1.0) return;
     const std::array<const void*, 1> own{input + part.begin * item};
@@ -205,7 +204,7 @@ template <class Load>
 void RingCommunicator::exchange_and_add(Connection* to, Range outgoing, Connection* from,
                                         Range incoming, std::byte* partial,
                                         const Reduction& reduction, Load&& load) {
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
   const std::size_t bytes = incoming.count * partial_item;
   std::byte* const arriving = at_least(received_, bytes);
   std::size_t reduced = 0;
