@@ -53,6 +53,7 @@ from torch_ring.collectives.broadcast import (
     broadcast_async,
     broadcast_async_,
 )
+from torch_ring.collectives.consistency import verify_consistency
 from torch_ring.collectives.handle import Handle, poll, synchronize
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.collectives.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -66,7 +67,6 @@ from torch_ring.collectives.shared_tensors import empty_shared
 from torch_ring.collectives.sparse import sparse_allreduce_async
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor
-from torch_ring.consistency import verify_consistency
 from torch_ring.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,

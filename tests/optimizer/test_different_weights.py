@@ -12,7 +12,7 @@ from training import grads, make_model, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.digests import digests_of
+from torch_ring.collectives.digests import digests_of
 from torch_ring.optimizer.weight_comparison import describe_difference
 
 

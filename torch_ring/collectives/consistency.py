@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import Engine, all_sent
-from torch_ring.digests import digests_of
+from torch_ring.collectives.digests import digests_of
 from torch_ring.errors import InvalidArgumentError, MismatchError
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set

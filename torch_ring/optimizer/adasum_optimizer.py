@@ -14,12 +14,12 @@ from torch import Tensor
 
 from torch_ring._C import backward_name
 from torch_ring.collectives.allreduce import grouped_allreduce
+from torch_ring.collectives.consistency import verify_step
+from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.consistency import verify_step
-from torch_ring.digests import digests_of
 from torch_ring.errors import RingError
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.uneven_batches import explained

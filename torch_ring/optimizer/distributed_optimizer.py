@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torch_ring.collectives.consistency import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.consistency import verify_step
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups

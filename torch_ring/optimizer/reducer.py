@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, GradientHooks, bucket_name
+from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.digests import digests_of
 from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
