@@ -93,7 +93,8 @@ def check_integer_averages(device: str = "cpu") -> None:
     """Check that the sum of an Average does not wrap around, in all forms and on all paths."""
     size, rank = hvd.size(), hvd.rank()
     for dtype in INTEGERS:
-        for count in (0, 1, 97, 12_289, 300_007):  # inline, gathered, and in chunks
+        many = (300_007,) if dtype in (torch.int8, torch.int64) else ()
+        for count in (0, 1, 97, 12_289, *many):  # inline, gathered, and in chunks
             mine = repeated(integers_of(rank, dtype), count, dtype).to(device)
             want = repeated(averages(size, dtype, size), count, dtype)
             what = f"{dtype}, {count} elements"

@@ -58,7 +58,9 @@ def verify_consistency(
             "verify_consistency takes the optimizer itself, or None, not "
             f"{type(optimizer).__name__}"
         )
-    names = {parameter: name for name, parameter in reversed([*model.named_parameters()])}
+    names: dict[Tensor, str] = {
+        parameter: name for name, parameter in reversed([*model.named_parameters()])
+    }
     things = [_Thing(f"parameter '{name}'", value) for name, value in model.named_parameters()]
     things += [_Thing(f"buffer '{name}'", value) for name, value in model.named_buffers()]
     if optimizer is not None:

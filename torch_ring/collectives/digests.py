@@ -69,7 +69,7 @@ def _digest(tensor: Tensor, weights: Tensor) -> Tensor:
         octets = octets.clone()  # or it could not be read as words of 8 bytes
     whole = octets.numel() - octets.numel() % _ROW_BYTES
     at_once = _PIECE_BYTES.get(octets.device.type, _DEVICE_PIECE_BYTES) // _ROW_BYTES
-    pieces = octets[:whole].view(torch.int64).view(-1, len(weights)).split(at_once)
+    pieces = torch.split(octets[:whole].view(torch.int64).view(-1, len(weights)), at_once)
     rows = [(_mixed(piece) * weights).sum(1) for piece in pieces]
     if whole < octets.numel():
         last = pad(octets[whole:], (0, -octets.numel() % 8)).view(torch.int64)
