@@ -69,6 +69,7 @@ def verify_consistency(
 
 
 def verify_step(
+    every: int,
     step: int,
     optimizer: torch.optim.Optimizer,
     names: Mapping[Tensor, str],
@@ -76,11 +77,12 @@ def verify_step(
     *,
     with_state: bool = True,
 ) -> None:
-    """Check a wrapped optimizer after a step, if it is one that TORCH_RING_CHECK_EVERY names.
+    """Check a wrapped optimizer after each step whose number `every` divides; 0: after none.
 
     A collective of the ranks that have not joined.
 
     Args:
+        every: TORCH_RING_CHECK_EVERY, the same on all ranks.
         step: the number of steps, the same on all ranks.
         optimizer: the optimizer.
         names: of its parameters.
@@ -90,7 +92,6 @@ def verify_step(
     Raises:
         MismatchError: as `verify_consistency`.
     """
-    every = current.config().check_every
     if not every or step % every:
         return
     things = [_Thing(f"parameter '{name}'", parameter) for parameter, name in names.items()]

@@ -50,6 +50,7 @@ class AdasumOptimizer(Wrapped):
     _since: str  # how errors say which
     _is_compared: bool  # whether the ranks have compared their weights since then
     _has_warned: bool
+    _check_every: int  # steps; 0: never
     backward_passes_per_step: int
 
     def synchronize(self) -> None:
@@ -116,6 +117,7 @@ def wrap_adasum(
     wrapped._before = None
     wrapped._since = ""
     wrapped._has_warned = False
+    wrapped._check_every = current.config().check_every
     _start_anew(wrapped)
     wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
@@ -208,6 +210,7 @@ def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
     for (parameter, start), change in zip(before.items(), combined, strict=True):
         parameter.copy_(start + change)
     verify_step(
+        optimizer._check_every,
         optimizer._steps,
         optimizer,
         optimizer._parameter_names,

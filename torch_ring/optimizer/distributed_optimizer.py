@@ -130,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense,
     )
     groups = check_groups(groups, num_groups, list(names))
-    settings = _Settings(reduction, groups, process_set)
+    settings = _Settings(reduction, groups, process_set, current.config().check_every)
     reducer = settings.make_reducer(names, backward_passes_per_step)
     wrap(optimizer, _DistributedOptimizer)._start(
         reducer, names, settings, backward_passes_per_step
@@ -140,11 +140,12 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of a reducer, kept for the next one when parameters are added."""
+    """The arguments of a reducer, kept for the next one when parameters are added; and more."""
 
     reduction: ReductionSettings
     groups: Groups
     process_set: ProcessSet
+    check_every: int  # steps; 0: never
 
     def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
         """Return a reducer of the parameters; None if there is no other rank. Collective."""
@@ -302,8 +303,9 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     reducer = optimizer._reducer
     if is_open and reducer:
         reducer.finish_step()
-        names, process_set = optimizer._parameter_names, optimizer._settings.process_set
-        verify_step(reducer.steps, optimizer, names, process_set)
+        settings = optimizer._settings
+        names, process_set = optimizer._parameter_names, settings.process_set
+        verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
 
 
 class _JointClosure:
