@@ -33,6 +33,7 @@ class Config:
     direct_gradient_bytes: int = 256 << 10
     kept_result_bytes: int = 256 << 20
     address_space_bytes: int = 32 << 40
+    check_every: int = 0
     interface: str = ""
     connections: int = 1
     checksum: int = 0
@@ -260,6 +261,14 @@ SETTINGS = (
         _bytes(1),
         "most bytes of address space in which a rank maps the shared memory of its host; about "
         "half of what `ulimit -v` leaves, if that is less",
+    ),
+    Setting(
+        "check_every",
+        "TORCH_RING_CHECK_EVERY",
+        _count(0, 10**9),
+        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
+        "its state are the same on all ranks; 0: never",
+        common=True,
     ),
     Setting(
         "interface",

@@ -22,10 +22,7 @@ __all__ = [
     "broadcast_parameters",
 ]
 
-_OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_SENDABLE = frozenset(
-    {*_OF_BYTES.values(), torch.int8, torch.int32, torch.int64, torch.float16, torch.bool}
-)
+_AS_BYTES = frozenset({torch.bits8, torch.float4_e2m1fn_x2})  # not moved by broadcast() itself
 
 
 def broadcast_parameters(
@@ -80,13 +77,9 @@ def _broadcast_all(
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory in a dtype that can be sent: broadcasts only move bytes."""
+    """Return a view of the same memory in a dtype that can be sent."""
     tensor = tensor.detach()
-    if tensor.dtype in _SENDABLE or tensor.is_quantized:
-        return tensor
-    if tensor.is_complex() and not tensor.is_conj():
-        return torch.view_as_real(tensor)
-    return tensor.view(_OF_BYTES.get(tensor.itemsize, torch.uint8))
+    return tensor.view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 
 
 def broadcast_buffers(

@@ -11,6 +11,7 @@
 #include <deque>
 #include <utility>
 
+#include "bindings/dtypes.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
 #include "core/clock.h"
@@ -23,30 +24,6 @@ namespace py = pybind11;
 namespace torch_ring {
 
 namespace {
-
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return at::kByte;
-    case DType::kInt8:
-      return at::kChar;
-    case DType::kInt32:
-      return at::kInt;
-    case DType::kInt64:
-      return at::kLong;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kBool:
-      return at::kBool;
-  }
-  return at::kByte;
-}
 
 /// `count` elements of the device's memory as a tensor that owns nothing.
 at::Tensor view_of(void* data, std::size_t count, DType dtype, c10::Device device) {
@@ -90,12 +67,8 @@ class Accelerator final : public Device, public Buffers {
               std::chrono::milliseconds timeout, const nccl::Rendezvous& rendezvous)
       : stream_(stream), timeout_(timeout), api_(rendezvous.api) {
     const StreamScope now(stream_);
-    const auto scale = [device = stream.device()](void* data, std::size_t count, DType dtype,
-                                                  const Scaling& scaling) {
-      scale_result(view_of(data, count, dtype, device), scaling);
-    };
     communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
-                          nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
+                          arithmetic());
   }
 
   ~Accelerator() override {
@@ -164,13 +137,38 @@ class Accelerator final : public Device, public Buffers {
 
   void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
     const StreamScope now(stream_);
-    std::array<std::byte, 8> one{};
+    alignas(16) std::array<std::byte, 16> one{};
     torch_ring::fill_identity(one.data(), 1, dtype, op);
     const at::Tensor value = view_of(one.data(), 1, dtype, at::kCPU);
     view_of(data, count, dtype, stream_.device()).fill_(value.item());
   }
 
  private:
+  /// The stream of the communicator, and arithmetic on it.
+  nccl::Device arithmetic() const {
+    const auto view = [device = stream_.device()](const void* data, std::size_t count,
+                                                  DType dtype) {
+      return view_of(const_cast<void*>(data), count, dtype, device);
+    };
+    nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
+    device.scale = [view](void* data, std::size_t count, DType dtype, const Scaling& scaling) {
+      scale_result(view(data, count, dtype), scaling);
+    };
+    device.widen = [view](const void* data, std::size_t count, const Reduction& reduction) {
+      const at::Tensor wide = widened(view(data, count, reduction.dtype), reduction);
+      keep_for_stream(wide);
+      return nccl::Widened{wide.mutable_data_ptr(), wide.dim() == 2 ? std::size_t{2} : 1,
+                           wide.scalar_type() == at::kInt ? DType::kInt32 : DType::kInt64};
+    };
+    device.narrow = [view](void* output, const nccl::Widened& data, std::size_t count,
+                           const Reduction& reduction) {
+      at::Tensor wide = view(data.data, count * data.item, data.dtype);
+      if (data.item > 1) wide = wide.view({-1, static_cast<std::int64_t>(data.item)});
+      narrow(view(output, count, reduction.dtype), wide, reduction);
+    };
+    return device;
+  }
+
   /// The work that one use() enqueued: its end, and the tensors that it uses.
   struct Batch {
     explicit Batch(c10::DeviceType type) : done(type) {}

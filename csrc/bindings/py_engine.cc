@@ -184,8 +184,9 @@ class PyEngine {
 
   at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) {
     if (!THPDtype_Check(dtype.ptr())) throw py::type_error("dtype must be a torch.dtype");
-    const auto options =
-        at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+    const auto options = at::TensorOptions()
+                             .dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type)
+                             .device(at::kCPU);
     const std::size_t bytes =
         static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
     SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;

@@ -226,7 +226,7 @@ Range adasum_range(std::size_t count, int rank, int halvings) {
 
 void adasum(Communicator& communicator, void* data, std::span<const std::size_t> counts,
             DType dtype) {
-  const DType wide = accumulation_dtype(dtype);
+  const DType wide = accumulation_dtype({dtype, ReduceOp::kSum, {}});
   if (!std::has_single_bit(static_cast<unsigned>(communicator.size())) ||
       (wide != DType::kFloat32 && wide != DType::kFloat64)) {
     throw Error(ErrorKind::kInvalidArgument,

@@ -18,7 +18,7 @@ void reduce_in_groups(std::span<void* const> outputs, std::span<const void* cons
   };
   if (groups.size() == 1) return reduce(outputs, inputs_of(groups.front()), count, reduction);
 
-  const DType wide = accumulation_dtype(reduction.dtype);
+  const DType wide = accumulation_dtype(reduction);
   const std::size_t bytes = count * size_of(wide);
   std::vector<std::byte> partials(groups.size() * bytes);
   std::vector<const void*> by_group;

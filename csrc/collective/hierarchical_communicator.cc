@@ -110,7 +110,7 @@ void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> bu
       outputs.push_back(buffer + chunk.begin * size_of(reduction.dtype));
     }
     const std::vector<const void*> inputs(outputs.begin(), outputs.end());
-    partial_.resize(chunk.count * size_of(accumulation_dtype(reduction.dtype)));
+    partial_.resize(chunk.count * size_of(accumulation_dtype(reduction)));
     reduce_partial(partial_.data(), inputs, chunk.count, reduction);
     lane_->allreduce_partial(partial_.data(), chunk.count, reduction);
     finish_partial(outputs, partial_.data(), chunk.count, reduction);

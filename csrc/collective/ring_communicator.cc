@@ -90,8 +90,7 @@ void RingCommunicator::reduce_inputs(std::span<const void* const> inputs, void* 
 
 void RingCommunicator::allreduce_partial(void* partial, std::size_t count,
                                          const Reduction& reduction) {
-  allreduce(partial, partial, count,
-            {accumulation_dtype(reduction.dtype), reduction.op, Scaling{}});
+  allreduce(partial, partial, count, {accumulation_dtype(reduction), reduction.op, Scaling{}});
 }
 
 void RingCommunicator::reducescatter(const void* input, void* output,
@@ -145,8 +144,8 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
                                       std::span<const Range> chunks, const Reduction& reduction) {
   const std::vector<ScatterLevel> levels = scatter_levels(rank(), size());
   const bool in_one = levels.size() == 1 && levels.front().chunks == 1;
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const Reduction inner{accumulation_dtype(reduction.dtype), reduction.op, {}};
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
+  const Reduction inner{accumulation_dtype(reduction), reduction.op, {}};
 
   // The first level adds inputs, the others partial results of the arc that begins at `origin`.
   const std::byte* data = input;

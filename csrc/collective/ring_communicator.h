@@ -54,7 +54,7 @@ class RingCommunicator : public HostCommunicator {
   void barrier() override;
 
   /// Allreduce of partial results, in place and unscaled, between a hierarchy's reduce_partial()
-  /// and finish_partial(). `partial` has accumulation_dtype(reduction.dtype).
+  /// and finish_partial(). `partial` has accumulation_dtype(reduction).
   void allreduce_partial(void* partial, std::size_t count, const Reduction& reduction);
 
  private:

@@ -20,8 +20,10 @@ namespace {
 Fingerprint random_fingerprint(Rng& rng) {
   Fingerprint f;
   f.collective = static_cast<Collective>(below(7, rng));
-  f.dtype = static_cast<DType>(below(kDTypeCount, rng));
-  f.op = static_cast<ReduceOp>(below(6, rng));
+  do {
+    f.dtype = static_cast<DType>(below(kDTypeCount, rng));
+    f.op = static_cast<ReduceOp>(below(6, rng));
+  } while (!can_reduce(f.dtype, f.op));
   f.device = static_cast<std::uint8_t>(below(3, rng));
   f.root = static_cast<std::int32_t>(below(4, rng)) - 1;
   f.prescale = below(2, rng) == 0 ? 1.0 : 0.5;

@@ -45,11 +45,11 @@ def broadcast_object(
     """
     is_root = world.rank() == root_rank
     payload, failure = _pickled(obj) if is_root else (_NOTHING, None)
-    size = torch.tensor([payload.numel()])
+    size = torch.tensor([payload.numel()], device="cpu")
     broadcast_(size, root_rank, name and f"{name}.size", process_set)
     _require_pickled([root_rank], size, failure)
     if not is_root:
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast_(payload, root_rank, name, process_set)
     return obj if is_root else _unpickled(payload)
 
@@ -71,7 +71,8 @@ def allgather_object(
         Exception: a rank cannot pickle its object: pickle's error there, a RuntimeError on others.
     """
     payload, failure = _pickled(obj)
-    sizes = allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
+    size = torch.tensor([payload.numel()], device="cpu")
+    sizes = allgather(size, name and f"{name}.size", process_set)
     _require_pickled(process_set.ranks or [], sizes, failure)
     gathered = allgather(payload, name, process_set)
     return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
@@ -102,7 +103,8 @@ def require_same(
                 raise MismatchError(f"{complaint}: rank {rank}: {left}; rank {other_rank}: {right}")
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # sent after a failure: a pickle has a byte or more
+# Sent after a failure: a pickle has a byte or more.
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:

@@ -41,6 +41,9 @@ class Participant(Protocol):
     weights_compared: bool
     """Whether the ranks have compared their weights since the start, or since join()."""
 
+    steps: int
+    """Steps that the optimizer has taken since then."""
+
     def report(self, everything: bool) -> GradientReport | None:
         """Return which gradients are due here, or with `everything` which exist; None: none."""
 
@@ -199,6 +202,7 @@ class BackwardSync:
         for participant in self._participants.values():
             participant.nothing_pending = False
             participant.weights_compared = False  # a rank that had joined has not stepped
+            participant.steps = 0
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())

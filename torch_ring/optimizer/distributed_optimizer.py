@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torch_ring.collectives.consistency import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
@@ -129,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense,
     )
     groups = check_groups(groups, num_groups, list(names))
-    settings = _Settings(reduction, groups, process_set)
+    settings = _Settings(reduction, groups, process_set, current.config().check_every)
     reducer = settings.make_reducer(names, backward_passes_per_step)
     wrap(optimizer, _DistributedOptimizer)._start(
         reducer, names, settings, backward_passes_per_step
@@ -139,11 +140,12 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of a reducer, kept for the next one when parameters are added."""
+    """The arguments of a reducer, kept for the next one when parameters are added; and more."""
 
     reduction: ReductionSettings
     groups: Groups
     process_set: ProcessSet
+    check_every: int  # steps; 0: never
 
     def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
         """Return a reducer of the parameters; None if there is no other rank. Collective."""
@@ -297,9 +299,13 @@ def _before_step(
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step post-hook; called as often as `_before_step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
-    if optimizer._step_is_open and optimizer._reducer:
-        optimizer._reducer.finish_step()
-    optimizer._step_is_open = False
+    is_open, optimizer._step_is_open = optimizer._step_is_open, False
+    reducer = optimizer._reducer
+    if is_open and reducer:
+        reducer.finish_step()
+        settings = optimizer._settings
+        names, process_set = optimizer._parameter_names, settings.process_set
+        verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
 
 
 class _JointClosure:
@@ -322,7 +328,8 @@ class _JointClosure:
             return None
         if isinstance(loss, Tensor):
             return self._reducer.reduce_loss(loss)
-        return type(loss)(self._reducer.reduce_loss(torch.tensor(loss, dtype=torch.float64)))
+        number = torch.tensor(loss, dtype=torch.float64, device="cpu")
+        return type(loss)(self._reducer.reduce_loss(number))
 
 
 def _check_passes(passes: int) -> None:

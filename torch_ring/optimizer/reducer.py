@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, GradientHooks, bucket_name
+from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
@@ -20,7 +21,7 @@ from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
+from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
@@ -74,6 +75,7 @@ class Reducer:
         self._direct = self._large_ones(settings.direct_bytes) if blocks else frozenset[int]()
         self.nothing_pending = False
         self.weights_compared = False
+        self.steps = 0
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.hooks = GradientHooks(
@@ -103,6 +105,7 @@ class Reducer:
     def finish_step(self) -> None:
         """Begin the next step: nothing of it is reduced yet."""
         self._sync.steps += 1
+        self.steps += 1
         self.nothing_pending = False
         self.hooks.reset(gradients=False)
 
@@ -247,7 +250,7 @@ class Reducer:
         }
         self.hooks.set_buckets(
             [
-                torch.empty(0, dtype=bucket.dtype)
+                torch.empty(0, dtype=bucket.dtype, device="cpu")
                 if bucket.slots[0].parameter in self._direct
                 else bucket_memory(self._engine, bucket, bucket.dtype)
                 for bucket in plan
