@@ -37,7 +37,6 @@ _log = logging.getLogger("torch_ring")
 
 _HUGE_PAGE = 2 << 20
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
-_SPARE_DESCRIPTORS = 512  # of this library's connections; twice log2(n), and those for data
 
 
 def connect(
@@ -65,7 +64,7 @@ def connect(
         InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
     """
     rank, size = identity.rank, identity.size
-    _raise_descriptor_limit(identity, config)
+    _raise_descriptor_limit()
     with contextlib.ExitStack() as cleanup:
         shares = config.transport != "tcp" and _can_share(identity, config)
         tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
@@ -188,17 +187,12 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
 # --- this rank's descriptors, peer info and listeners
 
 
-def _raise_descriptor_limit(identity: Identity, config: Config) -> None:
-    """Raise the soft limit of descriptors, if it is too low for the connections."""
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors: ranks and strangers need some each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = len(os.listdir("/proc/self/fd"))
-    # The leader of a host has a connection to each of its ranks, until all have joined.
-    needed = in_use + _SPARE_DESCRIPTORS + (identity.local_size or identity.size)
-    needed += identity.size * config.connections  # of an alltoall between hosts
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # without it, what lacks one says so
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _own_info(
