@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import secrets
 import socket
@@ -45,8 +44,6 @@ from torch_ring.rendezvous.local_member import LocalMember, connect_to
 from torch_ring.rendezvous.store import StorePlace
 
 __all__ = ["Meeting"]
-
-_log = logging.getLogger("torch_ring")
 
 _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
 _QUIET_S = 0.5  # ... or after which nobody else comes, where their number is not known
