@@ -1,6 +1,5 @@
 """Calls of a store that does not answer: they end at the deadline, or when a signal comes."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -12,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from bell import Bell, a_signal_after
 from pool import error_of, run
 from ports import free_port
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
@@ -42,26 +42,6 @@ def test_a_client_does_what_the_store_does():
 # --- a server that accepts connections and says nothing
 
 
-class _Bell(BaseException):
-    """What the handler of a signal raises, as for Ctrl-C."""
-
-
-@contextlib.contextmanager
-def a_signal_after(seconds: float):
-    """Let a signal's handler raise _Bell in this thread."""
-
-    def ring(*_: object) -> None:
-        raise _Bell
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def open_a_silent_store(interrupted: bool) -> tuple[str, float]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
@@ -73,7 +53,7 @@ def open_a_silent_store(interrupted: bool) -> tuple[str, float]:
         try:
             with a_signal_after(0.5 if interrupted else 60.0):
                 place.open(deadline)
-        except (_Bell, TimeoutError) as error:
+        except (Bell, TimeoutError) as error:
             return f"{type(error).__name__}: {error}", time.monotonic() - began
         return "nothing", 0.0
 
@@ -83,7 +63,7 @@ def test_a_silent_server(interrupted):
     [(text, seconds)] = run(open_a_silent_store, 1, args=[interrupted], initialized=False)
     assert seconds < 5
     if interrupted:
-        assert text == "_Bell: "
+        assert text == "Bell: "
     else:
         assert "accepts connections, but has not answered as rank 0's store within 1.5 s" in text
         assert "does another program have its port (MASTER_PORT)?" in text
@@ -113,7 +93,7 @@ def test_a_silent_store_that_is_given_up():
 
     store = SilentStore()
     client = StoreClient(store, Deadline(60), "the store")
-    with a_signal_after(0.2), pytest.raises(_Bell):
+    with a_signal_after(0.2), pytest.raises(Bell):
         client.add("key", 1)
     store.go_on.set()
     assert client.add("key", 7) == 7  # it was slow, and no more: failures can be told
