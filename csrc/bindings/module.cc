@@ -43,9 +43,8 @@ void translate(std::exception_ptr pointer) {
     const auto type = py::module_::import("torch_ring.errors").attr(python_name(error.kind()));
     PyErr_SetString(type.ptr(), error.what());
   } catch (const std::system_error& error) {  // a thread that could not be started
-    const auto type = py::module_::import("torch_ring.errors").attr("RingError");
-    const std::string text = "cannot start a thread: " + std::string(error.what());
-    PyErr_SetString(type.ptr(), (text + limit_to_raise(error.code().value())).c_str());
+    const auto text = "cannot start a thread: " + std::string(error.what());
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), text).ptr());
   }
 }
 

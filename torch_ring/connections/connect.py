@@ -27,6 +27,7 @@ from torch_ring.connections.connections import Connections
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import pauses
+from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
@@ -134,11 +135,12 @@ def _can_share(identity: Identity, config: Config) -> bool:
         finally:
             os.close(memory)
     except (OSError, RingError) as error:
+        reason = lacking(error, rank) or error
         if config.transport == "shm":
             raise RingError(
-                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {error}"
+                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
             ) from error
-        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, error)
+        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
         return False
 
 

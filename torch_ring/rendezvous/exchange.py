@@ -16,6 +16,8 @@ __all__ = ["SetupExchange", "failing_together", "lacking"]
 
 Cause = TypeVar("Cause", bound=BaseException)
 
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # the last: of threads
+
 
 class SetupExchange(Protocol):
     """One rank's side of an exchange beside the connections that ranks are about to make."""
@@ -45,9 +47,6 @@ def failing_together(exchange: SetupExchange) -> Iterator[None]:
         yield
     except PeerLostError as error:
         raise _told(exchange, exchange.explain(error)) from None
-    except RingError as error:
-        exchange.fail(error)
-        raise
     except (OSError, MemoryError) as error:
         raise _told(exchange, lacking(error, exchange.rank) or error) from None
     except BaseException as error:
@@ -58,7 +57,7 @@ def failing_together(exchange: SetupExchange) -> Iterator[None]:
 def lacking(error: BaseException, rank: int) -> RingError | None:
     """Return the error that says which limit to raise on `rank`; None if it lacks nothing."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    if number not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+    if isinstance(error, RingError) or number not in _LACKS:
         return None
     return RingError(f"rank {rank}: {str(error) or os.strerror(number)}{limit_to_raise(number)}")
 

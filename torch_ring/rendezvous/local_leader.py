@@ -135,7 +135,8 @@ class LocalLeader:
         """
         patience = Deadline(_TELL_S)
         while self._listener is not None and len(self.told) < expected and not patience.passed():
-            self.pump(min(0.1, patience.left_s()))
+            with contextlib.suppress(OSError):  # of descriptors there may be none: that is known
+                self.pump(min(0.1, patience.left_s()))
         self.close_door()
         return len(self.told) >= expected
 
