@@ -354,7 +354,11 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
 }
 
 void ControlLoop::give_setup_up(const Error& error) {
-  if (!setup_error_) setup_error_ = error;
+  if (setup_error_) return;
+  // What this process lacks is told to all ranks.
+  const bool own = error.kind() == ErrorKind::kInternal;
+  const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
+  setup_error_ = Error(error.kind(), who + error.what());
 }
 
 std::string ControlLoop::silence() const {
