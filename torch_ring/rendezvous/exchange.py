@@ -47,7 +47,7 @@ def failing_together(exchange: SetupExchange) -> Iterator[None]:
         yield
     except PeerLostError as error:
         raise _told(exchange, exchange.explain(error)) from None
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RingError) as error:
         raise _told(exchange, lacking(error, exchange.rank) or error) from None
     except BaseException as error:
         exchange.fail(error)
@@ -57,7 +57,11 @@ def failing_together(exchange: SetupExchange) -> Iterator[None]:
 def lacking(error: BaseException, rank: int) -> RingError | None:
     """Return the error that says which limit to raise on `rank`; None if it lacks nothing."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
-    if isinstance(error, RingError) or number not in _LACKS:
+    if isinstance(error, RingError):
+        # The native module says what this process lacks, but does not know its rank everywhere.
+        nameless = "raise `ulimit" in str(error) and "rank " not in str(error)
+        return RingError(f"rank {rank}: {error}") if nameless else None
+    if number not in _LACKS:
         return None
     return RingError(f"rank {rank}: {str(error) or os.strerror(number)}{limit_to_raise(number)}")
 
