@@ -1,8 +1,10 @@
 """The native module: engine, communicators and gradient hooks (csrc/bindings)."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
@@ -43,6 +45,34 @@ def keep_results(most_bytes: int) -> None:
 
 def kept_result_bytes() -> int:
     """Return the bytes of results' pages that are kept now."""
+
+def limit_to_raise(error: int) -> str:
+    """Return which limit to raise for an errno: ": raise `ulimit -n` (now 128)", or ""."""
+
+class StoreCall:
+    """One call of a store, on a thread of its own (csrc/bindings/store_call.h)."""
+
+    @staticmethod
+    def connect(host: str, port: int, timeout_s: float) -> StoreCall:
+        """Connect to a TCPStore; the result is the store."""
+
+    @staticmethod
+    def add(store: Store, key: str, amount: int) -> StoreCall: ...
+    @staticmethod
+    def check(store: Store, keys: list[str]) -> StoreCall: ...
+    @staticmethod
+    def get(store: Store, key: str) -> StoreCall: ...
+    @staticmethod
+    def set(store: Store, key: str, value: bytes) -> StoreCall: ...
+    @staticmethod
+    def compare_set(store: Store, key: str, expected: bytes, desired: bytes) -> StoreCall: ...
+    @staticmethod
+    def delete_key(store: Store, key: str) -> StoreCall: ...
+    def wait(self, seconds: float) -> bool:
+        """Return whether the call has ended; waits for that at most so long."""
+
+    def result(self) -> Any:
+        """Return what the call has returned, once; raises what it has raised."""
 
 class HostMemory:
     """The memory that the ranks of a host share (csrc/transport/host_memory.h).

@@ -34,6 +34,7 @@ from torch_ring.connections.connections import Connections
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import pauses
+from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
@@ -43,7 +44,6 @@ __all__ = ["connect"]
 _log = logging.getLogger("torch_ring")
 
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
-_SPARE_DESCRIPTORS = 512  # of this library's connections; twice log2(n), and those for data
 
 
 def connect(
@@ -71,7 +71,7 @@ def connect(
         InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
     """
     rank, size = identity.rank, identity.size
-    _raise_descriptor_limit(identity, config)
+    _raise_descriptor_limit()
     with contextlib.ExitStack() as cleanup:
         shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
         tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
@@ -140,11 +140,12 @@ def _bytes_to_share(rank: int, config: Config) -> int:
             raise RingError("no address space is left (`ulimit -v`)")
         return shares
     except (OSError, RingError) as error:
+        reason = lacking(error, rank) or error
         if config.transport == "shm":
             raise RingError(
-                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {error}"
+                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
             ) from error
-        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, error)
+        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
         return 0
 
 
@@ -185,17 +186,12 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
 # --- this rank's descriptors, peer info and listeners
 
 
-def _raise_descriptor_limit(identity: Identity, config: Config) -> None:
-    """Raise the soft limit of descriptors, if it is too low for the connections."""
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors: ranks and strangers need some each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = len(os.listdir("/proc/self/fd"))
-    # The leader of a host has a connection to each of its ranks, until all have joined.
-    needed = in_use + _SPARE_DESCRIPTORS + (identity.local_size or identity.size)
-    needed += identity.size * config.connections  # of an alltoall between hosts
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # without it, what lacks one says so
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.socket) -> PeerInfo:
