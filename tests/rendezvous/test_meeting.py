@@ -43,7 +43,7 @@ def meet(rank, size, *, name, store=None, host=0, local_size=None, settings=None
         with failing_together(met):
             met.meet(made_up.card(rank, host), settings or {"A": 1})
             table, _ = met.pass_down(met.table)
-            peers, _ = parse_table(table, size)
+            peers = parse_table(table, size).peers
         yield met, peers
 
 
