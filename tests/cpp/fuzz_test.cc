@@ -274,7 +274,7 @@ TEST(fuzz_handshake_with_changed_messages_is_never_done) {
     CHECK(!accepting.done() || exchange.is_intact || changed == 3);
     tally.add(connecting.done());
   });
-  tally.check_both(kCases / 200);
+  tally.check_both(kCases / 2000);
 }
 
 /// A stranger who knows the protocol, and messages of another handshake, but not the key.

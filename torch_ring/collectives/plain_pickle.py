@@ -39,7 +39,7 @@ def dumps(obj: Any) -> memoryview:
     return file.getbuffer()
 
 
-def loads_plain(data: memoryview) -> Any:
+def loads_plain(data: bytes | memoryview) -> Any:
     """Return the object of a pickle that `dumps` has written, if it is plain data.
 
     That are None, numbers, texts, bytes and the containers of builtins and collections, namespaces,
@@ -212,10 +212,22 @@ _INSTRUCTIONS = (
     pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
     pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.EMPTY_DICT, pickle.EMPTY_SET,
     pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET,
-    pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS,
     pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STACK_GLOBAL,
 )
 # fmt: on
+
+
+def _into(kinds: tuple[type, ...], code: bytes, at: int | None) -> Callable[[Any], None]:
+    """Return an instruction that adds items to a container; `at`: its place, None: at the mark."""
+    run = pickle._Unpickler.dispatch[code[0]]
+
+    def add(reader: Any) -> None:
+        target = reader.metastack[-1][-1] if at is None else reader.stack[at]
+        if not isinstance(target, kinds):
+            raise pickle.UnpicklingError("items of what is no container")
+        run(reader)
+
+    return add
 
 
 class _PlainUnpickler(pickle._Unpickler):
@@ -260,6 +272,11 @@ class _PlainUnpickler(pickle._Unpickler):
         vars(instance).update(state)
 
     dispatch |= {
+        pickle.APPEND[0]: _into((list, collections.deque), pickle.APPEND, -2),
+        pickle.APPENDS[0]: _into((list, collections.deque), pickle.APPENDS, None),
+        pickle.SETITEM[0]: _into((dict,), pickle.SETITEM, -3),
+        pickle.SETITEMS[0]: _into((dict,), pickle.SETITEMS, None),
+        pickle.ADDITEMS[0]: _into((set,), pickle.ADDITEMS, None),
         pickle.REDUCE[0]: call,
         pickle.NEWOBJ[0]: make_namespace,
         pickle.BUILD[0]: set_attributes,
