@@ -30,7 +30,7 @@ def test_a_file_that_others_may_use(path, mode):
     path.chmod(mode)
     with pytest.raises(
         InvalidArgumentError,
-        match=rf"TORCH_RING_SECRET_FILE=.*other users may use it \(mode {mode:04o}\): type `chmod 600",
+        match=rf"TORCH_RING_SECRET_FILE=.*may use it \(mode {mode:04o}\): type `chmod 600",
     ):
         read_secret(str(path))
 
@@ -47,14 +47,12 @@ def test_a_file_that_is_mounted_read_only(path):
     """As Kubernetes mounts secrets: anybody in the container may read them."""
     path.chmod(0o644)
     with contextlib.ExitStack() as stack:
-        for arguments in (
-            ["--bind", path.parent, path.parent],
-            ["-o", "remount,bind,ro", path.parent],
-        ):
-            done = subprocess.run(["mount", *arguments], capture_output=True, check=False)
+        for options in (["--bind", path.parent], ["-o", "remount,bind,ro"]):
+            mount = ["mount", *options, path.parent]
+            done = subprocess.run(mount, capture_output=True, check=False)
             if done.returncode != 0:
                 pytest.skip(f"no mounts here: {done.stderr}")
-            if "--bind" in arguments:
+            if "--bind" in options:
                 stack.callback(subprocess.run, ["umount", path.parent], check=True)
         assert read_secret(str(path)) == os.fsdecode(b"hush\xff")
 
