@@ -61,9 +61,7 @@ class Handshake {
   ///   kInternal   the system gives no random bytes.
   void received(std::size_t bytes);
 
-  bool done() const {
-    return awaited_ == Awaited::kNothing && outgoing().empty() && !has_refused_;
-  }
+  bool done() const { return awaited_ == Awaited::kNothing && outgoing().empty() && !has_refused_; }
 
   /// The connection's name. On the accepting side only after done(); its owner checks whether there
   /// are such a rank, set and channel.

@@ -61,8 +61,7 @@ def join(
             )
             if until is deadline:
                 raise RingError(
-                    f"{taken}: end it (`ss -xlp | grep {name[1:]}` finds it), or start the job "
-                    "with another MASTER_PORT"
+                    f"{taken}: end it, or start the job with another MASTER_PORT"
                 ) from None
             _log.warning("%s: rank %d goes on without the others of its host", taken, rank)
             return LocalLeader(None, rank, size, deadline)
