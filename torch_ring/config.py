@@ -39,6 +39,8 @@ class Config:
     checksum: int = 0
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
+    secret_file: str = ""
+    trust_network: bool = False
     log_level: str = "info"
 
     @classmethod
@@ -119,6 +121,8 @@ class Setting:
     def default(self) -> str:
         """The default, as one would write it into the variable."""
         value = getattr(Config(), self.field)
+        if isinstance(value, bool):
+            return str(int(value))
         return f"{value / self.parse('1'):g}" if isinstance(value, float) else str(value)
 
 
@@ -167,6 +171,10 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    return _one_of("0", "1", "false", "true")(text) in ("1", "true")
+
+
 def _horovod_level(text: str) -> str:
     level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
     return level if level in _LEVELS else "warning"  # as Horovod
@@ -177,7 +185,7 @@ def _stall_shutdown(text: str) -> float | None:
 
 
 def _disables_stall_check(text: str) -> float | None:
-    return None if _one_of("0", "1", "false", "true")(text) in ("0", "false") else 0.0
+    return 0.0 if _switch(text) else None
 
 
 SETTINGS = (
@@ -301,8 +309,23 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "shared secret with which ranks authenticate one another; if unset, each world has one "
-        "that its ranks know, and whoever can read its store",
+        "the same random text on all ranks, with which hosts authenticate one another; if unset, "
+        "each world has one that its ranks know, and whoever can read its store",
+    ),
+    Setting(
+        "secret_file",
+        "TORCH_RING_SECRET_FILE",
+        str,
+        "path of a file that has the secret, if TORCH_RING_SECRET is unset; only its owner may "
+        "read it (mode 0600), or it is mounted read-only",
+    ),
+    Setting(
+        "trust_network",
+        "TORCH_RING_TRUST_NETWORK",
+        _switch,
+        "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
+        "run code; 0: only plain data",
+        common=True,
     ),
     Setting(
         "log_level",

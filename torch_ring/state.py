@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_ring import world
 from torch_ring.collectives.broadcast import broadcast_, broadcast_async_
 from torch_ring.collectives.objects import broadcast_object, require_same
+from torch_ring.collectives.plain_pickle import PlainData
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = [
@@ -128,12 +129,15 @@ def broadcast_buffers(
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Sent(PlainData):
     """The placeholder of a tensor in a pickled structure."""
 
     index: int
     like: Tensor  # on the meta device: shape, strides and dtype
     on_cpu: bool
+
+    def __reduce__(self) -> tuple[type[_Sent], tuple[int, Tensor, bool]]:
+        return _Sent, (self.index, self.like, self.on_cpu)
 
 
 def broadcast_optimizer_state(

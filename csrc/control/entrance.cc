@@ -80,7 +80,8 @@ void Entrance::accept(Listener& listener, Clock::time_point now) {
     }
     trouble_.reset();
     if (listener.unix && !is_this_users(socket.get())) continue;
-    strangers_.push_back({std::move(socket), Handshake::accepting(key_, rank_), now});
+    strangers_.push_back(
+        {std::move(socket), Handshake::accepting(key_, rank_), listener.unix, now});
   }
 }
 
@@ -101,7 +102,7 @@ bool Entrance::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
   }
   stranger.has_spoken = true;
   if (!stranger.handshake.done()) return false;
-  arrivals.push_back({stranger.handshake.hello(), std::move(stranger.socket)});
+  arrivals.push_back({stranger.handshake.hello(), std::move(stranger.socket), stranger.unix});
   return true;
 }
 

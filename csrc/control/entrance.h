@@ -34,6 +34,7 @@ class Entrance {
   struct Arrival {
     Hello hello;
     Fd socket;
+    bool unix;  // it has come over the Unix socket, from a process of this user
   };
 
   Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener);
@@ -60,6 +61,7 @@ class Entrance {
   struct Stranger {
     Fd socket;
     Handshake handshake;
+    bool unix;
     Clock::time_point since;
     bool has_spoken = false;
     std::size_t slot = PollSet::kNone;

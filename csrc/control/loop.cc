@@ -198,10 +198,13 @@ void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
 }
 
 void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
-  for (auto& [hello, socket] : entrance_.admit(polls, now)) {
+  for (auto& [hello, socket, unix] : entrance_.admit(polls, now)) {
     // The handshake has shown that it knows the key, and that it means this rank.
     const auto peer = static_cast<int>(hello.from);
     if (hello.from >= options_.host_of.size() || peer <= rank_) continue;
+    // A rank of this host comes over the Unix socket, as a process of this user: where strangers
+    // can read the key, none of them passes for it.
+    if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
     if (hello.channel == Hello::kControl) {
       add_link(peer, std::move(socket), now);
     } else if (data_.accept(hello, std::move(socket))) {

@@ -94,6 +94,7 @@ int advance_handshake(Handshake& handshake, int fd) {
     }
     if (handshake.done()) return 0;
     const auto incoming = handshake.incoming();
+    if (incoming.empty()) return ECONNRESET;  // this end has refused the other
     const auto received = ::recv(fd, incoming.data(), incoming.size(), MSG_DONTWAIT);
     if (received == 0) return ECONNRESET;
     if (received > 0) handshake.received(static_cast<std::size_t>(received));

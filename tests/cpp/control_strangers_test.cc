@@ -127,6 +127,20 @@ TEST(control_plane_drops_strangers) {
   CHECK(rank0.recorder.events().empty());
 }
 
+/// Whoever knows the key, because it could be read in a store, is still no rank of this host.
+TEST(control_plane_takes_ranks_of_its_host_over_the_unix_socket_only) {
+  auto all = make_plane_options({0, 0, 1});
+  const Address address = all[0].addresses[0];
+  const ControlPlane plane(std::move(all[0]));
+  for (const auto& [rank, unix] : {std::pair{1u, false}, std::pair{2u, true}}) {
+    const Fd socket = connect_to(address, unix);
+    auto handshake = Handshake::connecting(the_key(), Hello{rank, 0, 0, Hello::kControl});
+    shake_hands(handshake, socket);
+    wait_until([&] { return closed(socket); }, "it is dropped");
+  }
+  CHECK_EQ(plane.missing(), (std::vector<int>{1, 2}));
+}
+
 TEST(control_plane_does_not_believe_a_replay) {
   Alone rank0(2);
   std::string recorded;

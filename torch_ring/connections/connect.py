@@ -80,11 +80,12 @@ def connect(
         table, fd = _share_memory(meeting, config, rank, size)
         if fd >= 0:
             cleanup.callback(os.close, fd)
-        peers, secret = parse_table(table, size)
+        peers, secret, is_private = parse_table(table, size)
         host_of = topology.host_of(peers, config.transport)
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
-        connections = Connections(rank, peers, host_of, topology.labels(peers))
+        labels = topology.labels(peers)
+        connections = Connections(rank, peers, host_of, labels, is_private=is_private)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
             # Otherwise the traceback of the error would keep the memory.
@@ -96,7 +97,7 @@ def connect(
                 host_of,
                 connections.labels,
                 [(peer.socket, peer.address, peer.port) for peer in peers],
-                hmac.digest(config.secret.encode(), secret, hashlib.sha256),
+                hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
                 unix.detach() if len(here) > 1 else -1,
                 tcp.detach() if len(here) < size else -1,
                 config.heartbeat_timeout_s,
@@ -169,7 +170,7 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
     if not meeting.leads:
         table, fds = meeting.pass_down()
         return (memory_table(fds[0]), fds[0]) if fds else (table, -1)
-    peers, _ = parse_table(meeting.table, size)
+    peers = parse_table(meeting.table, size).peers
     hosts = topology.host_of(peers, config.transport)
     if len(set(hosts)) == size:
         return meeting.pass_down(meeting.table)[0], -1

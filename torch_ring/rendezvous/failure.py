@@ -63,7 +63,10 @@ class Failure:
             kind, text = json.loads(data)
         except (ValueError, TypeError, RecursionError):
             return cls("RingError", "init failed on another rank, for a reason that got lost")
-        return cls(str(kind), str(text))
+        # Without a secret between hosts it may be a stranger's, who is kept from the terminal.
+        return cls(
+            str(kind), "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
+        )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import importlib
 import os
+import secrets
 import socket
 import time
 import zlib
@@ -46,9 +47,10 @@ class StorePlace:
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
         leave: lets go of the store when all ranks have met. None: the store outlives the meeting.
+        secret: one that the ranks have got from MPI; empty: none.
 
     Attributes:
-        host, serves: as given.
+        host, serves, secret: as given.
         ends: whether the store ends with the meeting.
         opened: the store, when it has been opened; seen only by the ranks of this start of the job.
     """
@@ -59,8 +61,9 @@ class StorePlace:
         serves: bool,
         find: Callable[[Deadline, Callable[[], None]], KeyValueStore],
         leave: Callable[[], None] | None = None,
+        secret: str = "",
     ) -> None:
-        self.host, self.serves = host, serves
+        self.host, self.serves, self.secret = host, serves, secret
         self.ends = leave is not None
         self.opened: KeyValueStore | None = None
         self._find, self._leave = find, leave
@@ -93,6 +96,7 @@ class StorePlace:
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
 _mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
+_mpi_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has told over MPI
 
 
 def locate_store(
@@ -109,9 +113,10 @@ def locate_store(
     address share the store of the launcher's rank 0, which must then be in one of them; other
     parts have one each. The store is
 
-    1. at MASTER_ADDR and MASTER_PORT (default 29400);
-    2. where `comm`, an mpi4py communicator, says;
-    3. nowhere, if the ranks are on one host;
+    1. nowhere, if the ranks are on one host: MASTER_ADDR is a loopback address, or the launcher
+       says so, and there is no secret with which a store would be safe;
+    2. at MASTER_ADDR and MASTER_PORT (default 29400);
+    3. where `comm`, an mpi4py communicator, says;
     4. under Slurm, on the first host of the step, at MASTER_PORT or one derived from job and step;
     5. where MPI says, if mpi4py is installed.
 
@@ -120,20 +125,25 @@ def locate_store(
         InvalidArgumentError: none of these ways is open; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
-    rank, shared = identity.launched_rank(), bool(identity.part)
+    rank, shared, secret = identity.launched_rank(), bool(identity.part), ""
+    if is_loopback_name(host) or (identity.on_one_node() and not (host and config.secret)):
+        return None
+    if comm is not None:
+        secret = _ask_mpi_for_secret(comm, identity)
     if host:
         address = (host, port or _DEFAULT_PORT)
     elif comm is not None:
         address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
         shared = False
-    elif identity.on_one_node() or identity.launcher == "init":
+    elif identity.launcher == "init":
         return None
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
-        known = _mpi_addresses.get(identity.part)
-        address = known or _ask_mpi(_mpi_world(identity), identity, config, deadline)
-        rank, shared = identity.rank, False
+        if identity.part not in _mpi_addresses:
+            comm = _mpi_world(identity)
+        address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
+        shared, secret = False, _ask_mpi_for_secret(comm, identity)
     is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     server = "torchrun's agent" if is_agents else "rank 0"
     serves = rank == 0 and not is_agents
@@ -152,7 +162,8 @@ def locate_store(
         _served.discard(address)
         _mpi_addresses.clear()  # the next store has another port
 
-    place = StorePlace(address[0], serves, find, None if is_agents or shared else leave)
+    ends = not (is_agents or shared)
+    place = StorePlace(address[0], serves, find, leave if ends else None, secret)
     if identity.part and serves:
         place.open(deadline)  # another part may need it, even if this one does not
     return place
@@ -187,7 +198,7 @@ def drop_in_child() -> None:
     for address in _served:
         # The store is never destroyed: its destructor joins a thread that the child does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_stores[address]))
-    for known in (_stores, _served, _mpi_addresses):
+    for known in (_stores, _served, _mpi_addresses, _mpi_secrets):
         known.clear()
 
 
@@ -258,6 +269,14 @@ def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) 
         raise RingError(f"rank 0 cannot serve the job's store: {answer}")
     _mpi_addresses[identity.part] = answer
     return answer
+
+
+def _ask_mpi_for_secret(comm: Any, identity: Identity) -> str:
+    """Return a secret that rank 0 has made. A collective of `comm`."""
+    if identity.part not in _mpi_secrets:
+        own = secrets.token_hex(32) if identity.rank == 0 else None
+        _mpi_secrets[identity.part] = comm.bcast(own, root=0)
+    return _mpi_secrets[identity.part]
 
 
 # --- stores
