@@ -164,13 +164,16 @@ void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* f
   Transfer<const std::byte> send{to, outgoing};
   Transfer<std::byte> receive{from, incoming};
 
-  const auto silence = [&] {
+  const auto silence = [&]() -> Standstill {
+    std::vector<int> ranks;
+    if (!send.finished()) ranks.push_back(to->rank());
+    if (!receive.finished()) ranks.push_back(from->rank());
     std::ostringstream text;
     text << "no progress for " << in_seconds(waiter.timeout()) << " (TORCH_RING_TIMEOUT):";
     if (!send.finished()) text << ' ' << send.described() << " to " << to->peer();
     if (!send.finished() && !receive.finished()) text << ',';
     if (!receive.finished()) text << ' ' << receive.described() << " from " << from->peer();
-    return text.str();
+    return {std::move(ranks), text.str()};
   };
 
   std::array<pollfd, 2> fds{};
