@@ -23,7 +23,7 @@ class Config:
     """The settings of a world; see `SETTINGS` for the variables behind them."""
 
     transport: str = "auto"
-    timeout_s: float = 300.0
+    timeout_s: float = 0.0
     init_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 60.0
     stall_warning_s: float = 60.0
@@ -180,10 +180,6 @@ def _horovod_level(text: str) -> str:
     return level if level in _LEVELS else "warning"  # as Horovod
 
 
-def _stall_shutdown(text: str) -> float | None:
-    return _number(0.0)(text) or None  # 0, Horovod's default, means never
-
-
 def _disables_stall_check(text: str) -> float | None:
     return 0.0 if _switch(text) else None
 
@@ -200,9 +196,10 @@ SETTINGS = (
     Setting(
         "timeout_s",
         "TORCH_RING_TIMEOUT",
-        _number(0.1),
-        "seconds without progress after which a collective fails",
-        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _stall_shutdown),),
+        _number(0.0),
+        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
+        "never, as long as that rank lives",
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number(0.0)),),
     ),
     Setting(
         "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", _number(0.1), "seconds that init() may take"
@@ -219,7 +216,7 @@ SETTINGS = (
         "stall_warning_s",
         "TORCH_RING_STALL_WARNING",
         _number(0.0),
-        "seconds after which a late rank is named in the log; 0: never",
+        "seconds after which, again and again, a late rank is named in the log; 0: never",
         (
             ("HOROVOD_STALL_CHECK_DISABLE", _disables_stall_check),
             ("HOROVOD_STALL_CHECK_TIME_SECONDS", _number(0.0)),

@@ -35,17 +35,23 @@ def broadcast_parameters(
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors of any
-            dtype: in the same order or with the same names on all ranks. Values that are no
-            tensors are left alone.
+            dtype, with the same names on all ranks (in a list: in the same order). Values that are
+            no tensors are left alone.
         root_rank: the global rank, even in a process set, whose values all ranks get.
         process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         ValueError: `params` is neither a mapping nor a list of tensors.
-        MismatchError: the name, shape or dtype of a tensor differs between ranks.
+        MismatchError: on all ranks: a tensor is missing on one of them, or has another shape or
+            dtype there; the message names the first one.
     """
     pairs = params.items() if isinstance(params, Mapping) else _named(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    require_same(
+        sorted(f"parameter '{name}' {value.dtype} {list(value.shape)}" for name, value in tensors),
+        "the ranks have different parameters",
+        process_set,
+    )
     _broadcast_all(tensors, root_rank, process_set)
 
 

@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <utility>
@@ -63,12 +64,12 @@ struct StreamScope {
 
 class Accelerator final : public Device, public Buffers {
  public:
-  Accelerator(c10::Stream stream, Communicator& host, const Abort& abort,
-              std::chrono::milliseconds timeout, const nccl::Rendezvous& rendezvous)
-      : stream_(stream), timeout_(timeout), api_(rendezvous.api) {
+  Accelerator(c10::Stream stream, Communicator& host, const Abort& abort, DevicePatience patience,
+              const nccl::Rendezvous& rendezvous)
+      : stream_(stream), patience_(std::move(patience)), api_(rendezvous.api) {
     const StreamScope now(stream_);
-    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
-                          arithmetic());
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort,
+                          patience_.config.transfer_timeout(), arithmetic());
   }
 
   ~Accelerator() override {
@@ -97,11 +98,7 @@ class Accelerator final : public Device, public Buffers {
       batches_.pop_front();
       progress_ = Clock::now();
     }
-    if (!batches_.empty() && Clock::now() - progress_ > timeout_) {
-      throw Error(ErrorKind::kTimeout, "a collective on " + stream_.device().str() +
-                                           " has not ended within " + in_seconds(timeout_) +
-                                           ": another rank's device does not get to it");
-    }
+    if (!batches_.empty()) check_stall(Clock::now());
     return !batches_.empty();
   }
 
@@ -176,16 +173,34 @@ class Accelerator final : public Device, public Buffers {
     std::vector<at::Tensor> kept;
   };
 
+  void check_stall(Clock::time_point now) {
+    const auto timeout = patience_.config.timeout;
+    const auto warning = patience_.config.stall_warning;
+    const std::string collective = "a collective on " + stream_.device().str();
+    if (timeout.count() > 0 && now - progress_ > timeout) {
+      throw Error(ErrorKind::kTimeout, collective + " has not ended within " + in_seconds(timeout) +
+                                           ": another rank's device does not get to it");
+    }
+    if (warning.count() > 0 && now - std::max(progress_, warned_) > warning) {
+      warned_ = now;
+      const auto waited = std::chrono::floor<std::chrono::seconds>(now - progress_);
+      patience_.log("rank " + std::to_string(communicator_->rank()) + ": " + collective +
+                    " has not ended for " + in_seconds(waited) +
+                    ": another rank's device, or this one's, does not get to it");
+    }
+  }
+
   at::Tensor empty(std::size_t bytes) const {
     return at::empty({static_cast<std::int64_t>(bytes)},
                      at::TensorOptions().dtype(at::kByte).device(stream_.device()));
   }
 
   const c10::Stream stream_;
-  const std::chrono::milliseconds timeout_;
+  const DevicePatience patience_;
   const nccl::Api api_;
   std::deque<Batch> batches_;   // those that have not ended, in the order of the stream
   Clock::time_point progress_;  // when the last one ended, or the first began
+  Clock::time_point warned_;    // when a stall was logged last
   std::optional<nccl::NcclCommunicator> communicator_;
   at::Tensor buffer_;
 };
@@ -253,7 +268,7 @@ c10::Device DeviceChoice::get(c10::DeviceType type) {
 
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
-                                         std::chrono::milliseconds timeout,
+                                         const DevicePatience& patience,
                                          const std::vector<std::string>& labels,
                                          const NcclSettings& settings) {
   std::optional<c10::Stream> stream;
@@ -271,7 +286,7 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     return nccl::load(settings.library);
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, timeout, rendezvous);
+  return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
 }
 
 }  // namespace torch_ring

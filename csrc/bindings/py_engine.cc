@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <memory>
 
 #include "bindings/accelerator.h"
@@ -28,7 +29,14 @@ namespace torch_ring {
 namespace {
 
 std::chrono::milliseconds milliseconds_of(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
+  return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000.0)));
+}
+
+/// Whether Python has other threads than this one.
+bool has_other_threads() {
+  const py::gil_scoped_acquire gil;
+  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  return PyThreadState_Next(first) != nullptr;
 }
 
 class PyEngine {
@@ -52,12 +60,13 @@ class PyEngine {
       const py::gil_scoped_acquire gil;
       (*shared_log)(text);
     };
-    Engine::Options options{config, world.labels, plane_.get(), set, std::move(members), log_, {}};
+    Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
+                            world.waits, has_other_threads, log_,         {}};
     communicator_ = make_communicator(world, config, *abort);
-    options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
-                           settings = std::move(settings)](std::uint8_t type, Communicator& host,
-                                                           const Abort& abort) {
-      return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, timeout,
+    options.make_device = [device = device_, patience = DevicePatience{config, options.log},
+                           labels = world.labels, settings = std::move(settings)](
+                              std::uint8_t type, Communicator& host, const Abort& abort) {
+      return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, patience,
                               labels, settings);
     };
     // The plane may be telling another engine that a rank is lost, and that engine's thread may
@@ -289,6 +298,8 @@ class PyEngine {
     const std::shared_ptr<Engine> engine = running();
     std::vector<Request> requests;
     for (Member& member : members) {
+      const auto count = static_cast<std::uint32_t>(members.size());
+      member.request.fingerprint.group = count > 1 ? count : 0;
       prepare(member.request, *member.result, member.device);
       requests.push_back(std::move(member.request));
     }
@@ -334,7 +345,6 @@ std::unique_ptr<PyEngine> make_engine(
   world.width = static_cast<std::size_t>(width);
   world.checksums = checksums;
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
-  if (control) world.sockets = sockets_of(control, set, members, width);
   if (memory) memory->use(world, members, slots);
   EngineConfig config;
   config.timeout = milliseconds_of(timeout_s);
@@ -342,6 +352,10 @@ std::unique_ptr<PyEngine> make_engine(
   config.fusion_window =
       std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
   config.fusion_threshold_bytes = fusion_threshold_bytes;
+  if (control) {
+    world.sockets = sockets_of(control, set, members, width);
+    world.waits = waits_of(control, set, members, config.patience());
+  }
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
                                     NcclSettings{std::move(nccl_library), nccl_blocking},
                                     std::move(log));

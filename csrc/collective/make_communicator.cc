@@ -12,7 +12,7 @@ namespace {
 /// A RingCommunicator of single ranks, with what it needs.
 struct Ring {
   Ring(World& world, const EngineConfig& config, const Abort& abort)
-      : waiter(abort, doorbell, world.may_spin, config.timeout),
+      : waiter(abort, doorbell, world.may_spin, config.transfer_timeout(), world.waits),
         sockets(std::move(world.sockets)),
         communicator(world.topology.rank, connections(world), waiter) {}
 

@@ -92,9 +92,27 @@ void ControlLoop::fail(std::uint64_t set, const Error& cause) {
   {
     const std::scoped_lock lock(mutex_);
     if (news_.has_failed(set)) return;
-    failures_.push_back(Message::failed(rank_, set, cause));
+    own_news_.push_back(Message::failed(rank_, set, cause));
   }
   ::eventfd_write(wake_.get(), 1);
+}
+
+void ControlLoop::tell_wait(std::uint64_t set, std::vector<int> ranks) {
+  {
+    const std::scoped_lock lock(mutex_);
+    own_news_.push_back(Message::waits(rank_, set, {++waits_told_, std::move(ranks)}));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+bool ControlLoop::somebody_waits(std::uint64_t set) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.waits().any(set);
+}
+
+std::vector<int> ControlLoop::ends_of_waits(std::uint64_t set, std::span<const int> ranks) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.waits().ends(set, ranks);
 }
 
 std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool needed) {
@@ -175,7 +193,7 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
   admit(polls, now);
   connect(polls, now);
   judge_silence(slept, now);
-  send_failures(now);
+  send_own_news(now);
   seek_neighbours(now);
   send(now);
 }
@@ -249,9 +267,10 @@ void ControlLoop::judge_silence(Clock::time_point slept, Clock::time_point now) 
   if (now - slept > options_.heartbeat_timeout / 2) bids_.excuse(now);
 }
 
-void ControlLoop::send_failures(Clock::time_point now) {
-  for (const Message& failure : std::exchange(failures_, {})) {
-    if (!news_.has_failed(failure.set)) learn(failure, nullptr, now);
+void ControlLoop::send_own_news(Clock::time_point now) {
+  for (const Message& news : std::exchange(own_news_, {})) {
+    const bool failure = news.kind == Message::Kind::kFailed;
+    if (!failure || !news_.has_failed(news.set)) learn(news, nullptr, now);
   }
 }
 
@@ -331,9 +350,10 @@ void ControlLoop::presume_departed(int peer) {
 
 void ControlLoop::learn(const Message& message, const Link* from, Clock::time_point now) {
   if (!news_.learn(message)) return;
-  untold_.push_back(message);
   const bool departed = message.kind == Message::Kind::kDeparted;
-  if (message.kind != Message::Kind::kFailed && message.rank != rank_) {
+  const bool lost = message.kind == Message::Kind::kLost;
+  if (message.kind != Message::Kind::kWaits) untold_.push_back(message);
+  if ((departed || lost) && message.rank != rank_) {
     if (departed) {
       neighbourhood_.depart(message.rank, now);
     } else {
@@ -344,7 +364,7 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
     data_.forget(message.rank);
   }
   if (!judges()) bids_.close();
-  if (in_setup() && message.kind == Message::Kind::kLost) {
+  if (in_setup() && lost) {
     give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
   } else if (departed && awaited_.contains(message.rank)) {
     give_setup_up(Error(ErrorKind::kPeerLost, label(message.rank) + " has exited during init"));

@@ -40,12 +40,14 @@ class Engine final : private Driver::Callbacks {
 
   struct Options {
     EngineConfig config;
-    std::vector<std::string> labels;   // by rank
-    ControlPlane* plane = nullptr;     // of the process; null in a world of one
-    std::uint64_t set = 0;             // the process set's number in the plane
-    std::vector<int> members;          // by rank: its rank in the world
-    Log log;                           // takes a warning; Thread: any
-    DeviceExecutor::Make make_device;  // may be empty
+    std::vector<std::string> labels;          // by rank
+    ControlPlane* plane = nullptr;            // of the process; null in a world of one
+    std::uint64_t set = 0;                    // the process set's number in the plane
+    std::vector<int> members;                 // by rank: its rank in the world
+    std::shared_ptr<WaitGraph> waits;         // of the set; may be null
+    std::function<bool()> others_may_submit;  // see Driver::Options
+    Log log;                                  // takes a warning; Thread: any
+    DeviceExecutor::Make make_device;         // may be empty
   };
 
   /// `abort`: the Abort that the communicator's waits see.

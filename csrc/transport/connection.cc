@@ -186,18 +186,20 @@ void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byt
          std::span<pollfd> fds, const Waiter& waiter,
          const std::function<void(std::size_t)>& received) {
   const auto finished = [](const auto& transfer) { return transfer.finished(); };
-  const auto silence = [&] {
+  const auto silence = [&]() -> Standstill {
+    std::vector<int> ranks;
     std::ostringstream text;
     text << "no progress for " << in_seconds(waiter.timeout()) << " (TORCH_RING_TIMEOUT):";
     const char* separator = " ";
     const auto add = [&](const auto& transfer, const char* direction) {
       if (transfer.finished()) return;
+      ranks.push_back(transfer.connection->rank());
       text << separator << transfer.described() << direction << transfer.connection->peer();
       separator = ", ";
     };
     for (const auto& send : sends) add(send, " to ");
     for (const auto& receive : receives) add(receive, " from ");
-    return text.str();
+    return {std::move(ranks), text.str()};
   };
 
   while (!std::ranges::all_of(sends, finished) || !std::ranges::all_of(receives, finished)) {

@@ -46,6 +46,9 @@ class Connection {
   /// Whether at least one byte can be received now (or the stream has ended). Makes no sockets.
   bool readable();
 
+  /// The rank that it leads to.
+  int rank() const noexcept { return rank_; }
+
   /// The number of sockets.
   std::size_t width() const noexcept { return width_; }
 
