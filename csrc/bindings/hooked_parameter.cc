@@ -37,6 +37,10 @@ std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
   return only_here && base.storage().is_alias_of(storage) ? 3 : 0;
 }
 
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
 }  // namespace
 
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
@@ -66,6 +70,7 @@ void HookedParameter::refresh() {
 
 bool HookedParameter::on_gradient(const at::Tensor& gradient) {
   const at::Tensor& grad = variable.mutable_grad();
+  if (has_moved()) return true;  // it is copied when it has memory there
   if (in_block() && !grad.is_same(bucket_view) && computed_in_block(gradient)) {
     require_unchanged();
     view.bucket.reset();
@@ -92,6 +97,32 @@ bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
          grad.storage().nbytes() == view.bytes() && has_one_owner(grad) &&
          grad.storage().use_count() == known_owners(grad, gradient) &&
          direct->got(grad.const_data_ptr());
+}
+
+void HookedParameter::lie_in(GradientView other) {
+  view = std::move(other);
+  const at::Tensor before = std::exchange(bucket_view, view.tensor());
+  if (at::Tensor& grad = variable.mutable_grad(); before.defined() && grad.is_same(before)) {
+    copy_into(bucket_view, before);
+    grad = bucket_view;
+  }
+  if (!version) return;
+  // As many writes since the step began as before.
+  *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
+}
+
+bool HookedParameter::would_overwrite_kept() const {
+  if (in_block() || !bucket_view.defined() || bucket_view.numel() == 0) return false;
+  const at::Tensor& grad = variable.grad();
+  if (grad.is_same(bucket_view) || has_moved()) return false;
+  return !has_one_owner(bucket_view) || bucket_view.storage().use_count() != 1;
+}
+
+bool HookedParameter::has_value(const at::Tensor& gradient) const {
+  const at::Tensor& grad = variable.grad();
+  if (grad.layout() != at::kStrided || gradient.layout() != at::kStrided) return false;
+  const at::NoGradGuard no_grad;
+  return at::isclose(grad, gradient, 0.0, 0.0, /*equal_nan=*/true).all().item<bool>();
 }
 
 bool HookedParameter::copy_in() {
@@ -144,10 +175,7 @@ bool HookedParameter::written_by_hand() const {
          *version != current_version();
 }
 
-std::uint32_t HookedParameter::current_version() const {
-  if (bucket_view.is_inference()) return 0;
-  return static_cast<std::uint32_t>(bucket_view._version());
-}
+std::uint32_t HookedParameter::current_version() const { return version_of(bucket_view); }
 
 void HookedParameter::rescale_reduced(double scale) {
   if (scale == 1.0 || unreduced || !base_reduced) return;
