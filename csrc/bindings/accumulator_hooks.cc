@@ -120,7 +120,7 @@ void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index
   if (idle != present.end()) {
     *idle = std::move(hook);
   } else {
-    torch::autograd::impl::add_hook(parameter, std::move(hook));
+    present.push_back(std::move(hook));  // add_hook() allows one alone: the program's
   }
 }
 

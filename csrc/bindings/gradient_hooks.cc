@@ -116,7 +116,7 @@ bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_[index];
   hook_accumulator(weak_from_this(), index, *accumulator);
-  parameter.accumulator = accumulator;
+  parameter.follow(accumulator);
   if (parameter.in_block()) expect_in_block(parameter);
   return true;
 }

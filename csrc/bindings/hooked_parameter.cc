@@ -70,13 +70,14 @@ void HookedParameter::refresh() {
 
 bool HookedParameter::on_gradient(const at::Tensor& gradient) {
   const at::Tensor& grad = variable.mutable_grad();
-  if (has_moved()) return true;  // it is copied when it has memory there
+  if (has_moved()) return !converted;  // it is copied when it has memory there
   if (in_block() && !grad.is_same(bucket_view) && computed_in_block(gradient)) {
     require_unchanged();
     view.bucket.reset();
     view.data = static_cast<std::byte*>(grad.mutable_data_ptr());
     bucket_view = grad;
     sparse.reset();
+    converted = false;
     return true;
   }
   if (!grad.is_sparse()) return copy_in();
@@ -97,6 +98,14 @@ bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
          grad.storage().nbytes() == view.bytes() && has_one_owner(grad) &&
          grad.storage().use_count() == known_owners(grad, gradient) &&
          direct->got(grad.const_data_ptr());
+}
+
+void HookedParameter::follow(const Accumulator& other) {
+  accumulator = other;
+  const at::Tensor& grad = variable.mutable_grad();
+  if (!grad.defined()) return;
+  const bool is_left = known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  converted = is_left || grad.is_same(bucket_view);
 }
 
 void HookedParameter::lie_in(GradientView other) {
@@ -135,7 +144,7 @@ bool HookedParameter::copy_in() {
   ensure_memory();
   copy_into(bucket_view, grad);
   grad = bucket_view;
-  return true;
+  return !std::exchange(converted, false);
 }
 
 void HookedParameter::make_zero() {
@@ -181,7 +190,7 @@ void HookedParameter::rescale_reduced(double scale) {
   if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
   if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
-  if (!grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
+  if (!converted && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(scale);
   base_reduced = false;

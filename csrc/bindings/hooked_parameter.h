@@ -44,6 +44,10 @@ struct HookedParameter {
   /// Whether copy_in() or make_zero() would overwrite a gradient that the program has kept.
   bool would_overwrite_kept() const;
 
+  /// Takes another accumulator, which torch has made because the parameter was converted. Its
+  /// gradient may have been converted with it.
+  void follow(const Accumulator& other);
+
   /// Whether `grad`, into which autograd has accumulated `gradient`, was zero before.
   bool has_value(const at::Tensor& gradient) const;
 
@@ -87,6 +91,7 @@ struct HookedParameter {
   bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
   bool arrived = false;       // in the current pass
+  bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
   // The version of `bucket_view` when the step began; none once the gradient has been reduced.
   std::optional<std::uint32_t> version;
 

@@ -70,10 +70,11 @@ def keep_one_of_a_bucket() -> None:
     optimizer = hvd.DistributedOptimizer(SGD([one, other], lr=0.0), op=hvd.Sum)
     ((hvd.rank() + 1) * (one + other).sum()).backward()
     kept, one.grad = one.grad, None
-    ((hvd.rank() + 1) * one.sum()).backward()
+    (5 * (hvd.rank() + 1) * one.sum()).backward()
     assert torch.equal(kept, torch.full((3,), 3.0))
+    assert torch.equal(one.grad, torch.full((3,), 15.0))
     ((hvd.rank() + 1) * (one + other).sum()).backward()
-    assert torch.equal(one.grad, torch.full((3,), 6.0))
+    assert torch.equal(one.grad, torch.full((3,), 18.0))
     assert torch.equal(other.grad, torch.full((3,), 6.0))
     optimizer.step()
     assert torch.equal(other.grad, torch.full((3,), 6.0))

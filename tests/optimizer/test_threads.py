@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 
 from pool import run
+from torch import Tensor
 from torch.optim import SGD
 from training import grads, weights
 
@@ -34,10 +35,13 @@ def train_two_at_once(shared: bool) -> None:
     optimizers = [hvd.DistributedOptimizer(SGD([p], lr=1.0)) for p in parameters[: 2 - shared]]
     midst = threading.Barrier(2, timeout=20)
 
+    def meet(_: Tensor) -> None:
+        midst.wait()
+
     def train(index: int) -> None:
         mine = 0 if shared else index
         loss = (hvd.rank() + 1) * parameters[mine] * 1.0
-        loss.register_hook(lambda _: midst.wait() and None)
+        loss.register_hook(meet)
         loss.backward()
         optimizers[mine].step()
 

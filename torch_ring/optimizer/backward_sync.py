@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -203,7 +202,7 @@ class BackwardSync:
             self.agreement.stop_ending()
 
     def _begin_ending(self) -> None:
-        """Begin the end of a pass: until `stop_ending()` no gradient may arrive in other threads."""
+        """Begin the end of a pass; no gradient may arrive in other threads meanwhile."""
         if not self.agreement.begin_ending():
             self.fail("two threads end backward passes of wrapped optimizers at the same time")
 
