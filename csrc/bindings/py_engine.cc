@@ -229,16 +229,32 @@ class PyEngine {
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }
 
-  std::optional<py::bytes> finalize_dense(const DenseFinalizer& finalizer, const std::string& entry,
-                                          std::uint64_t number) const {
+  std::optional<py::bytes> finalize_dense(const DenseFinalizer& finalizer, PassAgreement& agreement,
+                                          const std::string& report) const {
     const std::shared_ptr<Engine> engine = running();
     std::optional<std::string> gathered;
     {
       const py::gil_scoped_release no_gil;
-      gathered = finalizer.run(*engine, size_, entry, number, kCheckSignals);
+      gathered = finalizer.run(*engine, size_, agreement, report, kCheckSignals);
     }
     if (!gathered) return std::nullopt;
     return py::bytes(*gathered);
+  }
+
+  py::bytes gather_reports(PassAgreement& agreement, const std::string& report) const {
+    const std::shared_ptr<Engine> engine = running();
+    std::string gathered;
+    {
+      const py::gil_scoped_release no_gil;
+      gathered = agreement.gather(*engine, report, kCheckSignals);
+    }
+    return {gathered};
+  }
+
+  void end(const std::string& why) const {
+    const std::shared_ptr<Engine> engine = running();
+    const py::gil_scoped_release no_gil;
+    engine->end(Error(ErrorKind::kInternal, why));
   }
 
   void shutdown() {
@@ -400,6 +416,8 @@ void bind_engine(py::module_& module) {
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("blocking") = false)
       .def("finalize_dense", &PyEngine::finalize_dense)
+      .def("gather_reports", &PyEngine::gather_reports)
+      .def("end", &PyEngine::end, py::arg("why"))
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
       .def("gradient_blocks", &PyEngine::gradient_blocks)
       .def("has_shared_memory", &PyEngine::has_shared_memory)

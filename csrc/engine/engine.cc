@@ -112,6 +112,17 @@ void Engine::require_world() const {
   }
 }
 
+void Engine::end(const Error& cause) {
+  fail(cause);
+  {
+    const Lock lock = queue_.lock();
+    changed_.notify_all();
+    board_.wake();
+  }
+  require_world();
+  throw cause;  // for the compiler: the abort is raised
+}
+
 void Engine::wait(Work& work, const Interrupt& interrupt) {
   Lock lock = queue_.lock();
   wait(lock, work, interrupt);

@@ -77,6 +77,9 @@ class Engine final : private Driver::Callbacks {
   /// microseconds.
   void submit_and_wait(Request request, const Interrupt& interrupt);
 
+  /// Ends the job on all ranks with this cause, or the first one there was, and throws it.
+  [[noreturn]] void end(const Error& cause);
+
   /// Throws the fatal cause, if there is one: results that are still on a device are void then.
   void check() const {
     if (!closed_) abort_->check();

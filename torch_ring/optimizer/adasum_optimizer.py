@@ -100,6 +100,7 @@ def wrap_adasum(
     size = process_set.size() if process_set.included() else 1
     if size & (size - 1):
         raise ValueError(f"op=Adasum needs a power of two of ranks, not {size}")
+    names = {p: name for p, name in names.items() if p.requires_grad or p.is_floating_point()}
     for parameter, name in names.items():
         if not parameter.is_floating_point():
             raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")

@@ -19,7 +19,7 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
-from torch_ring.optimizer.reducer import Reducer
+from torch_ring.optimizer.reducer import Reducer, has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
@@ -47,8 +47,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     The gradients in ``p.grad`` are averaged when ``backward()`` returns: clipping, ``GradScaler``
     and other readers of gradients need no special call. A parameter with a gradient on any rank
     gets one on all; a rank without one counts as zero. A parameter without a gradient on any rank
-    keeps its ``p.grad``. The next backward pass reuses the memory of ``p.grad``: clone a gradient
-    to keep it.
+    keeps its ``p.grad``. As in torch, a gradient tensor that you keep over ``zero_grad()`` keeps
+    its value. A frozen parameter of a dtype that cannot be reduced (int8, say) is left alone.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
@@ -152,11 +152,11 @@ class _Settings:
         is_set = self.process_set.process_set_id is not None  # else backward_sync_of() raises
         if is_set and (not self.process_set.included() or self.process_set.size() == 1):
             return None
-        parameters = list(names)
+        parameters = list(filter(has_gradients, names))
         reducer = Reducer(
             backward_sync_of(self.process_set),
             parameters,
-            list(names.values()),
+            [names[parameter] for parameter in parameters],
             self.reduction,
             resolve_groups(self.groups, parameters),
         )
@@ -171,6 +171,7 @@ class _DistributedOptimizer(Wrapped):
     _reducer: Reducer | None  # None on one rank, and outside the process set
     _settings: _Settings
     _passes_per_step: int
+    _left_out: list[Tensor]  # frozen parameters without gradients to reduce
     _skip_synchronize: bool
     _step_is_open: bool
     _checked_lists: list[tuple[list[Tensor], int]]  # of each group: parameters, length
@@ -184,6 +185,7 @@ class _DistributedOptimizer(Wrapped):
     ) -> None:
         self._reducer = reducer
         self._parameter_names = names
+        self._left_out = [p for p in names if not has_gradients(p)]
         self._settings = settings
         self._passes_per_step = passes_per_step
         self._skip_synchronize = False
@@ -246,10 +248,17 @@ class _DistributedOptimizer(Wrapped):
             self._reducer.hooks.reset(gradients=False)
 
     def _require_known_parameters(self) -> None:
-        """Raise ValueError for a parameter that is not reduced: one put into a group by hand.
+        """Raise ValueError for a parameter that is not reduced.
 
-        Parameters are compared only when a group's list is another one, or has another length.
+        It was put into a group by hand, or it was frozen when the optimizer was wrapped. Parameters
+        are compared only when a group's list is another one, or has another length.
         """
+        for parameter in self._left_out:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"'{self._parameter_names[parameter]}' requires a gradient now, which cannot "
+                    f"be reduced: its dtype is {parameter.dtype}"
+                )
         lists = [(group["params"], len(group["params"])) for group in self.param_groups]
         if len(lists) == len(self._checked_lists) and all(
             params is before and count == count_before
@@ -272,6 +281,7 @@ class _DistributedOptimizer(Wrapped):
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = _unnamed(group, index)
+        self._left_out = [p for p in self._parameter_names if not has_gradients(p)]
         self._reducer = None  # frees its buckets before new ones are made
         self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 
