@@ -23,7 +23,7 @@ class Config:
     """The settings of a world; see `SETTINGS` for the variables behind them."""
 
     transport: str = "auto"
-    timeout_s: float = 300.0
+    timeout_s: float = 0.0
     init_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 60.0
     stall_warning_s: float = 60.0
@@ -33,10 +33,14 @@ class Config:
     direct_gradient_bytes: int = 256 << 10
     kept_result_bytes: int = 256 << 20
     address_space_bytes: int = 32 << 40
+    check_every: int = 0
     interface: str = ""
     connections: int = 1
+    checksum: int = 0
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
+    secret_file: str = ""
+    trust_network: bool = False
     log_level: str = "info"
 
     @classmethod
@@ -117,6 +121,8 @@ class Setting:
     def default(self) -> str:
         """The default, as one would write it into the variable."""
         value = getattr(Config(), self.field)
+        if isinstance(value, bool):
+            return str(int(value))
         return f"{value / self.parse('1'):g}" if isinstance(value, float) else str(value)
 
 
@@ -165,17 +171,17 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    return _one_of("0", "1", "false", "true")(text) in ("1", "true")
+
+
 def _horovod_level(text: str) -> str:
     level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
     return level if level in _LEVELS else "warning"  # as Horovod
 
 
-def _stall_shutdown(text: str) -> float | None:
-    return _number(0.0)(text) or None  # 0, Horovod's default, means never
-
-
 def _disables_stall_check(text: str) -> float | None:
-    return None if _one_of("0", "1", "false", "true")(text) in ("0", "false") else 0.0
+    return 0.0 if _switch(text) else None
 
 
 SETTINGS = (
@@ -190,9 +196,10 @@ SETTINGS = (
     Setting(
         "timeout_s",
         "TORCH_RING_TIMEOUT",
-        _number(0.1),
-        "seconds without progress after which a collective fails",
-        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _stall_shutdown),),
+        _number(0.0),
+        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
+        "never, as long as that rank lives",
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number(0.0)),),
     ),
     Setting(
         "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", _number(0.1), "seconds that init() may take"
@@ -209,7 +216,7 @@ SETTINGS = (
         "stall_warning_s",
         "TORCH_RING_STALL_WARNING",
         _number(0.0),
-        "seconds after which a late rank is named in the log; 0: never",
+        "seconds after which, again and again, a late rank is named in the log; 0: never",
         (
             ("HOROVOD_STALL_CHECK_DISABLE", _disables_stall_check),
             ("HOROVOD_STALL_CHECK_TIME_SECONDS", _number(0.0)),
@@ -261,6 +268,14 @@ SETTINGS = (
         "half of what `ulimit -v` leaves, if that is less",
     ),
     Setting(
+        "check_every",
+        "TORCH_RING_CHECK_EVERY",
+        _count(0, 10**9),
+        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
+        "its state are the same on all ranks; 0: never",
+        common=True,
+    ),
+    Setting(
         "interface",
         "TORCH_RING_INTERFACE",
         str,
@@ -275,6 +290,13 @@ SETTINGS = (
         common=True,
     ),
     Setting(
+        "checksum",
+        "TORCH_RING_CHECKSUM",
+        _count(0, 1),
+        "1: data that travel over TCP carry a CRC-32C, and damaged ones are an error on all ranks",
+        common=True,
+    ),
+    Setting(
         "nccl_library",
         "TORCH_RING_NCCL_LIBRARY",
         str,
@@ -284,8 +306,23 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "shared secret with which ranks authenticate one another; if unset, each world has one "
-        "that its ranks know, and whoever can read its store",
+        "the same random text on all ranks, with which hosts authenticate one another; if unset, "
+        "each world has one that its ranks know, and whoever can read its store",
+    ),
+    Setting(
+        "secret_file",
+        "TORCH_RING_SECRET_FILE",
+        str,
+        "path of a file that has the secret, if TORCH_RING_SECRET is unset; only its owner may "
+        "read it (mode 0600), or it is mounted read-only",
+    ),
+    Setting(
+        "trust_network",
+        "TORCH_RING_TRUST_NETWORK",
+        _switch,
+        "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
+        "run code; 0: only plain data",
+        common=True,
     ),
     Setting(
         "log_level",

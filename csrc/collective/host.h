@@ -79,7 +79,9 @@ class Host {
   void wake() { doorbell_.wake(); }
 
  private:
-  std::string silent(int peer, const char* doing) const;
+  /// The ranks whose `counter` is below `value`.
+  std::vector<int> behind(Counter counter, std::uint64_t value) const;
+  Standstill silent(std::vector<int> ranks, const char* doing) const;
 
   std::vector<int> ranks_;
   int index_;

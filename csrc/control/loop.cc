@@ -65,7 +65,8 @@ std::vector<int> ControlLoop::missing() const {
 
 std::string ControlLoop::trouble() const {
   const std::scoped_lock lock(mutex_);
-  return bids_.trouble();
+  const auto trouble = entrance_.trouble(Clock::now());
+  return trouble ? trouble->what() : bids_.trouble();
 }
 
 void ControlLoop::stop(Farewell farewell) {
@@ -91,9 +92,27 @@ void ControlLoop::fail(std::uint64_t set, const Error& cause) {
   {
     const std::scoped_lock lock(mutex_);
     if (news_.has_failed(set)) return;
-    failures_.push_back(Message::failed(rank_, set, cause));
+    own_news_.push_back(Message::failed(rank_, set, cause));
   }
   ::eventfd_write(wake_.get(), 1);
+}
+
+void ControlLoop::tell_wait(std::uint64_t set, std::vector<int> ranks) {
+  {
+    const std::scoped_lock lock(mutex_);
+    own_news_.push_back(Message::waits(rank_, set, {++waits_told_, std::move(ranks)}));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+bool ControlLoop::somebody_waits(std::uint64_t set) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.waits().any(set);
+}
+
+std::vector<int> ControlLoop::ends_of_waits(std::uint64_t set, std::span<const int> ranks) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.waits().ends(set, ranks);
 }
 
 std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool needed) {
@@ -106,7 +125,7 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
   }
   if (!news_.alive(peer)) return {};
   if (peer > rank_) {
-    if (entrance_.trouble()) throw *entrance_.trouble();
+    if (const auto trouble = entrance_.trouble(Clock::now())) throw *trouble;
   } else if (data_.connect(set, peer, width)) {
     ::eventfd_write(wake_.get(), 1);
   }
@@ -174,7 +193,7 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
   admit(polls, now);
   connect(polls, now);
   judge_silence(slept, now);
-  send_failures(now);
+  send_own_news(now);
   seek_neighbours(now);
   send(now);
 }
@@ -197,17 +216,21 @@ void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
 }
 
 void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
-  for (auto& [hello, socket] : entrance_.admit(polls, now)) {
+  for (auto& [hello, socket, unix] : entrance_.admit(polls, now)) {
     // The handshake has shown that it knows the key, and that it means this rank.
     const auto peer = static_cast<int>(hello.from);
     if (hello.from >= options_.host_of.size() || peer <= rank_) continue;
+    // A rank of this host comes over the Unix socket, as a process of this user: where strangers
+    // can read the key, none of them passes for it.
+    if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
     if (hello.channel == Hello::kControl) {
       add_link(peer, std::move(socket), now);
     } else if (data_.accept(hello, std::move(socket))) {
       connected_.insert(hello.set);
     }
   }
-  if (entrance_.trouble() && in_setup()) give_setup_up(*entrance_.trouble());
+  if (!in_setup()) return;
+  if (const auto trouble = entrance_.trouble(now)) give_setup_up(*trouble);
 }
 
 void ControlLoop::connect(const PollSet& polls, Clock::time_point now) {
@@ -244,9 +267,10 @@ void ControlLoop::judge_silence(Clock::time_point slept, Clock::time_point now) 
   if (now - slept > options_.heartbeat_timeout / 2) bids_.excuse(now);
 }
 
-void ControlLoop::send_failures(Clock::time_point now) {
-  for (const Message& failure : std::exchange(failures_, {})) {
-    if (!news_.has_failed(failure.set)) learn(failure, nullptr, now);
+void ControlLoop::send_own_news(Clock::time_point now) {
+  for (const Message& news : std::exchange(own_news_, {})) {
+    const bool failure = news.kind == Message::Kind::kFailed;
+    if (!failure || !news_.has_failed(news.set)) learn(news, nullptr, now);
   }
 }
 
@@ -326,9 +350,10 @@ void ControlLoop::presume_departed(int peer) {
 
 void ControlLoop::learn(const Message& message, const Link* from, Clock::time_point now) {
   if (!news_.learn(message)) return;
-  untold_.push_back(message);
   const bool departed = message.kind == Message::Kind::kDeparted;
-  if (message.kind != Message::Kind::kFailed && message.rank != rank_) {
+  const bool lost = message.kind == Message::Kind::kLost;
+  if (message.kind != Message::Kind::kWaits) untold_.push_back(message);
+  if ((departed || lost) && message.rank != rank_) {
     if (departed) {
       neighbourhood_.depart(message.rank, now);
     } else {
@@ -339,7 +364,7 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
     data_.forget(message.rank);
   }
   if (!judges()) bids_.close();
-  if (in_setup() && message.kind == Message::Kind::kLost) {
+  if (in_setup() && lost) {
     give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
   } else if (departed && awaited_.contains(message.rank)) {
     give_setup_up(Error(ErrorKind::kPeerLost, label(message.rank) + " has exited during init"));
@@ -352,7 +377,11 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
 }
 
 void ControlLoop::give_setup_up(const Error& error) {
-  if (!setup_error_) setup_error_ = error;
+  if (setup_error_) return;
+  // What this process lacks is told to all ranks.
+  const bool own = error.kind() == ErrorKind::kInternal;
+  const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
+  setup_error_ = Error(error.kind(), who + error.what());
 }
 
 std::string ControlLoop::silence() const {

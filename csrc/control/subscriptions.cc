@@ -48,6 +48,7 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
   ControlObserver& observer = *subscription.observer;
   switch (news.kind) {
     case Message::Kind::kHeartbeat:
+    case Message::Kind::kWaits:
       return;
     case Message::Kind::kDeparted:
       return observer.on_departed(news.rank);

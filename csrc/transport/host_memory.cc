@@ -215,4 +215,29 @@ void HostMemory::release(int rank, std::size_t offset, std::size_t bytes) const 
               static_cast<off_t>(offset_of_rank(rank) + offset), static_cast<off_t>(bytes));
 }
 
+void HostMemory::isolate(int rank, std::size_t offset, std::size_t bytes) const noexcept {
+  const std::size_t begin = offset_of_rank(rank) + offset;
+  std::byte* const data = base_ + begin;
+  if (::mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+             fd_.get(), static_cast<off_t>(begin)) != data) {
+    return;
+  }
+  ::madvise(data, bytes, MADV_DONTDUMP);
+  // A page is copied when it is first written to, and shows the shared one until then.
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+  if (::madvise(data, bytes, kPopulateWrite) != 0) {
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    for (std::size_t at = 0; at < bytes; at += page) {
+      // Atomic: another thread may be writing here.
+      __atomic_fetch_add(reinterpret_cast<volatile unsigned char*>(data + at), 0, __ATOMIC_RELAXED);
+    }
+  }
+  release(rank, offset, bytes);
+}
+
+void HostMemory::discard(int rank, std::size_t offset, std::size_t bytes) const noexcept {
+  ::madvise(base_ + offset_of_rank(rank) + offset, bytes, MADV_DONTNEED);
+  release(rank, offset, bytes);
+}
+
 }  // namespace torch_ring

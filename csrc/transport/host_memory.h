@@ -73,6 +73,12 @@ class HostMemory {
   void commit(int rank, std::size_t offset, std::size_t bytes) const;
   void release(int rank, std::size_t offset, std::size_t bytes) const noexcept;
 
+  /// Maps private pages in place of whole shared ones, with the same content, and releases these.
+  /// No write of another thread gets lost. Does nothing if the system has no memory.
+  void isolate(int rank, std::size_t offset, std::size_t bytes) const noexcept;
+  /// Releases pages of which isolate() has made some private.
+  void discard(int rank, std::size_t offset, std::size_t bytes) const noexcept;
+
   static constexpr int kMostRanks = 1 << 16;
   static constexpr std::size_t kMostSlots = 1024;  // of process sets, beside the buffers
   static constexpr std::size_t kMostAddressSpace = std::size_t{1} << 45;  // a quarter of x86-64's

@@ -334,8 +334,12 @@ def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, trans
 
     replace_plane(monkeypatch, broken, fail)
     errors = connect_all(3, lambda _: replace(CONFIG, transport=transport))
-    assert [isinstance(error, OSError) for error in errors] == [r == broken for r in range(3)]
-    assert all("Too many open files" in str(error) for error in errors), errors
+    for rank, error in enumerate(errors):
+        prefix = "" if rank == broken else "init failed on "
+        assert isinstance(error, RingError)
+        assert str(error).startswith(
+            f"{prefix}rank {broken}: [Errno 24] Too many open files: raise `ulimit -n` (now "
+        ), errors
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -34,6 +34,7 @@ from torch_ring.connections.connections import Connections
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import pauses
+from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
@@ -43,7 +44,6 @@ __all__ = ["connect"]
 _log = logging.getLogger("torch_ring")
 
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
-_SPARE_DESCRIPTORS = 512  # of this library's connections; twice log2(n), and those for data
 
 
 def connect(
@@ -71,7 +71,7 @@ def connect(
         InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
     """
     rank, size = identity.rank, identity.size
-    _raise_descriptor_limit(identity, config)
+    _raise_descriptor_limit()
     with contextlib.ExitStack() as cleanup:
         shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
         tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
@@ -80,11 +80,12 @@ def connect(
         table, fd = _share_memory(meeting, config, rank, size)
         if fd >= 0:
             cleanup.callback(os.close, fd)
-        peers, secret = parse_table(table, size)
+        peers, secret, is_private = parse_table(table, size)
         host_of = topology.host_of(peers, config.transport)
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
-        connections = Connections(rank, peers, host_of, topology.labels(peers))
+        labels = topology.labels(peers)
+        connections = Connections(rank, peers, host_of, labels, is_private=is_private)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
             # Otherwise the traceback of the error would keep the memory.
@@ -96,7 +97,7 @@ def connect(
                 host_of,
                 connections.labels,
                 [(peer.socket, peer.address, peer.port) for peer in peers],
-                hmac.digest(config.secret.encode(), secret, hashlib.sha256),
+                hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
                 unix.detach() if len(here) > 1 else -1,
                 tcp.detach() if len(here) < size else -1,
                 config.heartbeat_timeout_s,
@@ -140,11 +141,12 @@ def _bytes_to_share(rank: int, config: Config) -> int:
             raise RingError("no address space is left (`ulimit -v`)")
         return shares
     except (OSError, RingError) as error:
+        reason = lacking(error, rank) or error
         if config.transport == "shm":
             raise RingError(
-                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {error}"
+                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
             ) from error
-        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, error)
+        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
         return 0
 
 
@@ -168,7 +170,7 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
     if not meeting.leads:
         table, fds = meeting.pass_down()
         return (memory_table(fds[0]), fds[0]) if fds else (table, -1)
-    peers, _ = parse_table(meeting.table, size)
+    peers = parse_table(meeting.table, size).peers
     hosts = topology.host_of(peers, config.transport)
     if len(set(hosts)) == size:
         return meeting.pass_down(meeting.table)[0], -1
@@ -185,17 +187,12 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
 # --- this rank's descriptors, peer info and listeners
 
 
-def _raise_descriptor_limit(identity: Identity, config: Config) -> None:
-    """Raise the soft limit of descriptors, if it is too low for the connections."""
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors: ranks and strangers need some each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = len(os.listdir("/proc/self/fd"))
-    # The leader of a host has a connection to each of its ranks, until all have joined.
-    needed = in_use + _SPARE_DESCRIPTORS + (identity.local_size or identity.size)
-    needed += identity.size * config.connections  # of an alltoall between hosts
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # without it, what lacks one says so
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.socket) -> PeerInfo:

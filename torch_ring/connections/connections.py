@@ -22,6 +22,7 @@ class Connections:
         host_of: the host index of each rank.
         labels: the name of each rank in messages.
         plane: who lives and who has left, and connections for data; None in a world of one.
+        is_private: whether nobody but the ranks can know the key with which they connect.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
     """
 
@@ -31,6 +32,7 @@ class Connections:
     labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
     plane: ControlPlane | None = None
     memory: HostMemory | None = None
+    is_private: bool = True
 
     @property
     def size(self) -> int:

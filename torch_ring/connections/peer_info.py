@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch_ring.errors import RingError
 from torch_ring.rendezvous import cards
-from torch_ring.rendezvous.group_card import unpack_table_and_secret
+from torch_ring.rendezvous.group_card import unpack_table
 
 __all__ = ["PeerInfo", "PeerTable", "parse_table"]
 
@@ -74,11 +74,13 @@ class PeerTable(NamedTuple):
 
     Attributes:
         peers: all ranks, in order.
-        secret: 32 bytes of this world: only its ranks know them, and whoever can read its store.
+        secret: 32 bytes of this world.
+        is_private: whether only its ranks know them, and nobody who can read its store.
     """
 
     peers: list[PeerInfo]
     secret: bytes
+    is_private: bool
 
 
 def parse_table(table: bytes, size: int) -> PeerTable:
@@ -89,13 +91,13 @@ def parse_table(table: bytes, size: int) -> PeerTable:
     """
     peers: dict[int, PeerInfo] = {}
     try:
-        groups, secret = unpack_table_and_secret(table, size)
+        groups, secret, is_private = unpack_table(table, size)
         for group in groups:
             for peer in _peers(cards.rows(group.columns, group.count), group.count):
                 peers[peer.rank] = peer
     except (ValueError, RecursionError) as error:
         raise RingError(f"a rank runs another version of torch_ring: {error}") from None
-    return PeerTable([peers[rank] for rank in range(size)], secret)
+    return PeerTable([peers[rank] for rank in range(size)], secret, is_private)
 
 
 def _peers(columns: dict[str, list[Any]], count: int) -> list[PeerInfo]:
