@@ -1,17 +1,26 @@
 """The native module: engine, communicators and gradient hooks (csrc/bindings)."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
-def make_memory(ranks: int, table: bytes) -> int:
+def make_memory(ranks: int, table: bytes, most_bytes: int) -> int:
     """Return a new memfd: the shared memory of a host with `ranks` ranks, and `table` in it.
 
-    Its size is that of the address space which every rank needs for it. Errors: RingError.
+    Its size is that of the address space which every rank needs for it: at most `most_bytes`, and
+    the table. Errors: RingError, also if these are too few.
     """
+
+def least_memory(ranks: int) -> int:
+    """Return the fewest bytes for `ranks` ranks. Errors: InvalidArgumentError: too many ranks."""
+
+def mappable_bytes() -> int:
+    """Return the bytes of address space that this process can spare; 0: none."""
 
 def memory_table(fd: int) -> bytes:
     """Return the table in such a memfd. Errors: RingError, also for any other descriptor."""
@@ -37,6 +46,34 @@ def keep_results(most_bytes: int) -> None:
 def kept_result_bytes() -> int:
     """Return the bytes of results' pages that are kept now."""
 
+def limit_to_raise(error: int) -> str:
+    """Return which limit to raise for an errno: ": raise `ulimit -n` (now 128)", or ""."""
+
+class StoreCall:
+    """One call of a store, on a thread of its own (csrc/bindings/store_call.h)."""
+
+    @staticmethod
+    def connect(host: str, port: int, timeout_s: float) -> StoreCall:
+        """Connect to a TCPStore; the result is the store."""
+
+    @staticmethod
+    def add(store: Store, key: str, amount: int) -> StoreCall: ...
+    @staticmethod
+    def check(store: Store, keys: list[str]) -> StoreCall: ...
+    @staticmethod
+    def get(store: Store, key: str) -> StoreCall: ...
+    @staticmethod
+    def set(store: Store, key: str, value: bytes) -> StoreCall: ...
+    @staticmethod
+    def compare_set(store: Store, key: str, expected: bytes, desired: bytes) -> StoreCall: ...
+    @staticmethod
+    def delete_key(store: Store, key: str) -> StoreCall: ...
+    def wait(self, seconds: float) -> bool:
+        """Return whether the call has ended; waits for that at most so long."""
+
+    def result(self) -> Any:
+        """Return what the call has returned, once; raises what it has raised."""
+
 class HostMemory:
     """The memory that the ranks of a host share (csrc/transport/host_memory.h).
 
@@ -59,6 +96,9 @@ class HostMemory:
 
     def release_slot(self, offset: int) -> None:
         """Give such memory back, after all members have ended."""
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's memory. It reads as zeros from then on."""
 
 class ControlPlane:
     """Connections with the other ranks, beside the data (csrc/control/control_plane.h).
@@ -125,6 +165,7 @@ class Engine:
         width: sockets of a connection between hosts.
         memory: of this host; None if no host has several members.
         slots: by member, the offset of the set's memory in the member's part.
+        checksums: whether data between hosts carry checksums.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
@@ -142,6 +183,7 @@ class Engine:
         memory: HostMemory | None,
         slots: Sequence[int],
         *,
+        checksums: bool,
         timeout_s: float,
         stall_warning_s: float,
         fusion_window_s: float,
@@ -253,7 +295,8 @@ class Engine:
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 
-        It is an ordinary tensor where there is no shared memory (one rank, TCP only).
+        It is an ordinary tensor where there is no shared memory (one rank, TCP only), or no room
+        in it, which is logged once.
         """
 
     def gradient_blocks(self) -> BlockPool | None:

@@ -32,9 +32,11 @@ class Config:
     bucket_bytes: int = 25 << 20
     direct_gradient_bytes: int = 256 << 10
     kept_result_bytes: int = 256 << 20
+    address_space_bytes: int = 32 << 40
     check_every: int = 0
     interface: str = ""
     connections: int = 1
+    checksum: int = 0
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
     log_level: str = "info"
@@ -254,6 +256,13 @@ SETTINGS = (
         "may take it back; 0: none",
     ),
     Setting(
+        "address_space_bytes",
+        "TORCH_RING_ADDRESS_SPACE",
+        _bytes(1),
+        "most bytes of address space in which a rank maps the shared memory of its host; about "
+        "half of what `ulimit -v` leaves, if that is less",
+    ),
+    Setting(
         "check_every",
         "TORCH_RING_CHECK_EVERY",
         _count(0, 10**9),
@@ -273,6 +282,13 @@ SETTINGS = (
         _count(1, 64),
         "TCP connections between two ranks that exchange data; more than 1 if a single one does "
         "not fill the network",
+        common=True,
+    ),
+    Setting(
+        "checksum",
+        "TORCH_RING_CHECKSUM",
+        _count(0, 1),
+        "1: data that travel over TCP carry a CRC-32C, and damaged ones are an error on all ranks",
         common=True,
     ),
     Setting(

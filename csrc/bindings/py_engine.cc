@@ -48,16 +48,11 @@ class PyEngine {
                                                      const py::gil_scoped_acquire gil;
                                                      delete function;
                                                    });
-    Engine::Options options{config,
-                            world.labels,
-                            plane_.get(),
-                            set,
-                            std::move(members),
-                            [shared_log](const std::string& text) {
-                              const py::gil_scoped_acquire gil;
-                              (*shared_log)(text);
-                            },
-                            {}};
+    log_ = [shared_log](const std::string& text) {
+      const py::gil_scoped_acquire gil;
+      (*shared_log)(text);
+    };
+    Engine::Options options{config, world.labels, plane_.get(), set, std::move(members), log_, {}};
     communicator_ = make_communicator(world, config, *abort);
     options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
                            settings = std::move(settings)](std::uint8_t type, Communicator& host,
@@ -187,7 +182,7 @@ class PyEngine {
     return submit(std::move(members), blocking);
   }
 
-  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) const {
+  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) {
     if (!THPDtype_Check(dtype.ptr())) throw py::type_error("dtype must be a torch.dtype");
     const auto options = at::TensorOptions()
                              .dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type)
@@ -197,6 +192,15 @@ class PyEngine {
     SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;
     if (!shared) return at::empty(shape, options);
     std::shared_ptr<void> memory = shared->allocate(bytes);
+    if (!memory) {
+      if (!std::exchange(arena_is_full_, true)) {
+        log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
+             std::to_string(bytes) +
+             " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
+             "TORCH_RING_ADDRESS_SPACE and `ulimit -v`");
+      }
+      return at::empty(shape, options);
+    }
     void* data = memory.get();
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
@@ -309,14 +313,17 @@ class PyEngine {
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<BlockPool> blocks_;
+  std::function<void(const std::string&)> log_;
+  bool arena_is_full_ = false;  // and the log says so
 };
 
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
     bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
-    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, double timeout_s,
-    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
-    std::string nccl_library, bool nccl_blocking, py::function log) {
+    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, bool checksums,
+    double timeout_s, double stall_warning_s, double fusion_window_s,
+    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
+    py::function log) {
   World world;
   world.topology = {rank, std::move(host_of)};
   if (members.size() != world.topology.host_of.size()) {
@@ -325,6 +332,7 @@ std::unique_ptr<PyEngine> make_engine(
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   world.width = static_cast<std::size_t>(width);
+  world.checksums = checksums;
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
   if (control) world.sockets = sockets_of(control, set, members, width);
   if (memory) memory->use(world, members, slots);
@@ -351,9 +359,9 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
            py::arg("width"), py::arg("memory"), py::arg("slots"), py::kw_only(),
-           py::arg("timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
-           py::arg("log"))
+           py::arg("checksums"), py::arg("timeout_s"), py::arg("stall_warning_s"),
+           py::arg("fusion_window_s"), py::arg("fusion_threshold_bytes"), py::arg("nccl_library"),
+           py::arg("nccl_blocking"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.

@@ -55,7 +55,7 @@ bool HierarchicalBoard::complete() {
     if (!gathered_) gather();
     if (!leaders_->complete()) return false;
     publish();
-  } else if (host_.header(0).published.load(std::memory_order_acquire) < local_.round_number()) {
+  } else if (Host::load(host_.header(0).published) < local_.round_number()) {
     return false;
   }
   read();

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "collective/grouped_reduction.h"
 #include "core/at.h"
 
 namespace torch_ring {
@@ -25,9 +26,9 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
     for (const auto& ranks : ranks_of_host_) {
       const int peer = at(ranks, lane);
       connections.push_back(
-          peer == rank_
-              ? nullptr
-              : std::make_unique<Connection>(*sockets_, peer, world.width, at(world.labels, peer)));
+          peer == rank_ ? nullptr
+                        : std::make_unique<Connection>(*sockets_, peer, world.width,
+                                                       at(world.labels, peer), world.checksums));
     }
     std::vector<std::uint32_t> host_sizes;
     for (const auto& ranks : ranks_of_host_) {
@@ -66,6 +67,11 @@ void HierarchicalCommunicator::reducescatter(const void* input, void* output,
     std::memcpy(static_cast<std::byte*>(output) + (part.begin - own.begin) * item,
                 staging_ + (part.begin - round.begin) * item, part.count * item);
   });
+}
+
+void HierarchicalCommunicator::reduce_inputs(std::span<const void* const> inputs, void* output,
+                                             std::size_t count, const Reduction& reduction) const {
+  reduce_in_groups({&output, 1}, inputs, ranks_of_host_, count, reduction);
 }
 
 template <class Take>

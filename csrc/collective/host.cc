@@ -53,8 +53,7 @@ void Host::wait_all(Counter counter, std::uint64_t value, const char* doing) con
 
 void Host::wait_one(int peer, Counter counter, std::uint64_t value, const char* doing) const {
   const auto& peers = header(peer).*counter;
-  waiter_.wait([&] { return peers.load(std::memory_order_acquire) >= value; },
-               [&] { return silent(peer, doing); });
+  waiter_.wait([&] { return load(peers) >= value; }, [&] { return silent(peer, doing); });
 }
 
 void Host::barrier() {

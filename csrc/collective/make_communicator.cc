@@ -19,10 +19,11 @@ struct Ring {
   std::vector<std::unique_ptr<Connection>> connections(const World& world) const {
     std::vector<std::unique_ptr<Connection>> connections;
     for (int peer = 0; peer < world.topology.size(); ++peer) {
-      connections.push_back(
-          peer == world.topology.rank
-              ? nullptr
-              : std::make_unique<Connection>(*sockets, peer, world.width, at(world.labels, peer)));
+      connections.push_back(peer == world.topology.rank
+                                ? nullptr
+                                : std::make_unique<Connection>(*sockets, peer, world.width,
+                                                               at(world.labels, peer),
+                                                               world.checksums));
     }
     return connections;
   }

@@ -13,8 +13,8 @@ class SharedBuffers {
  public:
   virtual ~SharedBuffers() = default;
 
-  /// New memory, freed with its last reference, which may outlive the communicator. Errors:
-  /// Error(kInternal) when no memory is left.
+  /// New memory, freed with its last reference, which may outlive the communicator. Null if the
+  /// address space set aside for it is used up. Errors: Error(kInternal) when no memory is left.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
   /// The offset of [data, data + bytes) in the rank's shared memory, or -1 if it lies elsewhere.

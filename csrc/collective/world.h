@@ -29,6 +29,7 @@ struct World {
 
   std::unique_ptr<SocketSource> sockets;  // to the ranks of other hosts; null on one host
   std::size_t width = 1;                  // sockets of a connection
+  bool checksums = false;                 // of what connections carry
 
   // Both empty where no two ranks share a host.
   std::vector<SlotPlace> slots;        // of the ranks of this host (Topology::ranks_of_host)

@@ -45,8 +45,8 @@ class ControlPlane {
   /// key, Error(kInternal) if this process lacks descriptors.
   std::vector<int> missing() const;
 
-  /// Why the last attempt to connect to a neighbour failed, for the message of a timeout; empty if
-  /// none has.
+  /// Why it cannot accept anybody, or why the last attempt to connect to a neighbour failed, for the
+  /// message of a timeout; empty if neither is so.
   std::string trouble() const;
 
   /// Says goodbye (for at most 100 ms), joins the thread and closes all connections, also those

@@ -65,7 +65,8 @@ std::vector<int> ControlLoop::missing() const {
 
 std::string ControlLoop::trouble() const {
   const std::scoped_lock lock(mutex_);
-  return bids_.trouble();
+  const auto trouble = entrance_.trouble(Clock::now());
+  return trouble ? trouble->what() : bids_.trouble();
 }
 
 void ControlLoop::stop(Farewell farewell) {
@@ -106,7 +107,7 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
   }
   if (!news_.alive(peer)) return {};
   if (peer > rank_) {
-    if (entrance_.trouble()) throw *entrance_.trouble();
+    if (const auto trouble = entrance_.trouble(Clock::now())) throw *trouble;
   } else if (data_.connect(set, peer, width)) {
     ::eventfd_write(wake_.get(), 1);
   }
@@ -207,7 +208,8 @@ void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
       connected_.insert(hello.set);
     }
   }
-  if (entrance_.trouble() && in_setup()) give_setup_up(*entrance_.trouble());
+  if (!in_setup()) return;
+  if (const auto trouble = entrance_.trouble(now)) give_setup_up(*trouble);
 }
 
 void ControlLoop::connect(const PollSet& polls, Clock::time_point now) {
@@ -352,7 +354,11 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
 }
 
 void ControlLoop::give_setup_up(const Error& error) {
-  if (!setup_error_) setup_error_ = error;
+  if (setup_error_) return;
+  // What this process lacks is told to all ranks.
+  const bool own = error.kind() == ErrorKind::kInternal;
+  const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
+  setup_error_ = Error(error.kind(), who + error.what());
 }
 
 std::string ControlLoop::silence() const {

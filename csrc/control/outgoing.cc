@@ -5,11 +5,15 @@
 #include <cerrno>
 #include <system_error>
 
+#include "core/limits.h"
+
 namespace torch_ring {
 
 namespace {
 
-std::string message_of(int error) { return std::generic_category().message(error); }
+std::string message_of(int error) {
+  return std::generic_category().message(error) + (is_local(error) ? limit_to_raise(error) : "");
+}
 
 }  // namespace
 

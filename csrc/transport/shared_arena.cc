@@ -39,10 +39,7 @@ void* SharedArena::allocate(std::size_t bytes) {
   const auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& range) {
     return range.second >= bytes && range.second >= wanted;  // huge `bytes` make `wanted` overflow
   });
-  if (hole == free_.end()) {
-    throw Error(ErrorKind::kInternal,
-                "no " + std::to_string(bytes) + " bytes of shared memory are left");
-  }
+  if (hole == free_.end()) return nullptr;
   const auto [offset, hole_bytes] = *hole;
   for_own_huge_pages(offset, wanted, offset, hole_bytes,
                      [&](std::size_t at, std::size_t part) { memory_->commit_huge(at, part); });
@@ -73,7 +70,11 @@ std::size_t SharedArena::reserve() {
     return range.second >= Slot::kBytes && slot_in(range) >= range.first;
   });
   if (hole == free_.rend()) {
-    throw Error(ErrorKind::kInternal, "no shared memory is left for another process set");
+    throw Error(ErrorKind::kInternal,
+                "this rank's part of the shared memory, " +
+                    std::to_string(memory_->size_bytes() >> 20) +
+                    " MiB of address space, has no room for another process set: raise "
+                    "TORCH_RING_ADDRESS_SPACE and `ulimit -v`, or remove sets");
   }
   const std::size_t offset = slot_in(*hole);
   // Nothing should be there, but a late ring may have touched a page since the last release.

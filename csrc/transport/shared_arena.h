@@ -24,12 +24,12 @@ class SharedArena {
   /// The arena keeps `memory` alive.
   explicit SharedArena(std::shared_ptr<const SharedMemory> memory);
 
-  /// Errors: Error(kInternal) when the host has no more memory.
+  /// Null if the arena has no room. Errors: Error(kInternal) when the host has no more memory.
   void* allocate(std::size_t bytes);
   void free(void* data) noexcept;
 
   /// The offset of a new slot in this rank's memory. It reads as zeros, and only its header's page
-  /// is committed. Errors: as allocate().
+  /// is committed. Errors: Error(kInternal) if there is no room, or no more memory.
   std::size_t reserve();
   /// Releases a slot, when no rank touches it any more.
   void release(std::size_t slot) noexcept;

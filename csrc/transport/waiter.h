@@ -28,7 +28,8 @@ class Waiter {
   Waiter(const Abort& abort, Doorbell& doorbell, bool may_spin, std::chrono::milliseconds timeout)
       : abort_(abort), doorbell_(doorbell), may_spin_(may_spin), timeout_(timeout) {}
 
-  /// Returns when ready() holds. `describe` gives the text of the timeout's error: which peer is
+  /// Returns when ready() holds: it loads what peers store by seq_cst loads, as Doorbell::sleep()
+  /// needs it. `describe` gives the text of the timeout's error: which peer is
   /// late, and how far the transfer came. A sleep also ends when one of `fds` is ready.
   template <class Ready, class Describe>
   void wait(Ready&& ready, Describe&& describe, std::span<const pollfd> fds = {}) const {

@@ -21,6 +21,7 @@ def test_settings_have_defaults():
         ("TORCH_RING_BUCKET_BYTES", "1000", "bucket_bytes", 1000),
         ("TORCH_RING_INTERFACE", "ib0", "interface", "ib0"),
         ("TORCH_RING_CONNECTIONS", "4", "connections", 4),
+        ("TORCH_RING_CHECKSUM", "1", "checksum", 1),
         ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold_bytes", 0),
         ("HOROVOD_CYCLE_TIME", "5", "fusion_window_s", 0.005),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_warning_s", 7.0),

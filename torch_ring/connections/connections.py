@@ -44,9 +44,12 @@ class Connections:
             plane.stop()
 
     def abandon(self) -> None:
-        """Let go of the parent's connections in a forked child.
+        """Let go of the parent's connections and memory in a forked child.
 
-        While a child holds them, no other rank notices the parent's death.
+        While a child holds the connections, no other rank notices the parent's death; while it
+        holds the memory, that of all ranks of the host stays although they have ended.
         """
         if self.plane is not None:
             self.plane.abandon()
+        if self.memory is not None:
+            self.memory.abandon()

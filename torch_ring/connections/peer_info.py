@@ -21,7 +21,7 @@ class PeerInfo:
     Attributes:
         machine: "<kernel>/<network namespace>": ranks with the same one can pass descriptors to one
             another.
-        shares: whether the rank has shared memory for the others.
+        shares: the bytes of its host's memory that the rank can map; 0: it shares none.
         node: the launcher's name of its node; None: the machine counts as the node.
         local_rank, local_size: as the launcher sets them; None if it does not.
         address, port: the TCP address for ranks on other hosts.
@@ -31,7 +31,7 @@ class PeerInfo:
 
     rank: int
     machine: str
-    shares: bool
+    shares: int
     node: str | None
     local_rank: int | None
     local_size: int | None
@@ -138,7 +138,7 @@ def _is_mask(value: Any) -> bool:
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "rank": _whole(1 << 31),
     "machine": _text,
-    "shares": lambda value: type(value) is bool,
+    "shares": _whole(1 << 63),
     "node": _or_none(_text),
     "local_rank": _or_none(_whole(1 << 31)),
     "local_size": _or_none(_whole(1 << 31)),

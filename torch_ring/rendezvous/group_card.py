@@ -17,6 +17,7 @@ __all__ = [
     "difference",
     "gather_group",
     "pack_table",
+    "ranks_in",
     "require_agreement",
     "unpack_table",
     "unpack_table_and_secret",
@@ -90,6 +91,14 @@ class GroupCard:
         if len({str(machine) for machine in full.get("machine", [])}) != 1:
             raise ValueError("it has not one machine")
         return card
+
+
+def ranks_in(card: bytes, size: int) -> list[int]:
+    """Return the ranks of a card that was sent in a world of `size`; none if it is damaged."""
+    try:
+        return GroupCard.from_bytes(card, size).ranks
+    except ValueError:
+        return []
 
 
 def gather_group(

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from torch_ring.errors import PeerLostError, RingError, first_line
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.failure import Failure, missing_ranks
+from torch_ring.rendezvous.failure import Failure, missing_ranks, twice
+from torch_ring.rendezvous.store_client import KeyValueStore
 
-__all__ = ["CHUNK_BYTES", "HostExchange", "linger", "store_errors"]
+__all__ = ["CHUNK_BYTES", "HostExchange", "fail_in", "linger", "store_errors"]
 
 CHUNK_BYTES = 1_000_000
 """Bytes of a value, at most: TCPStore refuses 8 MiB, and a proxy in between may refuse less."""
@@ -45,10 +46,7 @@ _MOST_CHUNKS = 256
 _LINGER_S = 2.0  # seconds that others get to say, or to learn, why an init() has failed
 _LOOK_S = 1.0  # seconds between two looks for failures
 
-_TWICE = (
-    "two processes have the same rank, or one was killed in the middle of init() and another one "
-    "started in its place"
-)
+_TOO_MANY = twice("two processes have the same rank")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class HostExchange:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         size: int,
         ranks: Sequence[int],
         deadline: Deadline,
@@ -109,7 +107,7 @@ class HostExchange:
         self.place, self.world = place, place // size
         self._first = self.world * size  # place of this world
         if place + count > self._first + size:
-            error = RingError(_TWICE)
+            error = RingError(_TOO_MANY)
             self.fail(Failure.of_all(error))
             raise error
 
@@ -137,7 +135,7 @@ class HostExchange:
             yield place, card
             count = len(self._ranks_of(card))
             if not 1 <= count <= self._first + self._size - place:
-                raise RingError(_TWICE)
+                raise RingError(_TOO_MANY)
             place += count
 
     def write_table(self, table: bytes) -> None:
@@ -198,7 +196,7 @@ class HostExchange:
         """Tell all groups why this init() has failed; return the first failure of all."""
         if self._has_failed:
             return failure
-        with contextlib.suppress(DistError, PeerLostError):
+        with contextlib.suppress(DistError, RingError):  # a store that is gone, or silent
             if self._claim_failure():
                 self._announce(failure)
             else:
@@ -216,7 +214,7 @@ class HostExchange:
         # The table of this world tells the next one's ranks that all is well.
         keys = [self._key(_CARD, place) for place in self._cards]
         keys += [self._key(kind, self.world - 1) for kind in (_TABLE, _DECIDED)]
-        with contextlib.suppress(DistError, NotImplementedError):
+        with contextlib.suppress(DistError, RingError, NotImplementedError):
             for key in keys:
                 self._store.delete_key(key)
 
@@ -245,12 +243,16 @@ class HostExchange:
             raise self._first_failure()
         if self.world > 0 and not self._store.check([self._key(_TABLE, self.world - 1)]):
             # Nobody gets here before the world before is complete, unless somebody came twice.
-            raise RingError(_TWICE)
+            raise RingError(_TOO_MANY)
 
     # --- failures
 
     def _late(self) -> RingError:
         """Return the error that names who is missing, the same in all groups."""
+        # Rank 0's leader knows best who is here: its own card is not in the store.
+        patience = Deadline(0.0 if 0 in self._ranks else _LOOK_S)
+        while not patience.passed() and not self._store.check([self._key(_FAILURE)]):
+            time.sleep(0.02)
         if not self._claim_failure():
             return self._first_failure()
         here, place = list(self._ranks), self._first
@@ -329,14 +331,34 @@ class HostExchange:
         return f"{self._generation}/{key.format(*numbers)}"
 
 
-def linger(store: Store) -> None:
+def fail_in(
+    open_store: Callable[[Deadline], KeyValueStore],
+    size: int,
+    ranks: Sequence[int],
+    deadline: Deadline,
+    failure: Failure,
+) -> HostExchange | None:
+    """Tell of a failure the groups that these ranks have not met yet.
+
+    Returns:
+        The group's side of the exchange; None if there is no store: the failure itself counts.
+    """
+    with contextlib.suppress(RingError, OSError):
+        store = open_store(deadline)
+        exchange = HostExchange(store, size, ranks, deadline, lambda _: ())
+        exchange.fail(failure)
+        return exchange
+    return None
+
+
+def linger(store: KeyValueStore) -> None:
     """Wait a moment until all that have come know of a failure. For the process that serves.
 
     Args:
         store: the one that HostExchange uses.
     """
     until = Deadline(_LINGER_S)
-    with contextlib.suppress(DistError):
+    with contextlib.suppress(DistError, RingError):
         generation = store.add(_ENDED, 0) - 1
         while generation >= 0 and not until.passed():
             come = store.add(f"{generation}/{_PLACES}", 0) % _OVER

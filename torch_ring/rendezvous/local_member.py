@@ -164,8 +164,14 @@ def connect(
         member = LocalMember(FrameSocket(connection), deadline)
         cleanup.callback(member.close)
         member.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size))
-        if not member.wait_for_welcome(until):
-            return None
+        try:
+            if not member.wait_for_welcome(until):
+                return None
+        except (RingError, OSError, EOFError, ValueError):
+            raise
+        except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
+            member.fail(Failure.of(error, rank))
+            raise
         cleanup.pop_all()
         return member
 

@@ -8,8 +8,8 @@ then, and passes it down.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 import os
 import secrets
 import socket
@@ -32,10 +32,11 @@ from torch_ring.rendezvous.group_card import (
     difference,
     gather_group,
     pack_table,
+    ranks_in,
     require_agreement,
     unpack_table,
 )
-from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger, store_errors
+from torch_ring.rendezvous.host_exchange import HostExchange, Question, fail_in, linger
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
 from torch_ring.rendezvous.local_meeting import join
@@ -44,13 +45,12 @@ from torch_ring.rendezvous.store import StorePlace
 
 __all__ = ["Meeting"]
 
-_log = logging.getLogger("torch_ring")
-
 _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
 _QUIET_S = 0.5  # ... or after which nobody else comes, where their number is not known
 _PROGRESS_S = 5.0
 _SLICE_S = 1.0
 _PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
+_LOOK_S = 0.5  # seconds for a look whether there is a store
 
 
 class Meeting:
@@ -69,7 +69,7 @@ class Meeting:
         name: the socket's name at which the ranks of this host meet; None: there is none.
 
     Attributes:
-        size: the number of ranks.
+        rank, size: this process; the number of ranks.
         leads: whether this rank leads its host: it is the one that passes things down. Known
             after `meet`.
         table: after `meet`, on the leader of a host: the cards of all ranks, packed. See
@@ -84,11 +84,11 @@ class Meeting:
         self, identity: Identity, deadline: Deadline, place: StorePlace | None, name: str | None
     ) -> None:
         self.deadline = deadline
-        self.size = identity.size
+        self.rank, self.size = identity.rank, identity.size
         self.leads = False
         self.table = b""
         self._identity, self._place = identity, place
-        self._rank = identity.rank
+        self._ranks_of = functools.partial(ranks_in, size=identity.size)
         self._exchange: HostExchange | None = None
         self._above: LocalMember | None = None  # leads to this rank's leader
         self._leader: LocalLeader | None = None
@@ -98,7 +98,7 @@ class Meeting:
         self._other_here: list[int] = []  # ranks of other hosts that have come
         grace = deadline if place is None else Deadline(min(_GRACE_S, deadline.left_s() / 2))
         self._grace = grace
-        met = join(name, self._rank, self.size, deadline, grace)
+        met = join(name, self.rank, self.size, deadline, grace)
         if isinstance(met, LocalLeader):
             self._leader = met
         else:
@@ -129,9 +129,9 @@ class Meeting:
                 assert self._above is not None
                 self._above.send(Kind.CARD, own)
                 return
-            self._leader.cards[self._rank] = own
+            self._leader.cards[self.rank] = own
             self._collect_local()
-            group, texts = gather_group(self._rank, self.size, self._leader.cards)
+            group, texts = gather_group(self.rank, self.size, self._leader.cards)
             if len(group.ranks) < self.size:
                 self._meet_hosts(group, texts)
             else:
@@ -196,14 +196,17 @@ class Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one cannot go on; a store's server waits for them."""
-        self._relay(Failure.of(error, self._rank))
+        self._relay(Failure.of(error, self.rank))
         if self._place is not None and self._place.opened is not None and self._place.serves:
             linger(self._place.opened)
 
-    def clean_up(self) -> None:
-        """Remove keys of the store that nobody reads any more. Call when all ranks have joined."""
+    def leave_store(self) -> None:
+        """Let go of the store. Call when all ranks have joined: failures travel otherwise then."""
         if self._exchange is not None:
             self._exchange.clean_up()
+            self._exchange = None
+        if self._place is not None:
+            self._place.leave()
 
     def close(self) -> None:
         """Close all connections. Call when all ranks have joined, or after a failure."""
@@ -233,9 +236,11 @@ class Meeting:
                 break
             self._pump(min(_SLICE_S, self.deadline.left_s()))
             self._report()
-        late = not leader.members.keys() <= leader.cards.keys()
+        late = leader.members.keys() - leader.cards.keys()
         if late or (self._place is None and len(leader.cards) < self.size):
-            error = missing_ranks(list(leader.cards), self.size, self.deadline)
+            here = set(range(self.size)) - late if self._place is not None else leader.cards.keys()
+            by_parent = self._place is None and not self._identity.job
+            error = missing_ranks(here, self.size, self.deadline, by_parent=by_parent)
             self._relay(Failure.of_all(error))
             raise error
 
@@ -299,7 +304,7 @@ class Meeting:
         self.table = self.table or pack_table(groups)
         here = [group for group in groups if group.machine == own.machine]
         first = here[0]
-        self.leads = first.leader == self._rank
+        self.leads = first.leader == self.rank
         if self.leads:
             others = {group.leader for group in here[1:]}
             while not others <= self._leader.members.keys():
@@ -310,7 +315,7 @@ class Meeting:
         else:
             self._leader.close_door()
             self._above = connect_to(
-                f"\0torch_ring/{first.door}", first.leader, self._rank, self.size, self.deadline
+                f"\0torch_ring/{first.door}", first.leader, self.rank, self.size, self.deadline
             )
 
     # --- waiting, and failures
@@ -372,24 +377,16 @@ class Meeting:
         if not leader.linger(expected or self.size) and on_one_node:
             exchange = self._fail_in_store(leader.told, failure)
         if exchange is not None:
-            with contextlib.suppress(RingError), store_errors():
+            with contextlib.suppress(RuntimeError):  # the store is gone
                 exchange.mark_told(sorted(leader.told))
 
     def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> HostExchange | None:
-        patience = Deadline(_PATIENCE_S)
-        with contextlib.suppress(RingError, OSError):  # the failure itself counts
-            if self._place is not None:
-                store = self._place.open(patience)
-                exchange = HostExchange(store, self.size, sorted(ranks), patience, self._ranks_of)
-                exchange.fail(failure)
-                return exchange
-        return None
-
-    def _ranks_of(self, card: bytes) -> list[int]:
-        try:
-            return GroupCard.from_bytes(card, self.size).ranks
-        except ValueError:
-            return []
+        if self._place is None:
+            return None
+        # Rank 0 opens the store when it is told to. If it is not here, nobody waits in a store that
+        # is not there by now.
+        patience = Deadline(_PATIENCE_S if 0 in ranks else _LOOK_S)
+        return fail_in(self._place.open, self.size, sorted(ranks), patience, failure)
 
     def _report(self) -> None:
         """Log on rank 0, every few seconds, who is here."""

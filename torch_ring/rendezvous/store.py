@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from torch_ring._C import StoreCall
 from torch_ring.config import Config
 from torch_ring.errors import (
     InvalidArgumentError,
@@ -26,11 +27,13 @@ from torch_ring.errors import (
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
+from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, finish
 
 __all__ = ["StorePlace", "drop_connections", "drop_in_child", "given_store", "locate_store"]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
+_CONNECT_S = 5.0  # seconds for which torch's store tries to connect
 
 Address = tuple[str, int]
 
@@ -42,9 +45,11 @@ class StorePlace:
         host: the host that serves the store, if known.
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
+        leave: lets go of the store when all ranks have met. None: the store outlives the meeting.
 
     Attributes:
         host, serves: as given.
+        ends: whether the store ends with the meeting.
         opened: the store, when it has been opened; seen only by the ranks of this start of the job.
     """
 
@@ -52,13 +57,15 @@ class StorePlace:
         self,
         host: str | None,
         serves: bool,
-        find: Callable[[Deadline, Callable[[], None]], Store],
+        find: Callable[[Deadline, Callable[[], None]], KeyValueStore],
+        leave: Callable[[], None] | None = None,
     ) -> None:
         self.host, self.serves = host, serves
-        self.opened: Store | None = None
-        self._find = find
+        self.ends = leave is not None
+        self.opened: KeyValueStore | None = None
+        self._find, self._leave = find, leave
 
-    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> Store:
+    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> KeyValueStore:
         """Return the store. Blocks until its server answers.
 
         Args:
@@ -73,9 +80,16 @@ class StorePlace:
             self.opened = self._find(deadline, check)
         return self.opened
 
+    def leave(self) -> None:
+        """Let go of a store that ends with the meeting. Call on all ranks, when they have met."""
+        if self._leave is not None:
+            self.opened = None
+            self._leave()
 
-# Connections to stores, and rank 0's own store, outlive a world: an init() after a shutdown() must
-# not find the store of a process that is about to exit.
+
+# Stores, and connections to them, that the next init() uses: those of torchrun's agent and of
+# worlds of some of the ranks, and after a failure. Rank 0's own store ends when all have met:
+# nobody can fill its memory later, or take its descriptors, and its port is free.
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
 _mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
@@ -106,11 +120,12 @@ def locate_store(
         InvalidArgumentError: none of these ways is open; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
-    rank = identity.launched_rank()
+    rank, shared = identity.launched_rank(), bool(identity.part)
     if host:
         address = (host, port or _DEFAULT_PORT)
     elif comm is not None:
         address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
+        shared = False
     elif identity.on_one_node() or identity.launcher == "init":
         return None
     elif identity.launcher == "srun":
@@ -118,17 +133,26 @@ def locate_store(
     else:
         known = _mpi_addresses.get(identity.part)
         address = known or _ask_mpi(_mpi_world(identity), identity, config, deadline)
-        rank = identity.rank
-    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        rank, shared = identity.rank, False
+    is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = "torchrun's agent" if is_agents else "rank 0"
+    serves = rank == 0 and not is_agents
 
-    def find(deadline: Deadline, check: Callable[[], None]) -> Store:
+    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
         if serves:
             store = _serve(address, deadline, one_host=identity.on_one_node())
         else:
-            store = _connect(address, deadline, check)
-        return _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+            store = _connect(address, server, deadline, check)
+        view = _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+        name = f"the job's store at {_text(address)}, which {server} serves,"
+        return StoreClient(view, deadline, name, check)
 
-    place = StorePlace(address[0], serves, find)
+    def leave() -> None:
+        _stores.pop(address, None)
+        _served.discard(address)
+        _mpi_addresses.clear()  # the next store has another port
+
+    place = StorePlace(address[0], serves, find, None if is_agents or shared else leave)
     if identity.part and serves:
         place.open(deadline)  # another part may need it, even if this one does not
     return place
@@ -137,7 +161,13 @@ def locate_store(
 def given_store(store: Store, identity: Identity) -> StorePlace:
     """Return the place of a store that the user has given."""
     view = _of_part(PrefixStore("torch_ring", store), identity)
-    return StorePlace(getattr(store, "host", None), False, lambda *_: view)  # host: a TCPStore's
+    host = getattr(store, "host", None)  # a TCPStore's
+    where = f", at {_text((store.host, store.port))}," if isinstance(store, TCPStore) else ""
+
+    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
+        return StoreClient(view, deadline, f"the store that was given to init(){where}", check)
+
+    return StorePlace(host, False, find)
 
 
 def _of_part(store: Store, identity: Identity) -> Store:
@@ -149,6 +179,7 @@ def drop_connections() -> None:
     """Drop the connections to other processes' stores, which may be gone after a failure."""
     for address in [a for a in _stores if a not in _served]:
         del _stores[address]
+    _mpi_addresses.clear()  # all ranks ask anew, or none
 
 
 def drop_in_child() -> None:
@@ -286,24 +317,33 @@ def _listen(address: Address, one_host: bool) -> socket.socket | None:
         raise RingError(f"rank 0 cannot listen at port {port}: {error}") from None
 
 
-def _connect(address: Address, deadline: Deadline, check: Callable[[], None]) -> TCPStore:
+def _connect(
+    address: Address, server: str, deadline: Deadline, check: Callable[[], None]
+) -> TCPStore:
     if address not in _stores:
-        _wait_for_server(address, deadline, check)
-        try:
-            store = TCPStore(
-                *address, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False
+        _wait_for_server(address, server, deadline, check)
+        call = StoreCall.connect(*address, _CONNECT_S)
+        if not finish(call, deadline, check):
+            raise TimeoutError(
+                f"{_text(address)} accepts connections, but has not answered as {server}'s store "
+                f"{deadline}: is {server} stopped, or does another program have its port "
+                "(MASTER_PORT)?"
             )
-        except DistError as error:
+        try:
+            store = call.result()
+        except RuntimeError as error:
             raise PeerLostError(
-                f"no store answers at {_text(address)} any more: has rank 0 exited? "
-                f"{first_line(error)}"
+                f"no store answers at {_text(address)}: has {server} exited, or does another "
+                f"program have its port (MASTER_PORT)? {first_line(error)}"
             ) from None
         store.set_timeout(timedelta(seconds=deadline.timeout_s))
         _stores[address] = store
     return _stores[address]
 
 
-def _wait_for_server(address: Address, deadline: Deadline, check: Callable[[], None]) -> None:
+def _wait_for_server(
+    address: Address, server: str, deadline: Deadline, check: Callable[[], None]
+) -> None:
     """Wait as TCPStore does, but quietly, interruptibly, and until our deadline."""
     reason: object = "no time was left"
     while not deadline.passed():
@@ -315,7 +355,7 @@ def _wait_for_server(address: Address, deadline: Deadline, check: Callable[[], N
             reason = error
         time.sleep(min(0.05, deadline.left_s()))
     raise TimeoutError(
-        f"rank 0 did not arrive {deadline}: nothing answers at {_text(address)} ({reason})"
+        f"{server} did not arrive {deadline}: nothing answers at {_text(address)} ({reason})"
     )
 
 

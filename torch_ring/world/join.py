@@ -19,7 +19,7 @@ from torch_ring.connections.connections import Connections
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.exchange import failing_together
+from torch_ring.rendezvous.exchange import failing_together, lacking
 from torch_ring.rendezvous.launchers import Identity, discover
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
@@ -156,15 +156,22 @@ def _connect(
     table = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
-        with contextlib.closing(Meeting(identity, deadline, place, name)) as meeting:
-            with failing_together(meeting):
-                connections = connect(identity, config, _towards(place), meeting, common)
-                table = _start(connections, config, deadline)
-            meeting.clean_up()
-    except BaseException:
+        with (
+            contextlib.closing(Meeting(identity, deadline, place, name)) as meeting,
+            failing_together(meeting),
+        ):
+            connections = connect(identity, config, _towards(place), meeting, common)
+            table = _start(connections, config, deadline)
+            meeting.leave_store()
+            if place is not None and place.ends:  # torch.distributed may have its port then
+                wait_for_all(table.everyone.engine(), deadline, size)
+    except BaseException as error:
         if table is not None:
             table.close()
         drop_connections()
+        failure = lacking(error, rank)
+        if failure is not None:
+            raise failure from None
         raise
     if rank == 0:
         _log.info("%s", _describe(connections))
