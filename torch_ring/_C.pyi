@@ -37,6 +37,12 @@ def keep_results(most_bytes: int) -> None:
 def kept_result_bytes() -> int:
     """Return the bytes of results' pages that are kept now."""
 
+def arm_failpoints(spec: str) -> None:
+    """Make this process fail where a test says, in place of earlier ones; "" for nowhere.
+
+    Errors: InvalidArgumentError. CONTRIBUTING.md has the syntax.
+    """
+
 class HostMemory:
     """The memory that the ranks of a host share (csrc/transport/host_memory.h).
 

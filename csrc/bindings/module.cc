@@ -8,6 +8,7 @@
 #include "bindings/py_engine.h"
 #include "bindings/py_host_memory.h"
 #include "bindings/result_allocator.h"
+#include "core/failpoint.h"
 #include "nccl/loader.h"
 
 namespace py = pybind11;
@@ -56,6 +57,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));
   module.def("kept_result_bytes", &kept_result_bytes);
+  module.def("arm_failpoints", &arm_failpoints, py::arg("spec"));
   bind_control_plane(module);
   bind_host_memory(module);
   bind_engine(module);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/at.h"
+#include "core/failpoint.h"
 
 namespace torch_ring {
 
@@ -181,7 +182,7 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
 
 void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
   for (Link& link : links_) {
-    if (!link.ready(polls)) continue;
+    if (!link.ready(polls) || failpoint("control.receive", rank_)) continue;
     try {
       for (const Message& message : link.receive(now)) {
         // A rank that was taken for lost, and goes on, takes those who dropped it for lost.
@@ -275,6 +276,7 @@ void ControlLoop::send(Clock::time_point now) {
 
 /// Sends what is queued, and this rank's departure. The peers may read it when they like.
 void ControlLoop::say_goodbye() {
+  if (failpoint("departure", rank_)) return;
   const auto now = Clock::now();
   for (Link& link : links_) link.queue(Message::departed(rank_), now);
   while (true) {

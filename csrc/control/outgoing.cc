@@ -5,6 +5,8 @@
 #include <cerrno>
 #include <system_error>
 
+#include "core/failpoint.h"
+
 namespace torch_ring {
 
 namespace {
@@ -29,6 +31,9 @@ Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
       socket_.reset();
       retry_ = now + *probe_;
       return state;
+    }
+    if (failpoint("handshake.connecting", static_cast<int>(hello_.from))) {
+      return fail("failpoint", ECONNRESET, now);
     }
     handshake_ = Handshake::connecting(key_, hello_);
   }

@@ -4,6 +4,7 @@
 #include <list>
 
 #include "core/at.h"
+#include "core/failpoint.h"
 #include "engine/announce.h"
 
 namespace torch_ring {
@@ -182,6 +183,7 @@ bool Driver::run_unanimous(const Round& round) {
 void Driver::reset_numbering() { queue_.reset_numbering(queue_.lock()); }
 
 void Driver::complete(Work& work) {
+  failpoint("collective", communicator_.rank());
   if (work.request_.finish) work.request_.finish();
   release_tensors(work);
   const Lock lock = queue_.lock();

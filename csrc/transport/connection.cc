@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "core/error.h"
+#include "core/failpoint.h"
 
 namespace torch_ring {
 
@@ -142,7 +143,7 @@ std::size_t Connection::try_send(std::span<const std::byte> bytes) {
 }
 
 std::size_t Connection::try_receive(std::span<std::byte> bytes) {
-  if (!open(true)) return 0;
+  if (!open(true) || failpoint("data.receive", rank_)) return 0;
   return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
@@ -153,7 +154,7 @@ std::size_t Connection::try_receive(std::span<std::byte> bytes) {
 }
 
 bool Connection::readable() {
-  if (!open(false)) return false;
+  if (!open(false) || failpoint("data.receive", rank_)) return false;
   pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
 }

@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torch_ring._C import Engine, keep_results
-from torch_ring.config import Config, misspelt
+from torch_ring._C import Engine, arm_failpoints, keep_results
+from torch_ring.config import Config, failpoints, misspelt
 from torch_ring.errors import NotInitializedError
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.world.join import World, join_world
@@ -93,6 +93,7 @@ def init(
             return
         config = Config.from_environment()
         _set_up_log(config)
+        arm_failpoints(failpoints())
         keep_results(config.kept_result_bytes)
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
         _world = join_world(comm, process_sets, given, store, config)
