@@ -37,6 +37,7 @@ class Config:
     connections: int = 1
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
+    exit_with_launcher: int = 1
     log_level: str = "info"
 
     @classmethod
@@ -284,6 +285,12 @@ SETTINGS = (
         str,
         "shared secret with which ranks authenticate one another; if unset, each world has one "
         "that its ranks know, and whoever can read its store",
+    ),
+    Setting(
+        "exit_with_launcher",
+        "TORCH_RING_EXIT_WITH_LAUNCHER",
+        _count(0, 1),
+        "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
     ),
     Setting(
         "log_level",

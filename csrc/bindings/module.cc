@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "bindings/blocking_call.h"
 #include "bindings/gradient_hooks.h"
 #include "bindings/py_control_plane.h"
 #include "bindings/py_engine.h"
@@ -57,6 +58,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));
   module.def("kept_result_bytes", &kept_result_bytes);
+  module.def(
+      "await_calls",
+      [](double patience_s) {
+        return BlockingCall::await_all(
+            std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));
+      },
+      py::arg("patience_s"));
+  module.def("forget_calls", &BlockingCall::forget_all);
   module.def("arm_failpoints", &arm_failpoints, py::arg("spec"));
   bind_control_plane(module);
   bind_host_memory(module);

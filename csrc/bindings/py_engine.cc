@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "bindings/accelerator.h"
+#include "bindings/blocking_call.h"
 #include "bindings/finalize_dense.h"
 #include "bindings/py_control_plane.h"
 #include "bindings/py_host_memory.h"
@@ -95,7 +96,7 @@ class PyEngine {
       const std::shared_ptr<Engine> engine = running();
       Request request =
           allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       engine->submit_and_wait(std::move(request), kCheckSignals);
     }
     if (in_place && !tensor.is_inference()) {
@@ -220,19 +221,19 @@ class PyEngine {
     const std::shared_ptr<Engine> engine = running();
     std::optional<std::string> gathered;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       gathered = finalizer.run(*engine, size_, entry, number, kCheckSignals);
     }
     if (!gathered) return std::nullopt;
     return py::bytes(*gathered);
   }
 
-  void shutdown() {
+  void shutdown(bool removed = false) {
     if (::getpid() != pid_) return abandon();
     if (!engine_) return;
     {
       const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
-      engine_->close();
+      engine_->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves);
     }
     engine_.reset();
     communicator_.reset();
@@ -274,7 +275,7 @@ class PyEngine {
     prepare(request, *result, device);
     std::shared_ptr<Work> work;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       work = engine->submit(std::move(request), mode_of(blocking));
     }
     return {engine, std::move(work), std::move(result)};
@@ -289,7 +290,7 @@ class PyEngine {
     }
     std::vector<std::shared_ptr<Work>> works;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       works = engine->submit(std::move(requests), mode_of(blocking));
     }
     std::vector<PyWork> handles;
@@ -381,7 +382,7 @@ void bind_engine(py::module_& module) {
       .def("gradient_blocks", &PyEngine::gradient_blocks)
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)
-      .def("shutdown", &PyEngine::shutdown)
+      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)
       .def("abandon", &PyEngine::abandon);
 }
 

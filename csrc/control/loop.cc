@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "control/parting.h"
 #include "core/at.h"
 #include "core/failpoint.h"
 
@@ -14,8 +15,6 @@ namespace torch_ring {
 namespace {
 
 constexpr std::chrono::milliseconds kGather{10};  // departures on their way wait for others
-constexpr std::chrono::milliseconds kGoodbye{
-    100};  // a stopping rank waits for those who don't read
 
 void check(const ControlOptions& options) {
   const auto size = options.host_of.size();
@@ -42,7 +41,9 @@ ControlLoop::ControlLoop(ControlOptions options)
                                                options.key,
                                                {},
                                                {},
-                                               options.heartbeat_timeout})),
+                                               options.heartbeat_timeout,
+                                               {},
+                                               {}})),
       rank_(options_.rank),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       subscriptions_(rank_, options_.labels),
@@ -50,6 +51,7 @@ ControlLoop::ControlLoop(ControlOptions options)
       neighbourhood_(rank_, options_.host_of),
       entrance_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
                 std::move(options.tcp_listener)),
+      launcher_(std::move(options.launcher), std::move(options.launcher_died)),
       bids_(options_),
       data_(options_),
       next_heartbeat_(Clock::now()) {
@@ -92,7 +94,20 @@ void ControlLoop::fail(std::uint64_t set, const Error& cause) {
   {
     const std::scoped_lock lock(mutex_);
     if (news_.has_failed(set)) return;
-    failures_.push_back(Message::failed(rank_, set, cause));
+    own_news_.push_back(Message::failed(rank_, set, cause));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+void ControlLoop::give_reason(std::string why) {
+  const std::scoped_lock lock(mutex_);
+  why_ = std::move(why);
+}
+
+void ControlLoop::leave(std::uint64_t set, std::uint64_t rounds) {
+  {
+    const std::scoped_lock lock(mutex_);
+    own_news_.push_back(Message::left(rank_, set, rounds, why_));
   }
   ::eventfd_write(wake_.get(), 1);
 }
@@ -117,6 +132,7 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
 std::vector<int> ControlLoop::descriptors() const {
   const std::scoped_lock lock(mutex_);
   std::vector<int> fds{wake_.get()};
+  fds.push_back(launcher_.fd());
   entrance_.append_descriptors(fds);
   for (const Link& link : links_) fds.push_back(link.fd());
   bids_.append_descriptors(fds);
@@ -138,25 +154,31 @@ void ControlLoop::run() {
     lock.lock();
     turn(polls, slept, Clock::now());
     const auto untold = std::exchange(untold_, {});
+    const auto presumed = std::exchange(presumed_, {});
     const auto connected = std::exchange(connected_, {});
     const auto farewell = farewell_;
-    if (farewell == Farewell::kGoodbye) say_goodbye();
+    std::list<Link> parting;
+    if (farewell == Farewell::kGoodbye) parting = say_goodbye();
     lock.unlock();
 
     for (const Message& news : untold) subscriptions_.tell(news);
+    for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
-    if (farewell) return;
+    if (!farewell) continue;
+    part(parting);
+    return;
   }
 }
 
 /// Fills the set of descriptors; returns when the next turn is due at the latest.
 Clock::time_point ControlLoop::prepare(PollSet& polls) {
   polls.add(wake_.get(), POLLIN);
+  launcher_.add_to(polls);
   entrance_.add_to(polls, Clock::now());
   bids_.add_to(polls);
   data_.add_to(polls);
-  auto due = std::min({next_heartbeat_, neighbourhood_.next_change(), entrance_.due(),
-                       bids_.due(in_setup()), data_.due()});
+  auto due = std::min({next_heartbeat_, launcher_.due(), neighbourhood_.next_change(),
+                       entrance_.due(), bids_.due(in_setup()), data_.due()});
   for (Link& link : links_) {
     link.add_to(polls);
     due = std::min(due, link.due());
@@ -171,11 +193,12 @@ Clock::time_point ControlLoop::prepare(PollSet& polls) {
 void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now) {
   eventfd_t rings = 0;
   ::eventfd_read(wake_.get(), &rings);
+  launcher_.look(polls, now);
   receive(polls, now);
   admit(polls, now);
   connect(polls, now);
   judge_silence(slept, now);
-  send_failures(now);
+  send_own_news(now);
   seek_neighbours(now);
   send(now);
 }
@@ -245,9 +268,10 @@ void ControlLoop::judge_silence(Clock::time_point slept, Clock::time_point now) 
   if (now - slept > options_.heartbeat_timeout / 2) bids_.excuse(now);
 }
 
-void ControlLoop::send_failures(Clock::time_point now) {
-  for (const Message& failure : std::exchange(failures_, {})) {
-    if (!news_.has_failed(failure.set)) learn(failure, nullptr, now);
+void ControlLoop::send_own_news(Clock::time_point now) {
+  for (const Message& news : std::exchange(own_news_, {})) {
+    const bool known = news.kind == Message::Kind::kFailed && news_.has_failed(news.set);
+    if (!known) learn(news, nullptr, now);
   }
 }
 
@@ -274,25 +298,18 @@ void ControlLoop::send(Clock::time_point now) {
   links_.remove_if([](const Link& link) { return link.ended(); });
 }
 
-/// Sends what is queued, and this rank's departure. The peers may read it when they like.
-void ControlLoop::say_goodbye() {
-  if (failpoint("departure", rank_)) return;
+/// Takes the links to be parted from, with this rank's departure in their queues. A rank that is
+/// lost is not waited for.
+std::list<Link> ControlLoop::say_goodbye() {
+  if (failpoint("departure", rank_)) return {};
   const auto now = Clock::now();
-  for (Link& link : links_) link.queue(Message::departed(rank_), now);
-  while (true) {
-    PollSet polls;
-    bool pending = false;
-    for (Link& link : links_) {
-      link.flush(now);
-      if (!link.pending()) continue;
-      pending = true;
-      polls.add(link.fd(), POLLOUT);
-    }
-    if (!pending || Clock::now() >= now + kGoodbye) break;
-    polls.wait(now + kGoodbye);
+  links_.remove_if([&](const Link& link) { return news_.lost(link.peer()); });
+  for (Link& link : links_) {
+    link.queue(Message::departed(rank_, why_), now);
+    link.flush(now);
   }
-  // A TCP connection that is closed with unread data is reset, and the goodbye might go with it.
-  for (Link& link : links_) link.drain();
+  if (failpoint("departed", rank_)) return {};
+  return std::exchange(links_, {});
 }
 
 void ControlLoop::add_link(int peer, Fd socket, Clock::time_point now) {
@@ -319,7 +336,7 @@ void ControlLoop::lose(int peer, const std::string& how, Clock::time_point now) 
 /// departure was lost with them. If it has died after all, others will say so.
 void ControlLoop::presume_departed(int peer) {
   news_.presume_departed(peer);
-  untold_.push_back(Message::departed(peer));
+  presumed_.push_back(peer);
   neighbourhood_.vacate(peer);
   moved_ = true;
   bids_.remove(peer);
@@ -328,9 +345,11 @@ void ControlLoop::presume_departed(int peer) {
 
 void ControlLoop::learn(const Message& message, const Link* from, Clock::time_point now) {
   if (!news_.learn(message)) return;
-  untold_.push_back(message);
   const bool departed = message.kind == Message::Kind::kDeparted;
-  if (message.kind != Message::Kind::kFailed && message.rank != rank_) {
+  const bool lost = message.kind == Message::Kind::kLost;
+  const bool left = message.kind == Message::Kind::kLeft;
+  if (!left || message.rank != rank_) untold_.push_back(message);
+  if ((departed || lost) && message.rank != rank_) {
     if (departed) {
       neighbourhood_.depart(message.rank, now);
     } else {
@@ -341,14 +360,14 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
     data_.forget(message.rank);
   }
   if (!judges()) bids_.close();
-  if (in_setup() && message.kind == Message::Kind::kLost) {
+  if (in_setup() && lost) {
     give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
   } else if (departed && awaited_.contains(message.rank)) {
     give_setup_up(Error(ErrorKind::kPeerLost, label(message.rank) + " has exited during init"));
   }
   for (Link& link : links_) {
     if (&link != from && !news_.departed(link.peer())) {
-      link.queue(message, departed ? now + kGather : now);
+      link.queue(message, departed || left ? now + kGather : now);
     }
   }
 }

@@ -13,6 +13,7 @@
 #include "control/bids.h"
 #include "control/data_connections.h"
 #include "control/entrance.h"
+#include "control/launcher_watch.h"
 #include "control/link.h"
 #include "control/neighbourhood.h"
 #include "control/news.h"
@@ -24,7 +25,7 @@ namespace torch_ring {
 /// See ControlPlane. The thread sleeps in poll(), then takes a turn under the lock, then tells the
 /// observers without it.
 ///
-/// A loss or a failure is sent on in the turn in which it is heard. A departure waits for kGather
+/// A loss or a failure is sent on in the turn in which it is heard. Departures wait for kGather
 /// in the links' queues, since usually all ranks leave together; what comes after it in a queue
 /// takes it along, so the order stays.
 class ControlLoop {
@@ -40,6 +41,8 @@ class ControlLoop {
   Subscriptions& subscriptions() { return subscriptions_; }
   void close(std::uint64_t set);
   void fail(std::uint64_t set, const Error& cause);
+  void give_reason(std::string why);
+  void leave(std::uint64_t set, std::uint64_t rounds);
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
   std::vector<int> descriptors() const;
 
@@ -52,10 +55,10 @@ class ControlLoop {
   void admit(const PollSet& polls, Clock::time_point now);
   void connect(const PollSet& polls, Clock::time_point now);
   void judge_silence(Clock::time_point slept, Clock::time_point now);
-  void send_failures(Clock::time_point now);
+  void send_own_news(Clock::time_point now);
   void seek_neighbours(Clock::time_point now);
   void send(Clock::time_point now);
-  void say_goodbye();
+  std::list<Link> say_goodbye();
 
   void add_link(int peer, Fd socket, Clock::time_point now);
   Link* link_to(int peer);
@@ -80,13 +83,16 @@ class ControlLoop {
   Neighbourhood neighbourhood_;
   bool moved_ = true;  // neighbourhood_ has changed
   Entrance entrance_;
+  LauncherWatch launcher_;
   std::list<Link> links_;
   Bids bids_;
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> failures_;      // of this rank, not sent yet
+  std::vector<Message> own_news_;      // failures and departures of this rank, not sent yet
+  std::string why_;                    // this rank leaves
   std::vector<Message> untold_;        // for the observers
+  std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told
   std::optional<Farewell> farewell_;
   Clock::time_point next_heartbeat_;

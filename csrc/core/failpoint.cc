@@ -19,8 +19,8 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::array<std::string_view, 7> kPlaces{
-    "collective",          "departure",    "departed",       "handshake.connecting",
+constexpr std::array<std::string_view, 8> kPlaces{
+    "collective",          "waited",       "departure",      "departed", "handshake.connecting",
     "handshake.accepting", "data.receive", "control.receive"};
 
 enum class Action { kKill, kStop, kSleep, kClose, kLate };

@@ -30,7 +30,7 @@ milliseconds rounded(Clock::duration duration) {
 
 }  // namespace
 
-Driver::Driver(HostCommunicator& communicator, const Abort& abort, const Watchdog& watchdog,
+Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& watchdog,
                RequestQueue& queue, Callbacks& callbacks, Options options)
     : communicator_(communicator),
       board_(communicator.board()),
@@ -112,9 +112,17 @@ void Driver::announce_outbox(bool blocked) {
   round_open_ = true;
 }
 
-/// Runs the requests that every rank has announced by now, and fails mismatches.
+/// Runs a complete round.
 void Driver::finish_round() {
   round_open_ = false;
+  watchdog_.begin_data(rounds_ + 1);
+  run_round();
+  watchdog_.end_data();
+  ++rounds_;
+}
+
+/// Runs the requests that every rank has announced by now, and fails mismatches.
+void Driver::run_round() {
   const Round round = board_.round();
   if (run_unanimous(round)) return;
   const std::vector<Decision> decisions = agreement_.round(round);
@@ -214,7 +222,7 @@ void Driver::fail_all(const Lock& lock, const Error& cause) {
 /// rank has left.
 void Driver::check_stalls() {
   if (pending_.empty() || round_is_complete()) return;
-  watchdog_.check_departures();
+  watchdog_.check_departures(rounds_ + 1);
   const auto now = Clock::now();
   for (auto& [key, pending] : pending_) {
     const Work& work = *pending.work;
