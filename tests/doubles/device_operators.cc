@@ -1,11 +1,13 @@
 // The device double's operators: those for its memory and streams, and the CPU's for the rest.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_local_scalar_dense_cpu_dispatch.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/unfold_cpu_dispatch.h>
@@ -79,6 +81,23 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
 
 at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
 
+/// Enqueued if it is in place and by a number, as the engine's scaling of a result is: that stands
+/// behind a collective which may never end. Other products wait, as all that on_cpu() runs.
+at::Tensor& multiply(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
+  const c10::DeviceGuard guard(out.device());
+  const at::Tensor& number = out.is_same(self) ? other : self;
+  const bool in_place = out.is_same(self) || out.is_same(other);
+  if (in_place && number.is_cpu() && number.dim() == 0) {
+    enqueue([host = on_host(out), number] { host.mul_(number); });
+    return out;
+  }
+  synchronize();
+  out.resize_(at::infer_size(self.sizes(), other.sizes()));
+  at::Tensor host = on_host(out);
+  at::mul_out(host, on_host(self), on_host(other));
+  return out;
+}
+
 at::Scalar item(const at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
   synchronize();
@@ -134,6 +153,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("fill_.Scalar", fill);
   library.impl("zero_", zero);
+  library.impl("mul.out", multiply);
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
   library.impl("resize_", TORCH_FN(at::native::resize_));

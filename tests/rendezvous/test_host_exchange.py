@@ -82,10 +82,10 @@ def test_hundreds_of_worlds_leave_nothing_behind():
 
 def test_missing_ranks_are_named_on_all_hosts():
     store = HashStore()
-    errors = run_on_ranks(2, lambda rank: exchange_once(store, rank, 4, 2.0))
+    errors = run_on_ranks(2, lambda rank: exchange_once(store, rank, 4, 5.0))
     for error in errors:
         assert isinstance(error, TimeoutError)
-        assert "ranks 2, 3 of 4 did not arrive within 2 s" in str(error)
+        assert "ranks 2, 3 of 4 did not arrive within 5 s" in str(error)
         assert str(error).endswith("have these processes started, and do they call init()?")
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few seconds
-EXIT_DEADLINE_S = 10.0  # for a process whose function has returned
+EXIT_DEADLINE_S = 30.0  # for a process whose function has returned
 
 _context = multiprocessing.get_context("forkserver")
 # What takes seconds to import. The first optimizer of a process imports torch._dynamo.
