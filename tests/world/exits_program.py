@@ -165,7 +165,7 @@ SCENARIOS: list[Callable[[int], None]] = [
     fail_in_a_process,
     fail_in_a_thread,
     leave_a_thread_waiting,
-    *[leave_a_thread_training] * 3,
+    *[leave_a_thread_training] * 2,
 ]
 
 

@@ -21,7 +21,7 @@ def results():
         env=clean_environment(TORCH_RING_TIMEOUT="20", PYTHONPATH=os.pathsep.join(sys.path)),
         stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert ended.returncode == 0
     return json.loads(ended.stdout)
