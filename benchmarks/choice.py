@@ -7,9 +7,10 @@ both to the same numbers.
 
 from __future__ import annotations
 
-from steps import Link, ring_s
+from steps import Link
 
 FEW_RANKS = 4
+SECTION_RANKS = 16
 GATHERED_BYTES = 64 << 10
 SEGMENT_BYTES = 256 << 10
 CHUNK_BYTES = 1 << 20
@@ -24,35 +25,53 @@ def gathered_ps(size_bytes: int, ranks: int) -> int:
     return steps * LATENCY_PS + arriving + size_bytes * ranks * REDUCTION_PS
 
 
-def ring_ps(size_bytes: int, ranks: int) -> int:
-    round_bytes = min(CHUNK_BYTES * ranks, ROUND_BYTES)
-    exposed = min(min(size_bytes, round_bytes) // ranks, SEGMENT_BYTES)
-    round_ps = (ranks - 1) * (2 * LATENCY_PS + exposed * REDUCTION_PS)
-    around = 2 * (size_bytes - size_bytes // ranks) * NEAR_PS
-    return in_rounds(round_ps, size_bytes, round_bytes) + around
+def levels_of(ranks: int) -> int:
+    """Return the levels of a reduce-scatter in sections of at most SECTION_RANKS."""
+    levels = 0
+    while ranks > 1:
+        ranks = -(-ranks // SECTION_RANKS)
+        levels += 1
+    return levels
 
 
-def halving_ps(size_bytes: int, ranks: int) -> int:
-    distances = (1 << step for step in range((ranks - 1).bit_length()))
-    chunks = (min(distance, ranks - distance) for distance in distances)
-    sent = (min(size_bytes, ROUND_BYTES) * number // ranks for number in chunks)
-    round_ps = sum(2 * LATENCY_PS + min(part, SEGMENT_BYTES) * REDUCTION_PS for part in sent)
-    across = 2 * (size_bytes - size_bytes // ranks) * FAR_PS
-    return in_rounds(round_ps, size_bytes, ROUND_BYTES) + across
+def allgather_ps(size_bytes: int, ranks: int) -> dict[str, int]:
+    received = size_bytes - size_bytes // ranks
+    steps = (ranks - 1).bit_length()
+    return {
+        "ring": (ranks - 1) * LATENCY_PS + received * NEAR_PS,
+        "doubling": steps * LATENCY_PS + received * FAR_PS,
+    }
 
 
-def in_rounds(round_ps: int, size_bytes: int, round_bytes: int) -> int:
-    return round_ps + max(size_bytes - round_bytes, 0) * (round_ps // round_bytes)
+def choose_allgather(size_bytes: int, ranks: int) -> str:
+    """Return "ring" or "doubling"."""
+    if ranks <= FEW_RANKS:
+        return "ring"
+    times = allgather_ps(size_bytes, ranks)
+    return min(times, key=times.__getitem__)  # of equal ones the first
+
+
+def round_bytes(ranks: int) -> int:
+    return min(CHUNK_BYTES * ranks, ROUND_BYTES)
+
+
+def scattered_ps(size_bytes: int, ranks: int) -> int:
+    def round_ps(part: int) -> int:
+        exchanged = levels_of(ranks) * LATENCY_PS + (part - part // ranks) * FAR_PS
+        reduced = min(part // ranks, SEGMENT_BYTES) * ranks * REDUCTION_PS
+        return exchanged + reduced + allgather_ps(part, ranks)[choose_allgather(part, ranks)]
+
+    rounds, rest = divmod(size_bytes, round_bytes(ranks))
+    return rounds * round_ps(round_bytes(ranks)) + (round_ps(rest) if rest else 0)
 
 
 def choose_allreduce(size_bytes: int, ranks: int) -> str:
-    """Return "gathered", "ring" or "halving"."""
-    if ranks <= FEW_RANKS:
-        return "gathered" if size_bytes <= GATHERED_BYTES else "ring"
-    times = {"ring": ring_ps(size_bytes, ranks), "halving": halving_ps(size_bytes, ranks)}
-    if size_bytes <= GATHERED_BYTES:
-        times = {"gathered": gathered_ps(size_bytes, ranks)} | times
-    return min(times, key=times.__getitem__)  # of equal ones the first
+    """Return "gathered" or "scattered"."""
+    if size_bytes > GATHERED_BYTES:
+        return "scattered"
+    few = ranks <= FEW_RANKS
+    quicker = few or gathered_ps(size_bytes, ranks) <= scattered_ps(size_bytes, ranks)
+    return "gathered" if quicker else "scattered"
 
 
 def allreduce_s(size_bytes: float, ranks: int, link: Link, chosen: str) -> float:
@@ -61,9 +80,11 @@ def allreduce_s(size_bytes: float, ranks: int, link: Link, chosen: str) -> float
     A byte to a rank far away takes as much longer on any link as on the choice's.
     """
     steps = (ranks - 1).bit_length()
-    per_byte_s = FAR_PS / NEAR_PS / link.bandwidth
+    far_s = FAR_PS / NEAR_PS / link.bandwidth
     if chosen == "gathered":
-        return steps * link.latency_s + (ranks - 1) * size_bytes * per_byte_s
-    if chosen == "halving":
-        return 2 * (steps * link.latency_s + (ranks - 1) / ranks * size_bytes * per_byte_s)
-    return ring_s(size_bytes, ranks, link)
+        return steps * link.latency_s + (ranks - 1) * size_bytes * far_s
+    share_bytes = (ranks - 1) / ranks * size_bytes
+    exchange_s = levels_of(ranks) * link.latency_s + share_bytes * far_s
+    if choose_allgather(min(int(size_bytes), round_bytes(ranks)), ranks) == "ring":
+        return exchange_s + (ranks - 1) * link.latency_s + share_bytes / link.bandwidth
+    return exchange_s + steps * link.latency_s + share_bytes * far_s

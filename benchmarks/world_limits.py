@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, log2
 
+from choice import SECTION_RANKS, levels_of
 from clusters import ENTRY_BYTES
 from steps import Link
 
@@ -30,7 +31,7 @@ class Needs:
 
     Attributes:
         control: control connections of a rank, at most: a Chord ring and its fingers.
-        data: data connections of a rank for the agreement and an allreduce.
+        data: data connections of a rank for the agreement and an allreduce, at most.
         alltoall: data connections of a rank once it has taken part in an alltoall.
         store_operations: of all hosts, but for looks whether something is there.
         table_bytes: of the table of all ranks, which each host gets from the store, once.
@@ -60,7 +61,7 @@ def needs_of(ranks: int, ranks_per_host: int, link: Link) -> Needs:
     return Needs(
         ranks,
         control=min(ranks - 1, 2 * int(log2(ranks)) + 2),
-        data=min(hosts - 1, 2 * ceil(log2(hosts))),
+        data=min(hosts - 1, 2 * ceil(log2(hosts)) + (SECTION_RANKS - 1) * levels_of(hosts)),
         alltoall=hosts - 1,
         store_operations=operations,
         table_bytes=table,

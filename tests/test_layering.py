@@ -101,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "compression": set(),
-    "rendezvous": {"config", "errors"},
+    "rendezvous": {"_C", "config", "errors"},
     "connections": {"_C", "config", "errors", "rendezvous"},
     "world": {"_C", "config", "connections", "errors", "rendezvous"},
     "capabilities": {"_C", "config", "errors", "world"},

@@ -1,17 +1,26 @@
 """The native module: engine, communicators and gradient hooks (csrc/bindings)."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
-def make_memory(ranks: int, table: bytes) -> int:
+def make_memory(ranks: int, table: bytes, most_bytes: int) -> int:
     """Return a new memfd: the shared memory of a host with `ranks` ranks, and `table` in it.
 
-    Its size is that of the address space which every rank needs for it. Errors: RingError.
+    Its size is that of the address space which every rank needs for it: at most `most_bytes`, and
+    the table. Errors: RingError, also if these are too few.
     """
+
+def least_memory(ranks: int) -> int:
+    """Return the fewest bytes for `ranks` ranks. Errors: InvalidArgumentError: too many ranks."""
+
+def mappable_bytes() -> int:
+    """Return the bytes of address space that this process can spare; 0: none."""
 
 def memory_table(fd: int) -> bytes:
     """Return the table in such a memfd. Errors: RingError, also for any other descriptor."""
@@ -49,6 +58,34 @@ def await_calls(patience_s: float) -> bool:
 def forget_calls() -> None:
     """Count no calls of the parent's threads in a forked child."""
 
+def limit_to_raise(error: int) -> str:
+    """Return which limit to raise for an errno: ": raise `ulimit -n` (now 128)", or ""."""
+
+class StoreCall:
+    """One call of a store, on a thread of its own (csrc/bindings/store_call.h)."""
+
+    @staticmethod
+    def connect(host: str, port: int, timeout_s: float) -> StoreCall:
+        """Connect to a TCPStore; the result is the store."""
+
+    @staticmethod
+    def add(store: Store, key: str, amount: int) -> StoreCall: ...
+    @staticmethod
+    def check(store: Store, keys: list[str]) -> StoreCall: ...
+    @staticmethod
+    def get(store: Store, key: str) -> StoreCall: ...
+    @staticmethod
+    def set(store: Store, key: str, value: bytes) -> StoreCall: ...
+    @staticmethod
+    def compare_set(store: Store, key: str, expected: bytes, desired: bytes) -> StoreCall: ...
+    @staticmethod
+    def delete_key(store: Store, key: str) -> StoreCall: ...
+    def wait(self, seconds: float) -> bool:
+        """Return whether the call has ended; waits for that at most so long."""
+
+    def result(self) -> Any:
+        """Return what the call has returned, once; raises what it has raised."""
+
 class HostMemory:
     """The memory that the ranks of a host share (csrc/transport/host_memory.h).
 
@@ -71,6 +108,9 @@ class HostMemory:
 
     def release_slot(self, offset: int) -> None:
         """Give such memory back, after all members have ended."""
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's memory. It reads as zeros from then on."""
 
 class ControlPlane:
     """Connections with the other ranks, beside the data (csrc/control/control_plane.h).
@@ -144,6 +184,7 @@ class Engine:
         width: sockets of a connection between hosts.
         memory: of this host; None if no host has several members.
         slots: by member, the offset of the set's memory in the member's part.
+        checksums: whether data between hosts carry checksums.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
@@ -161,6 +202,7 @@ class Engine:
         memory: HostMemory | None,
         slots: Sequence[int],
         *,
+        checksums: bool,
         timeout_s: float,
         stall_warning_s: float,
         fusion_window_s: float,
@@ -260,7 +302,7 @@ class Engine:
         blocking: bool = False,
     ) -> list[Work]: ...
     def finalize_dense(
-        self, finalizer: DenseFinalizer, report: bytes, number: int, /
+        self, finalizer: DenseFinalizer, agreement: PassAgreement, report: bytes, /
     ) -> bytes | None:
         """End a backward pass if all gradients are due here and all ranks report the same.
 
@@ -269,10 +311,20 @@ class Engine:
             other, if they differ; nothing was reduced. b"" if all gradients are reduced.
         """
 
+    def gather_reports(self, agreement: PassAgreement, report: bytes, /) -> bytes:
+        """Return the reports of all ranks, one after the other.
+
+        If an interrupted call has sent a report, that one counts and not this.
+        """
+
+    def end(self, why: str) -> NoReturn:
+        """End the job on all ranks, and raise RingError."""
+
     def empty_shared(self, shape: Sequence[int], dtype: object) -> Tensor:
         """Return an uninitialised tensor whose allreduce in place copies nothing.
 
-        It is an ordinary tensor where there is no shared memory (one rank, TCP only).
+        It is an ordinary tensor where there is no shared memory (one rank, TCP only), or no room
+        in it, which is logged once.
         """
 
     def gradient_blocks(self) -> BlockPool | None:
@@ -316,6 +368,9 @@ class GradientHooks:
         on_backward_end: called at the end of each backward pass with a gradient; its exception
             comes out of backward().
         on_bucket_full: called during the pass with each bucket that has all its gradients.
+        new_memory: returns other memory for a bucket, whose gradients the program keeps.
+        fail: called if two backward passes get in each other's way; ends the job, and raises.
+        agreement: of the process set.
         blocks: memory of gradients that fill a bucket alone.
     """
 
@@ -327,7 +382,10 @@ class GradientHooks:
         reduced_scale: float,
         on_backward_end: Callable[[], None],
         on_bucket_full: Callable[[int], None],
+        new_memory: Callable[[int], Tensor],
+        fail: Callable[[str], None],
         blocks: BlockPool | None,
+        agreement: PassAgreement,
     ) -> None: ...
     def set_buckets(
         self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
@@ -338,8 +396,18 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, everything: bool) -> tuple[bytes, bytes, bool]:
-        """Return bitmaps of due gradients, and of sparse ones; whether others accumulate."""
+    def pending(self, everything: bool) -> tuple[bytes, bytes, bool, bool]:
+        """Return bitmaps of due gradients, and of sparse ones; whether others accumulate.
+
+        The last element: whether refuse_others_pass() and, if parameters_moved(), set_buckets()
+        must come first.
+        """
+
+    def refuse_others_pass(self) -> None:
+        """Call `fail` if another thread's backward pass is producing gradients now."""
+
+    def parameters_moved(self) -> bool:
+        """Return whether a parameter is on another device than its bucket."""
 
     def move_into_buckets(self, touched: bytes) -> None:
         """Prepare gradients to be reduced: they move into buckets; missing ones become zero."""
@@ -371,6 +439,30 @@ class GradientHooks:
 
     def disable(self) -> None:
         """Stop the hooks for good, in a forked child."""
+
+class PassAgreement:
+    """The agreements of a process set's optimizers (csrc/bindings/pass_agreement.h)."""
+
+    number: int
+    """Of the next agreement, or of the one under way; read-only."""
+
+    is_open: bool
+    """Whether an agreement is under way; read-only."""
+
+    def __init__(self) -> None: ...
+    def begin_reduction(self) -> None:
+        """Record that the ranks begin to reduce what they have agreed on."""
+
+    def finish(self) -> None:
+        """Record that the gradients are reduced."""
+
+    def restart(self, number: int) -> None:
+        """Drop what is under way; the next agreement has this number."""
+
+    def begin_ending(self) -> bool:
+        """Take the end of a pass for this thread; return whether no other has it."""
+
+    def stop_ending(self) -> None: ...
 
 class DenseFinalizer:
     """The fast path of backward synchronisation, for one optimizer (`Engine.finalize_dense`).

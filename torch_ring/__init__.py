@@ -53,6 +53,7 @@ from torch_ring.collectives.broadcast import (
     broadcast_async,
     broadcast_async_,
 )
+from torch_ring.collectives.consistency import verify_consistency
 from torch_ring.collectives.handle import Handle, poll, synchronize
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.collectives.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -195,6 +196,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "synchronize",
+    "verify_consistency",
 ]
 
 

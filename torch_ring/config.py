@@ -24,7 +24,7 @@ class Config:
     """The settings of a world; see `SETTINGS` for the variables behind them."""
 
     transport: str = "auto"
-    timeout_s: float = 300.0
+    timeout_s: float = 0.0
     init_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 60.0
     stall_warning_s: float = 60.0
@@ -33,11 +33,16 @@ class Config:
     bucket_bytes: int = 25 << 20
     direct_gradient_bytes: int = 256 << 10
     kept_result_bytes: int = 256 << 20
+    address_space_bytes: int = 32 << 40
+    check_every: int = 0
     interface: str = ""
     connections: int = 1
+    checksum: int = 0
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
     exit_with_launcher: int = 1
+    secret_file: str = ""
+    trust_network: bool = False
     log_level: str = "info"
 
     @classmethod
@@ -123,6 +128,8 @@ class Setting:
     def default(self) -> str:
         """The default, as one would write it into the variable."""
         value = getattr(Config(), self.field)
+        if isinstance(value, bool):
+            return str(int(value))
         return f"{value / self.parse('1'):g}" if isinstance(value, float) else str(value)
 
 
@@ -171,17 +178,17 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    return _one_of("0", "1", "false", "true")(text) in ("1", "true")
+
+
 def _horovod_level(text: str) -> str:
     level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
     return level if level in _LEVELS else "warning"  # as Horovod
 
 
-def _stall_shutdown(text: str) -> float | None:
-    return _number(0.0)(text) or None  # 0, Horovod's default, means never
-
-
 def _disables_stall_check(text: str) -> float | None:
-    return None if _one_of("0", "1", "false", "true")(text) in ("0", "false") else 0.0
+    return 0.0 if _switch(text) else None
 
 
 SETTINGS = (
@@ -196,9 +203,10 @@ SETTINGS = (
     Setting(
         "timeout_s",
         "TORCH_RING_TIMEOUT",
-        _number(0.1),
-        "seconds without progress after which a collective fails",
-        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _stall_shutdown),),
+        _number(0.0),
+        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
+        "never, as long as that rank lives",
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number(0.0)),),
     ),
     Setting(
         "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", _number(0.1), "seconds that init() may take"
@@ -215,7 +223,7 @@ SETTINGS = (
         "stall_warning_s",
         "TORCH_RING_STALL_WARNING",
         _number(0.0),
-        "seconds after which a late rank is named in the log; 0: never",
+        "seconds after which, again and again, a late rank is named in the log; 0: never",
         (
             ("HOROVOD_STALL_CHECK_DISABLE", _disables_stall_check),
             ("HOROVOD_STALL_CHECK_TIME_SECONDS", _number(0.0)),
@@ -260,6 +268,21 @@ SETTINGS = (
         "may take it back; 0: none",
     ),
     Setting(
+        "address_space_bytes",
+        "TORCH_RING_ADDRESS_SPACE",
+        _bytes(1),
+        "most bytes of address space in which a rank maps the shared memory of its host; about "
+        "half of what `ulimit -v` leaves, if that is less",
+    ),
+    Setting(
+        "check_every",
+        "TORCH_RING_CHECK_EVERY",
+        _count(0, 10**9),
+        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
+        "its state are the same on all ranks; 0: never",
+        common=True,
+    ),
+    Setting(
         "interface",
         "TORCH_RING_INTERFACE",
         str,
@@ -274,6 +297,13 @@ SETTINGS = (
         common=True,
     ),
     Setting(
+        "checksum",
+        "TORCH_RING_CHECKSUM",
+        _count(0, 1),
+        "1: data that travel over TCP carry a CRC-32C, and damaged ones are an error on all ranks",
+        common=True,
+    ),
+    Setting(
         "nccl_library",
         "TORCH_RING_NCCL_LIBRARY",
         str,
@@ -283,8 +313,23 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "shared secret with which ranks authenticate one another; if unset, each world has one "
-        "that its ranks know, and whoever can read its store",
+        "the same random text on all ranks, with which hosts authenticate one another; if unset, "
+        "each world has one that its ranks know, and whoever can read its store",
+    ),
+    Setting(
+        "secret_file",
+        "TORCH_RING_SECRET_FILE",
+        str,
+        "path of a file that has the secret, if TORCH_RING_SECRET is unset; only its owner may "
+        "read it (mode 0600), or it is mounted read-only",
+    ),
+    Setting(
+        "trust_network",
+        "TORCH_RING_TRUST_NETWORK",
+        _switch,
+        "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
+        "run code; 0: only plain data",
+        common=True,
     ),
     Setting(
         "exit_with_launcher",

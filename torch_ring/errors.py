@@ -41,8 +41,11 @@ class TimeoutError(RingError, builtins.TimeoutError):
     """A rank is alive but did not take part before the deadline."""
 
 
-class InvalidArgumentError(ValueError):
-    """An argument or a setting is wrong on this rank; nothing was sent."""
+class InvalidArgumentError(ValueError, RuntimeError):
+    """An argument or a setting is wrong on this rank; nothing was sent.
+
+    A ValueError as in PyTorch, and a RuntimeError as Horovod's errors of the same calls.
+    """
 
 
 class NotInitializedError(ValueError, RuntimeError):

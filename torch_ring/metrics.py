@@ -76,9 +76,8 @@ class Means:
         """
         sums = [[float(part) for part in pair] for pair in self._sums.values()]
         # On the host: a rank without samples does not know the device of the others' sums.
-        totals = allreduce(
-            torch.tensor(sums, dtype=torch.float64), op=Sum, process_set=self.process_set
-        )
+        own = torch.tensor(sums, dtype=torch.float64, device="cpu")
+        totals = allreduce(own, op=Sum, process_set=self.process_set)
         means = totals[:, 0] / totals[:, 1]
         return dict(zip(self._sums, means.tolist(), strict=True))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_ring import world
 from torch_ring.collectives.broadcast import broadcast_, broadcast_async_
 from torch_ring.collectives.objects import broadcast_object, require_same
+from torch_ring.collectives.plain_pickle import PlainData
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = [
@@ -22,10 +23,7 @@ __all__ = [
     "broadcast_parameters",
 ]
 
-_OF_BYTES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_SENDABLE = frozenset(
-    {*_OF_BYTES.values(), torch.int8, torch.int32, torch.int64, torch.float16, torch.bool}
-)
+_AS_BYTES = frozenset({torch.bits8, torch.float4_e2m1fn_x2})  # not moved by broadcast() itself
 
 
 def broadcast_parameters(
@@ -37,17 +35,23 @@ def broadcast_parameters(
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors of any
-            dtype: in the same order or with the same names on all ranks. Values that are no
-            tensors are left alone.
+            dtype, with the same names on all ranks (in a list: in the same order). Values that are
+            no tensors are left alone.
         root_rank: the global rank, even in a process set, whose values all ranks get.
         process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
         ValueError: `params` is neither a mapping nor a list of tensors.
-        MismatchError: the name, shape or dtype of a tensor differs between ranks.
+        MismatchError: on all ranks: a tensor is missing on one of them, or has another shape or
+            dtype there; the message names the first one.
     """
     pairs = params.items() if isinstance(params, Mapping) else _named(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    require_same(
+        sorted(f"parameter '{name}' {value.dtype} {list(value.shape)}" for name, value in tensors),
+        "the ranks have different parameters",
+        process_set,
+    )
     _broadcast_all(tensors, root_rank, process_set)
 
 
@@ -80,13 +84,9 @@ def _broadcast_all(
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory in a dtype that can be sent: broadcasts only move bytes."""
+    """Return a view of the same memory in a dtype that can be sent."""
     tensor = tensor.detach()
-    if tensor.dtype in _SENDABLE or tensor.is_quantized:
-        return tensor
-    if tensor.is_complex() and not tensor.is_conj():
-        return torch.view_as_real(tensor)
-    return tensor.view(_OF_BYTES.get(tensor.itemsize, torch.uint8))
+    return tensor.view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 
 
 def broadcast_buffers(
@@ -135,12 +135,15 @@ def broadcast_buffers(
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Sent(PlainData):
     """The placeholder of a tensor in a pickled structure."""
 
     index: int
     like: Tensor  # on the meta device: shape, strides and dtype
     on_cpu: bool
+
+    def __reduce__(self) -> tuple[type[_Sent], tuple[int, Tensor, bool]]:
+        return _Sent, (self.index, self.like, self.on_cpu)
 
 
 def broadcast_optimizer_state(

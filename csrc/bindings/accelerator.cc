@@ -7,10 +7,12 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <utility>
 
+#include "bindings/dtypes.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
 #include "core/clock.h"
@@ -23,30 +25,6 @@ namespace py = pybind11;
 namespace torch_ring {
 
 namespace {
-
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return at::kByte;
-    case DType::kInt8:
-      return at::kChar;
-    case DType::kInt32:
-      return at::kInt;
-    case DType::kInt64:
-      return at::kLong;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kBool:
-      return at::kBool;
-  }
-  return at::kByte;
-}
 
 /// `count` elements of the device's memory as a tensor that owns nothing.
 at::Tensor view_of(void* data, std::size_t count, DType dtype, c10::Device device) {
@@ -86,16 +64,12 @@ struct StreamScope {
 
 class Accelerator final : public Device, public Buffers {
  public:
-  Accelerator(c10::Stream stream, Communicator& host, const Abort& abort,
-              std::chrono::milliseconds timeout, const nccl::Rendezvous& rendezvous)
-      : stream_(stream), timeout_(timeout), api_(rendezvous.api) {
+  Accelerator(c10::Stream stream, Communicator& host, const Abort& abort, DevicePatience patience,
+              const nccl::Rendezvous& rendezvous)
+      : stream_(stream), patience_(std::move(patience)), api_(rendezvous.api) {
     const StreamScope now(stream_);
-    const auto scale = [device = stream.device()](void* data, std::size_t count, DType dtype,
-                                                  const Scaling& scaling) {
-      scale_result(view_of(data, count, dtype, device), scaling);
-    };
-    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
-                          nccl::Device{static_cast<nccl::Stream>(stream_.native_handle()), scale});
+    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort,
+                          patience_.config.transfer_timeout(), arithmetic());
   }
 
   ~Accelerator() override {
@@ -124,11 +98,7 @@ class Accelerator final : public Device, public Buffers {
       batches_.pop_front();
       progress_ = Clock::now();
     }
-    if (!batches_.empty() && Clock::now() - progress_ > timeout_) {
-      throw Error(ErrorKind::kTimeout, "a collective on " + stream_.device().str() +
-                                           " has not ended within " + in_seconds(timeout_) +
-                                           ": another rank's device does not get to it");
-    }
+    if (!batches_.empty()) check_stall(Clock::now());
     return !batches_.empty();
   }
 
@@ -164,13 +134,38 @@ class Accelerator final : public Device, public Buffers {
 
   void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
     const StreamScope now(stream_);
-    std::array<std::byte, 8> one{};
+    alignas(16) std::array<std::byte, 16> one{};
     torch_ring::fill_identity(one.data(), 1, dtype, op);
     const at::Tensor value = view_of(one.data(), 1, dtype, at::kCPU);
     view_of(data, count, dtype, stream_.device()).fill_(value.item());
   }
 
  private:
+  /// The stream of the communicator, and arithmetic on it.
+  nccl::Device arithmetic() const {
+    const auto view = [device = stream_.device()](const void* data, std::size_t count,
+                                                  DType dtype) {
+      return view_of(const_cast<void*>(data), count, dtype, device);
+    };
+    nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
+    device.scale = [view](void* data, std::size_t count, DType dtype, const Scaling& scaling) {
+      scale_result(view(data, count, dtype), scaling);
+    };
+    device.widen = [view](const void* data, std::size_t count, const Reduction& reduction) {
+      const at::Tensor wide = widened(view(data, count, reduction.dtype), reduction);
+      keep_for_stream(wide);
+      return nccl::Widened{wide.mutable_data_ptr(), wide.dim() == 2 ? std::size_t{2} : 1,
+                           wide.scalar_type() == at::kInt ? DType::kInt32 : DType::kInt64};
+    };
+    device.narrow = [view](void* output, const nccl::Widened& data, std::size_t count,
+                           const Reduction& reduction) {
+      at::Tensor wide = view(data.data, count * data.item, data.dtype);
+      if (data.item > 1) wide = wide.view({-1, static_cast<std::int64_t>(data.item)});
+      narrow(view(output, count, reduction.dtype), wide, reduction);
+    };
+    return device;
+  }
+
   /// The work that one use() enqueued: its end, and the tensors that it uses.
   struct Batch {
     explicit Batch(c10::DeviceType type) : done(type) {}
@@ -178,16 +173,34 @@ class Accelerator final : public Device, public Buffers {
     std::vector<at::Tensor> kept;
   };
 
+  void check_stall(Clock::time_point now) {
+    const auto timeout = patience_.config.timeout;
+    const auto warning = patience_.config.stall_warning;
+    const std::string collective = "a collective on " + stream_.device().str();
+    if (timeout.count() > 0 && now - progress_ > timeout) {
+      throw Error(ErrorKind::kTimeout, collective + " has not ended within " + in_seconds(timeout) +
+                                           ": another rank's device does not get to it");
+    }
+    if (warning.count() > 0 && now - std::max(progress_, warned_) > warning) {
+      warned_ = now;
+      const auto waited = std::chrono::floor<std::chrono::seconds>(now - progress_);
+      patience_.log("rank " + std::to_string(communicator_->rank()) + ": " + collective +
+                    " has not ended for " + in_seconds(waited) +
+                    ": another rank's device, or this one's, does not get to it");
+    }
+  }
+
   at::Tensor empty(std::size_t bytes) const {
     return at::empty({static_cast<std::int64_t>(bytes)},
                      at::TensorOptions().dtype(at::kByte).device(stream_.device()));
   }
 
   const c10::Stream stream_;
-  const std::chrono::milliseconds timeout_;
+  const DevicePatience patience_;
   const nccl::Api api_;
   std::deque<Batch> batches_;   // those that have not ended, in the order of the stream
   Clock::time_point progress_;  // when the last one ended, or the first began
+  Clock::time_point warned_;    // when a stall was logged last
   std::optional<nccl::NcclCommunicator> communicator_;
   at::Tensor buffer_;
 };
@@ -255,7 +268,7 @@ c10::Device DeviceChoice::get(c10::DeviceType type) {
 
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
-                                         std::chrono::milliseconds timeout,
+                                         const DevicePatience& patience,
                                          const std::vector<std::string>& labels,
                                          const NcclSettings& settings) {
   std::optional<c10::Stream> stream;
@@ -273,7 +286,7 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     return nccl::load(settings.library);
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, timeout, rendezvous);
+  return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
 }
 
 }  // namespace torch_ring

@@ -3,13 +3,14 @@
 
 #include <c10/core/Device.h>
 
-#include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/config.h"
 #include "engine/device.h"
 
 namespace torch_ring {
@@ -44,11 +45,17 @@ struct NcclSettings {
   bool blocking = false;  // NCCL_COMM_BLOCKING is set, which cannot be used here
 };
 
-/// Makes a device for DeviceExecutor::Make. `timeout`: a collective that makes no progress for so
-/// long fails, also on the stream. `labels`: by rank.
+/// How long the ranks' devices wait for one another, and who hears of it.
+struct DevicePatience {
+  EngineConfig config;
+  std::function<void(const std::string&)> log;  // takes a warning
+};
+
+/// Makes a device for DeviceExecutor::Make. What the stream runs waits for late ranks as
+/// `patience` says, and calls of NCCL for its transfer_timeout(). `labels`: by rank.
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
-                                         std::chrono::milliseconds timeout,
+                                         const DevicePatience& patience,
                                          const std::vector<std::string>& labels,
                                          const NcclSettings& settings);
 

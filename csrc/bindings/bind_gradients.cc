@@ -18,18 +18,17 @@ namespace {
 namespace py = pybind11;
 
 /// A Python function for autograd's threads: autograd rethrows its exception from backward().
-template <class... Args>
-std::function<void(Args...)> callback(py::object function) {
-  if (function.is_none()) return {};
+template <class Result, class... Args>
+std::function<Result(Args...)> callback(py::object function) {
   const std::shared_ptr<py::object> callable(
       new py::object(std::move(function)), [](py::object* it) {
         const py::gil_scoped_acquire gil;  // the last reference may be an autograd thread's
         delete it;
       });
-  return [callable](Args... args) {
+  return [callable](Args... args) -> Result {
     const py::gil_scoped_acquire gil;
     try {
-      (*callable)(args...);
+      return (*callable)(args...).template cast<Result>();
     } catch (py::error_already_set& error) {
       error.restore();
       python_error for_autograd;
@@ -46,14 +45,18 @@ void bind_gradients(py::module_& module) {
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
-                       std::shared_ptr<BlockPool> blocks) {
-             return GradientHooks::make(
-                 std::move(parameters), std::move(names),
-                 {reduced_scale, callback<>(std::move(on_backward_end)),
-                  callback<std::size_t>(std::move(on_bucket_full)), std::move(blocks)});
+                       py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
+                       std::shared_ptr<PassAgreement> agreement) {
+             return GradientHooks::make(std::move(parameters), std::move(names),
+                                        {reduced_scale, callback<void>(std::move(on_backward_end)),
+                                         callback<void, std::size_t>(std::move(on_bucket_full)),
+                                         callback<at::Tensor, std::size_t>(std::move(new_memory)),
+                                         callback<void, const std::string&>(std::move(fail)),
+                                         std::move(blocks), std::move(agreement)});
            }),
            py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
-           py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("blocks"))
+           py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),
+           py::arg("fail"), py::arg("blocks"), py::arg("agreement"))
       .def(
           "set_buckets",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -73,9 +76,11 @@ void bind_gradients(py::module_& module) {
               pending = hooks.pending(everything);
             }
             return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
-                              pending.accumulating);
+                              pending.accumulating, pending.unready);
           },
           py::arg("everything"))
+      .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
+      .def("parameters_moved", &GradientHooks::parameters_moved, Release())
       .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
       .def("memory", &GradientHooks::memory, py::arg("bucket"), Release())
       .def("bucket_view", &GradientHooks::bucket_view, py::arg("index"), Release())
@@ -97,6 +102,16 @@ void bind_gradients(py::module_& module) {
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
            Release())
       .def("disable", &GradientHooks::disable);
+
+  py::class_<PassAgreement, std::shared_ptr<PassAgreement>>(module, "PassAgreement")
+      .def(py::init())
+      .def_property_readonly("number", &PassAgreement::number)
+      .def_property_readonly("is_open", &PassAgreement::is_open)
+      .def("begin_reduction", &PassAgreement::begin_reduction)
+      .def("finish", &PassAgreement::finish)
+      .def("restart", &PassAgreement::restart, py::arg("number"))
+      .def("begin_ending", &PassAgreement::begin_ending)
+      .def("stop_ending", &PassAgreement::stop_ending);
 
   py::class_<DenseFinalizer>(module, "DenseFinalizer")
       .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, GradientHooks::Bitmap,

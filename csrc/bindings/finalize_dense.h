@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/gradient_hooks.h"
+#include "bindings/pass_agreement.h"
 #include "engine/engine.h"
 
 namespace torch_ring {
@@ -32,9 +33,11 @@ class DenseFinalizer {
   ///
   /// Returns nullopt if a gradient is not due here; nothing was sent then. Returns the ranks'
   /// reports, one after the other, if they differ; nothing was reduced then, and Python goes on.
-  /// Returns an empty string if all gradients are reduced.
-  std::optional<std::string> run(Engine& engine, int size, const std::string& report,
-                                 std::uint64_t number, const Engine::Interrupt& interrupt) const;
+  /// Returns an empty string if all gradients are reduced and `agreement` has finished; so it has
+  /// if the interrupt throws meanwhile.
+  std::optional<std::string> run(Engine& engine, int size, PassAgreement& agreement,
+                                 const std::string& report,
+                                 const Engine::Interrupt& interrupt) const;
 
  private:
   const std::shared_ptr<GradientHooks> hooks_;

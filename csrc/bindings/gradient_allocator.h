@@ -16,10 +16,10 @@ namespace torch_ring {
 /// another tensor, which can live there as well as elsewhere; so when the gradient arrives, its
 /// hook checks where it lies. Of several objects for one accumulator the last counts.
 ///
-/// The first object replaces torch's CPU allocator (c10::SetCPUAllocator) until the end of the
-/// process. The new one passes all other requests on to the old one; small requests, and those
-/// outside of backward passes, cost one comparison more. A forked child gets no blocks; it shares
-/// inherited ones with its parent, as it does buckets.
+/// As long as an object or a block in use exists, torch's CPU allocator is another one
+/// (c10::SetCPUAllocator), which passes all other requests on to the old one. A request costs one
+/// comparison more, one of the size of a gradient in a backward pass a lock (docs/tuning.md). A
+/// forked child gets no blocks.
 ///
 /// Thread: any. Blocking: while the system looks for memory.
 class DirectGradient {

@@ -3,15 +3,22 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "bindings/accumulator_hooks.h"
+
 namespace torch_ring {
 namespace {
 
-using torch::autograd::variable_list;
+constexpr const char* kTwoThreads =
+    "two threads run backward passes of wrapped optimizers at the same time, and the ranks cannot "
+    "know which pass of theirs belongs to which: run backward() to step() of all optimizers in one "
+    "thread, or one after the other, in the same order on all ranks";
+
+constexpr const char* kSentInVain =
+    "a backward pass failed or was interrupted after part of its gradients had been sent";
 
 /// A C++ exception that autograd turns into Python's AssertionError.
 struct AssertionError final : torch::PyTorchError {
@@ -29,58 +36,23 @@ void set(std::string& bitmap, std::size_t i) {
 
 }  // namespace
 
-class GradientHooks::Before final : public torch::autograd::FunctionPreHook {
- public:
-  Before(std::weak_ptr<GradientHooks> hooks, std::size_t index)
-      : hooks_(std::move(hooks)), index_(index) {}
-
-  variable_list operator()(const variable_list& grads) override {
-    const auto hooks = hooks_.lock();
-    if (hooks && grads[0].defined()) hooks->before_accumulation(index_);
-    return grads;
-  }
-
- private:
-  const std::weak_ptr<GradientHooks> hooks_;
-  const std::size_t index_;
-};
-
-class GradientHooks::After final : public torch::autograd::FunctionPostHook {
- public:
-  After(std::weak_ptr<GradientHooks> hooks, std::size_t index)
-      : hooks_(std::move(hooks)), index_(index) {}
-
-  variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    const auto hooks = hooks_.lock();
-    if (hooks && grads[0].defined()) hooks->after_accumulation(index_, grads[0]);
-    return outputs;
-  }
-
- private:
-  const std::weak_ptr<GradientHooks> hooks_;
-  const std::size_t index_;
-};
-
 /// Ends the backward pass in which it was made: when autograd calls it, or when autograd drops it
-/// because the pass has failed. In the second case Python is not called.
+/// because the pass has failed, here or before. In the latter case Python is not called.
 class GradientHooks::PassEnd {
  public:
   explicit PassEnd(std::weak_ptr<GradientHooks> hooks) : hooks_(std::move(hooks)) {}
   PassEnd(const PassEnd&) = delete;
   PassEnd& operator=(const PassEnd&) = delete;
-  ~PassEnd() { close(); }
+  ~PassEnd() { close(true); }
 
   void run() {
-    struct Close {
-      PassEnd& end;
-      ~Close() { end.close(); }
-    } const close{*this};
     if (const auto hooks = hooks_.lock()) hooks->options_.on_backward_end();
+    close(false);
   }
 
  private:
-  void close() {
-    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->close_pass();
+  void close(bool failed) {
+    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->close_pass(failed);
   }
 
   std::weak_ptr<GradientHooks> hooks_;
@@ -91,7 +63,10 @@ std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> param
                                                    Options options) {
   std::shared_ptr<GradientHooks> hooks(
       new GradientHooks(std::move(parameters), std::move(names), std::move(options)));
-  hooks->add_hooks();
+  for (std::size_t i = 0; i < hooks->parameters_.size(); ++i) {
+    const HookedParameter& parameter = hooks->parameters_[i];
+    hook_parameter(hooks, i, parameter.variable, *parameter.accumulator);
+  }
   return hooks;
 }
 
@@ -100,16 +75,6 @@ GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std
     : options_(std::move(options)) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(std::move(parameters[i]), std::move(names.at(i)));
-  }
-}
-
-void GradientHooks::add_hooks() {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    auto& accumulator = *parameters_[i].accumulator;
-    accumulator.add_post_hook(std::make_unique<After>(weak_from_this(), i));
-    if (options_.reduced_scale != 1.0) {
-      accumulator.add_pre_hook(std::make_unique<Before>(weak_from_this(), i));
-    }
   }
 }
 
@@ -127,21 +92,33 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
     parameter.bucket = bucket;
     if (missing_.at(bucket)++ == 0) first_[bucket] = i;
     parameter.refresh();
-    if (parameter.in_block()) continue;
-    parameter.view = GradientView::in(buckets[bucket], offset, parameter.variable);
-    if (buckets[bucket].numel() < parameter.variable.numel()) {
-      parameter.direct = std::make_unique<DirectGradient>(
-          options_.blocks, parameter.accumulator.get(), parameter.view.bytes());
-      continue;
+    const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
+    if (in_block && parameter.in_block()) continue;
+    parameter.device = in_block ? c10::Device(c10::kCPU) : buckets[bucket].device();
+    if (in_block) {
+      parameter.view = GradientView::in(buckets[bucket], offset, parameter.variable);
+      parameter.bucket_view.reset();
+      expect_in_block(parameter);
+    } else {
+      parameter.direct.reset();
+      parameter.lie_in(GradientView::in(buckets[bucket], offset, parameter.variable));
     }
-    const at::Tensor before = std::exchange(parameter.bucket_view, parameter.view.tensor());
-    at::Tensor& grad = parameter.variable.mutable_grad();
-    if (before.defined() && grad.is_same(before)) {
-      copy_into(parameter.bucket_view, before);
-      grad = parameter.bucket_view;
-    }
-    if (parameter.version) parameter.version = parameter.current_version();
   }
+}
+
+void GradientHooks::expect_in_block(HookedParameter& parameter) {
+  parameter.direct = std::make_unique<DirectGradient>(options_.blocks, parameter.accumulator.get(),
+                                                      parameter.view.bytes());
+}
+
+bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
+  if (disabled_) return false;
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_[index];
+  hook_accumulator(weak_from_this(), index, *accumulator);
+  parameter.follow(accumulator);
+  if (parameter.in_block()) expect_in_block(parameter);
+  return true;
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
@@ -156,27 +133,46 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
   bool bucket_full = false;
   std::size_t bucket = 0;
   {
-    const std::scoped_lock lock(mutex_);
+    std::unique_lock lock(mutex_);
     HookedParameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has taken it
+    enter_pass(lock);
     parameter.refresh();
+    spare_kept(lock, index);
     follow_streams(parameter);
-    bucket_full = count_arrival(index, parameter.on_gradient(gradient));
+    bucket_full = count_arrival(index, parameter.on_gradient(gradient), gradient);
     bucket = parameter.bucket;
-  }
-  if (!pass_open_.exchange(true)) {
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [end = std::make_shared<PassEnd>(weak_from_this())] { end->run(); });
+    sent_ = sent_ || bucket_full;
   }
   if (bucket_full) options_.on_bucket_full(bucket);
 }
 
+/// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
+/// would meet another pass's, in another thread or in a bucket that is in flight.
+void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock) {
+  const BackwardPass current = BackwardPass::current();
+  if (!pass_) {
+    pass_ = current;
+    lock.unlock();
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [end = std::make_shared<PassEnd>(weak_from_this())] { end->run(); });
+    lock.lock();
+  }
+  const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
+  if (!two_threads && !sent_in_vain_) return;
+  lock.unlock();
+  options_.fail(two_threads ? kTwoThreads : kSentInVain);
+}
+
 /// Returns whether the bucket has become full and on_bucket_full is due.
-bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
+bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
   HookedParameter& parameter = parameters_[index];
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
   if (fresh) parameter.base_reduced = false;
-  if (passes_per_step_ > 1 && due(parameter) && !parameter.unreduced) {
+  const bool too_many = passes_per_step_ > 1 && due(parameter) && !parameter.unreduced;
+  if (too_many && parameter.has_value(gradient)) {
+    parameter.passes = 0;  // the earlier gradient was zeroed, after a step that GradScaler skipped
+  } else if (too_many) {
     throw AssertionError(c10::str(
         "the gradient of '", parameter.name, "' was computed more than backward_passes_per_step=",
         passes_per_step_, " times before step(): raise backward_passes_per_step, or call step() ",
@@ -192,11 +188,15 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   }
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
+  if (parameter.has_moved()) return false;
   return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
-void GradientHooks::close_pass() {
+void GradientHooks::close_pass(bool failed) {
   const std::scoped_lock lock(mutex_);
+  sent_in_vain_ = sent_in_vain_ || (failed && sent_);
+  sent_ = false;
+  pass_.reset();
   arrived_.clear();
   streams_.assign(streams_.size(), std::nullopt);
   std::fill(missing_.begin(), missing_.end(), 0);
@@ -204,17 +204,53 @@ void GradientHooks::close_pass() {
     parameter.arrived = false;
     ++missing_[parameter.bucket];
   }
-  pass_open_ = false;
+}
+
+/// Before a gradient is written into its bucket where an earlier one lies that the program keeps:
+/// gives the bucket other memory. The lock is released meanwhile.
+void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index) {
+  if (!parameters_[index].would_overwrite_kept()) return;
+  const std::size_t bucket = parameters_[index].bucket;
+  lock.unlock();
+  const at::Tensor memory = options_.new_memory(bucket);
+  lock.lock();
+  auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
+  const auto* const before = static_cast<const std::byte*>(buckets_[bucket].const_data_ptr());
+  for (HookedParameter& parameter : parameters_) {
+    if (parameter.bucket != bucket) continue;
+    parameter.refresh();
+    GradientView view = parameter.view;
+    view.data = begin + (view.data - before);
+    view.bucket = memory;
+    parameter.lie_in(std::move(view));
+  }
+  buckets_[bucket] = memory;
+}
+
+void GradientHooks::refuse_others_pass() {
+  bool is_beside = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+  }
+  if (is_beside) options_.fail(kTwoThreads);
+}
+
+bool GradientHooks::parameters_moved() {
+  const std::scoped_lock lock(mutex_);
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const HookedParameter& parameter) { return parameter.has_moved(); });
 }
 
 GradientHooks::Pending GradientHooks::pending(bool everything) {
   const std::scoped_lock lock(mutex_);
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
-  Pending pending{none, none, false};
+  Pending pending{none, none, false, pass_ && pass_->is_beside(BackwardPass::current())};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
+    pending.unready = pending.unready || parameter.has_moved();
     if (!grad.defined()) {  // by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
       continue;
@@ -236,11 +272,12 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
 }
 
 void GradientHooks::move_into_buckets(const Bitmap& touched) {
-  const std::scoped_lock lock(mutex_);
+  std::unique_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
+    if (!parameter.arrived) spare_kept(lock, i);
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
       // Its bucket may be in flight already, whatever `grad` was set to since.
@@ -286,6 +323,7 @@ void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradi
 
 void GradientHooks::mark_reduced(const Bitmap& touched) {
   const std::scoped_lock lock(mutex_);
+  sent_ = false;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
     parameters_[i].unreduced = false;
@@ -329,7 +367,7 @@ void GradientHooks::disable() { disabled_ = true; }
 /// Makes an arrival wait for the one before it in the bucket. A backward pass may run on several
 /// streams; the last arrival sends the bucket, and so must come after the others.
 void GradientHooks::follow_streams(const HookedParameter& parameter) {
-  if (parameter.in_block() || parameter.bucket_view.is_cpu()) return;
+  if (parameter.in_block() || parameter.bucket_view.is_cpu() || parameter.has_moved()) return;
   const c10::Stream stream = current_stream(parameter.bucket_view.device());
   std::optional<c10::Stream>& last = streams_[parameter.bucket];
   if (last && *last != stream) {

@@ -13,7 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "bindings/backward_pass.h"
 #include "bindings/hooked_parameter.h"
+#include "bindings/pass_agreement.h"
 #include "bindings/streams.h"
 #include "memory/block_pool.h"
 
@@ -28,8 +30,11 @@ namespace torch_ring {
 /// it is reduced as a sparse one (`local_gradient`, `set_sparse_result`) or as a dense one
 /// (`move_into_buckets`).
 ///
-/// The hooks outlive the object and do nothing once it is gone. A parameter is hooked whether it
-/// requires grad now or not, so that it can be frozen and unfrozen.
+/// A tensor that the program keeps keeps its value. Where a new gradient would overwrite one, the
+/// bucket gets other memory first (`spare_kept`).
+///
+/// The hooks (`accumulator_hooks.h`) outlive the object and do nothing once it is gone. A parameter
+/// is hooked whether it requires grad now or not, so that it can be frozen and unfrozen.
 ///
 /// In a bitmap, parameter i is bit i % 8 of byte i / 8.
 ///
@@ -51,6 +56,7 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     Bitmap due;         // to be reduced now
     Bitmap sparse;      // those of `due` that are sparse
     bool accumulating;  // whether there are others, not due yet
+    bool unready;       // refuse_others_pass() or the new buckets of parameters_moved() come first
   };
 
   struct Options {
@@ -59,7 +65,10 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
     double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass with a gradient
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
-    std::shared_ptr<BlockPool> blocks;                       // null if every bucket has memory
+    std::function<at::Tensor(std::size_t bucket)> new_memory;  // other memory for a bucket
+    std::function<void(const std::string& why)> fail;          // ends the job: it throws
+    std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
+    std::shared_ptr<PassAgreement> agreement;                  // of the process set
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
@@ -75,6 +84,13 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// With `everything` all are due, also a `grad` that was assigned by hand, or written to since
   /// the step began and never reduced.
   Pending pending(bool everything);
+
+  /// Fails the job if another thread's backward pass is producing gradients now.
+  void refuse_others_pass();
+
+  /// Whether a parameter is on another device than its bucket: set_buckets() comes before anything
+  /// is reduced.
+  bool parameters_moved();
 
   /// Prepares the gradients of `touched`, the parameters that have one on some rank: a gradient
   /// outside its bucket moves there, a missing one becomes zero.
@@ -108,22 +124,28 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// Stops the hooks, in a forked child: the buckets are its parent's.
   void disable();
 
+  // For the hooks, in a thread of autograd:
+
+  /// Whether before_accumulation() has something to do.
+  bool rescales() const { return options_.reduced_scale != 1.0; }
+  void before_accumulation(std::size_t index);
+  void after_accumulation(std::size_t index, const at::Tensor& gradient);
+
+  /// Hooks the new accumulator of a parameter; returns whether it has.
+  bool follow(std::size_t index, const Accumulator& accumulator);
+
  private:
-  class Before;   // the hook that runs before autograd accumulates
-  class After;    // ... and the one after it
   class PassEnd;  // the callback at the end of a backward pass
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
-  void add_hooks();
-
-  // Called by the hooks:
-  void before_accumulation(std::size_t index);
-  void after_accumulation(std::size_t index, const at::Tensor& gradient);
-  bool count_arrival(std::size_t index, bool fresh);
-  void close_pass();
+  void close_pass(bool failed);
 
   // Under mutex_:
+  void enter_pass(std::unique_lock<std::mutex>& lock);
+  void expect_in_block(HookedParameter& parameter);
+  bool count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient);
+  void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index);
   void follow_streams(const HookedParameter& parameter);
   void rescale_reduced(HookedParameter& parameter) {
     parameter.rescale_reduced(options_.reduced_scale);
@@ -131,10 +153,12 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
-  std::atomic<bool> pass_open_{false};  // its PassEnd is queued; guards no other data
-  std::atomic<bool> disabled_{false};   // set by the only thread of a forked child
+  std::atomic<bool> disabled_{false};  // set by the only thread of a forked child
 
-  std::mutex mutex_;  // guards the members below
+  std::mutex mutex_;                  // guards the members below
+  std::optional<BackwardPass> pass_;  // the pass that has brought gradients and not ended
+  bool sent_ = false;                 // a bucket has been sent in this pass
+  bool sent_in_vain_ = false;         // ... and the pass has failed
   std::vector<HookedParameter> parameters_;
   std::vector<at::Tensor> buckets_;
   std::vector<std::size_t> first_;                   // by bucket: its first parameter

@@ -37,6 +37,10 @@ std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
   return only_here && base.storage().is_alias_of(storage) ? 3 : 0;
 }
 
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
 }  // namespace
 
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
@@ -66,12 +70,14 @@ void HookedParameter::refresh() {
 
 bool HookedParameter::on_gradient(const at::Tensor& gradient) {
   const at::Tensor& grad = variable.mutable_grad();
+  if (has_moved()) return !converted;  // it is copied when it has memory there
   if (in_block() && !grad.is_same(bucket_view) && computed_in_block(gradient)) {
     require_unchanged();
     view.bucket.reset();
     view.data = static_cast<std::byte*>(grad.mutable_data_ptr());
     bucket_view = grad;
     sparse.reset();
+    converted = false;
     return true;
   }
   if (!grad.is_sparse()) return copy_in();
@@ -94,6 +100,40 @@ bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
          direct->got(grad.const_data_ptr());
 }
 
+void HookedParameter::follow(const Accumulator& other) {
+  accumulator = other;
+  const at::Tensor& grad = variable.mutable_grad();
+  if (!grad.defined()) return;
+  const bool is_left = known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  converted = is_left || grad.is_same(bucket_view);
+}
+
+void HookedParameter::lie_in(GradientView other) {
+  view = std::move(other);
+  const at::Tensor before = std::exchange(bucket_view, view.tensor());
+  if (at::Tensor& grad = variable.mutable_grad(); before.defined() && grad.is_same(before)) {
+    copy_into(bucket_view, before);
+    grad = bucket_view;
+  }
+  if (!version) return;
+  // As many writes since the step began as before.
+  *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
+}
+
+bool HookedParameter::would_overwrite_kept() const {
+  if (in_block() || !bucket_view.defined() || bucket_view.numel() == 0) return false;
+  const at::Tensor& grad = variable.grad();
+  if (grad.is_same(bucket_view) || has_moved()) return false;
+  return !has_one_owner(bucket_view) || bucket_view.storage().use_count() != 1;
+}
+
+bool HookedParameter::has_value(const at::Tensor& gradient) const {
+  const at::Tensor& grad = variable.grad();
+  if (grad.layout() != at::kStrided || gradient.layout() != at::kStrided) return false;
+  const at::NoGradGuard no_grad;
+  return at::isclose(grad, gradient, 0.0, 0.0, /*equal_nan=*/true).all().item<bool>();
+}
+
 bool HookedParameter::copy_in() {
   at::Tensor& grad = variable.mutable_grad();
   sparse.reset();
@@ -104,7 +144,7 @@ bool HookedParameter::copy_in() {
   ensure_memory();
   copy_into(bucket_view, grad);
   grad = bucket_view;
-  return true;
+  return !std::exchange(converted, false);
 }
 
 void HookedParameter::make_zero() {
@@ -144,16 +184,13 @@ bool HookedParameter::written_by_hand() const {
          *version != current_version();
 }
 
-std::uint32_t HookedParameter::current_version() const {
-  if (bucket_view.is_inference()) return 0;
-  return static_cast<std::uint32_t>(bucket_view._version());
-}
+std::uint32_t HookedParameter::current_version() const { return version_of(bucket_view); }
 
 void HookedParameter::rescale_reduced(double scale) {
   if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
   if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
-  if (!grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
+  if (!converted && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(scale);
   base_reduced = false;

@@ -15,6 +15,9 @@
 
 namespace torch_ring {
 
+/// What accumulates the gradient of a parameter.
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
+
 /// One parameter of a GradientHooks. Its gradient lies in a part of a bucket or, if it fills a
 /// bucket alone, in a block of shared memory. If autograd has computed it in the block, nothing is
 /// copied, and `bucket_view` is the tensor that autograd has made. Between two steps the block
@@ -33,6 +36,23 @@ struct HookedParameter {
   /// Handles a gradient that autograd has accumulated, `gradient` into `grad`; returns whether
   /// `grad` is another tensor than before.
   bool on_gradient(const at::Tensor& gradient);
+
+  /// Moves the gradient to another view, outside of blocks. Whoever holds a tensor over the earlier
+  /// one keeps that.
+  void lie_in(GradientView other);
+
+  /// Whether copy_in() or make_zero() would overwrite a gradient that the program has kept.
+  bool would_overwrite_kept() const;
+
+  /// Takes another accumulator, which torch has made because the parameter was converted. Its
+  /// gradient may have been converted with it.
+  void follow(const Accumulator& other);
+
+  /// Whether `grad`, into which autograd has accumulated `gradient`, was zero before.
+  bool has_value(const at::Tensor& gradient) const;
+
+  /// Whether the parameter is on another device than the memory of its gradient.
+  bool has_moved() const { return variable.device() != device; }
 
   /// Copies `grad` into the view and makes `grad` a tensor over it; returns whether it was
   /// elsewhere.
@@ -56,13 +76,14 @@ struct HookedParameter {
 
   at::Tensor variable;
   // Keeps the accumulator alive: a tensor has only a weak reference to it.
-  decltype(torch::autograd::impl::grad_accumulator(variable)) accumulator;
+  Accumulator accumulator;
   std::string name;
   at::ScalarType dtype{};  // the variable's when it was wrapped
   std::size_t bucket = 0;
-  GradientView view;       // where the gradient lies
-  at::Tensor bucket_view;  // a tensor over `view`, for `grad`; undefined without a block
-  at::Tensor sparse;       // the gradient as last left here, if sparse
+  c10::Device device = c10::kCPU;  // the bucket's
+  GradientView view;               // where the gradient lies
+  at::Tensor bucket_view;          // a tensor over `view`, for `grad`; undefined without a block
+  at::Tensor sparse;               // the gradient as last left here, if sparse
   std::unique_ptr<DirectGradient> direct;  // if it fills a bucket alone
   // `bucket_view` as it was when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
@@ -70,6 +91,7 @@ struct HookedParameter {
   bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
   bool arrived = false;       // in the current pass
+  bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
   // The version of `bucket_view` when the step began; none once the gradient has been reduced.
   std::optional<std::uint32_t> version;
 

@@ -3,13 +3,17 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <system_error>
+
 #include "bindings/blocking_call.h"
 #include "bindings/gradient_hooks.h"
 #include "bindings/py_control_plane.h"
 #include "bindings/py_engine.h"
 #include "bindings/py_host_memory.h"
 #include "bindings/result_allocator.h"
+#include "bindings/store_call.h"
 #include "core/failpoint.h"
+#include "core/limits.h"
 #include "nccl/loader.h"
 
 namespace py = pybind11;
@@ -40,6 +44,9 @@ void translate(std::exception_ptr pointer) {
   } catch (const Error& error) {
     const auto type = py::module_::import("torch_ring.errors").attr(python_name(error.kind()));
     PyErr_SetString(type.ptr(), error.what());
+  } catch (const std::system_error& error) {  // a thread that could not be started
+    const auto text = "cannot start a thread: " + std::string(error.what());
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), text).ptr());
   }
 }
 
@@ -67,8 +74,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("patience_s"));
   module.def("forget_calls", &BlockingCall::forget_all);
   module.def("arm_failpoints", &arm_failpoints, py::arg("spec"));
+  module.def("limit_to_raise", &limit_to_raise, py::arg("error"));
   bind_control_plane(module);
   bind_host_memory(module);
   bind_engine(module);
   bind_gradients(module);
+  bind_store_call(module);
 }

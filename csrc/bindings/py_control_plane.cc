@@ -104,6 +104,13 @@ std::unique_ptr<SocketSource> sockets_of(std::shared_ptr<ControlPlane> plane, st
   return std::make_unique<OwningSource>(std::move(plane), std::move(source));
 }
 
+std::shared_ptr<WaitGraph> waits_of(const std::shared_ptr<ControlPlane>& plane, std::uint64_t set,
+                                    std::vector<int> members, std::chrono::milliseconds patience) {
+  std::shared_ptr<WaitGraph> graph = plane->waits(set, std::move(members), patience);
+  WaitGraph* const waits = graph.get();
+  return {waits, [plane, graph = std::move(graph)](WaitGraph*) {}};
+}
+
 void bind_control_plane(py::module_& module) {
   py::class_<PyControlPlane, std::shared_ptr<PyControlPlane>>(module, "ControlPlane")
       .def(py::init(&make_plane), py::arg("rank"), py::arg("host_of"), py::arg("labels"),

@@ -55,6 +55,10 @@ class PyControlPlane {
 std::unique_ptr<SocketSource> sockets_of(std::shared_ptr<ControlPlane> plane, std::uint64_t set,
                                          std::vector<int> members, int width);
 
+/// The wait-for graph of a set, which keeps the plane alive.
+std::shared_ptr<WaitGraph> waits_of(const std::shared_ptr<ControlPlane>& plane, std::uint64_t set,
+                                    std::vector<int> members, std::chrono::milliseconds patience);
+
 void bind_control_plane(pybind11::module_& module);
 
 }  // namespace torch_ring

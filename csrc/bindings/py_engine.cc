@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <memory>
 
 #include "bindings/accelerator.h"
@@ -29,7 +30,14 @@ namespace torch_ring {
 namespace {
 
 std::chrono::milliseconds milliseconds_of(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
+  return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000.0)));
+}
+
+/// Whether Python has other threads than this one.
+bool has_other_threads() {
+  const py::gil_scoped_acquire gil;
+  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  return PyThreadState_Next(first) != nullptr;
 }
 
 class PyEngine {
@@ -49,21 +57,17 @@ class PyEngine {
                                                      const py::gil_scoped_acquire gil;
                                                      delete function;
                                                    });
-    Engine::Options options{config,
-                            world.labels,
-                            plane_.get(),
-                            set,
-                            std::move(members),
-                            [shared_log](const std::string& text) {
-                              const py::gil_scoped_acquire gil;
-                              (*shared_log)(text);
-                            },
-                            {}};
+    log_ = [shared_log](const std::string& text) {
+      const py::gil_scoped_acquire gil;
+      (*shared_log)(text);
+    };
+    Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
+                            world.waits, has_other_threads, log_,         {}};
     communicator_ = make_communicator(world, config, *abort);
-    options.make_device = [device = device_, timeout = config.timeout, labels = world.labels,
-                           settings = std::move(settings)](std::uint8_t type, Communicator& host,
-                                                           const Abort& abort) {
-      return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, timeout,
+    options.make_device = [device = device_, patience = DevicePatience{config, options.log},
+                           labels = world.labels, settings = std::move(settings)](
+                              std::uint8_t type, Communicator& host, const Abort& abort) {
+      return make_accelerator(*device, static_cast<c10::DeviceType>(type), host, abort, patience,
                               labels, settings);
     };
     // The plane may be telling another engine that a rank is lost, and that engine's thread may
@@ -188,15 +192,25 @@ class PyEngine {
     return submit(std::move(members), blocking);
   }
 
-  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) const {
+  at::Tensor empty_shared(const std::vector<std::int64_t>& shape, py::object dtype) {
     if (!THPDtype_Check(dtype.ptr())) throw py::type_error("dtype must be a torch.dtype");
-    const auto options =
-        at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+    const auto options = at::TensorOptions()
+                             .dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type)
+                             .device(at::kCPU);
     const std::size_t bytes =
         static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
     SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;
     if (!shared) return at::empty(shape, options);
     std::shared_ptr<void> memory = shared->allocate(bytes);
+    if (!memory) {
+      if (!std::exchange(arena_is_full_, true)) {
+        log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
+             std::to_string(bytes) +
+             " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
+             "TORCH_RING_ADDRESS_SPACE and `ulimit -v`");
+      }
+      return at::empty(shape, options);
+    }
     void* data = memory.get();
     return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
   }
@@ -216,16 +230,32 @@ class PyEngine {
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }
 
-  std::optional<py::bytes> finalize_dense(const DenseFinalizer& finalizer, const std::string& entry,
-                                          std::uint64_t number) const {
+  std::optional<py::bytes> finalize_dense(const DenseFinalizer& finalizer, PassAgreement& agreement,
+                                          const std::string& report) const {
     const std::shared_ptr<Engine> engine = running();
     std::optional<std::string> gathered;
     {
       const BlockingCall no_gil;
-      gathered = finalizer.run(*engine, size_, entry, number, kCheckSignals);
+      gathered = finalizer.run(*engine, size_, agreement, report, kCheckSignals);
     }
     if (!gathered) return std::nullopt;
     return py::bytes(*gathered);
+  }
+
+  py::bytes gather_reports(PassAgreement& agreement, const std::string& report) const {
+    const std::shared_ptr<Engine> engine = running();
+    std::string gathered;
+    {
+      const BlockingCall no_gil;
+      gathered = agreement.gather(*engine, report, kCheckSignals);
+    }
+    return {gathered};
+  }
+
+  void end(const std::string& why) const {
+    const std::shared_ptr<Engine> engine = running();
+    const py::gil_scoped_release no_gil;
+    engine->end(Error(ErrorKind::kInternal, why));
   }
 
   void shutdown(bool removed = false) {
@@ -285,6 +315,8 @@ class PyEngine {
     const std::shared_ptr<Engine> engine = running();
     std::vector<Request> requests;
     for (Member& member : members) {
+      const auto count = static_cast<std::uint32_t>(members.size());
+      member.request.fingerprint.group = count > 1 ? count : 0;
       prepare(member.request, *member.result, member.device);
       requests.push_back(std::move(member.request));
     }
@@ -309,14 +341,17 @@ class PyEngine {
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<BlockPool> blocks_;
+  std::function<void(const std::string&)> log_;
+  bool arena_is_full_ = false;  // and the log says so
 };
 
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
     bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
-    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, double timeout_s,
-    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
-    std::string nccl_library, bool nccl_blocking, py::function log) {
+    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, bool checksums,
+    double timeout_s, double stall_warning_s, double fusion_window_s,
+    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
+    py::function log) {
   World world;
   world.topology = {rank, std::move(host_of)};
   if (members.size() != world.topology.host_of.size()) {
@@ -325,8 +360,8 @@ std::unique_ptr<PyEngine> make_engine(
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   world.width = static_cast<std::size_t>(width);
+  world.checksums = checksums;
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
-  if (control) world.sockets = sockets_of(control, set, members, width);
   if (memory) memory->use(world, members, slots);
   EngineConfig config;
   config.timeout = milliseconds_of(timeout_s);
@@ -334,6 +369,10 @@ std::unique_ptr<PyEngine> make_engine(
   config.fusion_window =
       std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
   config.fusion_threshold_bytes = fusion_threshold_bytes;
+  if (control) {
+    world.sockets = sockets_of(control, set, members, width);
+    world.waits = waits_of(control, set, members, config.patience());
+  }
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
                                     NcclSettings{std::move(nccl_library), nccl_blocking},
                                     std::move(log));
@@ -351,9 +390,9 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
            py::arg("width"), py::arg("memory"), py::arg("slots"), py::kw_only(),
-           py::arg("timeout_s"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
-           py::arg("log"))
+           py::arg("checksums"), py::arg("timeout_s"), py::arg("stall_warning_s"),
+           py::arg("fusion_window_s"), py::arg("fusion_threshold_bytes"), py::arg("nccl_library"),
+           py::arg("nccl_blocking"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
@@ -378,6 +417,8 @@ void bind_engine(py::module_& module) {
            py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("blocking") = false)
       .def("finalize_dense", &PyEngine::finalize_dense)
+      .def("gather_reports", &PyEngine::gather_reports)
+      .def("end", &PyEngine::end, py::arg("why"))
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
       .def("gradient_blocks", &PyEngine::gradient_blocks)
       .def("has_shared_memory", &PyEngine::has_shared_memory)

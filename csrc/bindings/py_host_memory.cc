@@ -25,9 +25,10 @@ int index_of(std::span<const int> ranks, int rank) {
   return static_cast<int>(found - ranks.begin());
 }
 
-int make_memory(int ranks, const py::bytes& table) {
+int make_memory(int ranks, const py::bytes& table, std::size_t most_bytes) {
   const auto bytes = static_cast<std::string_view>(table);
-  return HostMemory::create(ranks, std::as_bytes(std::span(bytes))).release();
+  const std::size_t arena = HostMemory::arena_bytes(ranks, HostMemory::machine_bytes(), most_bytes);
+  return HostMemory::create(ranks, std::as_bytes(std::span(bytes)), arena).release();
 }
 
 py::bytes memory_table(int fd) {
@@ -37,15 +38,15 @@ py::bytes memory_table(int fd) {
 
 }  // namespace
 
-PyHostMemory::PyHostMemory(Fd memory, std::vector<int> ranks, int rank) : ranks_(std::move(ranks)) {
-  const auto host = std::make_shared<const HostMemory>(std::move(memory));
-  if (host->ranks() != static_cast<int>(ranks_.size())) {
+PyHostMemory::PyHostMemory(Fd memory, std::vector<int> ranks, int rank)
+    : ranks_(std::move(ranks)), host_(std::make_shared<HostMemory>(std::move(memory))) {
+  if (host_->ranks() != static_cast<int>(ranks_.size())) {
     throw Error(ErrorKind::kInternal, "the memory of the host is for " +
-                                          std::to_string(host->ranks()) + " ranks, not for " +
+                                          std::to_string(host_->ranks()) + " ranks, not for " +
                                           std::to_string(ranks_.size()));
   }
-  for (int i = 0; i < host->ranks(); ++i) {
-    memories_.push_back(std::make_shared<const SharedMemory>(host, i));
+  for (int i = 0; i < host_->ranks(); ++i) {
+    memories_.push_back(std::make_shared<const SharedMemory>(host_, i));
   }
   arena_ = std::make_shared<SharedArena>(at(memories_, index_of(ranks_, rank)));
 }
@@ -61,7 +62,10 @@ void PyHostMemory::use(World& world, std::span<const int> members,
 }
 
 void bind_host_memory(py::module_& module) {
-  module.def("make_memory", &make_memory, py::arg("ranks"), py::arg("table"));
+  module.def("make_memory", &make_memory, py::arg("ranks"), py::arg("table"),
+             py::arg("most_bytes"));
+  module.def("least_memory", &HostMemory::least_bytes, py::arg("ranks"));
+  module.def("mappable_bytes", &HostMemory::mappable_bytes);
   module.def("memory_table", &memory_table, py::arg("fd"));
   py::class_<PyHostMemory, std::shared_ptr<PyHostMemory>>(module, "HostMemory")
       .def(py::init([](int fd, std::vector<int> ranks, int rank) {
@@ -69,7 +73,8 @@ void bind_host_memory(py::module_& module) {
            }),
            py::arg("fd"), py::arg("ranks"), py::arg("rank"))
       .def("reserve_slot", &PyHostMemory::reserve_slot)
-      .def("release_slot", &PyHostMemory::release_slot, py::arg("offset"));
+      .def("release_slot", &PyHostMemory::release_slot, py::arg("offset"))
+      .def("abandon", &PyHostMemory::abandon);
 }
 
 }  // namespace torch_ring

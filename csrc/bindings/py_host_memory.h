@@ -23,6 +23,9 @@ class PyHostMemory {
   /// is not that of such a host.
   PyHostMemory(Fd memory, std::vector<int> ranks, int rank);
 
+  /// In a forked child: HostMemory::leave_to_parent().
+  void abandon() const noexcept { host_->leave_to_parent(); }
+
   std::int64_t reserve_slot() { return static_cast<std::int64_t>(arena_->reserve()); }
   void release_slot(std::int64_t offset) { arena_->release(static_cast<std::size_t>(offset)); }
 
@@ -33,6 +36,7 @@ class PyHostMemory {
 
  private:
   const std::vector<int> ranks_;
+  const std::shared_ptr<HostMemory> host_;
   std::vector<std::shared_ptr<const SharedMemory>> memories_;  // by index in the host
   std::shared_ptr<SharedArena> arena_;
 };

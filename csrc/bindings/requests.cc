@@ -10,6 +10,7 @@
 #include <bit>
 #include <numeric>
 
+#include "bindings/dtypes.h"
 #include "bindings/result_allocator.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
@@ -57,16 +58,17 @@ void check_output(const at::Tensor& tensor, const at::Tensor& output, const std:
 
 /// Whether the tensor's memory holds its values, one after the other.
 bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_neg() && !tensor._is_zerotensor();
+  return tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj() &&
+         !tensor._is_zerotensor();
 }
 
 /// The values of `tensor` in memory, one after the other. Values that torch only flags as negated,
-/// or as all zero, become so in memory.
+/// as conjugated or as all zero become so in memory.
 at::Tensor values_of(const at::Tensor& tensor) {
   if (is_plain(tensor)) return tensor;  // the usual case, with no other check
   const at::Tensor detached = tensor.detach();
   if (detached._is_zerotensor()) return at::zeros(detached.sizes(), detached.options());
-  return detached.resolve_neg().contiguous();
+  return detached.resolve_conj().resolve_neg().contiguous();
 }
 
 /// Calls `function`; an error of torch's becomes Error(kInternal), without its C++ stack.
@@ -79,7 +81,7 @@ auto torch_call(const Function& function) {
   }
 }
 
-/// Refuses an op that the dtype does not have (booleans have no sum and no average).
+/// Refuses an op that the dtype does not have.
 void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
   const auto value = static_cast<int>(op);
   if (value < 0 || value > 5) refuse(what + ": unknown op " + std::to_string(value));
@@ -90,11 +92,9 @@ void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
     if (!is_floating_point(dtype)) {
       refuse(what + ": op Adasum needs floating point, not " + name_of(dtype));
     }
+    return;
   }
-  if (dtype == DType::kBool && (op == ReduceOp::kAverage || op == ReduceOp::kSum)) {
-    refuse(what + ": bool tensors take Min, Max and Product, not " + name_of(op) +
-           ": for counts and shares, convert to an integer or a float");
-  }
+  check_reducible(dtype, op, what);
 }
 
 Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std::string name) {
@@ -164,33 +164,6 @@ void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_p
 }
 
 }  // namespace
-
-DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kByte:
-      return DType::kUInt8;
-    case at::kChar:
-      return DType::kInt8;
-    case at::kInt:
-      return DType::kInt32;
-    case at::kLong:
-      return DType::kInt64;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kBool:
-      return DType::kBool;
-    default:
-      refuse("dtype " + std::string(c10::getDtypeNames(tensor.scalar_type()).first) +
-             " is not supported: use uint8, int8, int32, int64, float16, bfloat16, float32, "
-             "float64 or bool, as by tensor.to(torch.float32)");
-  }
-}
 
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                           int op, double prescale, double postscale, int size) {
@@ -301,7 +274,7 @@ Request barrier_request(std::string name) {
 }
 
 Request join_request(const std::shared_ptr<Result>& result) {
-  result->tensor = at::empty({}, at::kLong);
+  result->tensor = at::empty({}, at::TensorOptions().dtype(at::kLong).device(at::kCPU));
   Request request;
   request.fingerprint.collective = Collective::kJoin;
   request.fingerprint.name = kJoinKey;

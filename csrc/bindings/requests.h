@@ -14,9 +14,6 @@
 
 namespace torch_ring {
 
-/// The dtype of `tensor`. Errors: Error(kInvalidArgument) if torch_ring does not support it.
-DType dtype_of(const at::Tensor& tensor);
-
 /// The result of a request, valid when its work is done.
 struct Result {
   at::Tensor tensor;

@@ -20,14 +20,15 @@ namespace torch_ring {
 /// with one allgather of 3 dot products a tensor, then an allgather of the results.
 ///
 /// 16-bit floats are computed in float32 and rounded once; dot products are float64. Results are
-/// the same bits on all ranks.
+/// the same bits on all ranks. Every tensor is halved by itself, so that its bits do not depend on
+/// the others.
 ///
 /// Errors: Error(kInvalidArgument), before anything has moved, unless the number of ranks is a
 /// power of two and the dtype is floating-point; the communicator's.
 void adasum(Communicator& communicator, void* data, std::span<const std::size_t> counts,
             DType dtype);
 
-/// The part of `count` elements that `rank` works on after `halvings` exchanges.
+/// The part of a tensor of `count` elements that `rank` works on after `halvings` exchanges.
 Range adasum_range(std::size_t count, int rank, int halvings);
 
 }  // namespace torch_ring

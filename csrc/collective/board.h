@@ -75,8 +75,8 @@ class Board {
   /// a multiple of 8.
   virtual Round round() = 0;
 
-  /// The ranks whose entries are missing from the posted round (between hosts: all ranks of the
-  /// missing hosts).
+  /// The ranks whose entries are missing from the posted round. Between hosts also ranks that
+  /// have posted, if their entries arrive behind the missing ones: the WaitGraph tells them apart.
   virtual std::vector<int> missing() const = 0;
 
   /// Waits until the round that this rank posted to is complete, until a peer has posted to one

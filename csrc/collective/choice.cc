@@ -4,6 +4,8 @@
 #include <array>
 #include <bit>
 
+#include "collective/plan.h"
+
 namespace torch_ring {
 
 namespace {
@@ -23,33 +25,34 @@ std::uint64_t gathered_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& 
          bytes * ranks * link.reduction_ps;
 }
 
-/// The time of `bytes` in rounds. A last round counts by its bytes, so that more bytes never take
-/// less time and each algorithm has one run of sizes.
-std::uint64_t in_rounds(std::uint64_t round_ps, std::uint64_t bytes, std::uint64_t round_bytes) {
-  return round_ps + (bytes - std::min(bytes, round_bytes)) * (round_ps / round_bytes);
+std::uint64_t levels_of(std::uint64_t ranks) {
+  std::uint64_t levels = 0;
+  for (; ranks > 1; ++levels) ranks = (ranks + kSectionRanks - 1) / kSectionRanks;
+  return levels;
 }
 
-std::uint64_t ring_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+std::uint64_t scattered_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  const auto round_ps = [&](std::uint64_t part) {
+    const AllgatherPath gather = choose_allgather(part, static_cast<int>(ranks), link);
+    return levels_of(ranks) * link.latency_ps + (part - part / ranks) * link.far_ps +
+           last_segment(part / ranks) * ranks * link.reduction_ps +
+           time_ps(gather, part, static_cast<int>(ranks), link);
+  };
   const std::uint64_t round = std::min<std::uint64_t>(kChunkBytes * ranks, kRoundBytes);
-  const std::uint64_t exposed = last_segment(std::min(bytes, round) / ranks);
-  const std::uint64_t round_ps = (ranks - 1) * (2 * link.latency_ps + exposed * link.reduction_ps);
-  return in_rounds(round_ps, bytes, round) + 2 * (bytes - bytes / ranks) * link.near_ps;
+  const std::uint64_t rest = bytes % round;
+  return bytes / round * round_ps(round) + (rest > 0 ? round_ps(rest) : 0);
 }
 
-std::uint64_t halving_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
-  std::uint64_t round_ps = 0;
-  for (std::uint64_t distance = 1; distance < ranks; distance *= 2) {
-    const std::uint64_t chunks = std::min(distance, ranks - distance);
-    const std::uint64_t exposed =
-        last_segment(std::min<std::uint64_t>(bytes, kRoundBytes) * chunks / ranks);
-    round_ps += 2 * link.latency_ps + exposed * link.reduction_ps;
-  }
-  return in_rounds(round_ps, bytes, kRoundBytes) + 2 * (bytes - bytes / ranks) * link.far_ps;
+/// The time of `bytes` in segments. A last one counts by its bytes, so that more bytes never take
+/// less time and each algorithm has one run of sizes.
+std::uint64_t in_segments(std::uint64_t segment_ps, std::uint64_t bytes) {
+  return segment_ps +
+         (bytes - std::min<std::uint64_t>(bytes, kSegmentBytes)) * (segment_ps / kSegmentBytes);
 }
 
 std::uint64_t chain_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
   return (ranks - 2) * (link.latency_ps + last_segment(bytes) * link.near_ps) +
-         in_rounds(link.latency_ps, bytes, kSegmentBytes) + bytes * link.near_ps;
+         in_segments(link.latency_ps, bytes) + bytes * link.near_ps;
 }
 
 /// The path with the shortest time, the first of equal ones.
@@ -68,10 +71,8 @@ std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const Li
   switch (path) {
     case AllreducePath::kGathered:
       return gathered_ps(bytes, size, link);
-    case AllreducePath::kRing:
-      return ring_ps(bytes, size, link);
-    case AllreducePath::kHalving:
-      return halving_ps(bytes, size, link);
+    case AllreducePath::kScattered:
+      return scattered_ps(bytes, size, link);
   }
   return 0;
 }
@@ -98,9 +99,9 @@ std::uint64_t time_ps(BroadcastPath path, std::size_t bytes, int ranks, const Li
 
 AllreducePath choose_allreduce(std::size_t bytes, int ranks, const Link& link) {
   using enum AllreducePath;
-  if (ranks <= kFewRanks) return bytes <= kGatheredBytes ? kGathered : kRing;
-  if (bytes > kGatheredBytes) return fastest(std::array{kRing, kHalving}, bytes, ranks, link);
-  return fastest(std::array{kGathered, kRing, kHalving}, bytes, ranks, link);
+  if (bytes > kGatheredBytes) return kScattered;
+  if (ranks <= kFewRanks) return kGathered;
+  return fastest(std::array{kGathered, kScattered}, bytes, ranks, link);
 }
 
 AllgatherPath choose_allgather(std::size_t bytes, int ranks, const Link& link) {

@@ -16,9 +16,8 @@ struct Link {
   std::uint64_t reduction_ps;  // of a byte that is reduced
 };
 
-/// TCP over Ethernet of 25 Gbit/s; docs/tuning.md has the reasons. It is a constant, because
-/// algorithms add in different orders: a link that is measured anew would change results from run
-/// to run.
+/// TCP over Ethernet of 25 Gbit/s; docs/tuning.md has the reasons. It is a constant, because all
+/// ranks must choose alike.
 inline constexpr Link kEthernet{30'000'000, 400, 500, 100};
 
 /// Up to this number of ranks the choice depends on the size alone: logarithms save a step or two.
@@ -31,17 +30,15 @@ inline constexpr std::size_t kGatheredBytes = 64u << 10;
 /// the L2 cache, large enough that a system call costs little of its time.
 inline constexpr std::size_t kSegmentBytes = 256u << 10;
 
-/// Bytes of a ring's chunk (for each socket) and of a round. A tensor goes through the ring in
-/// rounds, which stay in the cache and bound the scratch memory: one received chunk, and for 16-bit
-/// floats one round of partial results. One chunk is in flight at a time, so it grows with the
-/// sockets. Halving takes rounds of the same length and receives half of one.
+/// Bytes of a rank's chunk (for each socket) and of a round. A reduction goes in rounds, which stay
+/// in the cache and bound the scratch memory: the other ranks' inputs of a chunk. A ring has one
+/// chunk in flight at a time, so it grows with the sockets.
 inline constexpr std::size_t kChunkBytes = 1u << 20;
 inline constexpr std::size_t kRoundBytes = 64u << 20;
 
 enum class AllreducePath {
-  kGathered,  // all inputs to all ranks
-  kRing,
-  kHalving,  // halving_steps(), then bruck_steps()
+  kGathered,   // all inputs to all ranks
+  kScattered,  // scatter_levels(), then an allgather
 };
 
 enum class AllgatherPath {

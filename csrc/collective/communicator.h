@@ -14,7 +14,9 @@ namespace torch_ring {
 ///
 /// Thread: one at a time. Blocking: until this rank's part is done, bounded by the timeout.
 /// Errors: Error kinds kPeerLost, kTimeout, kInternal; after one, the communicator is unusable.
-/// Results are the same bits on all ranks and on every run.
+/// Results are the same bits on all ranks and on every run: the order in which the ranks' values of
+/// an element are added is the same for all elements of all reductions. (Adasum adds in an order of
+/// its own.)
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -44,6 +46,11 @@ class Communicator {
   /// `input` holds the parts in the order of ranks. The buffers do not overlap.
   virtual void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                              const Reduction& reduction) = 0;
+
+  /// output[i] = what allreduce() would make of inputs[r][i], if rank r had it: the same bits.
+  /// Nothing moves. Here: reduced in the order of ranks.
+  virtual void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
+                             const Reduction& reduction) const;
 
   /// `data`, consecutive tensors of the given lengths, becomes its adaptive sum over the ranks
   /// (collective/adasum.h).

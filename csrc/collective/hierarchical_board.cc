@@ -55,7 +55,7 @@ bool HierarchicalBoard::complete() {
     if (!gathered_) gather();
     if (!leaders_->complete()) return false;
     publish();
-  } else if (host_.header(0).published.load(std::memory_order_acquire) < local_.round_number()) {
+  } else if (Host::load(host_.header(0).published) < local_.round_number()) {
     return false;
   }
   read();
@@ -90,6 +90,7 @@ Round HierarchicalBoard::round() {
 
 std::vector<int> HierarchicalBoard::missing() const {
   std::vector<int> ranks = local_.missing();
+  if (leaders_ == nullptr && ranks.empty() && open_) return {host_.rank_of(0)};
   if (leaders_ == nullptr || !gathered_) return ranks;
   for (const int host : leaders_->missing()) {
     const auto& theirs = at(ranks_of_host_, host);

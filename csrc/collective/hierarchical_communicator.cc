@@ -3,6 +3,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "collective/grouped_reduction.h"
 #include "core/at.h"
 
 namespace torch_ring {
@@ -25,9 +26,9 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
     for (const auto& ranks : ranks_of_host_) {
       const int peer = at(ranks, lane);
       connections.push_back(
-          peer == rank_
-              ? nullptr
-              : std::make_unique<Connection>(*sockets_, peer, world.width, at(world.labels, peer)));
+          peer == rank_ ? nullptr
+                        : std::make_unique<Connection>(*sockets_, peer, world.width,
+                                                       at(world.labels, peer), world.checksums));
     }
     std::vector<std::uint32_t> host_sizes;
     for (const auto& ranks : ranks_of_host_) {
@@ -68,6 +69,11 @@ void HierarchicalCommunicator::reducescatter(const void* input, void* output,
   });
 }
 
+void HierarchicalCommunicator::reduce_inputs(std::span<const void* const> inputs, void* output,
+                                             std::size_t count, const Reduction& reduction) const {
+  reduce_in_groups({&output, 1}, inputs, ranks_of_host_, count, reduction);
+}
+
 template <class Take>
 void HierarchicalCommunicator::allreduce_in_rounds(const void* input, std::size_t count,
                                                    const Reduction& reduction, Take&& take) {
@@ -104,7 +110,7 @@ void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> bu
       outputs.push_back(buffer + chunk.begin * size_of(reduction.dtype));
     }
     const std::vector<const void*> inputs(outputs.begin(), outputs.end());
-    partial_.resize(chunk.count * size_of(accumulation_dtype(reduction.dtype)));
+    partial_.resize(chunk.count * size_of(accumulation_dtype(reduction)));
     reduce_partial(partial_.data(), inputs, chunk.count, reduction);
     lane_->allreduce_partial(partial_.data(), chunk.count, reduction);
     finish_partial(outputs, partial_.data(), chunk.count, reduction);

@@ -11,10 +11,12 @@
 
 namespace torch_ring {
 
-/// Shared memory inside hosts and a ring across them per lane. With L lanes, local rank j < L
-/// reduces chunk j of its host, reduces that in the ring of the j-th ranks of all hosts, and writes
+/// Shared memory inside hosts and a RingCommunicator across them per lane. With L lanes, local rank
+/// j < L reduces chunk j of its host, reduces that among the j-th ranks of all hosts, and writes
 /// the result to all buffers of its host. For S bytes on h hosts each host sends 2 S (h - 1) / h
 /// bytes, whatever its number of ranks, on L connections at once.
+///
+/// So the values of a host's ranks are added first, in the order of ranks, then those of the hosts.
 ///
 /// A reducescatter is such an allreduce, of which each rank copies its part only, so the network
 /// moves up to twice the necessary bytes. An alltoall takes three hops (routed_alltoall.h).
@@ -32,6 +34,8 @@ class HierarchicalCommunicator : public HostCommunicator {
   void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
+  void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
+                     const Reduction& reduction) const override;
   void barrier() override;
   SharedBuffers* shared_buffers() override { return shm_.shared_buffers(); }
 

@@ -1,6 +1,7 @@
 #include "collective/host.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/error.h"
 
@@ -30,7 +31,7 @@ Host::Host(const World& world, const EngineConfig& config, const Abort& abort)
       places_(world.slots),
       slots_(slots_at(places_, ranks_.size())),
       doorbell_(own().doorbell),
-      waiter_(abort, doorbell_, world.may_spin, config.timeout) {
+      waiter_(abort, doorbell_, world.may_spin, config.transfer_timeout(), world.waits) {
   for (const int rank : ranks_) labels_.push_back(at(world.labels, rank));
   commit(0, Slot::kEntries + 2 * Slot::kEntrySlotBytes);
   commit(Slot::kStaging, Slot::kSegments * Slot::kSegmentBytes);
@@ -48,13 +49,13 @@ void Host::commit_huge(std::size_t offset, std::size_t bytes) const {
 
 void Host::wait_all(Counter counter, std::uint64_t value, const char* doing) const {
   waiter_.wait([&] { return all_reached(counter, value); },
-               [&] { return silent(first_behind(counter, value), doing); });
+               [&] { return silent(behind(counter, value), doing); });
 }
 
 void Host::wait_one(int peer, Counter counter, std::uint64_t value, const char* doing) const {
   const auto& peers = header(peer).*counter;
-  waiter_.wait([&] { return peers.load(std::memory_order_acquire) >= value; },
-               [&] { return silent(peer, doing); });
+  waiter_.wait([&] { return load(peers) >= value; },
+               [&] { return silent({rank_of(peer)}, doing); });
 }
 
 void Host::barrier() {
@@ -62,9 +63,25 @@ void Host::barrier() {
   wait_all(&SegmentHeader::barriers, barriers_, "barrier");
 }
 
-std::string Host::silent(int peer, const char* doing) const {
-  return std::string(doing) + " in shared memory: " + (peer < 0 ? "a peer" : label(peer)) +
-         " made no progress for " + in_seconds(waiter_.timeout()) + " (TORCH_RING_TIMEOUT)";
+std::vector<int> Host::behind(Counter counter, std::uint64_t value) const {
+  std::vector<int> ranks;
+  for (int peer = 0; peer < size(); ++peer) {
+    if ((header(peer).*counter).load(std::memory_order_acquire) < value) {
+      ranks.push_back(rank_of(peer));
+    }
+  }
+  return ranks;
+}
+
+Standstill Host::silent(std::vector<int> ranks, const char* doing) const {
+  std::string text = std::string(doing) + " in shared memory: no progress for " +
+                     in_seconds(waiter_.timeout()) + " (TORCH_RING_TIMEOUT) of";
+  const char* separator = " ";
+  for (int peer = 0; peer < size(); ++peer) {
+    if (std::ranges::find(ranks, rank_of(peer)) == ranks.end()) continue;
+    text.append(std::exchange(separator, ", ")).append(label(peer));
+  }
+  return {std::move(ranks), std::move(text)};
 }
 
 }  // namespace torch_ring

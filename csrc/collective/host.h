@@ -51,6 +51,12 @@ class Host {
 
   using Counter = std::atomic<std::uint64_t> SegmentHeader::*;
 
+  /// The value of a peer's counter; what the peer wrote before its publish() is visible then.
+  /// seq_cst, because a rank looks at it before it sleeps (Doorbell).
+  static std::uint64_t load(const std::atomic<std::uint64_t>& counter) {
+    return counter.load(std::memory_order_seq_cst);
+  }
+
   /// Whether every rank's `counter` has reached `value`.
   bool all_reached(Counter counter, std::uint64_t value) const {
     return first_behind(counter, value) < 0;
@@ -58,8 +64,7 @@ class Host {
   /// A rank (host index) whose `counter` is below `value`, or -1.
   int first_behind(Counter counter, std::uint64_t value) const {
     for (int peer = 0; peer < size(); ++peer) {
-      // acquire: the peer's writes before its publish() are visible after this load
-      if ((header(peer).*counter).load(std::memory_order_acquire) < value) return peer;
+      if (load(header(peer).*counter) < value) return peer;
     }
     return -1;
   }
@@ -74,7 +79,9 @@ class Host {
   void wake() { doorbell_.wake(); }
 
  private:
-  std::string silent(int peer, const char* doing) const;
+  /// The ranks whose `counter` is below `value`.
+  std::vector<int> behind(Counter counter, std::uint64_t value) const;
+  Standstill silent(std::vector<int> ranks, const char* doing) const;
 
   std::vector<int> ranks_;
   int index_;

@@ -12,17 +12,18 @@ namespace {
 /// A RingCommunicator of single ranks, with what it needs.
 struct Ring {
   Ring(World& world, const EngineConfig& config, const Abort& abort)
-      : waiter(abort, doorbell, world.may_spin, config.timeout),
+      : waiter(abort, doorbell, world.may_spin, config.transfer_timeout(), world.waits),
         sockets(std::move(world.sockets)),
         communicator(world.topology.rank, connections(world), waiter) {}
 
   std::vector<std::unique_ptr<Connection>> connections(const World& world) const {
     std::vector<std::unique_ptr<Connection>> connections;
     for (int peer = 0; peer < world.topology.size(); ++peer) {
-      connections.push_back(
-          peer == world.topology.rank
-              ? nullptr
-              : std::make_unique<Connection>(*sockets, peer, world.width, at(world.labels, peer)));
+      connections.push_back(peer == world.topology.rank
+                                ? nullptr
+                                : std::make_unique<Connection>(*sockets, peer, world.width,
+                                                               at(world.labels, peer),
+                                                               world.checksums));
     }
     return connections;
   }

@@ -11,6 +11,17 @@ namespace {
 /// `rank` + `distance` around the ring, for any distance above -2 * size.
 int around(int rank, int distance, int size) { return (rank + distance + 2 * size) % size; }
 
+/// Ranks in rows of one from each section: row i has the ranks that divide the i-th arc. What is
+/// left over when all rows are full has no arc.
+struct Grid {
+  int sections;
+  int arcs;
+
+  explicit Grid(int size)
+      : sections((size + kSectionRanks - 1) / kSectionRanks), arcs(size / sections) {}
+  int section_of(int rank) const { return rank % sections; }
+};
+
 }  // namespace
 
 std::vector<Range> ranges_of(std::size_t count, std::size_t longest) {
@@ -55,12 +66,55 @@ std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size
   return column;
 }
 
-std::vector<RingStep> reduce_scatter_steps(int rank, int size) {
-  std::vector<RingStep> steps;
-  for (int step = 0; step < size - 1; ++step) {
-    steps.push_back({around(rank, -1 - step, size), around(rank, -2 - step, size)});
+std::vector<std::vector<int>> sections_of(int size) {
+  const Grid grid(size);
+  std::vector<std::vector<int>> sections(static_cast<std::size_t>(grid.sections));
+  for (int rank = 0; rank < size; ++rank) at(sections, grid.section_of(rank)).push_back(rank);
+  return sections;
+}
+
+std::vector<ScatterLevel> scatter_levels(int rank, int size) {
+  std::vector<ScatterLevel> levels;
+  int first = 0;  // of the consecutive ranks that divide the same chunks
+  while (size > 1) {
+    const Grid grid(size);
+    ScatterLevel level;
+    level.section = at(sections_of(size), grid.section_of(rank - first));
+    level.index = (rank - first) / grid.sections;
+    level.arcs = grid.arcs;
+    level.first_chunk = first;
+    level.chunks = grid.sections;
+    for (int& member : level.section) member += first;
+    const bool has_arc = level.index < level.arcs;
+    first += level.index * level.chunks;
+    levels.push_back(std::move(level));
+    if (!has_arc) break;
+    size = grid.sections;
   }
-  return steps;
+  return levels;
+}
+
+std::vector<Range> chunks_by_rank(std::size_t count, int size) {
+  const auto has_chunk = [](int rank, int ranks) {
+    while (ranks > 1) {
+      const Grid grid(ranks);
+      if (rank >= grid.arcs * grid.sections) return false;
+      rank %= grid.sections;
+      ranks = grid.sections;
+    }
+    return true;
+  };
+  int owners = 0;
+  for (int rank = 0; rank < size; ++rank) owners += has_chunk(rank, size) ? 1 : 0;
+  std::vector<Range> chunks;
+  int index = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    const Range chunk = chunk_of(count, owners, index);
+    const bool has = has_chunk(rank, size);
+    chunks.push_back({chunk.begin, has ? chunk.count : 0});
+    index += has ? 1 : 0;
+  }
+  return chunks;
 }
 
 std::vector<RingStep> allgather_steps(int rank, int size) {
@@ -77,13 +131,6 @@ std::vector<BruckStep> bruck_steps(int rank, int size) {
     steps.push_back({around(rank, -distance, size), around(rank, distance, size),
                      std::min(distance, size - distance)});
   }
-  return steps;
-}
-
-std::vector<BruckStep> halving_steps(int rank, int size) {
-  std::vector<BruckStep> steps = bruck_steps(rank, size);
-  std::reverse(steps.begin(), steps.end());
-  for (BruckStep& step : steps) std::swap(step.to, step.from);
   return steps;
 }
 

@@ -1,4 +1,4 @@
-// ranges_of(), reduce_scatter_steps(), ...: pure functions of rank and size that list the steps of
+// ranges_of(), scatter_levels(), ...: pure functions of rank and size that list the steps of
 // an algorithm. The code that does I/O walks these lists.
 #pragma once
 
@@ -27,6 +27,39 @@ std::vector<Range> rotated_ranges(std::span<const std::size_t> counts, int rank)
 std::span<const std::size_t> row_of(std::span<const std::size_t> matrix, int size, int from);
 std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size, int to);
 
+/// The most ranks of a section. Its members exchange data all at once, so that a level of a
+/// reduce-scatter takes one message's latency; more would need more descriptors than a Doorbell
+/// polls.
+inline constexpr int kSectionRanks = 16;
+
+/// The ranks of `size`, in sections that are reduced first, each in the order of its ranks. Then
+/// the sections' results are reduced in the same way, and so on. Up to kSectionRanks are one
+/// section.
+///
+/// Which ranks add to one another, and in which order, depends on `size` alone: not on the place of
+/// an element in a buffer. So the bits of a sum do not depend on what travels with it.
+std::vector<std::vector<int>> sections_of(int size);
+
+/// A rank's part in one level of a reduce-scatter. Each member of its section sends every other
+/// one the arc of chunks that the other reduces: the i-th member the chunks `first_chunk` + i *
+/// `chunks` and so on, `chunks` of them. The last member may have none: it only sends.
+struct ScatterLevel {
+  std::vector<int> section;  // ranks, in the order of the additions
+  int index;                 // of this rank in it
+  int arcs;                  // members with an arc
+  int first_chunk;
+  int chunks;
+};
+
+/// The levels of a rank: one for up to kSectionRanks, about log16(size) for more. After the last
+/// one the rank's chunk is complete. Chunks are those of chunks_by_rank(). Each rank sends about
+/// size - 1 chunks.
+std::vector<ScatterLevel> scatter_levels(int rank, int size);
+
+/// The chunks of `count` elements, by rank: consecutive, and empty for a rank that has no arc on
+/// some level. They are as equal as chunk_of() makes them.
+std::vector<Range> chunks_by_rank(std::size_t count, int size);
+
 /// One step of a ring: a rank sends chunk `send` to the next rank while it receives chunk `receive`
 /// from the previous one.
 struct RingStep {
@@ -34,10 +67,6 @@ struct RingStep {
   int receive;
   bool operator==(const RingStep&) const = default;
 };
-
-/// size - 1 steps. Each sends the chunk that the step before received; the last receives chunk
-/// `rank`, to which all other ranks have added theirs.
-std::vector<RingStep> reduce_scatter_steps(int rank, int size);
 
 /// size - 1 steps after which every rank has every chunk. Each rank begins by sending its own.
 std::vector<RingStep> allgather_steps(int rank, int size);
@@ -55,13 +84,6 @@ struct BruckStep {
 /// J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
 /// message-passing systems", IEEE TPDS 8(11), 1997.
 std::vector<BruckStep> bruck_steps(int rank, int size);
-
-/// A reduce-scatter for any size in ceil(log2(size)) steps: Bruck's allgather backwards. In a step
-/// a rank sends its partial results of the chunks `to`, `to` + 1, ... (mod size), `count` of them,
-/// to rank `to`, receives those of the chunks `rank`, `rank` + 1, ... from rank `from`, and adds
-/// them to its own. After the last step its chunk `rank` is complete. Each rank sends size - 1
-/// chunks. J. L. Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024.
-std::vector<BruckStep> halving_steps(int rank, int size);
 
 /// The elements of `count` of the consecutive `chunks`: those from `first` to the last one, and
 /// those from chunk 0 on. The second range is empty unless the chunks go around the end.

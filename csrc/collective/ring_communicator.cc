@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "collective/choice.h"
+#include "collective/grouped_reduction.h"
 
 namespace torch_ring {
 
@@ -17,6 +18,13 @@ const std::byte* bytes_of(const void* data) { return static_cast<const std::byte
 std::byte* at_least(std::vector<std::byte>& scratch, std::size_t bytes) {
   if (scratch.size() < bytes) scratch.resize(bytes);
   return scratch.data();
+}
+
+/// The same elements of all inputs, `bytes` further on.
+std::vector<const void*> shifted(std::span<const void* const> inputs, std::size_t bytes) {
+  std::vector<const void*> all;
+  for (const void* const input : inputs) all.push_back(bytes_of(input) + bytes);
+  return all;
 }
 
 std::vector<Connection*> raw(const std::vector<std::unique_ptr<Connection>>& connections) {
@@ -38,45 +46,19 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
                                  const Reduction& reduction, std::span<const std::int64_t>) {
   if (count == 0) return;
   const std::size_t item = size_of(reduction.dtype);
-  const AllreducePath path = choose_allreduce(count * item, size());
-  if (path == AllreducePath::kGathered) {
+  if (choose_allreduce(count * item, size()) == AllreducePath::kGathered) {
     allreduce_gathered(input, output, count, reduction);
     return;
   }
-  const bool halving = path == AllreducePath::kHalving;
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const std::size_t ring_bytes = kChunkBytes * next()->width() * static_cast<std::size_t>(size());
-  const std::size_t round_bytes = halving ? kRoundBytes : std::min(ring_bytes, kRoundBytes);
-
-  for (const Range round : ranges_of(count, round_bytes / partial_item)) {
-    const std::byte* in = bytes_of(input) + round.begin * item;
-    std::byte* out = bytes_of(output) + round.begin * item;
-    std::byte* partial = partial_item == item
-                             ? out
-                             : at_least(partials_, std::min(count * partial_item, round_bytes));
-
-    std::vector<Chunk> chunks;
-    for (int i = 0; i < size(); ++i) {
-      const Range chunk = chunk_of(round.count, size(), i);
-      chunks.push_back({chunk.begin, chunk.begin, chunk.count});
-    }
-    if (halving) {
-      reduce_scatter_halving(partial, in, chunks, reduction);
-    } else {
-      reduce_scatter(partial, in, chunks, reduction);
-    }
-
-    const Range own = chunk_of(round.count, size(), rank());
-    const std::array<void*, 1> finished{out + own.begin * item};
-    finish_partial(finished, partial + own.begin * partial_item, own.count, reduction);
-
+  const std::size_t round_bytes =
+      std::min(kChunkBytes * next()->width() * static_cast<std::size_t>(size()), kRoundBytes);
+  for (const Range round : ranges_of(count, round_bytes / item)) {
+    std::byte* const out = bytes_of(output) + round.begin * item;
+    const std::vector<Range> chunks = chunks_by_rank(round.count, size());
+    reduce_scatter(bytes_of(input) + round.begin * item, out, chunks, reduction);
     std::vector<Range> results;
-    for (const Chunk& chunk : chunks) results.push_back({chunk.to * item, chunk.count * item});
-    if (halving) {
-      gather_doubling(out, results);
-    } else {
-      gather_chunks(out, results);
-    }
+    for (const Range chunk : chunks) results.push_back({chunk.begin * item, chunk.count * item});
+    gather(out, results);
   }
 }
 
@@ -98,131 +80,156 @@ void RingCommunicator::allreduce_gathered(const void* input, void* output, std::
   for (std::size_t i = 0; i < ranks; ++i) {
     by_rank.push_back(inputs + (i + ranks - static_cast<std::size_t>(rank())) % ranks * bytes);
   }
-  const std::array<void*, 1> outputs{output};
-  reduce(outputs, by_rank, count, reduction);
+  reduce_inputs(by_rank, output, count, reduction);
+}
+
+void RingCommunicator::reduce_inputs(std::span<const void* const> inputs, void* output,
+                                     std::size_t count, const Reduction& reduction) const {
+  reduce_in_groups({&output, 1}, inputs, sections_of(size()), count, reduction);
 }
 
 void RingCommunicator::allreduce_partial(void* partial, std::size_t count,
                                          const Reduction& reduction) {
-  allreduce(partial, partial, count,
-            {accumulation_dtype(reduction.dtype), reduction.op, Scaling{}});
+  allreduce(partial, partial, count, {accumulation_dtype(reduction), reduction.op, Scaling{}});
 }
 
 void RingCommunicator::reducescatter(const void* input, void* output,
                                      std::span<const std::size_t> counts,
                                      const Reduction& reduction) {
   const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
   const std::size_t longest_chunk =
-      std::min(kChunkBytes * next()->width(), kRoundBytes / counts.size()) / partial_item;
+      std::min(kChunkBytes * next()->width(), kRoundBytes / counts.size()) / item;
   const std::vector<Range> parts = ranges_of(counts);
   const std::size_t longest = *std::max_element(counts.begin(), counts.end());
 
   for (const Range round : ranges_of(longest, longest_chunk)) {
-    std::vector<Chunk> chunks;
-    std::size_t to = 0;
-    for (const Range part : parts) {
-      const Range range = overlap(part, {part.begin + round.begin, round.count});
-      chunks.push_back({range.begin, to, range.count});
-      to += range.count;
+    const auto chunk_of_rank = [&](int peer) {
+      const Range part = at(parts, peer);
+      return overlap(part, {part.begin + round.begin, round.count});
+    };
+    const Range own = chunk_of_rank(rank());
+    const std::size_t bytes = own.count * item;
+    std::byte* const arriving = at_least(received_, static_cast<std::size_t>(size()) * bytes);
+    std::vector<const void*> inputs(static_cast<std::size_t>(size()));
+    at(inputs, rank()) = bytes_of(input) + own.begin * item;
+
+    // As many peers at once as a section has. All inputs are here when the last ones arrive.
+    for (int first = 1; first < size(); first += kSectionRanks - 1) {
+      const int last = std::min(first + kSectionRanks - 1, size());
+      std::vector<Outgoing> outgoing;
+      std::vector<Incoming> incoming;
+      for (int distance = first; distance < last; ++distance) {
+        const int to = (rank() + distance) % size();
+        const Range given = chunk_of_rank(to);
+        outgoing.push_back(
+            {neighbour(distance), {bytes_of(input) + given.begin * item, given.count * item}});
+        const int from = (rank() + size() - distance) % size();
+        std::byte* const place = arriving + static_cast<std::size_t>(from) * bytes;
+        incoming.push_back({neighbour(size() - distance), {place, bytes}});
+        at(inputs, from) = place;
+      }
+      exchange_and_add(outgoing, incoming, own.count, item, [&](Range segment) {
+        if (last < size()) return;
+        reduce_inputs(shifted(inputs, segment.begin * item),
+                      bytes_of(output) + (round.begin + segment.begin) * item, segment.count,
+                      reduction);
+      });
     }
-    std::byte* partial = at_least(partials_, to * partial_item);
-    reduce_scatter(partial, bytes_of(input), chunks, reduction);
-    const Chunk& own = at(chunks, rank());
-    if (own.count == 0) continue;  // other ranks' parts are longer
-    const std::array<void*, 1> finished{bytes_of(output) + round.begin * item};
-    finish_partial(finished, partial + own.to * partial_item, own.count, reduction);
   }
 }
 
-/// Makes this rank's chunk of `partial` the reduction of all ranks' `input`. The other chunks end
-/// up with intermediate results.
-void RingCommunicator::reduce_scatter(std::byte* partial, const std::byte* input,
-                                      std::span<const Chunk> chunks, const Reduction& reduction) {
-  const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const auto chunk = [&](int index) { return at(chunks, index); };
+/// Reduces this rank's chunk of all ranks' `input`, into its place in `output`. The other chunks of
+/// `output` stay as they are.
+void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
+                                      std::span<const Range> chunks, const Reduction& reduction) {
+  const std::vector<ScatterLevel> levels = scatter_levels(rank(), size());
+  const bool in_one = levels.size() == 1 && levels.front().chunks == 1;
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
+  const Reduction inner{accumulation_dtype(reduction), reduction.op, {}};
 
-  // Loads this rank's own values, when they are first needed.
-  const auto load = [&](Chunk part) {
-    if (partial == input && reduction.scaling.prescale == 1.0) return;
-    const std::array<const void*, 1> own{input + part.from * item};
-    reduce_partial(partial + part.to * partial_item, own, part.count, reduction);
-  };
+  // The first level adds inputs, the others partial results of the arc that begins at `origin`.
+  const std::byte* data = input;
+  std::size_t origin = 0;
+  std::size_t item = size_of(reduction.dtype);
+  for (const ScatterLevel& level : levels) {
+    const auto arc = [&](int index) {
+      if (index >= level.arcs) return Range{};
+      return arc_of(chunks, level.first_chunk + index * level.chunks, level.chunks)[0];
+    };
+    const bool first_level = data == input;
+    const Range own = arc(level.index);
+    if (first_level && !in_one) at_least(partials_, own.count * partial_item);
+    const std::size_t begin = own.count == 0 ? 0 : own.begin - origin;
+    const auto members = static_cast<int>(level.section.size());
+    const std::size_t bytes = own.count * item;
+    std::byte* arriving = at_least(received_, static_cast<std::size_t>(members - 1) * bytes);
 
-  const std::vector<RingStep> steps = reduce_scatter_steps(rank(), size());
-  load(chunk(steps.empty() ? rank() : steps.front().send));
-
-  for (const RingStep& step : steps) {
-    const Chunk outgoing = chunk(step.send);
-    const Chunk incoming = chunk(step.receive);
-    exchange_and_add(next(), {outgoing.to, outgoing.count}, prev(), {incoming.to, incoming.count},
-                     partial, reduction, [&](Range segment) {
-                       const std::size_t from = incoming.from + (segment.begin - incoming.to);
-                       load({from, segment.begin, segment.count});
-                     });
-  }
-}
-
-/// The same in halving_steps(), for an allreduce: a chunk lies at the same place in both.
-void RingCommunicator::reduce_scatter_halving(std::byte* partial, const std::byte* input,
-                                              std::span<const Chunk> chunks,
-                                              const Reduction& reduction) {
-  const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const auto load = [&](Range part) {
-    if (partial == input && reduction.scaling.prescale == 1.0) return;
-    const std::array<const void*, 1> own{input + part.begin * item};
-    reduce_partial(partial + part.begin * partial_item, own, part.count, reduction);
-  };
-  std::vector<Range> ranges;
-  for (const Chunk& chunk : chunks) ranges.push_back({chunk.to, chunk.count});
-
-  const std::vector<BruckStep> steps = halving_steps(rank(), size());
-  // The first step loads what it adds to; all else is loaded before.
-  int unloaded = steps.empty() ? 0 : steps.front().count;
-  const int others = size() - unloaded;
-  for (const Range part : arc_of(ranges, (rank() + unloaded) % size(), others)) load(part);
-
-  for (const BruckStep& step : steps) {
-    // Both ranges of an arc are the receiver's, too: they travel one after the other.
-    const std::array<Range, 2> outgoing = arc_of(ranges, step.to, step.count);
-    const std::array<Range, 2> incoming = arc_of(ranges, rank(), step.count);
-    for (std::size_t i = 0; i < outgoing.size(); ++i) {
-      exchange_and_add(at(connections_, step.to).get(), outgoing[i],
-                       at(connections_, step.from).get(), incoming[i], partial, reduction,
-                       [&](Range segment) {
-                         if (unloaded > 0) load(segment);
-                       });
+    std::vector<const void*> inputs(static_cast<std::size_t>(members));
+    at(inputs, level.index) = data + begin * item;
+    std::vector<Outgoing> outgoing;
+    std::vector<Incoming> incoming;
+    for (int distance = 1; distance < members; ++distance) {  // not all to the first one first
+      const int to = (level.index + distance) % members;
+      const Range given = arc(to);
+      if (given.count > 0) {
+        outgoing.push_back({at(connections_, at(level.section, to)).get(),
+                            {data + (given.begin - origin) * item, given.count * item}});
+      }
+      const int from = (level.index + members - distance) % members;
+      incoming.push_back({at(connections_, at(level.section, from)).get(), {arriving, bytes}});
+      at(inputs, from) = arriving;
+      arriving += bytes;
     }
-    unloaded = 0;
+    // Partial results lie from the begin of the first level's arc on: where the own ones were.
+    const std::size_t place = first_level ? 0 : begin;
+    exchange_and_add(outgoing, incoming, own.count, item, [&](Range segment) {
+      const std::vector<const void*> arrived = shifted(inputs, segment.begin * item);
+      if (in_one) {
+        const std::array<void*, 1> result{output + (own.begin + segment.begin) * item};
+        reduce(result, arrived, segment.count, reduction);
+      } else {
+        reduce_partial(partials_.data() + (place + segment.begin) * partial_item, arrived,
+                       segment.count, first_level ? reduction : inner);
+      }
+    });
+    if (own.count == 0) return;
+    if (first_level) origin = own.begin;
+    data = partials_.data();
+    item = partial_item;
   }
+  if (in_one) return;
+  const Range own = at(chunks, rank());
+  const std::array<void*, 1> finished{output + own.begin * size_of(reduction.dtype)};
+  finish_partial(finished, partials_.data() + (own.begin - origin) * partial_item, own.count,
+                 reduction);
 }
 
-/// Sends `outgoing` of `partial` and adds to `incoming` what arrives, segment by segment. Calls
-/// load(segment) before it adds to a segment.
-template <class Load>
-void RingCommunicator::exchange_and_add(Connection* to, Range outgoing, Connection* from,
-                                        Range incoming, std::byte* partial,
-                                        const Reduction& reduction, Load&& load) {
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
-  const std::size_t bytes = incoming.count * partial_item;
-  std::byte* const arriving = at_least(received_, bytes);
-  std::size_t reduced = 0;
-  exchange(to, {partial + outgoing.begin * partial_item, outgoing.count * partial_item}, from,
-           {arriving, bytes}, waiter_, [&](std::size_t arrived_bytes) {
-             const std::size_t arrived = arrived_bytes / partial_item;
-             const bool all = arrived == incoming.count;
-             if (!all && arrived - reduced < kSegmentBytes / partial_item) return;
-             const Range segment{incoming.begin + reduced, arrived - reduced};
-             load(segment);
-             combine_partial(partial + segment.begin * partial_item,
-                             arriving + reduced * partial_item, segment.count, reduction);
-             reduced = arrived;
-           });
+/// Runs an exchange in which `count` elements of `item` bytes come from every peer, and calls
+/// add(segment) for those that have come from all of them.
+template <class Add>
+void RingCommunicator::exchange_and_add(std::span<const Outgoing> outgoing,
+                                        std::span<const Incoming> incoming, std::size_t count,
+                                        std::size_t item, Add&& add) {
+  std::size_t added = 0;
+  exchange(outgoing, incoming, waiter_, [&](std::size_t arrived_bytes) {
+    const std::size_t arrived = arrived_bytes / item;
+    if (arrived == added || (arrived < count && arrived - added < kSegmentBytes / item)) return;
+    add(Range{added, arrived - added});
+    added = arrived;
+  });
 }
 
 /// Gathers all chunks of `data` on every rank, which has its own at first.
+void RingCommunicator::gather(std::byte* data, std::span<const Range> chunks) {
+  const Range last = chunks.back();
+  if (choose_allgather(last.begin + last.count, size()) == AllgatherPath::kDoubling) {
+    gather_doubling(data, chunks);
+  } else {
+    gather_chunks(data, chunks);
+  }
+}
+
+/// The same around the ring.
 void RingCommunicator::gather_chunks(std::byte* data, std::span<const Range> chunks) {
   const auto chunk = [&](int index) {
     const Range range = at(chunks, index);
@@ -255,12 +262,7 @@ void RingCommunicator::allgather(const void* input, void* output,
   const Range own = at(chunks, rank());
   std::byte* const to = bytes_of(output) + own.begin;
   if (to != input && own.count > 0) std::memcpy(to, input, own.count);
-  const Range last = chunks.back();
-  if (choose_allgather(last.begin + last.count, size()) == AllgatherPath::kDoubling) {
-    gather_doubling(bytes_of(output), chunks);
-  } else {
-    gather_chunks(bytes_of(output), chunks);
-  }
+  gather(bytes_of(output), chunks);
 }
 
 void RingCommunicator::alltoall(const void* input, void* output,

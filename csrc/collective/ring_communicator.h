@@ -13,18 +13,19 @@
 namespace torch_ring {
 
 /// Data goes around a ring, or in few steps across it: choice.h chooses by bytes and ranks, the
-/// same on every rank and in every run. In a ring each rank sends to the next and receives from the
-/// previous one at the same time. The other algorithms take ceil(log2(n)) steps at distances 1, 2,
-/// 4, ... (BruckStep). Cost for S bytes among n ranks, sent and received by each, with l =
-/// ceil(log2(n)):
+/// same on every rank. In a ring each rank sends to the next and receives from the previous one at
+/// the same time. Bruck's algorithms take ceil(log2(n)) steps at distances 1, 2, 4, ...
+/// (BruckStep). A reduction exchanges inputs, all at once among up to kSectionRanks, and adds them
+/// in an order that depends on n alone (sections_of()): for so few ranks, in the order of ranks.
+/// Cost for S bytes among n ranks, sent and received by each, with l = ceil(log2(n)):
 ///
 ///   allreduce   gathered: l steps, S (n - 1) bytes
-///               halving: 2 l steps, 2 S (n - 1) / n bytes
-///               ring: 2 (n - 1) steps, 2 S (n - 1) / n bytes
-///               No algorithm moves fewer bytes than the last two (P. Patarasuk and X. Yuan,
-///               "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
-///               69(2), 2009). Half of 16-bit floats' bytes travel as float32 partial results.
-///   reducescatter, alltoall   n - 1 steps, S (n - 1) / n bytes
+///               scattered: about log16(n) steps and those of an allgather, 2 S (n - 1) / n bytes.
+///               No algorithm moves fewer (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
+///               algorithms for clusters of workstations", JPDC 69(2), 2009). Among more than
+///               kSectionRanks, partial results of 16-bit floats travel as float32.
+///   reducescatter   (n - 1) / 15 steps, S (n - 1) / n bytes
+///   alltoall        n - 1 steps, S (n - 1) / n bytes
 ///   allgather   l or n - 1 steps, S (n - 1) / n bytes
 ///   broadcast   tree: l steps, l S bytes from the root
 ///               scattered: 2 l steps, up to 2 S (n - 1) / n bytes
@@ -48,29 +49,23 @@ class RingCommunicator : public HostCommunicator {
   void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
+  void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
+                     const Reduction& reduction) const override;
   void barrier() override;
 
   /// Allreduce of partial results, in place and unscaled, between a hierarchy's reduce_partial()
-  /// and finish_partial(). `partial` has accumulation_dtype(reduction.dtype).
+  /// and finish_partial(). `partial` has accumulation_dtype(reduction).
   void allreduce_partial(void* partial, std::size_t count, const Reduction& reduction);
 
  private:
-  /// One rank's chunk of a reduction, in elements: `from` in the input, `to` in the partial
-  /// results.
-  struct Chunk {
-    std::size_t from;
-    std::size_t to;
-    std::size_t count;
-  };
   void allreduce_gathered(const void* input, void* output, std::size_t count,
                           const Reduction& reduction);
-  void reduce_scatter(std::byte* partial, const std::byte* input, std::span<const Chunk> chunks,
+  void reduce_scatter(const std::byte* input, std::byte* output, std::span<const Range> chunks,
                       const Reduction& reduction);
-  void reduce_scatter_halving(std::byte* partial, const std::byte* input,
-                              std::span<const Chunk> chunks, const Reduction& reduction);
-  template <class Load>
-  void exchange_and_add(Connection* to, Range outgoing, Connection* from, Range incoming,
-                        std::byte* partial, const Reduction& reduction, Load&& load);
+  template <class Add>
+  void exchange_and_add(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+                        std::size_t count, std::size_t item, Add&& add);
+  void gather(std::byte* data, std::span<const Range> chunks);
   void gather_chunks(std::byte* data, std::span<const Range> chunks);
   void gather_doubling(std::byte* data, std::span<const Range> chunks, int root = 0);
   template <class Part>
@@ -87,8 +82,8 @@ class RingCommunicator : public HostCommunicator {
   const std::vector<std::unique_ptr<Connection>> connections_;
   const Waiter& waiter_;
   TcpBoard board_;
-  std::vector<std::byte> received_;  // scratch: chunks of one rank, or all
-  std::vector<std::byte> partials_;  // scratch: float32 partial results of 16-bit floats
+  std::vector<std::byte> received_;  // scratch: the other ranks' inputs of a chunk, or of all
+  std::vector<std::byte> partials_;  // scratch: partial results among more than one section
 };
 
 }  // namespace torch_ring

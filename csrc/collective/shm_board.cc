@@ -47,7 +47,7 @@ void ShmBoard::post(const Post& entry) {
 
 bool ShmBoard::peer_posted() {
   for (int peer = 0; peer < host_.size(); ++peer) {
-    if (host_.header(peer).posted.load(std::memory_order_acquire) > round_) return true;
+    if (Host::load(host_.header(peer).posted) > round_) return true;
   }
   return false;
 }
@@ -95,7 +95,7 @@ Post ShmBoard::entry(int index) const {
 std::vector<int> ShmBoard::missing() const {
   std::vector<int> ranks;
   for (int peer = 0; peer < host_.size(); ++peer) {
-    if (host_.header(peer).posted.load(std::memory_order_acquire) < round_) {
+    if (Host::load(host_.header(peer).posted) < round_) {
       ranks.push_back(host_.rank_of(peer));
     }
   }

@@ -35,7 +35,9 @@ ShmCommunicator::ShmCommunicator(const World& world, const EngineConfig& config,
     : host_(world, config, abort), board_(host_), arena_(world.arena) {}
 
 std::shared_ptr<void> ShmCommunicator::allocate(std::size_t bytes) {
-  return {arena_->allocate(bytes), [arena = arena_](void* data) { arena->free(data); }};
+  void* const memory = arena_->allocate(bytes);
+  if (memory == nullptr) return nullptr;
+  return {memory, [arena = arena_](void* data) { arena->free(data); }};
 }
 
 std::byte* ShmCommunicator::slot(int index, std::uint64_t segment) const {

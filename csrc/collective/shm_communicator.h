@@ -58,6 +58,9 @@ class ShmCommunicator : public HostCommunicator, private SharedBuffers {
 
  private:
   std::shared_ptr<void> allocate(std::size_t bytes) override;
+  void isolate(const void* data, std::size_t bytes) noexcept override {
+    arena_->isolate(data, bytes);
+  }
   std::int64_t offset_of(const void* data, std::size_t bytes) const override {
     return arena_->offset_of(data, bytes);
   }

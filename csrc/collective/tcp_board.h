@@ -40,7 +40,6 @@ class TcpBoard : public Board {
   bool peer_posted() override;
   bool complete() override;
   Round round() override;
-  /// Also names ranks that have posted, if their entries arrive in the frame of one that has not.
   std::vector<int> missing() const override;
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;

@@ -11,6 +11,7 @@
 #include "transport/shared_arena.h"
 #include "transport/shared_memory.h"
 #include "transport/socket_source.h"
+#include "transport/wait_graph.h"
 
 namespace torch_ring {
 
@@ -29,6 +30,8 @@ struct World {
 
   std::unique_ptr<SocketSource> sockets;  // to the ranks of other hosts; null on one host
   std::size_t width = 1;                  // sockets of a connection
+  bool checksums = false;                 // of what connections carry
+  std::shared_ptr<WaitGraph> waits;       // may be null
 
   // Both empty where no two ranks share a host.
   std::vector<SlotPlace> slots;        // of the ranks of this host (Topology::ranks_of_host)

@@ -1,5 +1,6 @@
 #include "control/control_plane.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "control/loop.h"
@@ -23,6 +24,39 @@ class PlaneSockets : public SocketSource {
   const std::uint64_t set_;
   const std::vector<int> members_;
   const int width_;
+};
+
+class PlaneWaits : public WaitGraph {
+ public:
+  PlaneWaits(ControlLoop& loop, std::uint64_t set, std::vector<int> members,
+             std::chrono::milliseconds patience)
+      : loop_(loop), set_(set), members_(std::move(members)), patience_(patience) {}
+
+  std::chrono::milliseconds patience() const override { return patience_; }
+  void tell(std::span<const int> ranks) override { loop_.tell_wait(set_, in_world(ranks)); }
+  bool is_told() const override { return loop_.somebody_waits(set_); }
+  const std::string& label(int rank) const override { return loop_.label(at(members_, rank)); }
+
+  std::vector<int> ends(std::span<const int> ranks) const override {
+    std::vector<int> ends;
+    for (const int rank : loop_.ends_of_waits(set_, in_world(ranks))) {
+      const auto member = std::ranges::find(members_, rank);
+      if (member != members_.end()) ends.push_back(static_cast<int>(member - members_.begin()));
+    }
+    return ends;
+  }
+
+ private:
+  std::vector<int> in_world(std::span<const int> ranks) const {
+    std::vector<int> members;
+    for (const int rank : ranks) members.push_back(at(members_, rank));
+    return members;
+  }
+
+  ControlLoop& loop_;
+  const std::uint64_t set_;
+  const std::vector<int> members_;
+  const std::chrono::milliseconds patience_;
 };
 
 }  // namespace
@@ -59,6 +93,11 @@ void ControlPlane::fail(std::uint64_t set, const Error& cause) { loop_->fail(set
 std::unique_ptr<SocketSource> ControlPlane::sockets(std::uint64_t set, std::vector<int> members,
                                                     int width) {
   return std::make_unique<PlaneSockets>(*loop_, set, std::move(members), width);
+}
+
+std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<int> members,
+                                               std::chrono::milliseconds patience) {
+  return std::make_unique<PlaneWaits>(*loop_, set, std::move(members), patience);
 }
 
 std::vector<int> ControlPlane::descriptors() const { return loop_->descriptors(); }

@@ -11,6 +11,7 @@
 #include "control/options.h"
 #include "core/error.h"
 #include "transport/socket_source.h"
+#include "transport/wait_graph.h"
 
 namespace torch_ring {
 
@@ -45,8 +46,8 @@ class ControlPlane {
   /// key, Error(kInternal) if this process lacks descriptors.
   std::vector<int> missing() const;
 
-  /// Why the last attempt to connect to a neighbour failed, for the message of a timeout; empty if
-  /// none has.
+  /// Why it cannot accept anybody, or why the last attempt to connect to a neighbour failed, for
+  /// the message of a timeout; empty if neither is so.
   std::string trouble() const;
 
   /// Why this process leaves, for the other ranks' errors: "ValueError: ... at train.py:41". For
@@ -78,6 +79,11 @@ class ControlPlane {
   /// rank in the set. The plane must outlive it. Its take() also throws the Error of the handshake,
   /// and Error(kInternal) after stop().
   std::unique_ptr<SocketSource> sockets(std::uint64_t set, std::vector<int> members, int width);
+
+  /// The wait-for graph of a set, with its ranks by their rank in the set; `patience` is its own.
+  /// The plane must outlive it.
+  std::unique_ptr<WaitGraph> waits(std::uint64_t set, std::vector<int> members,
+                                   std::chrono::milliseconds patience);
 
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
   /// death while the child lives. Call it before the fork: the child may find its lock taken.

@@ -1,15 +1,18 @@
 #include "control/entrance.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
 #include <system_error>
 
 #include "control/outgoing.h"
 #include "core/failpoint.h"
+#include "core/limits.h"
 
 namespace torch_ring {
 
@@ -26,10 +29,16 @@ bool is_this_users(int fd) {
          credentials.uid == ::getuid();
 }
 
+std::size_t room() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 8;
+  return std::clamp<std::size_t>(limit.rlim_cur / 4, 8, Entrance::kStrangers);
+}
+
 }  // namespace
 
 Entrance::Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener)
-    : rank_(rank), key_(key) {
+    : rank_(rank), key_(key), room_(room()) {
   if (unix_listener) listeners_.push_back({std::move(unix_listener), true});
   if (tcp_listener) listeners_.push_back({std::move(tcp_listener), false});
   for (const Listener& listener : listeners_) {
@@ -41,28 +50,32 @@ Entrance::Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_
 }
 
 std::vector<Entrance::Arrival> Entrance::admit(const PollSet& polls, Clock::time_point now) {
+  std::vector<Arrival> arrivals;
+  std::erase_if(strangers_, [&](Stranger& stranger) {
+    return (polls.ready(stranger.slot) && advance(stranger, arrivals)) ||
+           now >= stranger.since + kPatience;
+  });
   for (Listener& listener : listeners_) {
     if (polls.ready(listener.slot)) accept(listener, now);
   }
-  std::vector<Arrival> arrivals;
-  std::erase_if(strangers_, [&](Stranger& stranger) {
-    return (polls.ready(stranger.slot) && advance(stranger, arrivals)) || now >= stranger.deadline;
-  });
   return arrivals;
 }
 
 void Entrance::accept(Listener& listener, Clock::time_point now) {
-  while (strangers_.size() < kStrangers) {
+  while (strangers_.size() < room_ || make_room(now)) {
     Fd socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       const int error = errno;
       if (error == EINTR || error == ECONNABORTED) continue;
-      if (error == EAGAIN || error == EWOULDBLOCK) return;
+      if (error == EAGAIN || error == EWOULDBLOCK) return trouble_.reset();
+      if (is_local(error) && make_room(now)) continue;
       // Other errors are of connections that failed before they were accepted (accept(2)), or
       // concern this process.
       pause_ = now + kPause;
       if (is_local(error) || error == EINVAL || error == EBADF) {
-        trouble_ = Error(ErrorKind::kInternal, "accept: " + std::generic_category().message(error));
+        if (!trouble_) troubled_ = now;
+        trouble_ = Error(ErrorKind::kInternal, "accept: " + std::generic_category().message(error) +
+                                                   limit_to_raise(error));
       }
       return;
     }
@@ -70,8 +83,17 @@ void Entrance::accept(Listener& listener, Clock::time_point now) {
     if (failpoint("handshake.accepting", static_cast<int>(rank_))) continue;
     if (listener.unix && !is_this_users(socket.get())) continue;
     strangers_.push_back(
-        {std::move(socket), Handshake::accepting(key_, rank_), now + kPatience, PollSet::kNone});
+        {std::move(socket), Handshake::accepting(key_, rank_), listener.unix, now});
   }
+}
+
+bool Entrance::make_room(Clock::time_point now) {
+  const auto newest =
+      std::find_if(strangers_.rbegin(), strangers_.rend(),
+                   [&](const Stranger& stranger) { return now >= stranger.yields(); });
+  if (newest == strangers_.rend()) return false;
+  strangers_.erase(std::prev(newest.base()));
+  return true;
 }
 
 bool Entrance::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
@@ -80,15 +102,18 @@ bool Entrance::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
   } catch (const Error&) {
     return true;  // it is none of us
   }
+  stranger.has_spoken = true;
   if (!stranger.handshake.done()) return false;
-  arrivals.push_back({stranger.handshake.hello(), std::move(stranger.socket)});
+  arrivals.push_back({stranger.handshake.hello(), std::move(stranger.socket), stranger.unix});
   return true;
 }
 
 void Entrance::add_to(PollSet& polls, Clock::time_point now) {
-  const bool open = strangers_.size() < kStrangers && now >= pause_;
+  const auto yields = [&](const Stranger& stranger) { return now >= stranger.yields(); };
+  listens_ =
+      now >= pause_ && (strangers_.size() < room_ || std::ranges::any_of(strangers_, yields));
   for (Listener& listener : listeners_) {
-    listener.slot = open ? polls.add(listener.socket.get(), POLLIN) : PollSet::kNone;
+    listener.slot = listens_ ? polls.add(listener.socket.get(), POLLIN) : PollSet::kNone;
   }
   for (Stranger& stranger : strangers_) {
     const bool sends = !stranger.handshake.outgoing().empty();
@@ -98,9 +123,15 @@ void Entrance::add_to(PollSet& polls, Clock::time_point now) {
 
 Clock::time_point Entrance::due() const {
   auto due = Clock::time_point::max();
-  if (pause_ > Clock::now()) due = pause_;
-  // The first is the oldest.
-  return strangers_.empty() ? due : std::min(due, strangers_.front().deadline);
+  if (!strangers_.empty()) due = strangers_.front().since + kPatience;
+  if (listens_) return due;
+  if (pause_ > Clock::now()) return std::min(due, pause_);
+  for (const Stranger& stranger : strangers_) due = std::min(due, stranger.yields());
+  return due;
+}
+
+std::optional<Error> Entrance::trouble(Clock::time_point now) const {
+  return trouble_ && now >= troubled_ + kTrouble ? trouble_ : std::nullopt;
 }
 
 void Entrance::append_descriptors(std::vector<int>& fds) const {

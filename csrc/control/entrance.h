@@ -13,18 +13,28 @@
 
 namespace torch_ring {
 
-/// Accepts whoever connects, at most kStrangers at a time, gives each kPatience, and drops it
-/// without a word if it does not know the key. The peer of a Unix socket must belong to this user.
+/// Accepts whoever connects, and drops without a word who does not prove within kPatience that it
+/// knows the key. The peer of a Unix socket must belong to this user.
+///
+/// Strangers take a quarter of the descriptors that this process may have, and kStrangers at most.
+/// If others wait, a stranger makes room after kHaste, or after kSilence if it has said nothing: a
+/// peer says hello as soon as it is connected. The newest of them goes first, so that a flood does
+/// not drive out a peer that came before it.
 ///
 /// Thread: one at a time. Blocking: no.
 class Entrance {
  public:
-  static constexpr std::size_t kStrangers = 256;
+  static constexpr std::size_t kStrangers = 1024;
   static constexpr std::chrono::seconds kPatience{5};
+  static constexpr std::chrono::seconds kHaste{1};
+  static constexpr std::chrono::milliseconds kSilence{250};
+  /// A lack of descriptors that passes within this time is no trouble.
+  static constexpr std::chrono::seconds kTrouble{2};
 
   struct Arrival {
     Hello hello;
     Fd socket;
+    bool unix;  // it has come over the Unix socket, from a process of this user
   };
 
   Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener);
@@ -32,8 +42,8 @@ class Entrance {
   /// Accepts and authenticates as far as possible now; the connections that are done.
   std::vector<Arrival> admit(const PollSet& polls, Clock::time_point now);
 
-  /// Why it cannot accept at the moment: it lacks descriptors or memory.
-  const std::optional<Error>& trouble() const noexcept { return trouble_; }
+  /// Why it has not been able to accept anybody for kTrouble: it lacks descriptors or memory.
+  std::optional<Error> trouble(Clock::time_point now) const;
 
   void add_to(PollSet& polls, Clock::time_point now);
   /// When to call admit() although nothing is ready.
@@ -51,20 +61,30 @@ class Entrance {
   struct Stranger {
     Fd socket;
     Handshake handshake;
-    Clock::time_point deadline;
+    bool unix;
+    Clock::time_point since;
+    bool has_spoken = false;
     std::size_t slot = PollSet::kNone;
+
+    /// From when on it makes room for others.
+    Clock::time_point yields() const { return since + (has_spoken ? kHaste : kSilence); }
   };
 
   void accept(Listener& listener, Clock::time_point now);
+  /// Drops a stranger, if there is one whose time is up; returns whether there was.
+  bool make_room(Clock::time_point now);
   /// Whether the stranger is to be dropped; a peer that is done is moved to `arrivals`.
   bool advance(Stranger& stranger, std::vector<Arrival>& arrivals);
 
   const std::uint32_t rank_;
   const Key key_;
+  const std::size_t room_;
   std::vector<Listener> listeners_;
-  std::list<Stranger> strangers_;
-  std::optional<Error> trouble_;
-  Clock::time_point pause_{};  // accepts nobody before
+  std::list<Stranger> strangers_;  // the oldest first
+  std::optional<Error> trouble_;   // with which accept() has failed since...
+  Clock::time_point troubled_{};   // ... then
+  Clock::time_point pause_{};      // accepts nobody before
+  bool listens_ = true;            // in this poll
 };
 
 }  // namespace torch_ring

@@ -16,21 +16,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kGather{10};  // departures on their way wait for others
 
-void check(const ControlOptions& options) {
-  const auto size = options.host_of.size();
-  if (options.labels.size() != size || options.addresses.size() != size || options.rank < 0 ||
-      options.rank >= options.size()) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "a control plane needs a host, a label and an address of each rank, and one of the "
-                "ranks");
-  }
-  const int host = at(options.host_of, options.rank);
-  for (int peer = 0; peer < options.size(); ++peer) {
-    if (peer != options.rank)
-      SocketAddress(at(options.addresses, peer), at(options.host_of, peer) == host);
-  }
-}
-
 }  // namespace
 
 ControlLoop::ControlLoop(ControlOptions options)
@@ -68,7 +53,8 @@ std::vector<int> ControlLoop::missing() const {
 
 std::string ControlLoop::trouble() const {
   const std::scoped_lock lock(mutex_);
-  return bids_.trouble();
+  const auto trouble = entrance_.trouble(Clock::now());
+  return trouble ? trouble->what() : bids_.trouble();
 }
 
 void ControlLoop::stop(Farewell farewell) {
@@ -112,6 +98,24 @@ void ControlLoop::leave(std::uint64_t set, std::uint64_t rounds) {
   ::eventfd_write(wake_.get(), 1);
 }
 
+void ControlLoop::tell_wait(std::uint64_t set, std::vector<int> ranks) {
+  {
+    const std::scoped_lock lock(mutex_);
+    own_news_.push_back(Message::waits(rank_, set, {++waits_told_, std::move(ranks)}));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+bool ControlLoop::somebody_waits(std::uint64_t set) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.waits().any(set);
+}
+
+std::vector<int> ControlLoop::ends_of_waits(std::uint64_t set, std::span<const int> ranks) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.waits().ends(set, ranks);
+}
+
 std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool needed) {
   const std::scoped_lock lock(mutex_);
   if (farewell_) throw Error(ErrorKind::kInternal, "the control plane has been stopped");
@@ -122,7 +126,7 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
   }
   if (!news_.alive(peer)) return {};
   if (peer > rank_) {
-    if (entrance_.trouble()) throw *entrance_.trouble();
+    if (const auto trouble = entrance_.trouble(Clock::now())) throw *trouble;
   } else if (data_.connect(set, peer, width)) {
     ::eventfd_write(wake_.get(), 1);
   }
@@ -221,17 +225,21 @@ void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
 }
 
 void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
-  for (auto& [hello, socket] : entrance_.admit(polls, now)) {
+  for (auto& [hello, socket, unix] : entrance_.admit(polls, now)) {
     // The handshake has shown that it knows the key, and that it means this rank.
     const auto peer = static_cast<int>(hello.from);
     if (hello.from >= options_.host_of.size() || peer <= rank_) continue;
+    // A rank of this host comes over the Unix socket, as a process of this user: where strangers
+    // can read the key, none of them passes for it.
+    if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
     if (hello.channel == Hello::kControl) {
       add_link(peer, std::move(socket), now);
     } else if (data_.accept(hello, std::move(socket))) {
       connected_.insert(hello.set);
     }
   }
-  if (entrance_.trouble() && in_setup()) give_setup_up(*entrance_.trouble());
+  if (!in_setup()) return;
+  if (const auto trouble = entrance_.trouble(now)) give_setup_up(*trouble);
 }
 
 void ControlLoop::connect(const PollSet& polls, Clock::time_point now) {
@@ -270,8 +278,8 @@ void ControlLoop::judge_silence(Clock::time_point slept, Clock::time_point now) 
 
 void ControlLoop::send_own_news(Clock::time_point now) {
   for (const Message& news : std::exchange(own_news_, {})) {
-    const bool known = news.kind == Message::Kind::kFailed && news_.has_failed(news.set);
-    if (!known) learn(news, nullptr, now);
+    const bool failure = news.kind == Message::Kind::kFailed;
+    if (!failure || !news_.has_failed(news.set)) learn(news, nullptr, now);
   }
 }
 
@@ -348,7 +356,8 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
   const bool departed = message.kind == Message::Kind::kDeparted;
   const bool lost = message.kind == Message::Kind::kLost;
   const bool left = message.kind == Message::Kind::kLeft;
-  if (!left || message.rank != rank_) untold_.push_back(message);
+  const bool own_left = left && message.rank == rank_;
+  if (message.kind != Message::Kind::kWaits && !own_left) untold_.push_back(message);
   if ((departed || lost) && message.rank != rank_) {
     if (departed) {
       neighbourhood_.depart(message.rank, now);
@@ -373,7 +382,11 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
 }
 
 void ControlLoop::give_setup_up(const Error& error) {
-  if (!setup_error_) setup_error_ = error;
+  if (setup_error_) return;
+  // What this process lacks is told to all ranks.
+  const bool own = error.kind() == ErrorKind::kInternal;
+  const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
+  setup_error_ = Error(error.kind(), who + error.what());
 }
 
 std::string ControlLoop::silence() const {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,6 +44,10 @@ class ControlLoop {
   void fail(std::uint64_t set, const Error& cause);
   void give_reason(std::string why);
   void leave(std::uint64_t set, std::uint64_t rounds);
+  void tell_wait(std::uint64_t set, std::vector<int> ranks);
+  bool somebody_waits(std::uint64_t set) const;
+  std::vector<int> ends_of_waits(std::uint64_t set, std::span<const int> ranks) const;
+  const std::string& label(int rank) const;
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
   std::vector<int> descriptors() const;
 
@@ -67,7 +72,6 @@ class ControlLoop {
   void learn(const Message& message, const Link* from, Clock::time_point now);
   void give_setup_up(const Error& error);
   std::string silence() const;
-  const std::string& label(int rank) const;
   bool in_setup() const { return !awaited_.empty(); }
   /// Who is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks no
   /// other rank any more.
@@ -89,8 +93,9 @@ class ControlLoop {
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> own_news_;      // failures and departures of this rank, not sent yet
+  std::vector<Message> own_news_;      // failures, departures and waits of this rank, not sent yet
   std::string why_;                    // this rank leaves
+  std::uint64_t waits_told_ = 0;       // by this rank
   std::vector<Message> untold_;        // for the observers
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told

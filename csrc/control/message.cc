@@ -24,6 +24,14 @@ T get(const char*& in) {
   return value;
 }
 
+/// Whether that is the text of a wait, without its ranks.
+bool is_wait(std::size_t text_bytes) {
+  constexpr std::size_t kNumber = sizeof(std::uint64_t);
+  constexpr std::size_t kRank = sizeof(std::uint32_t);
+  return text_bytes >= kNumber && (text_bytes - kNumber) % kRank == 0 &&
+         (text_bytes - kNumber) / kRank <= Message::Wait::kMostRanks;
+}
+
 bool plausible(const Message& message, std::size_t text_bytes) {
   const bool own = message.rank == message.reporter;
   switch (message.kind) {
@@ -37,6 +45,8 @@ bool plausible(const Message& message, std::size_t text_bytes) {
       return !own && message.set == 0 && message.rounds == 0;
     case Message::Kind::kFailed:
       return own && message.rounds == 0;
+    case Message::Kind::kWaits:
+      return own && message.rounds == 0 && is_wait(text_bytes);
   }
   return false;
 }
@@ -66,6 +76,24 @@ Message Message::lost(int rank, int reporter, std::string how) {
 
 Message Message::failed(int rank, std::uint64_t set, const Error& cause) {
   return {Kind::kFailed, cause.kind(), rank, rank, set, 0, cut(cause.what())};
+}
+
+Message Message::waits(int rank, std::uint64_t set, const Wait& wait) {
+  Message message{Kind::kWaits, {}, rank, rank, set, 0, {}};
+  put(message.text, wait.number);
+  for (std::size_t i = 0; i < std::min(wait.ranks.size(), Wait::kMostRanks); ++i) {
+    put(message.text, static_cast<std::uint32_t>(wait.ranks[i]));
+  }
+  return message;
+}
+
+Message::Wait Message::wait() const {
+  Wait wait;
+  const char* in = text.data();
+  const char* const end = in + text.size();
+  wait.number = get<std::uint64_t>(in);
+  while (in < end) wait.ranks.push_back(static_cast<int>(get<std::uint32_t>(in)));
+  return wait;
 }
 
 void Message::append_to(std::string& frames) const {
@@ -107,6 +135,13 @@ std::optional<Message> MessageParser::next() {
     return std::nullopt;
   }
   message.text.assign(in, text_bytes);
+  if (message.kind == Message::Kind::kWaits) {
+    for (const int waited : message.wait().ranks) {
+      if (waited < 0 || waited >= size_) {
+        throw Error(ErrorKind::kPeerLost, "waits for a rank that there is not");
+      }
+    }
+  }
   done_ += Message::kHeaderBytes + text_bytes;
   return message;
 }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/error.h"
 
@@ -20,6 +21,7 @@ struct Message {
     kDeparted = 'D',   // `rank` has left in peace: all of its sets, after kLeft of those it used
     kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
     kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
+    kWaits = 'W',      // `rank` waits in `set`: wait()
   };
   static constexpr std::size_t kHeaderBytes = 28;
   static constexpr std::size_t kTextBytes = 4096;  // longer texts are cut
@@ -38,6 +40,18 @@ struct Message {
   static Message departed(int rank, std::string why = {});
   static Message lost(int rank, int reporter, std::string how);
   static Message failed(int rank, std::uint64_t set, const Error& cause);
+
+  /// What a kWaits tells: its number, which grows with each one of its rank, and for which ranks
+  /// its rank waits; none if it waits no longer. In `text`: u64 number | u32 rank...
+  struct Wait {
+    static constexpr std::size_t kMostRanks = 64;  // of many, others of which tell the same
+
+    std::uint64_t number = 0;
+    std::vector<int> ranks;
+  };
+  static Message waits(int rank, std::uint64_t set, const Wait& wait);
+  /// Precondition: a kWaits.
+  Wait wait() const;
 
   void append_to(std::string& frames) const;
   bool operator==(const Message&) const = default;

@@ -1,5 +1,7 @@
 #include "control/news.h"
 
+#include <utility>
+
 #include "core/at.h"
 
 namespace torch_ring {
@@ -20,9 +22,17 @@ bool News::learn(const Message& message) {
     case Message::Kind::kFailed:
       if (!failed_.emplace(message.set, message.rank).second) return false;
       break;
+    case Message::Kind::kWaits:
+      return waits_.learn(message);
   }
   known_.push_back(message);
   return true;
+}
+
+std::vector<Message> News::known() const {
+  std::vector<Message> all = known_;
+  for (Message& wait : waits_.known()) all.push_back(std::move(wait));
+  return all;
 }
 
 void News::presume_departed(int rank) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "control/message.h"
+#include "control/waits.h"
 
 namespace torch_ring {
 
@@ -21,7 +22,7 @@ namespace torch_ring {
 /// Thread: one at a time.
 class News {
  public:
-  explicit News(int size) : fates_(static_cast<std::size_t>(size), Fate::kAlive) {}
+  explicit News(int size) : fates_(static_cast<std::size_t>(size), Fate::kAlive), waits_(size) {}
 
   /// Takes note of a message. Returns whether it is new: to be told and passed on.
   bool learn(const Message& message);
@@ -35,8 +36,10 @@ class News {
   /// Whether any rank has given the set up.
   bool has_failed(std::uint64_t set) const;
 
-  /// All that was new, in order: what a new neighbour must be told.
-  const std::vector<Message>& known() const { return known_; }
+  const Waits& waits() const { return waits_; }
+
+  /// What a new neighbour must be told: all that was new, in order, and the waits that last.
+  std::vector<Message> known() const;
 
  private:
   enum class Fate : std::uint8_t { kAlive, kPresumedDeparted, kDeparted, kLost };
@@ -44,7 +47,8 @@ class News {
   std::vector<Fate> fates_;                         // by rank
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
   std::set<std::pair<std::uint64_t, int>> left_;    // likewise
-  std::vector<Message> known_;
+  Waits waits_;
+  std::vector<Message> known_;  // without waits
 };
 
 }  // namespace torch_ring

@@ -26,4 +26,7 @@ struct ControlOptions {
   int size() const { return static_cast<int>(host_of.size()); }
 };
 
+/// Errors: Error(kInvalidArgument) if they do not fit together.
+void check(const ControlOptions& options);
+
 }  // namespace torch_ring

@@ -6,12 +6,15 @@
 #include <system_error>
 
 #include "core/failpoint.h"
+#include "core/limits.h"
 
 namespace torch_ring {
 
 namespace {
 
-std::string message_of(int error) { return std::generic_category().message(error); }
+std::string message_of(int error) {
+  return std::generic_category().message(error) + (is_local(error) ? limit_to_raise(error) : "");
+}
 
 }  // namespace
 
@@ -95,6 +98,7 @@ int advance_handshake(Handshake& handshake, int fd) {
     }
     if (handshake.done()) return 0;
     const auto incoming = handshake.incoming();
+    if (incoming.empty()) return ECONNRESET;  // this end has refused the other
     const auto received = ::recv(fd, incoming.data(), incoming.size(), MSG_DONTWAIT);
     if (received == 0) return ECONNRESET;
     if (received > 0) handshake.received(static_cast<std::size_t>(received));

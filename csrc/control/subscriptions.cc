@@ -56,6 +56,7 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
   ControlObserver& observer = *subscription.observer;
   switch (news.kind) {
     case Message::Kind::kHeartbeat:
+    case Message::Kind::kWaits:
       return;
     case Message::Kind::kLeft:
       if (news.set == set) observer.on_departed(news.rank, news.rounds, news.text);

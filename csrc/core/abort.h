@@ -24,11 +24,12 @@ class Abort {
     return true;
   }
 
-  bool raised() const noexcept { return raised_.load(std::memory_order_acquire); }
+  /// seq_cst, because a thread looks at it before it sleeps (Doorbell).
+  bool raised() const noexcept { return raised_.load(std::memory_order_seq_cst); }
 
   /// Throws the cause if there is one.
   void check() const {
-    if (raised()) throw *cause_;  // written once, before the release store that raised() acquired
+    if (raised()) throw *cause_;  // written once, before the store that raised() saw
   }
 
  private:

@@ -14,7 +14,7 @@ namespace {
 
 // Elements of a block: intermediate results between two loops stay in the first-level cache.
 constexpr std::size_t kBlock = 1024;
-constexpr std::size_t kBlockBytes = kBlock * sizeof(double);
+constexpr std::size_t kBlockBytes = kBlock * size_of(DType::kInt128);
 
 template <class T>
 constexpr bool kConverts = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
@@ -22,7 +22,14 @@ constexpr bool kConverts = std::is_same_v<T, Float16> || std::is_same_v<T, BFloa
 template <class T>
 using PartialOf = std::conditional_t<kConverts<T>, float, T>;
 
-/// The loops for one dtype, operator and instruction set.
+using Int128 = __int128;
+
+/// The dtype of an Average's sum of integers.
+template <class T>
+using WideOf = std::conditional_t<(sizeof(T) < 4), std::int32_t,
+                                  std::conditional_t<sizeof(T) == 4, std::int64_t, Int128>>;
+
+/// The loops for one dtype, operator and instruction set. Some dtypes need not all of them.
 struct Kernels {
   void (*load)(void* out, const void* input, std::size_t count, double prescale);
   void (*fold)(void* out, const void* partial, const void* input, std::size_t count);
@@ -86,13 +93,13 @@ Kernels kernels_for(const Reduction& reduction) {
 #if defined(TORCH_RING_DISPATCH)
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq")) {
-    return avx512::kernels_of(reduction.dtype, reduction.op);
+    return avx512::kernels_of(reduction);
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-    return avx2::kernels_of(reduction.dtype, reduction.op);
+    return avx2::kernels_of(reduction);
   }
 #endif
-  return baseline::kernels_of(reduction.dtype, reduction.op);
+  return baseline::kernels_of(reduction);
 }
 
 /// The stages of a block. Each stage takes the address of the elements and returns the address of
@@ -195,10 +202,16 @@ void copy_to_all(std::span<void* const> outputs, std::size_t offset, const void*
   }
 }
 
+/// The reduction of the parts of complex numbers.
+Reduction of_parts(const Reduction& reduction) {
+  return {part_of(reduction.dtype), reduction.op, reduction.scaling};
+}
+
 }  // namespace
 
 void reduce(std::span<void* const> outputs, std::span<const void* const> inputs, std::size_t count,
             const Reduction& reduction) {
+  if (is_complex(reduction.dtype)) return reduce(outputs, inputs, 2 * count, of_parts(reduction));
   const std::size_t item = size_of(reduction.dtype);
   Block block(reduction);
   if (block.at_once(outputs, inputs, count)) return;
@@ -210,7 +223,10 @@ void reduce(std::span<void* const> outputs, std::span<const void* const> inputs,
 
 void reduce_partial(void* partial, std::span<const void* const> inputs, std::size_t count,
                     const Reduction& reduction) {
-  const std::size_t item = size_of(accumulation_dtype(reduction.dtype));
+  if (is_complex(reduction.dtype)) {
+    return reduce_partial(partial, inputs, 2 * count, of_parts(reduction));
+  }
+  const std::size_t item = size_of(accumulation_dtype(reduction));
   Block block(reduction);
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
     const void* const result = block.reduced(inputs, begin, part);
@@ -220,6 +236,9 @@ void reduce_partial(void* partial, std::span<const void* const> inputs, std::siz
 
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction) {
+  if (is_complex(reduction.dtype)) {
+    return combine_partial(partial, other, 2 * count, of_parts(reduction));
+  }
   kernels_for(reduction).combine(partial, partial, other, count);
 }
 
@@ -229,6 +248,8 @@ void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) {
       return fill<std::uint8_t>(data, count, op);
     case DType::kInt8:
       return fill<std::int8_t>(data, count, op);
+    case DType::kInt16:
+      return fill<std::int16_t>(data, count, op);
     case DType::kInt32:
       return fill<std::int32_t>(data, count, op);
     case DType::kInt64:
@@ -243,13 +264,21 @@ void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) {
       return fill<double>(data, count, op);
     case DType::kBool:
       return fill<bool>(data, count, op);
+    case DType::kComplex64:
+    case DType::kComplex128:
+      return fill_identity(data, 2 * count, part_of(dtype), op);
+    default:  // no reduction
+      break;
   }
 }
 
 void finish_partial(std::span<void* const> outputs, const void* partial, std::size_t count,
                     const Reduction& reduction) {
+  if (is_complex(reduction.dtype)) {
+    return finish_partial(outputs, partial, 2 * count, of_parts(reduction));
+  }
   const std::size_t item = size_of(reduction.dtype);
-  const std::size_t partial_item = size_of(accumulation_dtype(reduction.dtype));
+  const std::size_t partial_item = size_of(accumulation_dtype(reduction));
   Block block(reduction);
   for_blocks(count, [&](std::size_t begin, std::size_t part) {
     const char* const held = static_cast<const char*>(partial) + begin * partial_item;

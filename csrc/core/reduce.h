@@ -2,7 +2,11 @@
 //
 // Every communicator reduces with the functions below, so a result does not depend on the path that
 // the data took. 16-bit floats are accumulated in float32. A floating-point result is scaled once,
-// in the accumulation dtype; integers are scaled in float64 and truncated toward zero.
+// in the accumulation dtype. Complex numbers are reduced as their two parts.
+//
+// A sum of integers wraps around, as torch's does. An Average does not: its sum is kept in a wider
+// dtype, and divided there, toward zero. Factors multiply integers in float64; the product is
+// truncated toward zero, and clamped to the range of the dtype.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +31,20 @@ struct Reduction {
   Scaling scaling;
 };
 
-/// The dtype of partial results: float32 for 16-bit floats, the dtype itself otherwise.
-constexpr DType accumulation_dtype(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+/// Whether the reduction is an Average of integers.
+constexpr bool averages_integers(const Reduction& reduction) {
+  return is_integer(reduction.dtype) && reduction.op == ReduceOp::kSum &&
+         reduction.scaling.divisor != 1;
+}
+
+/// The dtype of partial results: float32 for 16-bit floats; for an Average of integers one that
+/// holds the sum of 2^16 of them or more; the dtype itself otherwise.
+constexpr DType accumulation_dtype(const Reduction& reduction) {
+  const DType dtype = reduction.dtype;
+  if (dtype == DType::kFloat16 || dtype == DType::kBFloat16) return DType::kFloat32;
+  if (!averages_integers(reduction)) return dtype;
+  if (size_of(dtype) < 4) return DType::kInt32;
+  return dtype == DType::kInt32 ? DType::kInt64 : DType::kInt128;
 }
 
 /// outputs[j][i] = post(op over r of pre(inputs[r][i])), for every j. Inputs are reduced in the
@@ -38,11 +53,11 @@ void reduce(std::span<void* const> outputs, std::span<const void* const> inputs,
             const Reduction& reduction);
 
 /// The first half of reduce(): partial[i] = op over r of pre(inputs[r][i]). `partial` has
-/// accumulation_dtype(reduction.dtype).
+/// accumulation_dtype(reduction).
 void reduce_partial(void* partial, std::span<const void* const> inputs, std::size_t count,
                     const Reduction& reduction);
 
-/// partial[i] = op(partial[i], other[i]), both of accumulation_dtype(reduction.dtype).
+/// partial[i] = op(partial[i], other[i]), both of accumulation_dtype(reduction).
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction);
 

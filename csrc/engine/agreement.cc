@@ -91,6 +91,12 @@ std::string key_of(const Fingerprint& fingerprint) {
   return std::string(name_of(fingerprint.collective)) + '.' + fingerprint.name;
 }
 
+std::string group_of(const Fingerprint& fingerprint) {
+  if (fingerprint.group == 0) return "";
+  const std::string key = key_of(fingerprint);
+  return key.substr(0, key.rfind(is_numbered(fingerprint.name) ? '/' : '.'));
+}
+
 std::vector<Decision> Agreement::round(const Round& round) {
   if (auto decisions = in_step(round)) return std::move(*decisions);
 
@@ -118,6 +124,7 @@ std::vector<Decision> Agreement::round(const Round& round) {
   for (const auto& [since, key] : ready) {
     decisions.push_back(decide(key, std::move(pending_.extract(key).mapped())));
   }
+  end_groups(decisions);
   if (joined_count_ == size_) decisions.push_back(join());
   return decisions;
 }
@@ -241,13 +248,15 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
       continue;
     }
     if (!decision.mismatch && a != *reference && !equal(first, a->fingerprint)) {
+      const Fingerprint one = decode(first);
+      const Fingerprint other = decode(a->fingerprint);
+      if (one.group != other.group) decision.ended_groups = {group_of(one), group_of(other)};
       decision.mismatch.emplace(
           ErrorKind::kMismatch,
           "the ranks disagree: " +
               name_of_rank(static_cast<std::size_t>(reference - pending.by_rank.begin())) + ": " +
-              decode(first).describe() + "; " + name_of_rank(rank) + ": " +
-              decode(a->fingerprint).describe() + ". " + kAllRanksMustCall +
-              ", with the same shapes, dtypes and arguments");
+              one.describe() + "; " + name_of_rank(rank) + ": " + other.describe() + ". " +
+              kAllRanksMustCall + ", with the same shapes, dtypes and arguments");
     }
     append_rows(decision.rows, a->rows);
     all_shared = all_shared && a->is_shared;
@@ -270,6 +279,28 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
     }
   }
   return decision;
+}
+
+/// Adds the mismatches of the other members of groups of which the ranks disagree about the size:
+/// some ranks never announce the last ones.
+void Agreement::end_groups(std::vector<Decision>& decisions) {
+  for (std::size_t i = 0, decided = decisions.size(); i < decided; ++i) {
+    for (const std::string& group : std::vector(decisions[i].ended_groups)) {
+      if (group.empty()) continue;
+      std::erase_if(pending_, [&](const auto& entry) {
+        const auto& [key, pending] = entry;
+        const bool member = std::ranges::any_of(pending.by_rank, [&](const auto& announced) {
+          return announced && group_of(decode(announced->fingerprint)) == group;
+        });
+        if (member) {
+          Decision& last = decisions.emplace_back();
+          last.key = key;
+          last.mismatch = decisions[i].mismatch;
+        }
+        return member;
+      });
+    }
+  }
 }
 
 /// The reason why the request cannot run without the ranks that have joined, or nothing if it can.

@@ -21,6 +21,7 @@ struct Decision {
   std::vector<ByteSpan> payloads;            // by rank, if the data is inline and not a barrier's
   bool is_inline = false;                    // all data is inline
   std::optional<Error> mismatch;             // the ranks disagree; no data has moved
+  std::vector<std::string> ended_groups;     // ... about the size of these groups (group_of())
   std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
   int last_joined = -1;                      // of a join: the rank that joined last
   bool resets_numbering = false;             // every rank waits for this, and for nothing else
@@ -89,6 +90,7 @@ class Agreement {
   bool complete(const Pending& pending) const;
   Decision decide(const std::string& key, Pending pending) const;
   std::optional<Error> without_joined(const Fingerprint& fingerprint) const;
+  void end_groups(std::vector<Decision>& decisions);
   Decision join();
   std::vector<Decision> deadlock();
 
@@ -106,5 +108,8 @@ std::string name_in(const std::string& label);
 
 /// The key by which the ranks match a request: "<collective>.<name>", or its number.
 std::string key_of(const Fingerprint& fingerprint);
+
+/// What the keys of a group's members begin with; empty for a request that is in no group.
+std::string group_of(const Fingerprint& fingerprint);
 
 }  // namespace torch_ring

@@ -21,16 +21,6 @@ ByteSpan inline_payload(const Request& request, int rank) {
   return {static_cast<const std::byte*>(request.input), request.input_bytes()};
 }
 
-/// The offset of the buffer of an in-place allreduce in shared memory, or -1.
-std::int64_t shared_offset(const Request& request, HostCommunicator& communicator) {
-  const Fingerprint& f = request.fingerprint;
-  const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
-                        f.on_host() && request.input == request.output;
-  if (!in_place) return -1;
-  const SharedBuffers* const shared = communicator.shared_buffers();
-  return shared ? shared->offset_of(request.input, request.input_bytes()) : -1;
-}
-
 }  // namespace
 
 Announcement announce(const Request& request, bool alone, HostCommunicator& communicator,
@@ -46,6 +36,15 @@ Announcement announce(const Request& request, bool alone, HostCommunicator& comm
   announcement.shared_offset = shared_offset(request, communicator);
   announcement.is_shared = announcement.shared_offset >= 0;
   return announcement;
+}
+
+std::int64_t shared_offset(const Request& request, HostCommunicator& communicator) {
+  const Fingerprint& f = request.fingerprint;
+  const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
+                        f.on_host() && request.input == request.output;
+  if (!in_place) return -1;
+  const SharedBuffers* const shared = communicator.shared_buffers();
+  return shared ? shared->offset_of(request.input, request.input_bytes()) : -1;
 }
 
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator) {

@@ -12,6 +12,10 @@ namespace torch_ring {
 Announcement announce(const Request& request, bool alone, HostCommunicator& communicator,
                       Bytes& fingerprint);
 
+/// The offset of the buffer of an in-place allreduce in shared memory, or -1: the other ranks of
+/// the host write to it.
+std::int64_t shared_offset(const Request& request, HostCommunicator& communicator);
+
 /// Whether the tensor of a request is so small that it travels with the agreement, as the inline
 /// payload of an entry. The limit is lower for a request that is not `alone`, because it can be
 /// fused with the others.

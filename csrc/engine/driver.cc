@@ -1,6 +1,7 @@
 #include "engine/driver.h"
 
 #include <algorithm>
+#include <iterator>
 #include <list>
 
 #include "core/at.h"
@@ -40,19 +41,23 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       callbacks_(callbacks),
       config_(options.config),
       labels_(std::move(options.labels)),
+      waits_(std::move(options.waits)),
       log_(std::move(options.log)),
+      others_may_submit_(std::move(options.others_may_submit)),
       agreement_(labels_),
       executor_(communicator, host_buffers_, config_.fusion_threshold_bytes),
-      device_(std::move(options.make_device), config_.fusion_threshold_bytes) {}
+      device_(std::move(options.make_device), config_.fusion_threshold_bytes),
+      wait_(waits_.get()),
+      progress_(labels_.size()) {}
 
 void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
   std::optional<Clock::time_point> since;  // the begin of this wait
-  bool long_since = false;
+  bool blocked = false;
   bool told_blocked = false;
   while (target == nullptr || !target->done()) {
     abort_.check();
     if (queue_.has_works()) take_submitted(queue_.lock());
-    const bool blocked = long_since && outbox_.empty() && only_submitter();
+    blocked = blocked && outbox_.empty();
     if (round_open_) {
       if (board_.complete()) {
         finish_round();
@@ -76,15 +81,22 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (now - last_check_ < kPollInterval && round_is_complete()) continue;
     last_check_ = now;
     check_stalls();
-    long_since = target != nullptr && now - *since > kBlockedAfter;
+    if (round_open_) wait_.lasts(now, [&] { return board_.missing(); });
+    blocked = target != nullptr && is_blocked(now - std::max(*since, last_submission_));
     // The engine must know while progress is made for long: close() waits for the device.
     if (device_.exists()) callbacks_.set_device_busy(device_.busy());
     callbacks_.pause(interrupt);
   }
 }
 
-/// Whether the thread that waits is the only one that could submit anything.
-bool Driver::only_submitter() { return !queue_.has_several_submitters(queue_.lock()); }
+/// Whether this rank, which waits and has submitted nothing for that long, will submit nothing
+/// else, as far as it can know.
+bool Driver::is_blocked(Clock::duration waited) {
+  if (waited < kBlockedAfter || !outbox_.empty()) return false;
+  if (waited >= config_.other_threads_grace) return true;
+  return !queue_.has_several_submitters(queue_.lock()) &&
+         !(others_may_submit_ && others_may_submit_());
+}
 
 /// Posts an entry with as much of the outbox as it can hold: maybe nothing.
 void Driver::announce_outbox(bool blocked) {
@@ -93,8 +105,6 @@ void Driver::announce_outbox(bool blocked) {
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
     const Request& request = work.request();
-    // From now on no round is unanimous, so each decision shows that the other ranks get on.
-    if (request.fingerprint.collective == Collective::kJoin) last_decision_ = Clock::now();
     const Announcement announcement = announce(request, alone, communicator_, fingerprint_);
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
     // One that is alone in its entry may be longer than the others: usually it is the same
@@ -105,6 +115,7 @@ void Driver::announce_outbox(bool blocked) {
       throw Error(ErrorKind::kInternal, request.fingerprint.describe() + " does not fit an entry");
     }
     entry_.append(announcement);
+    last_submission_ = work.submitted_;
     pending_.emplace(work.key_, Pending{std::move(outbox_.front())});
     outbox_.pop_front();
   }
@@ -115,6 +126,7 @@ void Driver::announce_outbox(bool blocked) {
 /// Runs a complete round.
 void Driver::finish_round() {
   round_open_ = false;
+  wait_.end();
   watchdog_.begin_data(rounds_ + 1);
   run_round();
   watchdog_.end_data();
@@ -126,16 +138,17 @@ void Driver::run_round() {
   const Round round = board_.round();
   if (run_unanimous(round)) return;
   const std::vector<Decision> decisions = agreement_.round(round);
+  if (!agreement_.empty()) note_progress(round, Clock::now());
 
   struct {
     std::vector<Job> jobs;
     std::vector<std::shared_ptr<Work>> works;  // null for a stand-in
   } here, on_device;
   std::list<StandIn> stand_ins;
-  if (!decisions.empty()) last_decision_ = Clock::now();
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
     if (decision.resets_numbering) reset_numbering();
+    for (const std::string& group : decision.ended_groups) end_group(group, *decision.mismatch);
     if (mine == pending_.end() && !decision.for_joined) continue;  // other ranks' mismatch
     const Fingerprint& fingerprint =
         mine == pending_.end() ? *decision.for_joined : mine->second.work->request().fingerprint;
@@ -206,9 +219,28 @@ void Driver::fail(Work& work, const Error& cause) {
   callbacks_.completed(lock);
 }
 
+/// Fails the members of a group that are not announced yet: the ranks disagree about it.
+void Driver::end_group(const std::string& group, const Error& cause) {
+  const auto rest = std::ranges::stable_partition(
+      outbox_, [&](const auto& work) { return group_of(work->request().fingerprint) != group; });
+  for (const auto& work : rest) fail(*work, cause);
+  outbox_.erase(rest.begin(), rest.end());
+}
+
 /// Releases what the request's functions hold: tensors may belong to a device's stream, and this
 /// thread is the one that uses it.
 void Driver::release_tensors(Work& work) { work.request_.begin = work.request_.finish = nullptr; }
+
+void Driver::isolate_buffers() noexcept {
+  SharedBuffers* const shared = communicator_.shared_buffers();
+  if (shared == nullptr) return;
+  for (const auto& [key, pending] : pending_) {
+    const Request& request = pending.work->request();
+    if (shared_offset(request, communicator_) >= 0) {
+      shared->isolate(request.output, request.input_bytes());
+    }
+  }
+}
 
 void Driver::fail_all(const Lock& lock, const Error& cause) {
   take_submitted(lock);
@@ -216,6 +248,15 @@ void Driver::fail_all(const Lock& lock, const Error& cause) {
   for (const auto& [key, pending] : pending_) queue_.fail(lock, *pending.work, cause);
   outbox_.clear();
   pending_.clear();
+  wait_.end();
+}
+
+/// Takes note of the ranks that announce something in a round that leaves requests undecided.
+void Driver::note_progress(const Round& round, Clock::time_point now) {
+  for (const Run& run : round.runs) {
+    if (EntryReader(run.common, run.own).left() == 0) continue;
+    std::fill_n(progress_.begin() + run.first, run.count, now);
+  }
 }
 
 /// Warns of works for which this rank waits long, and throws if it has waited too long, or if a
@@ -224,44 +265,80 @@ void Driver::check_stalls() {
   if (pending_.empty() || round_is_complete()) return;
   watchdog_.check_departures(rounds_ + 1);
   const auto now = Clock::now();
+  const auto is_over = [](Clock::duration waited, milliseconds limit) {
+    return limit.count() > 0 && waited > limit;
+  };
+  std::map<std::vector<int>, std::vector<Pending*>> stalled;  // by the ranks that are late
   for (auto& [key, pending] : pending_) {
     const Work& work = *pending.work;
-    // A rank that has joined waits as long as the others get on.
-    const bool joined = work.request().fingerprint.collective == Collective::kJoin;
-    const auto age = now - (joined ? std::max(work.submitted_, last_decision_) : work.submitted_);
-    if (age > config_.timeout) {
+    const auto waited = now - work.submitted_;
+    if (is_over(waited, config_.timeout) && is_over(now - last_progress(work), config_.timeout)) {
       throw Error(ErrorKind::kTimeout, work.request().fingerprint.describe() + ": gave up after " +
                                            in_seconds(config_.timeout) +
-                                           " (TORCH_RING_TIMEOUT): " + late_ranks(work));
+                                           " (TORCH_RING_TIMEOUT): " + describe(late_ranks(work)));
     }
-    if (config_.stall_warning.count() > 0 && age > config_.stall_warning && !pending.warned) {
-      pending.warned = true;
-      log_(name_in(at(labels_, communicator_.rank())) + " has waited " + in_seconds(rounded(age)) +
-           " for " + work.request().fingerprint.describe() + ": " + late_ranks(work) +
-           ". It fails after " + in_seconds(config_.timeout) + " (TORCH_RING_TIMEOUT)");
+    // A rank that has joined waits as long as the others get on.
+    const bool joined = work.request().fingerprint.collective == Collective::kJoin;
+    const auto since = std::max(joined ? last_progress(work) : work.submitted_, pending.warned);
+    if (is_over(now - since, config_.stall_warning)) {
+      stalled[late_ranks(work)].push_back(&pending);
     }
   }
+  for (const auto& [late, works] : stalled) warn(works, now);
+}
+
+/// Logs that works wait for the same ranks: the first of them by name.
+void Driver::warn(std::span<Pending* const> stalled, Clock::time_point now) {
+  for (Pending* const pending : stalled) pending->warned = now;
+  const Work& work = *(*std::ranges::min_element(stalled, {}, [](const Pending* pending) {
+                        return pending->work->submitted_;
+                      }))->work;
+  std::string text = name_in(at(labels_, communicator_.rank())) + " has waited " +
+                     in_seconds(rounded(now - work.submitted_)) + " for " +
+                     work.request().fingerprint.describe();
+  if (stalled.size() > 1) text += " and " + std::to_string(stalled.size() - 1) + " more";
+  text += ": " + describe(late_ranks(work)) + ". It ";
+  text += config_.timeout.count() > 0
+              ? "fails after " + in_seconds(config_.timeout) + " (TORCH_RING_TIMEOUT)"
+              : "goes on waiting: TORCH_RING_TIMEOUT is not set";
+  log_(text);
+}
+
+/// When `work` was submitted, or when the ranks that it waits for last announced something: that
+/// one of them whose last sign is the oldest.
+Clock::time_point Driver::last_progress(const Work& work) const {
+  auto oldest = Clock::time_point::max();
+  for (const int rank : late_ranks(work)) oldest = std::min(oldest, at(progress_, rank));
+  if (oldest == Clock::time_point::max()) oldest = {};
+  return std::max(work.submitted_, oldest);
+}
+
+/// The ranks that have not announced `work`, as far as this rank can know.
+std::vector<int> Driver::late_ranks(const Work& work) const {
+  std::vector<int> silent;  // who keeps the round from being complete
+  if (round_open_) {
+    silent = board_.missing();
+    if (waits_) silent = waits_->ends(silent);
+  }
+  const std::vector<int> missing = agreement_.missing(work.key_);
+  std::vector<int> both;  // the others may have announced it in the open round
+  std::ranges::set_intersection(missing, silent, std::back_inserter(both));
+  if (!both.empty()) return both;
+  return missing.empty() ? silent : missing;
 }
 
 /// "rank 2 (pid 7) has not called it (it is computing, in no collective). All ranks must ..."
-std::string Driver::late_ranks(const Work& work) const {
+std::string Driver::describe(std::span<const int> late) const {
   const auto doing = [&](int rank) {
     const std::string instead = agreement_.waits_for(rank);
     return instead.empty() ? "computing, in no collective" : "in " + instead;
   };
   std::string text;
-  for (const int rank : agreement_.missing(work.key_)) {
+  for (const int rank : late) {
     text.append(text.empty() ? "" : ", ").append(at(labels_, rank));
     text.append(" has not called it (it is ").append(doing(rank)).append(")");
   }
-  if (text.empty() && round_open_) {
-    // Who has not posted yet; between hosts also ranks whose entries wait behind a late one.
-    const std::vector<int> late = board_.missing();
-    for (const int rank : late) text.append(text.empty() ? "" : ", ").append(at(labels_, rank));
-    if (late.size() > 1) text = "at least one of " + text;
-    if (!late.empty()) text += " has not called it (it is " + doing(late.front()) + ")";
-  }
-  if (text.empty()) text = "a rank of another host has not called it";
+  if (text.empty()) text = "a rank has not called it";
   return text + ". All ranks must call it, in the same order";
 }
 

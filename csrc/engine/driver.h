@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -58,8 +59,11 @@ class Driver {
 
   struct Options {
     EngineConfig config;
-    std::vector<std::string> labels;  // by rank
-    Log log;                          // takes a warning
+    std::vector<std::string> labels;   // by rank
+    std::shared_ptr<WaitGraph> waits;  // may be null
+    Log log;                           // takes a warning
+    /// Whether a thread that has submitted nothing yet may do so. Empty: none may.
+    std::function<bool()> others_may_submit;
     DeviceExecutor::Make make_device;
   };
 
@@ -86,6 +90,10 @@ class Driver {
   /// Fails the queue's works and the driver's.
   void fail_all(const Lock& lock, const Error& cause);
 
+  /// Gives this rank's tensors in shared memory that other ranks may yet write new memory. Call it
+  /// before fail_all(): from then on they are the program's.
+  void isolate_buffers() noexcept;
+
   /// Whether enqueued work has not run yet. Errors: the device's.
   bool device_is_busy() { return device_.busy(); }
 
@@ -99,10 +107,10 @@ class Driver {
  private:
   struct Pending {
     std::shared_ptr<Work> work;
-    bool warned = false;  // its stall has been logged
+    Clock::time_point warned{};  // when its stall was logged last
   };
 
-  bool only_submitter();
+  bool is_blocked(Clock::duration waited);
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
@@ -112,8 +120,13 @@ class Driver {
   void complete(Work& work);
   void fail(Work& work, const Error& cause);
   static void release_tensors(Work& work);
+  void end_group(const std::string& group, const Error& cause);
+  void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
-  std::string late_ranks(const Work& work) const;
+  void warn(std::span<Pending* const> stalled, Clock::time_point now);
+  Clock::time_point last_progress(const Work& work) const;
+  std::vector<int> late_ranks(const Work& work) const;
+  std::string describe(std::span<const int> late) const;
 
   HostCommunicator& communicator_;
   Board& board_;
@@ -123,7 +136,9 @@ class Driver {
   Callbacks& callbacks_;
   const EngineConfig config_;
   const std::vector<std::string> labels_;
+  const std::shared_ptr<WaitGraph> waits_;
   const Log log_;
+  const std::function<bool()> others_may_submit_;
 
   Agreement agreement_;
   HostBuffers host_buffers_;
@@ -135,7 +150,11 @@ class Driver {
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
   std::uint64_t rounds_ = 0;                  // completed
-  Clock::time_point last_decision_;
+  LongWait wait_;                             // for the round's other entries
+  Clock::time_point last_submission_;         // of an announced work
+  // By rank: when it announced something while other requests stayed undecided. The clock's
+  // beginning if it has not, since the oldest of these was submitted at least.
+  std::vector<Clock::time_point> progress_;
   Clock::time_point last_check_;  // of stalls
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The time after the timeout that close() gives a device: its own waits end with the timeout.
+// The time after the timeout that close() gives a device: the waits of its calls end with that.
 constexpr milliseconds kFarewell{1000};
 
 /// The exception of an Interrupt, on its way through the driver to the caller of wait().
@@ -37,7 +37,8 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
                   board_.wake();
                 }),
       role_(*communicator_, *abort_, watchdog_, queue_, static_cast<Driver::Callbacks&>(*this),
-            Driver::Options{config_, std::move(options.labels), std::move(options.log),
+            Driver::Options{config_, std::move(options.labels), std::move(options.waits),
+                            std::move(options.log), std::move(options.others_may_submit),
                             std::move(options.make_device)}),
       thread_([this] { run(); }) {}
 
@@ -47,7 +48,7 @@ void Engine::close(Ending ending) {
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
   if (!pausing) {  // the work on the device is somebody's result
-    changed_.wait_for(lock, config_.timeout + kFarewell, [&] { return !device_busy_; });
+    changed_.wait_for(lock, config_.transfer_timeout() + kFarewell, [&] { return !device_busy_; });
     if (closing_) return;
   }
   closing_ = true;
@@ -113,6 +114,17 @@ void Engine::require_world() const {
   }
 }
 
+void Engine::end(const Error& cause) {
+  fail({cause, false});
+  {
+    const Lock lock = queue_.lock();
+    changed_.notify_all();
+    board_.wake();
+  }
+  require_world();
+  throw cause;  // for the compiler: the abort is raised
+}
+
 void Engine::wait(Work& work, const Interrupt& interrupt) {
   Lock lock = queue_.lock();
   wait(lock, work, interrupt);
@@ -162,6 +174,9 @@ void Engine::run() {
   }
   changed_.wait(lock, [&] { return !role_.is_taken(lock); });
   const ProgressRole::Turn turn(role_, lock);
+  lock.unlock();
+  turn.driver().isolate_buffers();
+  lock.lock();
   fail_all(lock, turn.driver());
 }
 
@@ -189,6 +204,7 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
       lock.unlock();
       // Otherwise the stream waits for other ranks for ever, and so do threads that wait for it.
       driver.abort_device();
+      driver.isolate_buffers();
       device_busy = false;
       lock.lock();
     }

@@ -40,12 +40,14 @@ class Engine final : private Driver::Callbacks {
 
   struct Options {
     EngineConfig config;
-    std::vector<std::string> labels;   // by rank
-    ControlPlane* plane = nullptr;     // of the process; null in a world of one
-    std::uint64_t set = 0;             // the process set's number in the plane
-    std::vector<int> members;          // by rank: its rank in the world
-    Log log;                           // takes a warning; Thread: any
-    DeviceExecutor::Make make_device;  // may be empty
+    std::vector<std::string> labels;          // by rank
+    ControlPlane* plane = nullptr;            // of the process; null in a world of one
+    std::uint64_t set = 0;                    // the process set's number in the plane
+    std::vector<int> members;                 // by rank: its rank in the world
+    std::shared_ptr<WaitGraph> waits;         // of the set; may be null
+    std::function<bool()> others_may_submit;  // see Driver::Options
+    Log log;                                  // takes a warning; Thread: any
+    DeviceExecutor::Make make_device;         // may be empty
   };
 
   /// `abort`: the Abort that the communicator's waits see.
@@ -78,6 +80,9 @@ class Engine final : private Driver::Callbacks {
   /// submit() and wait() in one call that costs less than the two: for operations that take
   /// microseconds.
   void submit_and_wait(Request request, const Interrupt& interrupt);
+
+  /// Ends the job on all ranks with this cause, or the first one there was, and throws it.
+  [[noreturn]] void end(const Error& cause);
 
   /// Throws the fatal cause, if there is one: results that are still on a device are void then.
   void check() const {

@@ -35,12 +35,13 @@ struct FingerprintHeader {
   std::int32_t root;
   std::uint32_t dimensions;
   std::uint32_t name_bytes;
+  std::uint32_t group;
   Collective collective;
   DType dtype;
   ReduceOp op;
   std::uint8_t device;
   std::uint8_t joinable;
-  std::array<std::uint8_t, 7> zero;
+  std::array<std::uint8_t, 3> zero;
 };
 static_assert(sizeof(FingerprintHeader) == 40);
 
@@ -79,8 +80,11 @@ std::byte* grow(Bytes& bytes, std::size_t count) {
 /// Whether a header has only values that encode() writes. What runs a request relies on it: it
 /// chooses the arithmetic by dtype and op.
 bool valid(const FingerprintHeader& header) {
+  const bool reduces = header.collective == Collective::kAllreduce ||
+                       header.collective == Collective::kReducescatter;
   return header.collective <= Collective::kJoin && header.op <= ReduceOp::kProduct &&
-         static_cast<int>(header.dtype) < kDTypeCount && header.joinable <= 1 &&
+         static_cast<int>(header.dtype) < kDTypeCount &&
+         (!reduces || can_reduce(header.dtype, header.op)) && header.joinable <= 1 &&
          std::ranges::all_of(header.zero, [](std::uint8_t byte) { return byte == 0; });
 }
 
@@ -103,6 +107,7 @@ void encode(const Fingerprint& f, Bytes& bytes) {
                                  f.root,
                                  static_cast<std::uint32_t>(f.shape.size()),
                                  static_cast<std::uint32_t>(f.name.size()),
+                                 f.group,
                                  f.collective,
                                  f.dtype,
                                  f.op,
@@ -125,6 +130,7 @@ Fingerprint decode(ByteSpan fingerprint) {
   f.op = header.op;
   f.device = header.device;
   f.joinable = header.joinable != 0;
+  f.group = header.group;
   f.root = header.root;
   f.prescale = header.prescale;
   f.postscale = header.postscale;

@@ -1,7 +1,6 @@
 #include "engine/executor.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -158,9 +157,9 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
     }
     std::vector<const void*> inputs;
     for (const ByteSpan payload : decision.payloads) inputs.push_back(payload.data() + begin);
-    const std::array<void*, 1> outputs{request.output};
-    reduce(outputs, inputs, scatters ? scattered_count(f, communicator_.rank()) : f.count(),
-           reduction_of(f));
+    communicator_.reduce_inputs(inputs, request.output,
+                                scatters ? scattered_count(f, communicator_.rank()) : f.count(),
+                                reduction_of(f));
   } else if (f.collective == Collective::kAlltoall) {
     std::vector<std::int64_t> received;
     std::vector<ByteSpan> parts;

@@ -40,6 +40,7 @@ std::string Fingerprint::describe() const {
   if (collective == Collective::kBroadcast) text << " root " << root;
   if (prescale != 1.0) text << " prescale " << prescale;
   if (postscale != 1.0) text << " postscale " << postscale;
+  if (group > 0) text << " in a group of " << group;
   if (device == 1) text << " on cuda";
   if (device > 1) text << " on device type " << int{device};
   return text.str();

@@ -45,6 +45,7 @@ struct Fingerprint {
   double prescale = 1.0;
   double postscale = 1.0;
   bool joinable = false;            // an allgather to which ranks that have joined give no rows
+  std::uint32_t group = 0;          // requests that were submitted as one group; 0: in none
   std::vector<std::int64_t> shape;  // of an allgather or alltoall: without the first dimension
   std::string name;                 // empty: numbered by the engine
 

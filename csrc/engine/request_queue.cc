@@ -28,7 +28,12 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
     Work& work = *works[i];
     Fingerprint& fingerprint = work.request_.fingerprint;
     const bool numbered = fingerprint.name.empty();
-    if (numbered) fingerprint.name = names_.next(fingerprint.collective);
+    if (numbered && fingerprint.group > 0 && i > 0) {
+      // A group has one number, so that ranks whose groups differ in size do not lose step.
+      fingerprint.name = works.front()->request_.fingerprint.name + "/" + std::to_string(i);
+    } else if (numbered) {
+      fingerprint.name = names_.next(fingerprint.collective);
+    }
     work.key_ = key_of(fingerprint);
     if (numbered) continue;
     if (!in_flight_.emplace(work.key_, &work).second) {

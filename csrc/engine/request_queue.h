@@ -41,7 +41,8 @@ class RequestQueue {
   /// A work for add(). Errors: Error(kInvalidArgument) if the name is reserved or too long.
   static std::shared_ptr<Work> make_work(Request request);
 
-  /// Numbers works without a name, and queues all works, or none on an error.
+  /// Numbers works without a name, and queues all works, or none on an error. Works of a group
+  /// (Fingerprint::group) are added alone, and get one number.
   /// Errors: Error(kInvalidArgument) if a name is in flight.
   void add(const Lock& lock, std::span<const std::shared_ptr<Work>> works);
 

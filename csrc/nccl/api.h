@@ -78,14 +78,11 @@ struct Api {
   std::string path;  // of the library
 };
 
-/// NCCL's dtype for one of ours; bools are bytes of 0 and 1.
+/// NCCL's dtype for one of ours, or for its parts; bools are bytes of 0 and 1. NCCL has no int16.
 constexpr DataType data_type_of(DType dtype) {
-  switch (dtype) {
+  switch (part_of(dtype)) {
     case DType::kInt8:
       return DataType::kInt8;
-    case DType::kUInt8:
-    case DType::kBool:
-      return DataType::kUInt8;
     case DType::kInt32:
       return DataType::kInt32;
     case DType::kInt64:
@@ -98,8 +95,9 @@ constexpr DataType data_type_of(DType dtype) {
       return DataType::kFloat32;
     case DType::kFloat64:
       return DataType::kFloat64;
+    default:
+      return DataType::kUInt8;
   }
-  return DataType::kUInt8;
 }
 
 }  // namespace torch_ring::nccl

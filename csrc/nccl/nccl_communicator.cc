@@ -1,6 +1,7 @@
 #include "nccl/nccl_communicator.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -29,6 +30,12 @@ RedOp red_op_of(const Reduction& reduction) {
     default:  // a Sum of bools, which are bytes to NCCL, is their logical or
       return reduction.dtype == DType::kBool ? RedOp::kMax : RedOp::kSum;
   }
+}
+
+/// Whether NCCL cannot reduce in the dtype itself: the sum of an Average of integers would wrap
+/// around, and there is no int16.
+bool needs_widening(const Reduction& reduction) {
+  return averages_integers(reduction) || reduction.dtype == DType::kInt16;
 }
 
 const std::byte* bytes_at(const void* data, std::size_t bytes) {
@@ -113,10 +120,24 @@ void NcclCommunicator::abort() noexcept {
 
 void NcclCommunicator::allreduce(const void* input, void* output, std::size_t count,
                                  const Reduction& reduction, std::span<const std::int64_t>) {
-  wait(api_.all_reduce(input, output, count, data_type_of(reduction.dtype), red_op_of(reduction),
-                       comm_, device_.stream),
+  if (needs_widening(reduction)) {
+    device_.narrow(output, reduce_widened(input, count, reduction), count, reduction);
+    return;
+  }
+  wait(api_.all_reduce(input, output, count * parts_of(reduction.dtype),
+                       data_type_of(reduction.dtype), red_op_of(reduction), comm_, device_.stream),
        "ncclAllReduce");
   finish(output, count, reduction);
+}
+
+/// The numbers of all ranks' elements, reduced on every rank.
+Widened NcclCommunicator::reduce_widened(const void* input, std::size_t count,
+                                         const Reduction& reduction) {
+  const Widened wide = device_.widen(input, count, reduction);
+  wait(api_.all_reduce(wide.data, wide.data, count * wide.item, data_type_of(wide.dtype),
+                       red_op_of(reduction), comm_, device_.stream),
+       "ncclAllReduce");
+  return wide;
 }
 
 void NcclCommunicator::broadcast(void* data, std::size_t bytes, int root) {
@@ -173,10 +194,20 @@ void NcclCommunicator::alltoall(const void* input, void* output,
 void NcclCommunicator::reducescatter(const void* input, void* output,
                                      std::span<const std::size_t> counts,
                                      const Reduction& reduction) {
+  if (needs_widening(reduction)) {  // rare: all ranks get all numbers, and each narrows its own
+    const auto own = counts.begin() + rank_;
+    const auto before = std::accumulate(counts.begin(), own, std::size_t{0});
+    const auto all = std::accumulate(own, counts.end(), before);
+    Widened wide = reduce_widened(input, all, reduction);
+    wide.data = bytes_at(wide.data, before * wide.item * size_of(wide.dtype));
+    device_.narrow(output, wide, *own, reduction);
+    return;
+  }
   const DataType type = data_type_of(reduction.dtype);
   const RedOp op = red_op_of(reduction);
+  const std::size_t parts = parts_of(reduction.dtype);
   if (all_equal(counts)) {
-    wait(api_.reduce_scatter(input, output, counts[0], type, op, comm_, device_.stream),
+    wait(api_.reduce_scatter(input, output, counts[0] * parts, type, op, comm_, device_.stream),
          "ncclReduceScatter");
   } else {
     Group group(*this);
@@ -184,7 +215,7 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
     for (int root = 0; root < size_; ++root) {
       const std::size_t part = at(counts, root);
       if (part > 0) {
-        group.add(api_.reduce(bytes_at(input, start), output, part, type, op, root, comm_,
+        group.add(api_.reduce(bytes_at(input, start), output, part * parts, type, op, root, comm_,
                               device_.stream),
                   "ncclReduce");
       }

@@ -12,12 +12,25 @@
 
 namespace torch_ring::nccl {
 
-/// The stream that a communicator's work runs on, and the scaling, which NCCL lacks.
+/// Elements on a device in another dtype.
+struct Widened {
+  void* data = nullptr;
+  std::size_t item = 1;  // numbers for each element
+  DType dtype = DType::kInt32;
+};
+
+/// The stream that a communicator's work runs on, and the arithmetic that NCCL lacks. All of it is
+/// enqueued on the stream, and follows core/reduce.h.
 struct Device {
   Stream stream;
-  /// Enqueues on the stream: data[i] = data[i] * scaling.postscale / scaling.divisor, computed as
-  /// in core/reduce.h. (ncclAvg multiplies by 1/n rounded to the dtype of the data.)
-  std::function<void(void* data, std::size_t count, DType, const Scaling&)> scale;
+  /// data[i] = data[i] * scaling.postscale / scaling.divisor. (ncclAvg multiplies by 1/n rounded to
+  /// the dtype of the data.)
+  std::function<void(void* data, std::size_t count, DType, const Scaling&)> scale = {};
+  /// `count` elements of `data`, in new memory, as numbers whose sums can be narrowed.
+  std::function<Widened(const void* data, std::size_t count, const Reduction&)> widen = {};
+  /// output[i] = the scaled reduction of which `data` are the sums (or minima, ...) of numbers.
+  std::function<void(void* output, const Widened& data, std::size_t count, const Reduction&)>
+      narrow = {};
 };
 
 /// All calls enqueue on the device's stream and return; results are written when the stream has run
@@ -62,6 +75,7 @@ class NcclCommunicator final : public Communicator {
   void wait(Result result, const char* call);
   [[noreturn]] void fail(Result result, const char* call);
   void finish(void* data, std::size_t count, const Reduction& reduction);
+  Widened reduce_widened(const void* input, std::size_t count, const Reduction& reduction);
 
   const Api& api_;
   const int rank_;

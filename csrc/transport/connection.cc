@@ -90,8 +90,13 @@ struct Transfer {
 
 }  // namespace
 
-Connection::Connection(SocketSource& source, int rank, std::size_t width, std::string peer)
-    : source_(source), rank_(rank), width_(width), peer_(std::move(peer)) {}
+Connection::Connection(SocketSource& source, int rank, std::size_t width, std::string peer,
+                       bool is_checked)
+    : source_(source),
+      rank_(rank),
+      width_(width),
+      peer_(std::move(peer)),
+      is_checked_(is_checked) {}
 
 /// Takes the sockets, if there are any yet; returns whether there are.
 bool Connection::open(bool needed) {
@@ -134,6 +139,23 @@ std::size_t Connection::move(std::span<Byte> bytes, Position& position, Move&& m
 
 std::size_t Connection::try_send(std::span<const std::byte> bytes) {
   if (!open(true)) return 0;
+  if (!is_checked_) return send(bytes);
+  return writer_.send(bytes, [&](std::span<const std::byte> part) { return send(part); });
+}
+
+std::size_t Connection::try_receive(std::span<std::byte> bytes) {
+  if (!open(true)) return 0;
+  if (!is_checked_) return receive(bytes);
+  const auto arrived =
+      reader_.receive(bytes, [&](std::span<std::byte> room) { return receive(room); });
+  if (arrived) return *arrived;
+  throw Error(ErrorKind::kInternal, "data from " + peer_ +
+                                        " arrived damaged: they have another checksum than what it "
+                                        "sent (TORCH_RING_CHECKSUM). A network card, a switch or "
+                                        "the memory of one of the two hosts is broken");
+}
+
+std::size_t Connection::send(std::span<const std::byte> bytes) {
   return move(bytes, outgoing_, [&](int fd, std::span<const std::byte> part) -> std::size_t {
     const auto sent = ::send(fd, part.data(), part.size(), MSG_NOSIGNAL);
     if (sent >= 0) return static_cast<std::size_t>(sent);
@@ -142,8 +164,8 @@ std::size_t Connection::try_send(std::span<const std::byte> bytes) {
   });
 }
 
-std::size_t Connection::try_receive(std::span<std::byte> bytes) {
-  if (!open(true) || failpoint("data.receive", rank_)) return 0;
+std::size_t Connection::receive(std::span<std::byte> bytes) {
+  if (failpoint("data.receive", rank_)) return 0;
   return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
@@ -159,35 +181,73 @@ bool Connection::readable() {
   return ::poll(&socket, 1, 0) > 0;
 }
 
-void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* from,
-              std::span<std::byte> incoming, const Waiter& waiter,
-              const std::function<void(std::size_t)>& received) {
-  Transfer<const std::byte> send{to, outgoing};
-  Transfer<std::byte> receive{from, incoming};
+namespace {
 
-  const auto silence = [&] {
+/// Runs the transfers of an exchange. `fds`: room for one descriptor of each.
+void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byte>> receives,
+         std::span<pollfd> fds, const Waiter& waiter,
+         const std::function<void(std::size_t)>& received) {
+  const auto finished = [](const auto& transfer) { return transfer.finished(); };
+  const auto silence = [&]() -> Standstill {
+    std::vector<int> ranks;
     std::ostringstream text;
     text << "no progress for " << in_seconds(waiter.timeout()) << " (TORCH_RING_TIMEOUT):";
-    if (!send.finished()) text << ' ' << send.described() << " to " << to->peer();
-    if (!send.finished() && !receive.finished()) text << ',';
-    if (!receive.finished()) text << ' ' << receive.described() << " from " << from->peer();
-    return text.str();
+    const char* separator = " ";
+    const auto add = [&](const auto& transfer, const char* direction) {
+      if (transfer.finished()) return;
+      ranks.push_back(transfer.connection->rank());
+      text << separator << transfer.described() << direction << transfer.connection->peer();
+      separator = ", ";
+    };
+    for (const auto& send : sends) add(send, " to ");
+    for (const auto& receive : receives) add(receive, " from ");
+    return {std::move(ranks), text.str()};
   };
 
-  std::array<pollfd, 2> fds{};
-  while (!send.finished() || !receive.finished()) {
-    const std::size_t before = send.done + receive.done;
+  while (!std::ranges::all_of(sends, finished) || !std::ranges::all_of(receives, finished)) {
+    bool progress = false;
     const auto moved = [&] {
-      send.move();
-      if (receive.move() && received) received(receive.done);
+      for (auto& send : sends) progress |= send.move();
+      bool arrived = false;
+      for (auto& receive : receives) arrived |= receive.move();
+      progress |= arrived;
+      if (arrived && received) {
+        received(std::ranges::min(receives, {}, &Transfer<std::byte>::done).done);
+      }
       // Set here, because a connection may just have got its sockets: the wait polls `fds` as they
       // are after this.
-      fds = {pollfd{send.finished() ? -1 : to->send_fd(), POLLOUT, 0},
-             pollfd{receive.finished() ? -1 : from->receive_fd(), POLLIN, 0}};
-      return send.done + receive.done > before;
+      auto fd = fds.begin();
+      for (const auto& send : sends) {
+        *fd++ = {send.finished() ? -1 : send.connection->send_fd(), POLLOUT, 0};
+      }
+      for (const auto& receive : receives) {
+        *fd++ = {receive.finished() ? -1 : receive.connection->receive_fd(), POLLIN, 0};
+      }
+      return progress;
     };
     waiter.wait(moved, silence, fds);
   }
+}
+
+}  // namespace
+
+void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+              const Waiter& waiter, const std::function<void(std::size_t)>& received) {
+  std::vector<Transfer<const std::byte>> sends;
+  for (const auto& [to, bytes] : outgoing) sends.push_back({to, bytes});
+  std::vector<Transfer<std::byte>> receives;
+  for (const auto& [from, bytes] : incoming) receives.push_back({from, bytes});
+  std::vector<pollfd> fds(sends.size() + receives.size());
+  run(sends, receives, fds, waiter, received);
+}
+
+void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* from,
+              std::span<std::byte> incoming, const Waiter& waiter,
+              const std::function<void(std::size_t)>& received) {
+  std::array<Transfer<const std::byte>, 1> sends{{{to, outgoing}}};
+  std::array<Transfer<std::byte>, 1> receives{{{from, incoming}}};
+  std::array<pollfd, 2> fds{};
+  run(sends, receives, fds, waiter, received);
 }
 
 }  // namespace torch_ring

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/fd.h"
+#include "transport/checked_stream.h"
 #include "transport/socket_source.h"
 #include "transport/waiter.h"
 
@@ -20,16 +21,23 @@ namespace torch_ring {
 /// over them in turn, kStripeBytes over each. Several are faster where the network limits each flow
 /// (a cloud's limit, or the TCP window of a long path).
 ///
+/// TCP's own checksum has 16 bits, and network cards compute it: what they, a switch or a host's
+/// memory spoil passes it now and then. A checked connection sends a CRC-32C with every frame
+/// (checked_stream.h).
+///
 /// Thread: one at a time. Blocking: never.
-/// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails; the source's.
+/// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails;
+/// Error(kInternal) naming it when what it sent arrives damaged; the source's.
 class Connection {
  public:
   static constexpr std::size_t kStripeBytes = 64u << 10;
 
   /// Takes `width` stream sockets (TCP, or Unix sockets in tests) to `rank` from `source`, which
   /// outlives it, when they are needed, and makes them non-blocking, with TCP_NODELAY when they are
-  /// TCP. `peer` is the label of errors: "rank 2 (10.0.0.7, pid 41)".
-  Connection(SocketSource& source, int rank, std::size_t width, std::string peer);
+  /// TCP. `peer` is the label of errors: "rank 2 (10.0.0.7, pid 41)". `is_checked`: the same at
+  /// both ends.
+  Connection(SocketSource& source, int rank, std::size_t width, std::string peer,
+             bool is_checked = false);
 
   /// Sends or receives the bytes that the sockets take or have now; returns their number, maybe 0.
   std::size_t try_send(std::span<const std::byte> bytes);
@@ -37,6 +45,9 @@ class Connection {
 
   /// Whether at least one byte can be received now (or the stream has ended). Makes no sockets.
   bool readable();
+
+  /// The rank that it leads to.
+  int rank() const noexcept { return rank_; }
 
   /// The number of sockets.
   std::size_t width() const noexcept { return width_; }
@@ -57,6 +68,8 @@ class Connection {
   std::size_t move(std::span<Byte> bytes, Position& position, Move&& move_part);
 
   bool open(bool needed);
+  std::size_t send(std::span<const std::byte> bytes);
+  std::size_t receive(std::span<std::byte> bytes);
   int fd(Position position) const {
     return sockets_.empty() ? -1 : sockets_[position.socket].get();
   }
@@ -65,17 +78,34 @@ class Connection {
   const int rank_;
   const std::size_t width_;
   const std::string peer_;
+  const bool is_checked_;
+  CheckedWriter writer_;
+  CheckedReader reader_;
   std::vector<Fd> sockets_;  // none before they are needed
   Position outgoing_;
   Position incoming_;
 };
 
-/// Sends `outgoing` to `to` and receives `incoming` from `from` at the same time, so that a ring in
-/// which every rank sends cannot block. Either may be empty; its connection may be null then.
-/// `received(bytes)`, if given, is called with the bytes that have arrived so far, so that a
-/// reduction overlaps the transfer.
-/// Blocking: until both are done. Errors: Connection's; Error(kTimeout) with the progress of both
-/// directions, when neither has moved for the waiter's timeout.
+/// What one of several peers gets, or gives, in an exchange.
+struct Outgoing {
+  Connection* to;
+  std::span<const std::byte> bytes;
+};
+struct Incoming {
+  Connection* from;
+  std::span<std::byte> bytes;
+};
+
+/// Sends and receives at the same time, so that ranks that all send cannot block. Empty bytes need
+/// no connection. `received(bytes)`, if given, is called with the number of bytes that have arrived
+/// from every peer by now, so that a reduction overlaps the transfer; all of `incoming` are equally
+/// long then.
+/// Blocking: until all is done. Errors: Connection's; Error(kTimeout) with the progress in both
+/// directions, when nothing has moved for the waiter's timeout.
+void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+              const Waiter& waiter, const std::function<void(std::size_t)>& received = {});
+
+/// The same with one peer to send to and one to receive from.
 void exchange(Connection* to, std::span<const std::byte> outgoing, Connection* from,
               std::span<std::byte> incoming, const Waiter& waiter,
               const std::function<void(std::size_t)>& received = {});

@@ -24,9 +24,10 @@ namespace torch_ring {
 ///             socket of its own
 ///
 /// No wake-up is lost:
-///  - The sleeper stores its state and then loads the data once more; a ringer stores the data and
-///    then loads the state. All four are sequentially consistent, so at least one of the two sees
-///    the other's store.
+///  - The sleeper stores its state and then loads the data once more, in ready(); a ringer stores
+///    the data and then loads the state. All four are sequentially consistent, so at least one of
+///    the two sees the other's store. With an acquire load both may miss it: an ARM processor may
+///    take that load before the store to its state can be seen.
 ///  - A ringer that finds kAwake although the owner sleeps reads what another ringer has set, which
 ///    wakes the owner. The owner then stores a state again before it sleeps again, and loads the
 ///    data after that.
@@ -71,7 +72,8 @@ class Doorbell {
   }
 
   /// Sleeps until the doorbell rings, until one of `fds` (at most kMostFds) is ready, or until
-  /// `deadline`; not at all if ready() holds. Returns earlier after a signal, or in vain.
+  /// `deadline`; not at all if ready() holds. Returns earlier after a signal, or in vain. ready()
+  /// loads what ringers store by seq_cst loads (see above).
   /// Thread: only the owner, one at a time. Blocking: until `deadline`. Errors: Error(kInternal)
   /// without a descriptor for the socket, the first time that there are `fds`.
   template <class Ready>

@@ -17,7 +17,7 @@ namespace {
 // The messages on the wire. Both sides' first one begins with the magic, so that each side
 // recognises a stranger by its first bytes and need not wait for more of them.
 
-constexpr std::string_view kMagic = "t-ring/3";
+constexpr std::string_view kMagic = "t-ring/4";
 
 struct HelloMessage {
   std::array<char, 8> magic;
@@ -30,14 +30,20 @@ struct HelloMessage {
 };
 static_assert(sizeof(HelloMessage) == 64);
 
-struct AnswerMessage {
+struct ChallengeMessage {
   std::array<char, 8> magic;
   Sha256 nonce;
-  Sha256 proof;
 };
-static_assert(sizeof(AnswerMessage) == 72);
+static_assert(sizeof(ChallengeMessage) == 40);
+
+struct VerdictMessage {
+  std::byte verdict;
+  Sha256 proof;  // zero in a refusal
+};
+static_assert(sizeof(VerdictMessage) == 33);
 
 constexpr std::byte kWelcome{'W'};
+constexpr std::byte kRefusal{'N'};
 
 static_assert(std::endian::native == std::endian::little, "the wire's integers are little endian");
 
@@ -78,7 +84,7 @@ Handshake Handshake::connecting(const Key& key, const Hello& hello) {
   const auto bytes = as_bytes(message);
   handshake.hello_sent_.assign(bytes.begin(), bytes.end());
   handshake.send(bytes);
-  handshake.await(Awaited::kAnswer, sizeof(AnswerMessage));
+  handshake.await(Awaited::kChallenge, sizeof(ChallengeMessage));
   return handshake;
 }
 
@@ -102,17 +108,17 @@ void Handshake::received(std::size_t bytes) {
   assert(bytes <= incoming().size());
   if (bytes == 0) return;
   received_ += bytes;
-  if (awaited_ == Awaited::kHello || awaited_ == Awaited::kAnswer) check_magic();
+  if (awaited_ == Awaited::kHello || awaited_ == Awaited::kChallenge) check_magic();
   if (received_ < incoming_.size()) return;
   switch (awaited_) {
     case Awaited::kHello:
       return take_hello();
-    case Awaited::kAnswer:
-      return take_answer();
+    case Awaited::kChallenge:
+      return take_challenge();
     case Awaited::kProof:
       return take_proof();
-    case Awaited::kWelcome:
-      return take_welcome();
+    case Awaited::kVerdict:
+      return take_verdict();
     case Awaited::kNothing:
       return;
   }
@@ -130,36 +136,35 @@ void Handshake::take_hello() {
   hello_ = {message.from, message.to, message.set, message.channel};
   hello_sent_ = incoming_;
   nonce_ = random_nonce();
-  const AnswerMessage answer{magic(), nonce_, proof_of(kAccepts)};
-  send(as_bytes(answer));
+  send(as_bytes(ChallengeMessage{magic(), nonce_}));
   await(Awaited::kProof, sizeof(Sha256));
 }
 
-void Handshake::take_answer() {
-  AnswerMessage answer;
-  std::memcpy(&answer, incoming_.data(), sizeof answer);
-  nonce_ = answer.nonce;
-  if (!equal_in_constant_time(answer.proof, proof_of(kAccepts))) {
-    refuse(ErrorKind::kMismatch, name_of(hello_.to) + " does not know the secret that " +
-                                     name_of(hello_.from) +
-                                     " knows: is TORCH_RING_SECRET the same on all ranks?");
-  }
+void Handshake::take_challenge() {
+  ChallengeMessage challenge;
+  std::memcpy(&challenge, incoming_.data(), sizeof challenge);
+  nonce_ = challenge.nonce;
   send(proof_of(kConnects));
-  await(Awaited::kWelcome, sizeof kWelcome);
+  await(Awaited::kVerdict, sizeof(VerdictMessage));
 }
 
 void Handshake::take_proof() {
-  if (!equal_in_constant_time(incoming_, proof_of(kConnects))) {
-    refuse(ErrorKind::kPeerLost,
-           "the other end says that it is " + name_of(hello_.from) + ", but cannot prove it");
-  }
-  send(as_bytes(kWelcome));
+  has_refused_ = !equal_in_constant_time(incoming_, proof_of(kConnects));
+  send(as_bytes(has_refused_ ? VerdictMessage{kRefusal, {}}
+                             : VerdictMessage{kWelcome, proof_of(kAccepts)}));
   await(Awaited::kNothing, 0);
 }
 
-void Handshake::take_welcome() {
-  if (incoming_.front() != kWelcome) {
+void Handshake::take_verdict() {
+  VerdictMessage message;
+  std::memcpy(&message, incoming_.data(), sizeof message);
+  if (message.verdict != kWelcome && message.verdict != kRefusal) {
     refuse(ErrorKind::kPeerLost, name_of(hello_.to) + " does not welcome the connection");
+  }
+  if (message.verdict == kRefusal || !equal_in_constant_time(message.proof, proof_of(kAccepts))) {
+    refuse(ErrorKind::kMismatch, name_of(hello_.to) + " does not know the secret that " +
+                                     name_of(hello_.from) +
+                                     " knows: is TORCH_RING_SECRET the same on all ranks?");
   }
   await(Awaited::kNothing, 0);
 }

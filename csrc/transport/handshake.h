@@ -29,11 +29,12 @@ struct Hello {
 /// One end of a handshake, as a state machine: the owner sends outgoing(), and receives into
 /// incoming(), until done(). It never asks for a byte beyond the handshake.
 ///
-/// The connecting side sends a hello with a nonce. The accepting side answers with a nonce of its
-/// own and a proof, the connecting side with its proof, the accepting side with a welcome. A proof
-/// is an HMAC-SHA256, under the key, of a tag for the side, the hello, and the accepting side's
-/// nonce, so that it is valid in this handshake and direction only. Data sent afterwards is not
-/// encrypted.
+/// The connecting side sends a hello with a nonce. The accepting side challenges it with a nonce of
+/// its own, the connecting side answers with its proof, the accepting side with a verdict: its own
+/// proof, or that it has refused the other's. So whoever knocks at a listener gets nothing with
+/// which a weak secret could be guessed. A proof is an HMAC-SHA256, under the key, of a tag for the
+/// side, the hello, and the accepting side's nonce, so that it is valid in this handshake and
+/// direction only. Data sent afterwards is not encrypted.
 ///
 /// Thread: one at a time. Blocking: no. Errors: see received(). After one of them there is nothing
 /// more to send or to receive, and the handshake is never done.
@@ -49,7 +50,9 @@ class Handshake {
 
   /// Where to receive, and at most how many bytes; empty while there is something to send first.
   std::span<std::byte> incoming();
-  /// Takes note of bytes received into the front of incoming(). Errors, by what the owner does:
+  /// Takes note of bytes received into the front of incoming(). A peer that cannot prove itself is
+  /// told so; then there is nothing more to receive, and never done(). Errors, by what the owner
+  /// does:
   ///
   ///   kPeerLost   the other end is no peer, or is for another rank: drop the connection. Wherever
   ///               a port is open somebody will knock, so this is no reason to fail.
@@ -58,14 +61,14 @@ class Handshake {
   ///   kInternal   the system gives no random bytes.
   void received(std::size_t bytes);
 
-  bool done() const { return awaited_ == Awaited::kNothing && outgoing().empty(); }
+  bool done() const { return awaited_ == Awaited::kNothing && outgoing().empty() && !has_refused_; }
 
   /// The connection's name. On the accepting side only after done(); its owner checks whether there
   /// are such a rank, set and channel.
   const Hello& hello() const { return hello_; }
 
  private:
-  enum class Awaited : std::uint8_t { kHello, kAnswer, kProof, kWelcome, kNothing };
+  enum class Awaited : std::uint8_t { kHello, kChallenge, kProof, kVerdict, kNothing };
   using Nonce = Sha256;
 
   Handshake(const Key& key, const Hello& hello) : key_(key), hello_(hello) {}
@@ -73,9 +76,9 @@ class Handshake {
   void send(std::span<const std::byte> message);
   void await(Awaited message, std::size_t bytes);
   void take_hello();
-  void take_answer();
+  void take_challenge();
   void take_proof();
-  void take_welcome();
+  void take_verdict();
   void check_magic();
   Sha256 proof_of(const char* side) const;
   [[noreturn]] void refuse(ErrorKind kind, const std::string& why);
@@ -89,6 +92,7 @@ class Handshake {
   std::vector<std::byte> incoming_;  // as long as the awaited message
   std::size_t received_ = 0;         // of incoming_
   Awaited awaited_ = Awaited::kHello;
+  bool has_refused_ = false;  // the other end has given a wrong proof
 };
 
 }  // namespace torch_ring

@@ -36,20 +36,6 @@ constexpr std::size_t first_rank(std::size_t table_bytes) {
   return huge_page_ceil(kTable + table_bytes);
 }
 
-std::size_t memory_of_machine() {
-  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
-         static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-}
-
-std::size_t stride_of(int ranks, std::size_t arena_bytes) {
-  if (arena_bytes != 0) return huge_page_ceil(Slot::kBytes + arena_bytes);
-  const std::size_t wanted =
-      huge_page_ceil(Slot::kBytes + memory_of_machine() + HostMemory::kMostSlots * Slot::kBytes);
-  const std::size_t share =
-      huge_page_floor(HostMemory::kMostAddressSpace / static_cast<std::size_t>(ranks));
-  return std::min(wanted, share);
-}
-
 /// Writes `bytes` to the file; the system finds pages for them or says that it has none.
 void write_all(int fd, std::size_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
@@ -120,14 +106,47 @@ Header checked_header(int fd) {
 
 }  // namespace
 
-Fd HostMemory::create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes) {
+std::size_t HostMemory::least_bytes(int ranks) {
   if (ranks < 1 || ranks > kMostRanks) {
     throw Error(ErrorKind::kInvalidArgument, "a host has 1 to " + std::to_string(kMostRanks) +
                                                  " ranks, not " + std::to_string(ranks));
   }
+  return static_cast<std::size_t>(ranks) * (Slot::kBytes + kHugePage);
+}
+
+std::size_t HostMemory::arena_bytes(int ranks, std::size_t machine_bytes, std::size_t most_bytes) {
+  if (most_bytes < least_bytes(ranks)) {
+    throw Error(ErrorKind::kInternal, std::to_string(most_bytes) +
+                                          " bytes of address space are too few for the memory of " +
+                                          std::to_string(ranks) + " ranks");
+  }
+  const auto count = static_cast<std::size_t>(ranks);
+  const std::size_t buffers = std::min(machine_bytes, machine_bytes / count * 4);
+  return std::min(huge_page_ceil(buffers + kMostSlots * Slot::kBytes),
+                  huge_page_floor(most_bytes / count) - Slot::kBytes);
+}
+
+std::size_t HostMemory::mappable_bytes() noexcept {
+  for (std::size_t bytes = kMostAddressSpace; bytes >= kHugePage; bytes /= 2) {
+    void* const all =
+        ::mmap(nullptr, 2 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) continue;
+    ::munmap(all, 2 * bytes);
+    return bytes;
+  }
+  return 0;
+}
+
+std::size_t HostMemory::machine_bytes() noexcept {
+  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+Fd HostMemory::create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes) {
+  static_cast<void>(least_bytes(ranks));  // checks their number
   Fd fd(::memfd_create("torch_ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("memfd_create");
-  const std::size_t stride = stride_of(ranks, arena_bytes);
+  const std::size_t stride = huge_page_ceil(Slot::kBytes + arena_bytes);
   const std::size_t first = first_rank(table.size());
   const std::size_t bytes = first + static_cast<std::size_t>(ranks) * stride;
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate");
@@ -155,7 +174,10 @@ HostMemory::HostMemory(Fd fd) : fd_(std::move(fd)) {
   stride_ = header.stride;
   bytes_ = first_rank_ + header.ranks * header.stride;
   base_ = map_at_huge_page(bytes_, 0, PROT_NONE);
-  if (base_ == nullptr) throw_errno("mmap of " + std::to_string(bytes_) + " bytes");
+  if (base_ == nullptr) {
+    throw_errno("cannot map the " + std::to_string(bytes_ >> 20) +
+                " MiB of this host's shared memory (`ulimit -v`, TORCH_RING_ADDRESS_SPACE): mmap");
+  }
   if (::mmap(base_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED,
              fd_.get(), 0) != base_) {
     const int error = errno;
@@ -167,6 +189,16 @@ HostMemory::HostMemory(Fd fd) : fd_(std::move(fd)) {
 }
 
 HostMemory::~HostMemory() { ::munmap(base_, bytes_); }
+
+void HostMemory::leave_to_parent() noexcept {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  // A system that promises no more memory than it has (vm.overcommit_memory=2) refuses so much of
+  // it that can be written, and allows what can only be read.
+  if (::mmap(base_, bytes_, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED) {
+    ::mmap(base_, bytes_, PROT_READ, kFlags, -1, 0);
+  }
+  fd_.reset();
+}
 
 std::span<const std::byte> HostMemory::table() const { return {base_ + kTable, table_bytes_}; }
 
@@ -181,6 +213,31 @@ void HostMemory::commit(int rank, std::size_t offset, std::size_t bytes) const {
 void HostMemory::release(int rank, std::size_t offset, std::size_t bytes) const noexcept {
   ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
               static_cast<off_t>(offset_of_rank(rank) + offset), static_cast<off_t>(bytes));
+}
+
+void HostMemory::isolate(int rank, std::size_t offset, std::size_t bytes) const noexcept {
+  const std::size_t begin = offset_of_rank(rank) + offset;
+  std::byte* const data = base_ + begin;
+  if (::mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+             fd_.get(), static_cast<off_t>(begin)) != data) {
+    return;
+  }
+  ::madvise(data, bytes, MADV_DONTDUMP);
+  // A page is copied when it is first written to, and shows the shared one until then.
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+  if (::madvise(data, bytes, kPopulateWrite) != 0) {
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    for (std::size_t at = 0; at < bytes; at += page) {
+      // Atomic: another thread may be writing here.
+      __atomic_fetch_add(reinterpret_cast<volatile unsigned char*>(data + at), 0, __ATOMIC_RELAXED);
+    }
+  }
+  release(rank, offset, bytes);
+}
+
+void HostMemory::discard(int rank, std::size_t offset, std::size_t bytes) const noexcept {
+  ::madvise(base_ + offset_of_rank(rank) + offset, bytes, MADV_DONTNEED);
+  release(rank, offset, bytes);
 }
 
 }  // namespace torch_ring

@@ -27,10 +27,24 @@ namespace torch_ring {
 class HostMemory {
  public:
   /// A new memfd for `ranks` ranks (at most kMostRanks). It cannot be shrunk: its readers would get
-  /// SIGBUS. `arena_bytes`: of each rank, for buffers and slots of process sets; 0: the size of
-  /// the host's memory and kMostSlots slots, but for many ranks less, so that all of them
-  /// fit kMostAddressSpace. Errors: Error(kInvalidArgument), Error(kInternal).
-  static Fd create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes = 0);
+  /// SIGBUS. `arena_bytes`: of each rank, for buffers and slots of process sets, rounded up to huge
+  /// pages. Errors: Error(kInvalidArgument), Error(kInternal).
+  static Fd create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes);
+
+  /// The bytes of each rank's arena on a machine with `machine_bytes` of memory: all of that, but
+  /// at most four times a rank's share of it, and kMostSlots slots; less if the memory of all ranks
+  /// would exceed `most_bytes`. Errors: Error(kInternal) if `most_bytes` are below least_bytes().
+  static std::size_t arena_bytes(int ranks, std::size_t machine_bytes, std::size_t most_bytes);
+
+  /// The bytes without which ranks share no memory: for each a slot, and one huge page.
+  static std::size_t least_bytes(int ranks);
+
+  /// The address space that this process can spare: about half of what it may still map, so that
+  /// the program keeps the rest; at most kMostAddressSpace.
+  static std::size_t mappable_bytes() noexcept;
+
+  /// The memory of this machine.
+  static std::size_t machine_bytes() noexcept;
 
   /// The table behind `fd`, without mapping the memory; `fd` stays the caller's. Errors: as the
   /// constructor's.
@@ -39,6 +53,10 @@ class HostMemory {
   /// Maps all of the memory behind `fd`. Errors: Error(kInternal), also for a descriptor that
   /// create() has not made: another process sent it.
   explicit HostMemory(Fd fd);
+
+  /// In a forked child: lets go of the parent's memory, which would stay as long as the child. From
+  /// then on what lay there reads as zeros, and writes are the child's own.
+  void leave_to_parent() noexcept;
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
@@ -54,6 +72,12 @@ class HostMemory {
   /// Error(kInternal).
   void commit(int rank, std::size_t offset, std::size_t bytes) const;
   void release(int rank, std::size_t offset, std::size_t bytes) const noexcept;
+
+  /// Maps private pages in place of whole shared ones, with the same content, and releases these.
+  /// No write of another thread gets lost. Does nothing if the system has no memory.
+  void isolate(int rank, std::size_t offset, std::size_t bytes) const noexcept;
+  /// Releases pages of which isolate() has made some private.
+  void discard(int rank, std::size_t offset, std::size_t bytes) const noexcept;
 
   static constexpr int kMostRanks = 1 << 16;
   static constexpr std::size_t kMostSlots = 1024;  // of process sets, beside the buffers

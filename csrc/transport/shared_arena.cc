@@ -39,10 +39,7 @@ void* SharedArena::allocate(std::size_t bytes) {
   const auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& range) {
     return range.second >= bytes && range.second >= wanted;  // huge `bytes` make `wanted` overflow
   });
-  if (hole == free_.end()) {
-    throw Error(ErrorKind::kInternal,
-                "no " + std::to_string(bytes) + " bytes of shared memory are left");
-  }
+  if (hole == free_.end()) return nullptr;
   const auto [offset, hole_bytes] = *hole;
   for_own_huge_pages(offset, wanted, offset, hole_bytes,
                      [&](std::size_t at, std::size_t part) { memory_->commit_huge(at, part); });
@@ -57,9 +54,32 @@ void SharedArena::free(void* data) noexcept {
   const auto used = used_.find(offset);
   if (used == used_.end()) return;
   const auto [begin, bytes] = *used;
+  if (is_isolated(begin, bytes)) {
+    memory_->discard(begin, bytes);
+    used_.erase(used);
+    return;
+  }
   const auto hole = give_back(used);
   for_own_huge_pages(begin, bytes, hole->first, hole->second,
                      [&](std::size_t at, std::size_t part) { memory_->release(at, part); });
+}
+
+void SharedArena::isolate(const void* data, std::size_t bytes) noexcept {
+  const std::int64_t offset = offset_of(data, bytes);
+  if (offset < 0 || bytes == 0 || ::getpid() != pid_) return;
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t begin = static_cast<std::size_t>(offset) / page * page;
+  const std::size_t end = (static_cast<std::size_t>(offset) + bytes + page - 1) / page * page;
+  const std::scoped_lock lock(mutex_);
+  isolated_.emplace_back(begin, end - begin);
+  any_isolated_.store(true, std::memory_order_release);
+  memory_->isolate(begin, end - begin);
+}
+
+bool SharedArena::is_isolated(std::size_t offset, std::size_t bytes) const {
+  return std::ranges::any_of(isolated_, [&](const auto& range) {
+    return range.first < offset + bytes && offset < range.first + range.second;
+  });
 }
 
 std::size_t SharedArena::reserve() {
@@ -73,7 +93,11 @@ std::size_t SharedArena::reserve() {
     return range.second >= Slot::kBytes && slot_in(range) >= range.first;
   });
   if (hole == free_.rend()) {
-    throw Error(ErrorKind::kInternal, "no shared memory is left for another process set");
+    throw Error(ErrorKind::kInternal,
+                "this rank's part of the shared memory, " +
+                    std::to_string(memory_->size_bytes() >> 20) +
+                    " MiB of address space, has no room for another process set: raise "
+                    "TORCH_RING_ADDRESS_SPACE and `ulimit -v`, or remove sets");
   }
   const std::size_t offset = slot_in(*hole);
   // Nothing should be there, but a late ring may have touched a page since the last release.
@@ -121,7 +145,13 @@ std::int64_t SharedArena::offset_of(const void* data, std::size_t bytes) const n
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   const bool inside = address >= base + SharedMemory::kArena &&
                       address + bytes <= base + memory_->size_bytes() && address + bytes >= address;
-  return inside ? static_cast<std::int64_t>(address - base) : -1;
+  if (!inside) return -1;
+  const std::size_t offset = address - base;
+  if (any_isolated_.load(std::memory_order_acquire)) {
+    const std::scoped_lock lock(mutex_);
+    if (is_isolated(offset, bytes)) return -1;
+  }
+  return static_cast<std::int64_t>(offset);
 }
 
 }  // namespace torch_ring

@@ -3,11 +3,14 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "transport/shared_memory.h"
 
@@ -24,18 +27,23 @@ class SharedArena {
   /// The arena keeps `memory` alive.
   explicit SharedArena(std::shared_ptr<const SharedMemory> memory);
 
-  /// Errors: Error(kInternal) when the host has no more memory.
+  /// Null if the arena has no room. Errors: Error(kInternal) when the host has no more memory.
   void* allocate(std::size_t bytes);
   void free(void* data) noexcept;
 
+  /// Gives [data, data + bytes) private pages with the same content. They are no shared memory any
+  /// more, and no later allocation gets their place: a peer may yet write there. Does nothing if it
+  /// lies elsewhere, or if the system has no memory. Other threads may write to it meanwhile.
+  void isolate(const void* data, std::size_t bytes) noexcept;
+
   /// The offset of a new slot in this rank's memory. It reads as zeros, and only its header's page
-  /// is committed. Errors: as allocate().
+  /// is committed. Errors: Error(kInternal) if there is no room, or no more memory.
   std::size_t reserve();
   /// Releases a slot, when no rank touches it any more.
   void release(std::size_t slot) noexcept;
 
   /// The offset of [data, data + bytes) from the beginning of the memory, or -1 if it lies
-  /// elsewhere.
+  /// elsewhere, or a part of it is isolated.
   std::int64_t offset_of(const void* data, std::size_t bytes) const noexcept;
 
  private:
@@ -45,12 +53,16 @@ class SharedArena {
   void take(Ranges::iterator hole, std::size_t offset, std::size_t bytes);
   /// Moves `used` from used_ to free_; returns the free range in which it lies now.
   Ranges::iterator give_back(Ranges::iterator used);
+  /// Whether a part of [offset, offset + bytes) is isolated.
+  bool is_isolated(std::size_t offset, std::size_t bytes) const;
 
   const std::shared_ptr<const SharedMemory> memory_;
   const pid_t pid_;
-  std::mutex mutex_;
-  Ranges free_;  // neighbours joined
+  mutable std::mutex mutex_;  // guards what follows
+  Ranges free_;               // neighbours joined
   Ranges used_;
+  std::vector<std::pair<std::size_t, std::size_t>> isolated_;  // offset, bytes: whole pages
+  std::atomic<bool> any_isolated_{false};  // stored after isolated_ has changed, under the mutex
 };
 
 }  // namespace torch_ring

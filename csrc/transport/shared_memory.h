@@ -34,6 +34,15 @@ class SharedMemory {
     host_->release(rank_, offset, bytes);
   }
 
+  /// Replaces whole pages by private ones with the same content; afterwards, discards such pages,
+  /// and the shared ones below them.
+  void isolate(std::size_t offset, std::size_t bytes) const noexcept {
+    host_->isolate(rank_, offset, bytes);
+  }
+  void discard(std::size_t offset, std::size_t bytes) const noexcept {
+    host_->discard(rank_, offset, bytes);
+  }
+
   /// commit() in huge pages, until the system has no more of them; then in small ones. After an
   /// error the range has no pages.
   void commit_huge(std::size_t offset, std::size_t bytes) const;

@@ -4,11 +4,16 @@
 #include <poll.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "core/abort.h"
 #include "core/clock.h"
 #include "transport/doorbell.h"
+#include "transport/wait_graph.h"
 
 namespace torch_ring {
 
@@ -20,22 +25,39 @@ inline void pause_cpu() {
 #endif
 }
 
+/// Why a wait lasts: for whom this rank waits, and what it has come to.
+struct Standstill {
+  std::vector<int> ranks;
+  std::string text;
+};
+
 /// Thread: the communicator's progress thread, but for wake(). Blocking: as each function says.
 /// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`.
 class Waiter {
  public:
-  /// `may_spin`: whether every rank on this kernel has a core of its own.
-  Waiter(const Abort& abort, Doorbell& doorbell, bool may_spin, std::chrono::milliseconds timeout)
-      : abort_(abort), doorbell_(doorbell), may_spin_(may_spin), timeout_(timeout) {}
+  /// `may_spin`: whether every rank on this kernel has a core of its own. `graph`: knows which rank
+  /// a timeout's error has to name; may be null.
+  Waiter(const Abort& abort, Doorbell& doorbell, bool may_spin, std::chrono::milliseconds timeout,
+         std::shared_ptr<WaitGraph> graph = nullptr)
+      : abort_(abort),
+        doorbell_(doorbell),
+        may_spin_(may_spin),
+        timeout_(timeout),
+        graph_(std::move(graph)) {}
 
-  /// Returns when ready() holds. `describe` gives the text of the timeout's error: which peer is
-  /// late, and how far the transfer came. A sleep also ends when one of `fds` is ready.
-  template <class Ready, class Describe>
-  void wait(Ready&& ready, Describe&& describe, std::span<const pollfd> fds = {}) const {
+  /// Returns when ready() holds: it loads what peers store by seq_cst loads, as Doorbell::sleep()
+  /// needs it. `stuck` gives the Standstill of the timeout's error. A sleep also ends when one of
+  /// `fds` is ready.
+  template <class Ready, class Stuck>
+  void wait(Ready&& ready, Stuck&& stuck, std::span<const pollfd> fds = {}) const {
     if (ready()) return;
-    const auto deadline = Clock::now() + timeout_;
-    while (!wait_until(ready, deadline, kSpin, fds)) {
-      if (Clock::now() >= deadline) throw Error(ErrorKind::kTimeout, describe());
+    auto now = Clock::now();
+    const auto deadline = now + timeout_;
+    LongWait wait(graph_.get());
+    while (!wait_until(ready, std::min(deadline, now + kLook), kSpin, fds)) {
+      now = Clock::now();
+      if (now >= deadline) throw Error(ErrorKind::kTimeout, blame(stuck()));
+      wait.lasts(now, [&] { return stuck().ranks; });
     }
   }
 
@@ -76,11 +98,23 @@ class Waiter {
 
  private:
   static constexpr int kYields = 20;
+  // How often a wait that lasts looks whether the other ranks must be told of it.
+  static constexpr std::chrono::milliseconds kLook{50};
+
+  /// The text of a standstill, and which ranks cause it: the peer may only wait for another one.
+  std::string blame(const Standstill& still) const {
+    if (!graph_) return still.text;
+    const std::vector<int> ends = graph_->ends(still.ranks);
+    std::string text;
+    for (const int rank : ends) text.append(text.empty() ? "" : ", ").append(graph_->label(rank));
+    return still.text + ". All wait for " + text + ": it is stuck, or stopped";
+  }
 
   const Abort& abort_;
   Doorbell& doorbell_;
   const bool may_spin_;
   const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<WaitGraph> graph_;
 };
 
 }  // namespace torch_ring

@@ -109,7 +109,7 @@ def test_needs_of_a_world() -> None:
     assert one.store_s == 0
     # 4,096 ranks on 512 hosts: tests/cpp/control_graph_test.cc has the bound of a Chord ring.
     many = world_limits.needs_of(4096, 8, link)
-    assert (many.control, many.data, many.alltoall) == (26, 18, 511)
+    assert (many.control, many.data, many.alltoall) == (26, 63, 511)
     assert many.store_operations == 4 * 512
     assert many.table_bytes == 4096 * world_limits.TABLE_BYTES
     assert many.store_s == pytest.approx(4 * 512 * 1e-5 + 511 * many.table_bytes / 1e9)
@@ -151,30 +151,35 @@ def test_allreduces_are_alike_where_they_must_be() -> None:
 def test_choice_is_that_of_the_core() -> None:
     """The boundaries are those of tests/cpp/choice_test.cc."""
     boundaries = {
-        5: (55_556, 374_999),
-        6: (41_222, 719_998),
-        7: (32_643, 1_275_710),
-        8: (26_967, 1_875_708),
-        9: (30_595, 1_688_136),
-        16: (14_873, 5_057_911),
-        64: (4_890, 24_961_121),
-        128: (2_793, 52_135_952),
+        5: (18_751, 374_999),
+        6: (13_847, 719_999),
+        7: (10_938, 1_049_999),
+        8: (9_023, 1_371_428),
+        9: (7_671, 1_349_999),
+        16: (3_721, 3_519_999),
+        17: (6_930, 3_506_249),
+        64: (1_630, 17_371_428),
+        128: (798, 36_283_464),
+        4096: (37, 1_225_199_120),
     }
-    for ranks, (halving, ring) in boundaries.items():
-        sizes = (1, halving - 1, halving, ring - 1, ring, 1 << 33)
+    for ranks, (scattered, ring) in boundaries.items():
+        sizes = (1, scattered - 1, scattered, 1 << 33)
         chosen = [choice.choose_allreduce(size_bytes, ranks) for size_bytes in sizes]
-        assert chosen == ["gathered", "gathered", "halving", "halving", "ring", "ring"]
+        assert chosen == ["gathered", "gathered", "scattered", "scattered"]
+        chosen = [choice.choose_allgather(size_bytes, ranks) for size_bytes in (ring - 1, ring)]
+        assert chosen == ["doubling", "ring"]
     for ranks in (2, 3, 4):
         chosen = [choice.choose_allreduce(size_bytes, ranks) for size_bytes in (65_536, 65_537)]
-        assert chosen == ["gathered", "ring"]
-    assert choice.choose_allreduce(1 << 33, 4096) == "halving"
+        assert chosen == ["gathered", "scattered"]
+        assert choice.choose_allgather(1, ranks) == "ring"
 
 
 def test_time_of_each_choice() -> None:
     link = Link(bandwidth=1e9, latency_s=1e-5)
-    assert choice.allreduce_s(8e9, 4, link, "ring") == ring_s(8e9, 4, link)
-    halving = 2 * 3 * 1e-5 + 2 * 7 / 8 * 8 * 1.25
-    assert choice.allreduce_s(8e9, 8, link, "halving") == pytest.approx(halving)
+    scattered = 1e-5 + 3 / 4 * 8 * 1.25 + 3 * (2 + 1e-5)
+    assert choice.allreduce_s(8e9, 4, link, "scattered") == pytest.approx(scattered)
+    doubling = 1e-5 + 3 * 1e-5 + 2 * 7 / 8 * 8e-6 * 1.25
+    assert choice.allreduce_s(8e3, 8, link, "scattered") == pytest.approx(doubling)
     gathered = 3 * 1e-5 + 5 * 8 * 1.25
     assert choice.allreduce_s(8e9, 6, link, "gathered") == pytest.approx(gathered)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import run
-from worlds import on_most_worlds
+from worlds import on_both_transports, on_most_worlds
 
 import torch_ring as hvd
 
@@ -59,6 +59,41 @@ def fail_as_one() -> None:
 
 def test_a_group_is_submitted_and_fails_as_one():
     run(fail_as_one, 2)
+
+
+def disagree_about_the_size() -> None:
+    for name in (None, "g"):
+        tensors = [torch.ones(3)] * (2 + hvd.rank())
+        with pytest.raises(hvd.MismatchError, match=r"in a group of 2; rank 1: .* a group of 3\."):
+            hvd.grouped_allreduce(tensors, name=name)
+        with pytest.raises(hvd.MismatchError, match="in a group of 2;"):
+            hvd.grouped_allgather(tensors, name=name)
+        with pytest.raises(hvd.MismatchError, match="in a group of 2;"):
+            hvd.synchronize(hvd.grouped_allreduce_async(tensors, name=name))
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3  # the next innocent
+    alone, group = hvd.allreduce, hvd.grouped_allreduce
+    with pytest.raises(hvd.MismatchError, match=r"rank 1: allreduce '#\d+.* in a group of 3\."):
+        alone(torch.ones(3)) if hvd.rank() == 0 else group([torch.ones(3)] * 3)
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+    assert hvd.grouped_allreduce([torch.ones(1)] * 3, op=hvd.Sum)[2].item() == 2
+
+
+@on_both_transports
+def test_groups_of_different_sizes_are_refused_in_their_call(transport):
+    run(disagree_about_the_size, 2, transport=transport)
+
+
+def disagree_about_a_long_group() -> None:
+    """The members of the longer groups take several rounds to announce."""
+    names = 300 + 100 * hvd.rank()
+    with pytest.raises(hvd.MismatchError, match="in a group of 300;"):
+        hvd.grouped_allreduce([torch.ones(1)] * names, name="long" * 200)
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+@on_both_transports
+def test_long_groups_of_different_sizes_are_refused_in_their_call(transport):
+    run(disagree_about_a_long_group, 3, transport=transport)
 
 
 def submit_in_reverse_order() -> None:

@@ -84,7 +84,7 @@ def check_wrong_arguments() -> None:
         (lambda: hvd.allreduce(t.long(), op=hvd.Adasum), "Adasum needs floating point"),
         (lambda: hvd.allreduce(t, op=17), "or hvd.Product; got 17$"),
         (lambda: hvd.allreduce(t, average=True, op=hvd.Sum), "not both"),
-        (lambda: hvd.allreduce(t.to(torch.complex64)), "dtype complex64 is not supported: use"),
+        (lambda: hvd.allreduce(t.to(torch.complex32)), "there is no Average of complex32: reduc"),
         (lambda: hvd.allreduce(t.to_sparse()), "not dense"),
         (lambda: hvd.allreduce(t.to("meta")), "meta"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "a scalar has no first dimension"),
@@ -119,6 +119,42 @@ def check_wrong_arguments() -> None:
 def test_wrong_arguments():
     run(check_wrong_arguments, 2)
     run(check_wrong_arguments, 1)
+
+
+def check_misuse_of_horovods_kinds() -> None:
+    """What raises RuntimeError in Horovod raises one here, a ValueError too, on every rank."""
+    t, size = torch.ones(4), hvd.size()
+    for call in [
+        lambda: hvd.reducescatter(t, op=hvd.Adasum),
+        lambda: hvd.grouped_reducescatter([t], op=hvd.Adasum),
+        lambda: hvd.reducescatter(torch.tensor(1.0)),
+        lambda: hvd.allgather(torch.tensor(1.0)),
+        lambda: hvd.alltoall(t, [1] * (size + 1)),
+        lambda: hvd.alltoall(t, [5] * size),
+        lambda: hvd.alltoall(t, [0.5] * size),
+        lambda: hvd.alltoall(torch.ones(size + 1)),
+        lambda: hvd.allreduce(t.to(torch.float8_e5m2)),
+        lambda: hvd.allreduce(t.int(), op=hvd.Adasum),
+        lambda: hvd.allreduce(t, average=True, op=hvd.Sum),
+        lambda: hvd.allreduce(t, process_set=hvd.ProcessSet([0])),
+        lambda: hvd.broadcast(t, size),
+        lambda: hvd.sparse_allreduce_async(t),
+        lambda: hvd.poll(17),
+    ]:
+        for kind in (ValueError, RuntimeError):
+            with pytest.raises(kind) as caught:
+                call()
+            assert not isinstance(caught.value, hvd.HorovodInternalError)  # elastic must not retry
+    with pytest.raises(RuntimeError, match="the ranks disagree"):
+        hvd.allreduce(t.int() if hvd.rank() else t)
+    assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: list(range(size))}
+    pair = hvd.add_process_set([0, 1])
+    ids = {0: list(range(size)), pair.process_set_id: [0, 1]}
+    assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == ids
+
+
+def test_misuse_is_what_it_is_in_horovod():
+    run(check_misuse_of_horovods_kinds, 3)
 
 
 def check_wrong_types() -> None:

@@ -154,10 +154,10 @@ def test_transport_tcp_makes_every_rank_a_host():
 def test_ranks_use_tcp_if_one_of_them_has_no_shared_memory(monkeypatch, caplog):
     make = connecting.make_memory
 
-    def refuse_on_rank_1(ranks, table):
+    def refuse_on_rank_1(*arguments):
         if this.rank == 1:
             raise OSError(38, "Function not implemented")
-        return make(ranks, table)
+        return make(*arguments)
 
     monkeypatch.setattr(connecting, "make_memory", refuse_on_rank_1)
     everyone = connect_all(3)
@@ -334,8 +334,12 @@ def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, trans
 
     replace_plane(monkeypatch, broken, fail)
     errors = connect_all(3, lambda _: replace(CONFIG, transport=transport))
-    assert [isinstance(error, OSError) for error in errors] == [r == broken for r in range(3)]
-    assert all("Too many open files" in str(error) for error in errors), errors
+    for rank, error in enumerate(errors):
+        prefix = "" if rank == broken else "init failed on "
+        assert isinstance(error, RingError)
+        assert str(error).startswith(
+            f"{prefix}rank {broken}: [Errno 24] Too many open files: raise `ulimit -n` (now "
+        ), errors
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from torch_ring._C import least_memory
 from torch_ring.connections import topology
 from torch_ring.connections.peer_info import PeerInfo
 from torch_ring.connections.topology import Topology
@@ -12,7 +13,7 @@ from torch_ring.errors import InvalidArgumentError, RingError
 
 def made_up_peer(rank: int, machine: str = "a", **more) -> PeerInfo:
     usual = {
-        "shares": True,
+        "shares": 1 << 45,
         "node": None,
         "local_rank": None,
         "local_size": None,
@@ -79,7 +80,25 @@ def test_hosts_of_ranks(machines, transport, hosts):
 
 
 def test_a_rank_without_shared_memory_makes_all_use_tcp():
-    assert topology.host_of([*peers_on("aa"), made_up_peer(2, shares=False)], "auto") == [0, 1, 2]
+    ranks = [*peers_on("aa"), made_up_peer(2, shares=0)]
+    assert topology.host_of(ranks, "auto") == [0, 1, 2]
+    with pytest.raises(RingError, match=r"TORCH_RING_TRANSPORT=shm, but rank 2 has no shared"):
+        topology.host_of(ranks, "shm")
+
+
+def test_a_rank_with_little_address_space_makes_all_use_tcp():
+    enough = least_memory(3)
+    ranks = [*peers_on("aab"), made_up_peer(3, shares=enough), made_up_peer(4, "b")]
+    assert topology.lack_of_memory(ranks) == ""
+    assert topology.host_of(ranks, "auto") == [0, 0, 1, 0, 1]
+    ranks[3] = made_up_peer(3, shares=enough - 1)
+    assert topology.host_of(ranks, "auto") == [0, 1, 2, 3, 4]
+    assert topology.host_of(ranks, "tcp") == [0, 1, 2, 3, 4]
+    assert "rank 3 can map 65 MiB of shared memory, and the 3 ranks of its host need 66 MiB" in (
+        topology.lack_of_memory(ranks)
+    )
+    with pytest.raises(RingError, match=r"shm, but rank 1 .* raise `ulimit -v`"):
+        topology.host_of([made_up_peer(0), made_up_peer(1, shares=1 << 20)], "shm")
 
 
 def test_shared_memory_alone_cannot_serve_several_hosts():

@@ -1,6 +1,7 @@
 // Agreement: decisions from the ranks' entries. Pure, no threads.
 #include "engine/agreement.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "engine/fusion.h"
@@ -41,6 +42,46 @@ TEST(shared_offsets_are_kept_until_the_last_rank_announces) {
   const auto decisions = agreement.round(MadeRound(second, host));
   CHECK_EQ(keys(decisions), Keys{"allreduce.b"});
   CHECK_EQ(decisions[0].shared_offsets, (std::vector<std::int64_t>{16, 24}));
+}
+
+Fingerprint member(const std::string& name, std::uint32_t group) {
+  Fingerprint fingerprint = allreduce(name);
+  fingerprint.group = group;
+  return fingerprint;
+}
+
+TEST(groups_of_different_sizes_end_as_a_whole) {
+  for (const bool named : {true, false}) {
+    const Keys names = named ? Keys{"g.0", "g.1", "g.2"} : Keys{"#2.7", "#2.7/1", "#2.7/2"};
+    Agreement agreement = among(3);
+    // Rank 1 has announced one of three so far, rank 2 more than rank 0 has at all.
+    const auto decisions = round(
+        agreement, {entry({member(names[0], 2), member(names[1], 2)}), entry({member(names[0], 3)}),
+                    entry({member(names[0], 3), member(names[2], 3), allreduce("other")})});
+    std::vector<std::string> ended;
+    for (const Decision& decision : decisions) {
+      CHECK(decision.mismatch.has_value());
+      const std::string text = decision.mismatch->what();
+      CHECK(text.find("Sum in a group of 2; rank 1: ") != std::string::npos);
+      ended.push_back(decision.key);
+    }
+    std::sort(ended.begin(), ended.end());
+    const std::string prefix = named ? "allreduce." : "";
+    CHECK_EQ(ended, (Keys{prefix + names[0], prefix + names[1], prefix + names[2]}));
+    const std::string group = named ? "allreduce.g" : "#2.7";
+    CHECK_EQ(decisions[0].ended_groups, (Keys{group, group}));
+    CHECK_EQ(agreement.waits_for(2), "allreduce 'other' float32 [3] Sum");
+    CHECK_EQ(agreement.waits_for(0), "");
+  }
+}
+
+TEST(a_group_and_a_single_request_disagree) {
+  Agreement agreement = among(2);
+  const auto decisions =
+      round(agreement, {entry({member("#1", 2), member("#1/1", 2)}), entry({allreduce("#1")})});
+  CHECK_EQ(keys(decisions), (Keys{"#1", "#1/1"}));
+  CHECK(decisions[0].mismatch && decisions[1].mismatch);
+  CHECK(agreement.empty());
 }
 
 TEST(a_broken_local_part_is_an_error) {

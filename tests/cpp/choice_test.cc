@@ -45,58 +45,50 @@ TEST(choice_of_few_ranks_depends_on_the_size_alone) {
   for (int ranks = 2; ranks <= 4; ++ranks) {
     for (const std::size_t bytes : sizes()) {
       CHECK(choose_allreduce(bytes, ranks) ==
-            (bytes <= 65'536 ? AllreducePath::kGathered : AllreducePath::kRing));
+            (bytes <= 65'536 ? AllreducePath::kGathered : AllreducePath::kScattered));
       CHECK(choose_allgather(bytes, ranks) == AllgatherPath::kRing);
       CHECK(choose_broadcast(bytes, ranks) == BroadcastPath::kChain);
     }
   }
 }
 
-TEST(choice_of_an_allreduce_goes_from_gathered_to_halving_to_the_ring) {
-  for (const int ranks : {5, 6, 7, 8, 9, 16, 33, 64, 100, 128}) {
+TEST(choice_of_an_allreduce_goes_from_gathered_to_scattered) {
+  for (const int ranks : {5, 6, 7, 8, 9, 16, 33, 64, 100, 128, 4096}) {
     AllreducePath before = AllreducePath::kGathered;
-    bool halved = false;
     for (const std::size_t bytes : sizes()) {
       const AllreducePath path = choose_allreduce(bytes, ranks);
-      halved = halved || path == AllreducePath::kHalving;
-      const bool back = path == AllreducePath::kGathered || before == AllreducePath::kRing;
-      CHECK(path == before || !back);
+      CHECK(path == before || path == AllreducePath::kScattered);
       before = path;
     }
-    CHECK(halved);
-    CHECK(before == AllreducePath::kRing);
-  }
-  // So many steps that no size pays for them.
-  for (const std::size_t bytes : sizes()) {
-    CHECK(bytes < 1000 || choose_allreduce(bytes, 4096) == AllreducePath::kHalving);
+    CHECK(before == AllreducePath::kScattered);
   }
 }
 
-// benchmarks/steps.py has the same formulas, and its test the same numbers.
-TEST(choice_of_an_allreduce_at_its_boundaries) {
+// benchmarks/choice.py has the same formulas, and its test the same numbers.
+TEST(choice_of_an_allreduce_and_an_allgather_at_their_boundaries) {
   struct Boundaries {
     int ranks;
-    std::size_t halving;
-    std::size_t ring;
+    std::size_t scattered;  // an allreduce
+    std::size_t ring;       // an allgather
   };
-  for (const auto& [ranks, halving, ring] : {Boundaries{5, 55556, 374999},
-                                             {6, 41222, 719998},
-                                             {7, 32643, 1275710},
-                                             {8, 26967, 1875708},
-                                             {9, 30595, 1688136},
-                                             {16, 14873, 5057911},
-                                             {64, 4890, 24961121},
-                                             {128, 2793, 52135952}}) {
+  for (const auto& [ranks, scattered, ring] : {Boundaries{5, 18751, 374999},
+                                               {6, 13847, 719999},
+                                               {7, 10938, 1049999},
+                                               {8, 9023, 1371428},
+                                               {9, 7671, 1349999},
+                                               {16, 3721, 3519999},
+                                               {17, 6930, 3506249},
+                                               {64, 1630, 17371428},
+                                               {128, 798, 36283464},
+                                               {4096, 37, 1225199120}}) {
     CHECK_EQ(boundary([&](std::size_t bytes) {
-               return choose_allreduce(bytes, ranks) != AllreducePath::kGathered;
+               return choose_allreduce(bytes, ranks) == AllreducePath::kScattered;
              }),
-             halving);
+             scattered);
     CHECK_EQ(boundary([&](std::size_t bytes) {
-               return choose_allreduce(bytes, ranks) == AllreducePath::kRing;
+               return choose_allgather(bytes, ranks) == AllgatherPath::kRing;
              }),
              ring);
-    CHECK(choose_allreduce(halving, ranks) == AllreducePath::kHalving);
-    CHECK(choose_allreduce(ring - 1, ranks) == AllreducePath::kHalving);
   }
 }
 
@@ -119,8 +111,7 @@ TEST(choice_takes_the_shortest_time_and_the_first_of_equal_ones) {
   for (const int ranks : {5, 16, 63, 1024}) {
     for (const std::size_t bytes : sizes()) {
       const AllreducePath chosen = choose_allreduce(bytes, ranks);
-      for (const AllreducePath path :
-           {AllreducePath::kGathered, AllreducePath::kRing, AllreducePath::kHalving}) {
+      for (const AllreducePath path : {AllreducePath::kGathered, AllreducePath::kScattered}) {
         if (path == AllreducePath::kGathered && bytes > kGatheredBytes) continue;
         CHECK(time_ps(chosen, bytes, ranks, kEthernet) <= time_ps(path, bytes, ranks, kEthernet));
       }
@@ -128,9 +119,8 @@ TEST(choice_takes_the_shortest_time_and_the_first_of_equal_ones) {
   }
   // Without latency nothing but bytes counts, and all are near.
   constexpr Link kBytesAlone{0, 400, 400, 0};
-  CHECK_EQ(time_ps(AllreducePath::kRing, 1u << 20, 8, kBytesAlone),
-           time_ps(AllreducePath::kHalving, 1u << 20, 8, kBytesAlone));
-  CHECK(choose_allreduce(1u << 20, 8, kBytesAlone) == AllreducePath::kRing);
+  CHECK_EQ(time_ps(AllgatherPath::kRing, 1u << 20, 8, kBytesAlone),
+           time_ps(AllgatherPath::kDoubling, 1u << 20, 8, kBytesAlone));
   CHECK(choose_allgather(1u << 20, 8, kBytesAlone) == AllgatherPath::kRing);
 }
 
@@ -140,8 +130,12 @@ TEST(choice_time_counts_steps_bytes_and_reduction) {
     return time_ps(path, bytes, 8, kSameEverywhere);
   };
   CHECK_EQ(time(AllreducePath::kGathered, 8), 3 * kLatency + 7 * 8 * 400);
-  CHECK_EQ(time(AllreducePath::kRing, 8), 14 * kLatency + 2 * 7 * 400);
-  CHECK_EQ(time(AllreducePath::kHalving, 8), 6 * kLatency + 2 * 7 * 400);
+  CHECK_EQ(time(AllreducePath::kScattered, 8), kLatency + 3 * kLatency + 2 * 7 * 400);
+  CHECK_EQ(time_ps(AllreducePath::kScattered, 17, 17, kSameEverywhere),
+           2 * kLatency + 5 * kLatency + 2 * 16 * 400);  // two levels
+  constexpr std::size_t kRound = 8 * kChunkBytes;
+  CHECK_EQ(time(AllreducePath::kScattered, 2 * kRound),
+           2 * time(AllreducePath::kScattered, kRound));
   CHECK_EQ(time_ps(BroadcastPath::kTree, 8, 8, kSameEverywhere), 3 * (kLatency + 8 * 400));
   CHECK_EQ(time_ps(BroadcastPath::kScattered, 8, 8, kSameEverywhere), 6 * kLatency + 2 * 7 * 400);
   CHECK_EQ(time_ps(BroadcastPath::kChain, 8, 8, kSameEverywhere),
@@ -149,7 +143,6 @@ TEST(choice_time_counts_steps_bytes_and_reduction) {
   CHECK_EQ(time_ps(AllgatherPath::kRing, 8, 8, kSameEverywhere), 7 * kLatency + 7 * 400);
   CHECK_EQ(time_ps(AllgatherPath::kDoubling, 8, 8, kSameEverywhere), 3 * kLatency + 7 * 400);
   constexpr Link kReductionAlone{0, 0, 0, 1};
-  CHECK_EQ(time_ps(AllreducePath::kRing, 800, 8, kReductionAlone), 7u * 100);
-  CHECK_EQ(time_ps(AllreducePath::kHalving, 800, 8, kReductionAlone), 700u);
+  CHECK_EQ(time_ps(AllreducePath::kScattered, 800, 8, kReductionAlone), 800u);
   CHECK_EQ(time_ps(AllreducePath::kGathered, 800, 8, kReductionAlone), 6400u);
 }

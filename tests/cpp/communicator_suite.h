@@ -48,7 +48,7 @@ constexpr std::array<std::size_t, 2> kShortAndLong{1000, 40'009};
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     const auto ranks = static_cast<std::size_t>(size);
-    for (int dtype = 0; dtype < kDTypeCount; dtype += kDTypeStep) {
+    for (int dtype = 0; dtype < kNumberCount; dtype += kDTypeStep) {
       for (const ReduceOp op : kOps) {
         for (const std::size_t count : {std::size_t{0}, std::size_t{1}, ranks - 1, ranks,
                                         64 * ranks + 1, std::size_t{40'009}}) {

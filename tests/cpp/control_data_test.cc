@@ -174,7 +174,10 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
     said = error.what();
   }
   CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
-  CHECK_EQ(said, "no connection to rank 0 (a thread): socket: Too many open files");
+  CHECK_EQ(
+      said,
+      "no connection to rank 0 (a thread): socket: Too many open files: raise `ulimit -n` (now "
+      "3)");
   // The other side finds out when somebody connects.
   const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const SocketAddress to(rank0, false);
@@ -187,7 +190,7 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
     said = error.what();
   }
   CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
-  CHECK_EQ(said, "accept: Too many open files");
+  CHECK_EQ(said, "accept: Too many open files: raise `ulimit -n` (now 3)");
   wait_until([&] { return planes[0]->descriptors().size() == 5; }, "the stranger is accepted");
   // Once there are some, it may be tried again.
   take_all(*high, 0, true);

@@ -24,6 +24,8 @@ std::vector<Message> samples() {
           Message::left(1, 7, 0x0123456789abcdef, "ValueError: no"),
           Message::departed(3, "OSError"),
           Message::failed(1, 0x0123456789abcdef, Error(ErrorKind::kTimeout, "too slow")),
+          Message::waits(2, 7, {0x0123456789abcdef, {0, 3}}),
+          Message::waits(2, 7, {0x0123456789abcdf0, {}}),
           Message::failed(3, 0, Error(ErrorKind::kInternal, std::string(5000, 'x')))};
 }
 
@@ -71,6 +73,28 @@ TEST(control_messages_are_cut_between_characters) {
   while (text.size() <= Message::kTextBytes) text += two_bytes;
   const std::string cut = Message::departed(0, text).text;
   CHECK_EQ(cut, text.substr(0, Message::kTextBytes - 1));
+}
+
+TEST(control_messages_of_waits_are_checked) {
+  const Message wait = Message::waits(1, 7, {5, {0, 3}});
+  CHECK_EQ(wait.wait().number, 5u);
+  CHECK_EQ(wait.wait().ranks, (std::vector<int>{0, 3}));
+  const auto refused = [](int size, const Message& message) {
+    const std::string frame = frames_of({message});
+    CHECK_THROWS(parse(size, frame, frame.size()), ErrorKind::kPeerLost, "");
+  };
+  refused(3, wait);  // for a rank that there is not
+  const auto with_text = [&](const std::string& text) {
+    Message changed = wait;
+    changed.text = text;
+    return changed;
+  };
+  refused(4, with_text("1234567"));                      // no number
+  refused(4, with_text("12345678123"));                  // no whole rank
+  refused(4, with_text("12345678\xff\xff\xff\xff"));     // a negative rank
+  refused(4, with_text(std::string(8 + 4 * 65, '\0')));  // too many
+  const std::vector<int> many(1000, 3);
+  CHECK_EQ(Message::waits(1, 7, {5, many}).wait().ranks.size(), Message::Wait::kMostRanks);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Strangers and silent peers: what the control plane must not believe.
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -55,6 +56,27 @@ Fd join_as(std::uint32_t rank, const Address& address) {
   return socket;
 }
 
+/// Limits the descriptors of this process: their numbers are below `count`.
+class DescriptorLimit {
+ public:
+  explicit DescriptorLimit(int count) {
+    ::getrlimit(RLIMIT_NOFILE, &before_);
+    set(static_cast<rlim_t>(count));
+  }
+  ~DescriptorLimit() { ::setrlimit(RLIMIT_NOFILE, &before_); }
+  DescriptorLimit(const DescriptorLimit&) = delete;
+  DescriptorLimit& operator=(const DescriptorLimit&) = delete;
+
+  void raise() const { set(before_.rlim_max); }
+
+ private:
+  void set(rlim_t count) const {
+    const rlimit limit{count, before_.rlim_max};
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  }
+  rlimit before_{};
+};
+
 /// A plane of rank 0, whose peers the test plays.
 struct Alone {
   explicit Alone(int size, std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1))
@@ -105,6 +127,20 @@ TEST(control_plane_drops_strangers) {
   CHECK(rank0.recorder.events().empty());
 }
 
+/// Whoever knows the key, because it could be read in a store, is still no rank of this host.
+TEST(control_plane_takes_ranks_of_its_host_over_the_unix_socket_only) {
+  auto all = make_plane_options({0, 0, 1});
+  const Address address = all[0].addresses[0];
+  const ControlPlane plane(std::move(all[0]));
+  for (const auto& [rank, unix] : {std::pair{1u, false}, std::pair{2u, true}}) {
+    const Fd socket = connect_to(address, unix);
+    auto handshake = Handshake::connecting(the_key(), Hello{rank, 0, 0, Hello::kControl});
+    shake_hands(handshake, socket);
+    wait_until([&] { return closed(socket); }, "it is dropped");
+  }
+  CHECK_EQ(plane.missing(), (std::vector<int>{1, 2}));
+}
+
 TEST(control_plane_does_not_believe_a_replay) {
   Alone rank0(2);
   std::string recorded;
@@ -133,15 +169,67 @@ TEST(control_plane_does_not_believe_a_replay) {
 }
 
 TEST(control_plane_serves_peers_while_strangers_say_nothing) {
-  // As many as it admits at a time, so a peer waits in the listener's queue until they are dropped.
+  // Four times as many as it admits at a time: the peer comes behind them in the listener's queue.
+  for (const bool unix : {true, false}) {
+    const DescriptorLimit limit(1024);  // and at the other end of the strangers' connections
+    Alone rank0(2);
+    limit.raise();
+    std::vector<Fd> strangers;
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < 1000; ++i) strangers.push_back(connect_to(rank0.address, unix));
+    CHECK(rank0.plane->descriptors().size() <= 3 + 256 + 1);
+    const Fd peer = join_as(1, rank0.address);
+    wait_until([&] { return rank0.plane->missing().empty(); }, "rank 1 is there");
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  }
+}
+
+TEST(control_plane_takes_a_peer_that_has_spoken_before_those_who_come_after_it) {
+  const DescriptorLimit limit(64);  // 16 strangers
   Alone rank0(2);
+  limit.raise();
+  Fd peer = connect_to(rank0.address, true);
+  auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 0, Hello::kControl});
+  CHECK_EQ(advance_handshake(handshake, peer.get()), 0);
   std::vector<Fd> strangers;
-  for (int i = 0; i < 300; ++i) strangers.push_back(connect_to(rank0.address, true));
-  const auto start = std::chrono::steady_clock::now();
-  CHECK(rank0.plane->descriptors().size() <= 3 + 256 + 1);
-  const Fd peer = join_as(1, rank0.address);
+  for (int i = 0; i < 40; ++i) strangers.push_back(connect_to(rank0.address, true));
+  wait_until([&] { return closed(strangers.front()) || closed(strangers[14]); }, "room is made");
+  shake_hands(handshake, peer);
   wait_until([&] { return rank0.plane->missing().empty(); }, "rank 1 is there");
-  CHECK(std::chrono::steady_clock::now() - start > std::chrono::seconds(4));
+}
+
+TEST(control_plane_waits_out_a_lack_of_descriptors) {
+  Alone rank0(2);
+  Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const DescriptorLimit limit(peer.get() + 1);  // none is left
+  const SocketAddress to(rank0.address, true);
+  CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
+  auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 0, Hello::kControl});
+  CHECK_EQ(advance_handshake(handshake, peer.get()), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  CHECK_EQ(rank0.plane->missing(), std::vector<int>{1});
+  limit.raise();
+  shake_hands(handshake, peer);
+  wait_until([&] { return rank0.plane->missing().empty(); }, "rank 1 is there");
+}
+
+TEST(control_plane_says_which_limit_to_raise) {
+  Alone rank0(2);
+  const Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const DescriptorLimit limit(peer.get() + 1);
+  const SocketAddress to(rank0.address, true);
+  CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
+  wait_until(
+      [&] {
+        try {
+          rank0.plane->missing();
+          return false;
+        } catch (const Error& error) {
+          CHECK(std::string(error.what()).find("raise `ulimit -n` (now ") != std::string::npos);
+          return true;
+        }
+      },
+      "it gives up");
 }
 
 TEST(control_plane_loses_a_silent_neighbour) {

@@ -1,4 +1,4 @@
-// Elements: a buffer of any dtype, written and read as double.
+// Elements: a buffer of any dtype of numbers or booleans, written and read as double.
 #pragma once
 
 #include <algorithm>
@@ -75,6 +75,8 @@ class Elements {
         return put(to, static_cast<std::uint8_t>(value));
       case DType::kInt8:
         return put(to, static_cast<std::int8_t>(value));
+      case DType::kInt16:
+        return put(to, static_cast<std::int16_t>(value));
       case DType::kInt32:
         return put(to, static_cast<std::int32_t>(value));
       case DType::kInt64:
@@ -92,6 +94,8 @@ class Elements {
         return put(to, value);
       case DType::kBool:
         return put(to, static_cast<std::uint8_t>(value != 0));
+      default:  // not a number
+        break;
     }
   }
 
@@ -102,6 +106,8 @@ class Elements {
         return get<std::uint8_t>(from);
       case DType::kInt8:
         return get<std::int8_t>(from);
+      case DType::kInt16:
+        return get<std::int16_t>(from);
       case DType::kInt32:
         return get<std::int32_t>(from);
       case DType::kInt64:
@@ -116,6 +122,8 @@ class Elements {
         return get<double>(from);
       case DType::kBool:
         return get<std::uint8_t>(from);
+      default:
+        return 0;
     }
     return 0;
   }

@@ -33,6 +33,25 @@ const bool kDeadlock = on_all_layouts(
     },
     2);
 
+TEST(ranks_whose_threads_wait_for_different_names_get_an_error_after_a_while) {
+  EngineConfig config = patient();
+  config.other_threads_grace = std::chrono::milliseconds(700);
+  run_engines(
+      {0, 1},
+      [](Rank& rank) {
+        std::vector<float> values = rank.input(3);
+        // Another thread has submitted something, and may do so again.
+        std::thread([&] { rank.wait(rank.allreduce(values, "first")); }).join();
+        const bool first = rank.rank() == 0;
+        const auto begin = Clock::now();
+        std::vector<float> late(3);
+        CHECK_THROWS(rank.wait(rank.allreduce(late, first ? "a" : "b")), ErrorKind::kMismatch,
+                     "the ranks wait for different collectives");
+        CHECK(Clock::now() - begin >= std::chrono::milliseconds(600));
+      },
+      config);
+}
+
 const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](Rank& rank) {
   std::vector<float> first = rank.input(5);
   std::vector<float> second = first;
@@ -136,6 +155,55 @@ TEST(stall_warning_and_timeout_say_what_the_late_rank_does_and_what_to_do) {
       },
       config);
 }
+
+/// The last line that the ranks log while one of them is late names that one only.
+void check_accusation(const std::vector<int>& host_of, int late) {
+  EngineConfig config = patient();
+  config.timeout = std::chrono::milliseconds(0);
+  config.stall_warning = std::chrono::milliseconds(200);
+  const auto size = static_cast<int>(host_of.size());
+  std::latch seen(size - 1);
+  run_engines(
+      host_of,
+      [&](Rank& rank) {
+        std::vector<float> values(3);
+        const std::string culprit =
+            ": rank " + std::to_string(late) + " (a thread) has not called it (it is computing, ";
+        const std::string others = "thread) has not called it";
+        if (rank.rank() == late) {
+          seen.wait();
+          return rank.wait(rank.allreduce(values, "x"));
+        }
+        int right = 0;
+        const auto work = rank.allreduce(values, "x");
+        rank.engine().wait(*work, [&] {
+          const std::string log = rank.log();
+          const auto end = log.rfind('\n');
+          if (right > 0 || end == std::string::npos) return;
+          const std::string last = log.substr(log.rfind('\n', end - 1) + 1);
+          const bool named = last.find(culprit) != std::string::npos;
+          if (!named || last.find(others) != last.rfind(others)) return;
+          CHECK(last.find("It goes on waiting: TORCH_RING_TIMEOUT is not set") !=
+                std::string::npos);
+          ++right;
+          seen.count_down();
+        });
+        CHECK_EQ(right, 1);
+      },
+      config);
+}
+
+const bool kAccusations = [] {
+  for (const Hosts& layout : kLayouts) {
+    const auto size = static_cast<int>(layout.host_of.size());
+    for (int late = 0; size > 1 && late < size; ++late) {
+      add_test(std::string("engine, ") + layout.name + ": warnings name rank " +
+                   std::to_string(late) + ", which is late",
+               [=] { check_accusation(layout.host_of, late); });
+    }
+  }
+  return true;
+}();
 
 TEST(pending_and_later_requests_fail_with_the_first_fatal_error) {
   EngineConfig config = patient();

@@ -22,9 +22,16 @@ class Rank {
        DeviceExecutor::Make make_device = {})
       : plane_(std::move(plane)),
         abort_(std::make_shared<Abort>()),
-        communicator_(make_communicator(world, config, *abort_)),
+        waits_(plane_->waits(0, one_rank_a_host(world.topology.size()), config.patience())),
+        communicator_(make_communicator((world.waits = waits_, world), config, *abort_)),
         engine_(communicator_, abort_,
-                {config, world.labels, plane_.get(), 0, one_rank_a_host(world.topology.size()),
+                {config,
+                 world.labels,
+                 plane_.get(),
+                 0,
+                 one_rank_a_host(world.topology.size()),
+                 waits_,
+                 {},
                  [this](const std::string& text) {
                    {
                      const std::scoped_lock lock(mutex_);
@@ -88,6 +95,7 @@ class Rank {
   std::function<void()> on_log_;
   std::unique_ptr<ControlPlane> plane_;
   std::shared_ptr<Abort> abort_;
+  std::shared_ptr<WaitGraph> waits_;
   std::shared_ptr<HostCommunicator> communicator_;
   Engine engine_;
 };

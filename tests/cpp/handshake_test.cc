@@ -13,8 +13,9 @@ using namespace torch_ring::test;
 namespace {
 
 constexpr std::size_t kHelloBytes = 64;
-constexpr std::size_t kAnswerBytes = 72;
+constexpr std::size_t kChallengeBytes = 40;
 constexpr std::size_t kProofBytes = 32;
+constexpr std::size_t kVerdictBytes = 33;
 
 Bytes bytes_of(std::string_view text) {
   const auto bytes = std::as_bytes(std::span(text));
@@ -35,11 +36,11 @@ Bytes with(Bytes bytes, std::size_t offset, T value) {
 }
 
 /// The proof of `side` ("connect" or "accept"), from the messages as they were on the wire.
-Bytes proof(const Key& key, std::string_view side, const Bytes& hello, const Bytes& answer) {
+Bytes proof(const Key& key, std::string_view side, const Bytes& hello, const Bytes& challenge) {
   Bytes message = bytes_of(side);
   message.push_back(std::byte{0});
   message.insert(message.end(), hello.begin(), hello.end());
-  message.insert(message.end(), answer.begin() + 8, answer.begin() + 40);
+  message.insert(message.end(), challenge.begin() + 8, challenge.end());
   const Sha256 code = hmac_sha256(key, {message});
   return {code.begin(), code.end()};
 }
@@ -91,7 +92,7 @@ TEST(handshake_messages_have_their_format_on_the_wire) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
   CHECK_EQ(hello.size(), kHelloBytes);
-  CHECK(std::memcmp(hello.data(), "t-ring/3", 8) == 0);
+  CHECK(std::memcmp(hello.data(), "t-ring/4", 8) == 0);
   CHECK_EQ(load<std::uint32_t>(hello, 8), kHello.from);
   CHECK_EQ(load<std::uint32_t>(hello, 12), kHello.to);
   CHECK_EQ(load<std::uint64_t>(hello, 16), kHello.set);
@@ -99,18 +100,35 @@ TEST(handshake_messages_have_their_format_on_the_wire) {
   CHECK_EQ(load<std::uint32_t>(hello, 28), 0u);
 
   give(pair.accepting, hello);
-  const Bytes answer = take(pair.accepting);
-  CHECK_EQ(answer.size(), kAnswerBytes);
-  CHECK(std::memcmp(answer.data(), "t-ring/3", 8) == 0);
-  CHECK(Bytes(answer.begin() + 40, answer.end()) == proof(key_of(1), "accept", hello, answer));
+  const Bytes challenge = take(pair.accepting);
+  CHECK_EQ(challenge.size(), kChallengeBytes);
+  CHECK(std::memcmp(challenge.data(), "t-ring/4", 8) == 0);
 
-  give(pair.connecting, answer);
-  const Bytes last = take(pair.connecting);
-  CHECK(last == proof(key_of(1), "connect", hello, answer));
-  give(pair.accepting, last);
-  CHECK(!pair.accepting.done());  // before the welcome is sent
-  CHECK(take(pair.accepting) == bytes_of("W"));
+  give(pair.connecting, challenge);
+  const Bytes answer = take(pair.connecting);
+  CHECK(answer == proof(key_of(1), "connect", hello, challenge));
+  give(pair.accepting, answer);
+  CHECK(!pair.accepting.done());  // before the verdict is sent
+  Bytes verdict = bytes_of("W");
+  const Bytes accepts = proof(key_of(1), "accept", hello, challenge);
+  verdict.insert(verdict.end(), accepts.begin(), accepts.end());
+  CHECK(take(pair.accepting) == verdict);
   CHECK(pair.accepting.done());
+}
+
+/// Nothing that the accepting side sends to a stranger depends on the key, so that nobody who only
+/// knocks can try keys at home.
+TEST(handshake_lets_the_connecting_side_prove_first) {
+  HandshakePair pair;
+  Bytes hello = take(pair.connecting);
+  give(pair.accepting, hello);
+  const Bytes challenge = take(pair.accepting);
+  CHECK_EQ(challenge.size(), 8 + sizeof(Sha256));  // the magic and a nonce
+  give(pair.accepting, Bytes(kProofBytes));
+  Bytes refusal(kVerdictBytes);
+  refusal.front() = std::byte{'N'};
+  CHECK(take(pair.accepting) == refusal);
+  CHECK(ended(pair.accepting) && !pair.accepting.done());
 }
 
 TEST(handshake_nonces_are_new_each_time) {
@@ -120,10 +138,10 @@ TEST(handshake_nonces_are_new_each_time) {
     give(pair.accepting, hello);
     return std::pair(hello, take(pair.accepting));
   };
-  const auto [hello, answer] = messages();
-  const auto [next_hello, next_answer] = messages();
+  const auto [hello, challenge] = messages();
+  const auto [next_hello, next_challenge] = messages();
   CHECK(std::memcmp(hello.data() + 32, next_hello.data() + 32, 32) != 0);
-  CHECK(std::memcmp(answer.data() + 8, next_answer.data() + 8, 32) != 0);
+  CHECK(std::memcmp(challenge.data() + 8, next_challenge.data() + 8, 32) != 0);
 }
 
 /// The data that follows the handshake at once stays in the socket.
@@ -135,9 +153,9 @@ TEST(handshake_asks_for_no_byte_beyond_it) {
     return message;
   };
   CHECK_EQ(give(pair.accepting, followed(hello)), kHelloBytes);
-  CHECK_EQ(give(pair.connecting, followed(take(pair.accepting))), kAnswerBytes);
+  CHECK_EQ(give(pair.connecting, followed(take(pair.accepting))), kChallengeBytes);
   CHECK_EQ(give(pair.accepting, followed(take(pair.connecting))), kProofBytes);
-  CHECK_EQ(give(pair.connecting, followed(take(pair.accepting))), 1u);
+  CHECK_EQ(give(pair.connecting, followed(take(pair.accepting))), kVerdictBytes);
   CHECK(pair.connecting.done() && pair.accepting.done());
 }
 
@@ -145,30 +163,27 @@ TEST(handshake_of_ranks_with_different_keys_tells_the_connecting_side) {
   Handshake connecting = Handshake::connecting(key_of(2), kHello);
   Handshake accepting = Handshake::accepting(key_of(1), kHello.to);
   give(accepting, take(connecting));
+  give(connecting, take(accepting));
+  give(accepting, take(connecting));
   CHECK_THROWS(give(connecting, take(accepting)), ErrorKind::kMismatch,
                "rank 1 does not know the secret that rank 3 knows: is TORCH_RING_SECRET the same "
                "on all ranks?");
-  CHECK(ended(connecting) && !connecting.done());  // it gives no proof to such a peer
+  CHECK(ended(connecting) && !connecting.done());
+  CHECK(ended(accepting) && !accepting.done());
 }
 
-TEST(handshake_refuses_a_peer_that_goes_on_with_another_key) {
+/// A stranger that listens where a rank should: it gets a proof, and cannot give one.
+TEST(handshake_refuses_a_welcome_without_a_proof) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
   give(pair.accepting, hello);
-  const Bytes answer = take(pair.accepting);
-  CHECK_THROWS(give(pair.accepting, proof(key_of(2), "connect", hello, answer)),
-               ErrorKind::kPeerLost, "says that it is rank 3, but cannot prove it");
-  CHECK(ended(pair.accepting) && !pair.accepting.done());
-}
-
-/// A stranger that sends back what it has received knows a valid proof, but the other side's.
-TEST(handshake_takes_the_proof_of_one_side_for_that_side_only) {
-  HandshakePair pair;
-  const Bytes hello = take(pair.connecting);
-  give(pair.accepting, hello);
-  const Bytes answer = take(pair.accepting);
-  CHECK_THROWS(give(pair.accepting, std::span(answer).subspan(40)), ErrorKind::kPeerLost,
-               "cannot prove it");
+  const Bytes challenge = take(pair.accepting);
+  give(pair.connecting, challenge);
+  Bytes echo = take(pair.connecting);  // a valid proof, but the other side's
+  CHECK(echo == proof(key_of(1), "connect", hello, challenge));
+  echo.insert(echo.begin(), std::byte{'W'});
+  CHECK_THROWS(give(pair.connecting, echo), ErrorKind::kMismatch, "does not know the secret");
+  CHECK(ended(pair.connecting) && !pair.connecting.done());
 }
 
 TEST(handshake_refuses_a_hello_for_another_rank_or_from_itself) {
@@ -188,26 +203,30 @@ TEST(handshake_refuses_a_replay) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
   give(pair.accepting, hello);
-  const Bytes answer = take(pair.accepting);
-  give(pair.connecting, answer);
-  const Bytes last = take(pair.connecting);
-  give(pair.accepting, last);
-  take(pair.accepting);
+  const Bytes challenge = take(pair.accepting);
+  give(pair.connecting, challenge);
+  const Bytes answer = take(pair.connecting);
+  give(pair.accepting, answer);
+  const Bytes verdict = take(pair.accepting);
   CHECK(pair.accepting.done());
 
   Handshake accepting = Handshake::accepting(key_of(1), kHello.to);
   give(accepting, hello);
   take(accepting);
-  CHECK_THROWS(give(accepting, last), ErrorKind::kPeerLost, "cannot prove it");
+  give(accepting, answer);
+  CHECK(take(accepting).front() == std::byte{'N'});
+  CHECK(ended(accepting) && !accepting.done());
 
   Handshake connecting = Handshake::connecting(key_of(1), kHello);
   take(connecting);
-  CHECK_THROWS(give(connecting, answer), ErrorKind::kMismatch, "does not know the secret");
+  give(connecting, challenge);
+  take(connecting);
+  CHECK_THROWS(give(connecting, verdict), ErrorKind::kMismatch, "does not know the secret");
 }
 
 /// Each bit of each message counts: the hello's too, for both proofs are of the whole hello.
 TEST(handshake_is_never_done_if_a_bit_has_changed) {
-  constexpr std::size_t kBytes[] = {kHelloBytes, kAnswerBytes, kProofBytes, 1};
+  constexpr std::size_t kBytes[] = {kHelloBytes, kChallengeBytes, kProofBytes, kVerdictBytes};
   for (std::size_t message = 0; message < std::size(kBytes); ++message) {
     for (std::size_t bit = 0; bit < 8 * kBytes[message]; ++bit) {
       HandshakePair pair;
@@ -232,7 +251,7 @@ TEST(handshake_is_never_done_if_a_bit_has_changed) {
 }
 
 TEST(handshake_knows_a_stranger_by_its_first_bytes) {
-  for (const std::string_view text : {"G", "SSH-2.0-OpenSSH", "t-ring/2", "t-ring/4"}) {
+  for (const std::string_view text : {"G", "SSH-2.0-OpenSSH", "t-ring/3", "t-ring/5"}) {
     HandshakePair pair;
     CHECK_THROWS(give(pair.accepting, bytes_of(text)), ErrorKind::kPeerLost,
                  "is no torch_ring, or one of another version");
@@ -255,8 +274,8 @@ TEST(handshake_refuses_another_byte_than_the_welcome) {
   give(pair.accepting, take(pair.connecting));
   give(pair.connecting, take(pair.accepting));
   take(pair.connecting);
-  CHECK_THROWS(give(pair.connecting, bytes_of("X")), ErrorKind::kPeerLost,
-               "rank 1 does not welcome the connection");
+  CHECK_THROWS(give(pair.connecting, bytes_of("X" + std::string(kProofBytes, 'x'))),
+               ErrorKind::kPeerLost, "rank 1 does not welcome the connection");
 }
 
 /// A truncated message is waited for: the owner has the deadline, and notices the end of a stream.

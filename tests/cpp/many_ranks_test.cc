@@ -85,10 +85,10 @@ bool add_suite(const Layout& layout) {
 
 }  // namespace
 
-TEST(many_ranks_learn_that_one_has_left_while_they_halve) {
+TEST(many_ranks_learn_that_one_has_left_while_they_exchange) {
   constexpr std::size_t kCount = 100'000;
   constexpr int kRanks = 6;
-  CHECK(choose_allreduce(kCount * 4, kRanks) == AllreducePath::kHalving);
+  CHECK(choose_allreduce(kCount * 4, kRanks) == AllreducePath::kScattered);
   run_world({"ring", one_rank_a_host, {}, Sockets::kTcp}, kRanks,
             [](Communicator& communicator, Abort&) {
               Elements data(DType::kFloat32, kCount);

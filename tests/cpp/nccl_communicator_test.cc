@@ -2,6 +2,9 @@
 
 #include "nccl/nccl_communicator.h"
 
+#include <cstring>
+#include <deque>
+
 #include "communicator_suite.h"
 #include "doubles/nccl_streams.h"
 
@@ -28,8 +31,28 @@ class OnStream final : public HostCommunicator {
         reduce(outputs, inputs, count, {dtype, ReduceOp::kSum, scaling});
       });
     };
+    const auto widen = [this](const void* data, std::size_t count, const Reduction& reduction) {
+      auto& wide = wide_.emplace_back(count);
+      stream_.enqueue([=, to = wide.data()] {
+        Elements elements(reduction.dtype, count);
+        std::memcpy(elements.data(), data, elements.bytes().size());
+        for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::int64_t>(elements.at(i));
+      });
+      return nccl::Widened{wide.data(), 1, DType::kInt64};
+    };
+    const auto narrow = [this](void* output, const nccl::Widened& wide, std::size_t count,
+                               const Reduction& reduction) {
+      stream_.enqueue([=] {
+        Elements elements(reduction.dtype, count);
+        for (std::size_t i = 0; i < count; ++i) {
+          const auto sum = static_cast<const std::int64_t*>(wide.data)[i];
+          elements.set(i, static_cast<double>(sum / reduction.scaling.divisor));
+        }
+        if (count > 0) std::memcpy(output, elements.data(), elements.bytes().size());
+      });
+    };
     nccl_ = std::make_unique<NcclCommunicator>(double_api(), id, rank(), size(), abort, timeout,
-                                               nccl::Device{stream_.handle, scale});
+                                               nccl::Device{stream_.handle, scale, widen, narrow});
   }
 
   int rank() const override { return host_->rank(); }
@@ -64,6 +87,7 @@ class OnStream final : public HostCommunicator {
 
  private:
   std::shared_ptr<HostCommunicator> host_;
+  std::deque<std::vector<std::int64_t>> wide_;  // the stream's
   Stream stream_;
   std::unique_ptr<NcclCommunicator> nccl_;
 };

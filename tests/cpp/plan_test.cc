@@ -1,9 +1,11 @@
 #include "collective/plan.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
-#include <cstdint>
+#include <functional>
 #include <set>
+#include <string>
 
 #include "core/at.h"
 #include "harness.h"
@@ -50,26 +52,81 @@ TEST(plan_ranges_cover_the_count) {
   CHECK_EQ(parts[2].count, 6u);
 }
 
-// Simulates the ring: each rank has, for every chunk, the set of ranks whose values it contains. A
-// step adds the previous rank's set of the chunk that it sends.
-TEST(plan_reduce_scatter_sums_each_rank_once) {
-  for (int size = 1; size <= kLargest; ++size) {
-    using Sums = std::vector<std::multiset<int>>;
-    std::vector<Sums> ranks(as_count(size));
-    for (int rank = 0; rank < size; ++rank) at(ranks, rank).assign(as_count(size), {rank});
-    for (int step = 0; step < size - 1; ++step) {
-      const std::vector<Sums> before = ranks;
+TEST(plan_sections_have_every_rank_once_and_few_ranks_are_one) {
+  for (const int size : {1, 2, 15, 16, 17, 31, 32, 33, 100, 4099}) {
+    const auto sections = sections_of(size);
+    CHECK_EQ(sections.size() == 1, size <= kSectionRanks);
+    std::set<int> ranks;
+    for (const auto& section : sections) {
+      CHECK(std::is_sorted(section.begin(), section.end()));
+      CHECK(section.size() <= as_count(kSectionRanks));
+      for (const int rank : section) CHECK(ranks.insert(rank).second);
+    }
+    CHECK_EQ(ranks.size(), as_count(size));
+  }
+}
+
+// Simulates a reduce-scatter: each rank has, for every chunk, the order in which the ranks' values
+// were added. It must be that of sections_of(), for every chunk.
+TEST(plan_scatter_levels_add_each_rank_once_in_the_same_order_for_every_chunk) {
+  const std::function<std::string(std::vector<std::string>)> sum_of =
+      [&](const std::vector<std::string>& values) -> std::string {
+    if (values.size() == 1) return values.front();
+    std::vector<std::string> sums;
+    for (const auto& section : sections_of(static_cast<int>(values.size()))) {
+      std::string sum = "(";
+      for (const int index : section) sum += at(values, index) + " ";
+      sums.push_back(sum + ")");
+    }
+    return sums.size() == 1 ? sums.front() : sum_of(sums);
+  };
+  for (const int size : {1, 2, 3, 5, 16, 17, 18, 19, 33, 50, 272}) {
+    std::vector<std::string> own;
+    for (int rank = 0; rank < size; ++rank) own.push_back(std::to_string(rank));
+    std::vector<std::vector<std::string>> ranks;  // what each rank has, by chunk
+    for (int rank = 0; rank < size; ++rank) ranks.emplace_back(as_count(size), at(own, rank));
+    for (std::size_t step = 0; step < scatter_levels(0, size).size(); ++step) {
+      const auto before = ranks;
       for (int rank = 0; rank < size; ++rank) {
-        const int prev = (rank + size - 1) % size;
-        const int chunk = at(reduce_scatter_steps(rank, size), step).receive;
-        CHECK_EQ(chunk, at(reduce_scatter_steps(prev, size), step).send);
-        const auto& sum = at(at(before, prev), chunk);
-        at(at(ranks, rank), chunk).insert(sum.begin(), sum.end());
+        const auto levels = scatter_levels(rank, size);
+        if (step >= levels.size()) continue;
+        const ScatterLevel& level = levels[step];
+        CHECK_EQ(at(level.section, level.index), rank);
+        for (const int peer : level.section) {  // all know the same
+          CHECK(scatter_levels(peer, size)[step].section == level.section);
+          CHECK_EQ(scatter_levels(peer, size)[step].first_chunk, level.first_chunk);
+        }
+        if (level.index >= level.arcs) continue;
+        for (int i = 0; i < level.chunks; ++i) {
+          const int chunk = level.first_chunk + level.index * level.chunks + i;
+          std::string& sum = at(at(ranks, rank), chunk) = "(";
+          for (const int peer : level.section) sum += at(at(before, peer), chunk) + " ";
+          sum += ")";
+        }
       }
     }
-    std::multiset<int> everybody;
-    for (int rank = 0; rank < size; ++rank) everybody.insert(rank);
-    for (int rank = 0; rank < size; ++rank) CHECK_EQ(at(at(ranks, rank), rank), everybody);
+    const auto chunks = chunks_by_rank(as_count(64 * size), size);
+    const std::string expected = sum_of(own);
+    std::size_t end = 0;
+    for (int rank = 0; rank < size; ++rank) {
+      CHECK_EQ(at(chunks, rank).begin, end);
+      end += at(chunks, rank).count;
+      if (at(chunks, rank).count > 0) CHECK_EQ(at(at(ranks, rank), rank), expected);
+    }
+    CHECK_EQ(end, as_count(64 * size));
+  }
+}
+
+TEST(plan_scatter_levels_are_few_and_send_about_the_fewest_chunks) {
+  for (const auto& [size, wanted] :
+       {std::pair{2, 1u}, {16, 1u}, {17, 2u}, {256, 2u}, {257, 3u}, {4096, 3u}, {4099, 4u}}) {
+    for (const int rank : {0, 1, size / 2}) {
+      const auto levels = scatter_levels(rank, size);
+      CHECK_EQ(levels.size(), wanted);
+      int sent = 0;
+      for (const ScatterLevel& level : levels) sent += (level.arcs - 1) * level.chunks;
+      CHECK(sent <= size - 1);
+    }
   }
 }
 
@@ -124,75 +181,6 @@ TEST(plan_arcs_are_two_ranges_of_elements) {
   check(2, 1, {11, 0}, {0, 0});
   check(3, 3, {11, 7}, {0, 11});
   check(0, 4, {0, 18}, {0, 0});
-}
-
-// Simulates halving_steps() and then bruck_steps(). A value has a bit for each rank whose value it
-// contains, and a sum whose last bits depend on the order of the additions.
-TEST(plan_halving_and_doubling_reduce_each_rank_once_to_the_same_bits) {
-  struct Value {
-    std::uint64_t ranks;
-    float sum;
-  };
-  for (int size = 1; size <= 64; ++size) {
-    std::vector<std::vector<Value>> ranks(as_count(size));
-    for (int rank = 0; rank < size; ++rank) {
-      const float value = 1.0f / static_cast<float>(3 + rank);
-      at(ranks, rank).assign(as_count(size), {std::uint64_t{1} << rank, value});
-    }
-    for (std::size_t step = 0; step < halving_steps(0, size).size(); ++step) {
-      const auto before = ranks;
-      for (int rank = 0; rank < size; ++rank) {
-        const BruckStep ours = halving_steps(rank, size)[step];
-        const BruckStep theirs = halving_steps(ours.from, size)[step];
-        CHECK_EQ(theirs.to, rank);
-        CHECK_EQ(theirs.count, ours.count);
-        for (int i = 0; i < ours.count; ++i) {
-          const int chunk = (rank + i) % size;
-          const Value arrived = at(at(before, ours.from), chunk);
-          Value& own = at(at(ranks, rank), chunk);
-          CHECK_EQ(own.ranks & arrived.ranks, 0u);
-          own = {own.ranks | arrived.ranks, own.sum + arrived.sum};
-        }
-      }
-    }
-    std::vector<Value> results;
-    for (int rank = 0; rank < size; ++rank) results.push_back(at(at(ranks, rank), rank));
-    for (const Value& result : results) CHECK_EQ(std::popcount(result.ranks), size);
-
-    for (std::size_t step = 0; step < bruck_steps(0, size).size(); ++step) {
-      const auto before = ranks;
-      for (int rank = 0; rank < size; ++rank) {
-        const BruckStep ours = bruck_steps(rank, size)[step];
-        for (int i = 0; i < ours.count; ++i) {
-          const int chunk = (ours.from + i) % size;
-          at(at(ranks, rank), chunk) = at(at(before, ours.from), chunk);
-        }
-      }
-    }
-    for (const auto& values : ranks) {
-      for (int chunk = 0; chunk < size; ++chunk) {
-        CHECK(std::bit_cast<std::uint32_t>(at(values, chunk).sum) ==
-              std::bit_cast<std::uint32_t>(at(results, chunk).sum));
-      }
-    }
-  }
-}
-
-TEST(plan_halving_takes_the_fewest_steps_and_chunks_among_many_ranks) {
-  for (const auto& [size, wanted] : {std::pair{4096, 12u}, {4097, 13u}, {5000, 13u}, {8192, 13u}}) {
-    for (const int rank : {0, 1, size / 2, size - 1}) {
-      const auto steps = halving_steps(rank, size);
-      CHECK_EQ(steps.size(), wanted);
-      int sent = 0;
-      for (const BruckStep& step : steps) {
-        sent += step.count;
-        // No chunk that is sent away is one that arrives.
-        CHECK((step.to - rank + size) % size >= step.count);
-        CHECK((step.to - rank + size) % size + step.count <= size);
-      }
-      CHECK_EQ(sent, size - 1);
-    }
-  }
 }
 
 namespace {

@@ -18,9 +18,9 @@ using namespace torch_ring::test;
 
 namespace {
 
-constexpr DType kDTypes[] = {DType::kUInt8,   DType::kInt8,    DType::kInt32,
-                             DType::kInt64,   DType::kFloat16, DType::kBFloat16,
-                             DType::kFloat32, DType::kFloat64, DType::kBool};
+constexpr DType kDTypes[] = {DType::kUInt8,   DType::kInt8,    DType::kInt16,    DType::kInt32,
+                             DType::kInt64,   DType::kFloat16, DType::kBFloat16, DType::kFloat32,
+                             DType::kFloat64, DType::kBool};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 constexpr std::size_t kCounts[] = {0, 1, 1024, 2500};
 
@@ -40,6 +40,8 @@ double wrapped(DType dtype, std::int64_t value) {
       return static_cast<std::uint8_t>(value);
     case DType::kInt8:
       return static_cast<std::int8_t>(value);
+    case DType::kInt16:
+      return static_cast<std::int16_t>(value);
     case DType::kInt32:
       return static_cast<std::int32_t>(value);
     default:
@@ -51,7 +53,7 @@ double wrapped(DType dtype, std::int64_t value) {
 /// small whole numbers or halves of them, so they are exact in every dtype.
 double expected(const Reduction& reduction, const std::vector<double>& inputs) {
   const auto& [dtype, op, scaling] = reduction;
-  const DType partial_dtype = accumulation_dtype(dtype);
+  const DType partial_dtype = accumulation_dtype(reduction);
   const auto kept = [&](double value) {
     return is_floating_point(dtype) ? rounded(partial_dtype, value)
                                     : wrapped(dtype, static_cast<std::int64_t>(std::trunc(value)));
@@ -181,7 +183,7 @@ TEST(reduce_partial_and_finish_partial_equal_reduce) {
     constexpr std::size_t kCount = 2500;
     const Inputs inputs(reduction.dtype, kCount, 4);
     const std::span<const void* const> pointers(inputs.pointers);
-    Elements partial(accumulation_dtype(reduction.dtype), kCount);
+    Elements partial(accumulation_dtype(reduction), kCount);
     Elements other = partial;
     Elements output(reduction.dtype, kCount);
     const std::array<void*, 1> outputs{output.data()};
@@ -262,6 +264,85 @@ TEST(reduce_integers_wrap_divide_toward_zero_and_stay_in_range) {
   CHECK_EQ(sum_of(1, 2, {1.9, 1, 1}), 4);  // 1 + 3: each is truncated
   CHECK_EQ(sum_of(Limits::max(), 0, {1, 4, 1}), Limits::max());
   CHECK_EQ(sum_of(Limits::min(), 0, {1, 4, 1}), Limits::min());
+}
+
+namespace {
+
+/// The Average of `values`, by reduce() and in two steps, which must agree.
+template <class T>
+T average_of(DType dtype, const std::vector<T>& values, double prescale = 1.0,
+             double postscale = 1.0) {
+  std::vector<const void*> inputs;
+  for (const T& value : values) inputs.push_back(&value);
+  const Reduction reduction{
+      dtype, ReduceOp::kSum, {prescale, postscale, static_cast<std::int64_t>(values.size())}};
+  T at_once{};
+  const std::array<void*, 1> whole{&at_once};
+  reduce(whole, inputs, 1, reduction);
+
+  alignas(16) std::array<std::byte, 16> partial;
+  alignas(16) std::array<std::byte, 16> other;
+  const std::span<const void* const> all(inputs);
+  reduce_partial(partial.data(), all.first(1), 1, reduction);
+  for (std::size_t i = 1; i < values.size(); ++i) {
+    reduce_partial(other.data(), all.subspan(i, 1), 1, reduction);
+    combine_partial(partial.data(), other.data(), 1, reduction);
+  }
+  T in_steps{};
+  const std::array<void*, 1> outputs{&in_steps};
+  finish_partial(outputs, partial.data(), 1, reduction);
+  CHECK(at_once == in_steps);
+  return at_once;
+}
+
+template <class T>
+void check_averages_at_the_ends(DType dtype) {
+  constexpr T kMost = std::numeric_limits<T>::max();
+  constexpr T kLeast = std::numeric_limits<T>::min();
+  for (const std::size_t ranks : {2, 3, 16}) {
+    CHECK(average_of(dtype, std::vector<T>(ranks, kMost)) == kMost);
+    CHECK(average_of(dtype, std::vector<T>(ranks, kLeast)) == kLeast);
+  }
+  CHECK(average_of<T>(dtype, {kMost, kMost, static_cast<T>(kMost - 1)}) == kMost - 1);
+  CHECK(average_of<T>(dtype, {kMost, kLeast, 0}) == static_cast<T>((kMost + kLeast) / 3));
+  CHECK(average_of<T>(dtype, {kMost, kMost}, 4.0) == kMost);       // clamped before
+  CHECK(average_of<T>(dtype, {kMost, kMost}, 1.0, 4.0) == kMost);  // and after
+}
+
+}  // namespace
+
+TEST(reduce_averages_of_integers_do_not_wrap) {
+  check_averages_at_the_ends<std::uint8_t>(DType::kUInt8);
+  check_averages_at_the_ends<std::int8_t>(DType::kInt8);
+  check_averages_at_the_ends<std::int16_t>(DType::kInt16);
+  check_averages_at_the_ends<std::int32_t>(DType::kInt32);
+  check_averages_at_the_ends<std::int64_t>(DType::kInt64);
+  CHECK_EQ(int{average_of<std::int8_t>(DType::kInt8, {-100, -101})}, -100);  // toward zero
+  // -2^63 + 1, and no float64 between.
+  const std::int64_t least = std::numeric_limits<std::int64_t>::min();
+  CHECK_EQ(average_of<std::int64_t>(DType::kInt64, {least, least + 2}), least + 1);
+}
+
+TEST(reduce_complex_numbers_as_their_parts) {
+  const auto run = [](DType dtype, auto zero) {
+    using T = decltype(zero);
+    std::vector<std::array<T, 6>> data{
+        {1, 2, 3, 4, 5, 6}, {7, 8, 9, 10, 11, 12}, {1, 1, 1, 1, 1, 1}};
+    std::vector<const void*> inputs;
+    for (const auto& each : data) inputs.push_back(each.data());
+    std::array<T, 6> output{};
+    const std::array<void*, 1> outputs{output.data()};
+    reduce(outputs, inputs, 3, {dtype, ReduceOp::kSum, {0.5, 2, 3}});
+    for (std::size_t i = 0; i < 6; ++i) {
+      const T sum = data[0][i] / 2 + data[1][i] / 2 + data[2][i] / 2;
+      CHECK_EQ(static_cast<double>(output[i]), static_cast<double>(sum * static_cast<T>(2.0 / 3)));
+    }
+    output.fill(1);
+    fill_identity(output.data(), 3, dtype, ReduceOp::kSum);
+    CHECK(std::ranges::all_of(output, [](T part) { return part == 0; }));
+  };
+  run(DType::kComplex64, 0.0f);
+  run(DType::kComplex128, 0.0);
 }
 
 TEST(float16_conversions_are_exact_for_every_number) {

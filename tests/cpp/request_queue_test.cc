@@ -43,6 +43,22 @@ std::string error_text(const Work& work) {
 
 std::string name_of(const std::shared_ptr<Work>& work) { return work->request().fingerprint.name; }
 
+TEST(a_group_has_one_number) {
+  RequestQueue queue("rank 2");
+  add(queue, "");
+  std::vector<std::shared_ptr<Work>> group;
+  for (int i = 0; i < 3; ++i) {
+    Request request;
+    request.fingerprint.group = 3;
+    group.push_back(RequestQueue::make_work(std::move(request)));
+  }
+  queue.add(queue.lock(), group);
+  CHECK_EQ(name_of(group[0]), "#2");
+  CHECK_EQ(name_of(group[1]), "#2/1");
+  CHECK_EQ(name_of(group[2]), "#2/2");
+  CHECK_EQ(name_of(add(queue, "")), "#3");
+}
+
 TEST(queue_hands_works_over_once_in_the_order_of_submission) {
   RequestQueue queue("rank 2");
   CHECK(!queue.has_works());

@@ -46,7 +46,7 @@ void check_reducescatter(Communicator& communicator, const Reduction& reduction,
 inline void reducescatter_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     const auto last = static_cast<std::size_t>(size) - 1;
-    for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+    for (int dtype = 0; dtype < kNumberCount; ++dtype) {
       const auto check = [&](std::size_t op, auto part_of) {
         const auto turn = (static_cast<std::size_t>(dtype) + op) % kOps.size();
         check_reducescatter(communicator, {static_cast<DType>(dtype), kOps[turn], {}}, part_of);

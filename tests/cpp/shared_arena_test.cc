@@ -193,15 +193,56 @@ TEST(arena_memory_is_in_huge_pages_where_available) {
   CHECK_EQ(huge, 2 * kBytes);                      // the owner's and the peer's mapping
 }
 
-TEST(arena_throws_when_full) {
+TEST(arena_isolates_memory_from_its_peers) {
   Memory memory;
-  CHECK_THROWS(memory.arena.allocate(kHugePages * kHugePage + 1), ErrorKind::kInternal,
-               "bytes of shared memory are left");
-  CHECK_THROWS(memory.arena.allocate(std::numeric_limits<std::size_t>::max()), ErrorKind::kInternal,
-               "bytes of shared memory are left");
+  constexpr std::size_t kBytes = 5 * 4096;
+  auto* const neighbour = static_cast<unsigned char*>(memory.arena.allocate(4096));
+  auto* const mine = static_cast<unsigned char*>(memory.arena.allocate(kBytes));
+  std::memset(neighbour, 1, 4096);
+  std::memset(mine, 2, kBytes);
+  const auto at_peer = [&](const void* data) {
+    return memory.peer.at(static_cast<std::size_t>(memory.arena.offset_of(data, 1)));
+  };
+  std::byte* const theirs = at_peer(mine);
+  std::byte* const theirs_of_neighbour = at_peer(neighbour);
+  memory.arena.isolate(mine + 4096, 3 * 4096);
+  CHECK(is_filled(mine, kBytes, 2));
+  std::memset(theirs, 3, kBytes);
+  std::memset(theirs_of_neighbour, 3, 4096);
+  CHECK(is_filled(neighbour, 4096, 3));
+  CHECK(is_filled(mine, 4096, 3));  // not isolated
+  CHECK(is_filled(mine + 4096, 3 * 4096, 2));
+  CHECK(is_filled(mine + 4 * 4096, 4096, 3));
+  std::memset(mine + 4096, 4, 3 * 4096);
+  CHECK(static_cast<unsigned char>(theirs[4096]) == 3);
+
+  CHECK_EQ(memory.arena.offset_of(mine, kBytes), -1);
+  CHECK_EQ(memory.arena.offset_of(mine + 4096, 1), -1);
+  CHECK(memory.arena.offset_of(mine, 4096) >= 0);
+  CHECK(memory.arena.offset_of(neighbour, 4096) >= 0);
+
+  memory.arena.free(mine);  // nobody else gets its place
+  for (int i = 0; i < 100; ++i) {
+    auto* const later = static_cast<unsigned char*>(memory.arena.allocate(4096));
+    CHECK(later + 4096 <= mine || later >= mine + kBytes);
+    CHECK(memory.arena.offset_of(later, 4096) >= 0);
+  }
+}
+
+TEST(arena_isolates_only_its_own_memory) {
+  Memory memory;
+  std::vector<unsigned char> elsewhere(4096, 7);
+  memory.arena.isolate(elsewhere.data(), elsewhere.size());
+  CHECK(is_filled(elsewhere.data(), elsewhere.size(), 7));
+}
+
+TEST(arena_gives_nothing_when_full) {
+  Memory memory;
+  CHECK(memory.arena.allocate(kHugePages * kHugePage + 1) == nullptr);
+  CHECK(memory.arena.allocate(std::numeric_limits<std::size_t>::max()) == nullptr);
   void* const all = memory.arena.allocate(kHugePages * kHugePage);
   CHECK_EQ(memory.huge_pages(), kHugePages);
-  CHECK_THROWS(memory.arena.allocate(1), ErrorKind::kInternal, "1 bytes of shared memory are left");
+  CHECK(memory.arena.allocate(1) == nullptr);
   memory.arena.free(all);
   CHECK_EQ(memory.huge_pages(), std::size_t{0});
 }

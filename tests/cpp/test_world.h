@@ -121,6 +121,7 @@ struct Layout {
   /// Makes the communicator under test from that one and the rank's Abort; empty: tests that one.
   std::function<std::shared_ptr<HostCommunicator>(std::shared_ptr<HostCommunicator>, Abort&)> over =
       {};
+  bool checksums = false;
 };
 
 inline std::vector<int> one_host(int size) {
@@ -176,6 +177,7 @@ inline void run_world(const Layout& layout, int size,
   run_ranks(size, [&](int rank) {
     World& world = at(worlds, rank);
     world.may_spin = layout.may_spin;
+    world.checksums = layout.checksums;
     Abort abort;
     std::shared_ptr<HostCommunicator> communicator = make_communicator(world, config, abort);
     if (layout.over) communicator = layout.over(std::move(communicator), abort);

@@ -10,6 +10,8 @@ namespace torch_ring::test {
 
 constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 
+constexpr int kNumberCount = 10;  // dtypes of numbers and booleans; the others come after them
+
 constexpr std::size_t kPeriod = 25 * 3;  // of value_at(i, ...), for every op
 
 /// Element i on rank r: i * size + r, modulo a number so small that results of few ranks fit every

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import dtype_checks
 import pytest
 import torch
 from closed_form import NUMBERS, reduced, stacked_tensors, tensor_of
@@ -255,10 +256,21 @@ def shut_down_with_work_left(device: str) -> None:
     assert (hvd.synchronize(handle).cpu() == size).all()
 
 
+def check_dtypes(device: str) -> None:
+    """Check dtypes that NCCL lacks, and sums that would wrap around in it."""
+    dtype_checks.check_integer_averages(device)
+    dtype_checks.check_factors_of_integers(device)
+    dtype_checks.check_complex(device)
+    dtype_checks.check_complex_gradients(device)
+    dtype_checks.check_moves(device)
+    dtype_checks.check_averages_with_a_joined_rank(device)
+
+
 OPERATIONS: list[Callable[[str], None]] = [
     check_allreduce,
     check_booleans,
     check_factors,
+    check_dtypes,
     check_reproducibility,
     fuse_requests,
     check_other_collectives,

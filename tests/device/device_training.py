@@ -174,11 +174,37 @@ def accumulate_and_broadcast_state(device: str) -> None:
     assert_same_on_all_ranks(state["exp_avg"].cpu(), state["step"])
 
 
+def move_while_training(device: str) -> None:
+    """Move the model to the device and back, before a pass and within an accumulation."""
+    alone, model = make_model(), make_model()
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    places = ["cpu", "cpu", device, device, "cpu", device]
+    for step, (batch, place) in enumerate(zip(joined_batches(6), places, strict=True)):
+        reference.zero_grad()
+        loss_of(alone, batch).backward()
+        if step % 2 == 0:
+            optimizer.zero_grad()
+            model.to(place)
+        else:
+            model.to(place)
+            optimizer.zero_grad()
+        loss_of(model, part(batch).to(place)).backward()
+        for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None
+            assert mine.grad.device == mine.device
+            torch.testing.assert_close(mine.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-5)
+        reference.step()
+        optimizer.step()
+    assert_same_weights(copy.deepcopy(model).cpu(), alone)
+
+
 TRAINING: list[Callable[[str], None]] = [
     train_like_one_process,
     train_half_on_the_host,
     train_on_two_streams,
     accumulate_and_broadcast_state,
+    move_while_training,
     train_with_stateful_compressors,
     check_sync_batch_norm,
 ]

@@ -1,6 +1,7 @@
 """Gradients of several backward passes add up for one step."""
 
 import pytest
+import torch
 from pool import run
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -85,6 +86,31 @@ def count_passes() -> None:
 
 def test_one_backward_pass_too_many_is_refused():
     run(count_passes, 2)
+
+
+def skip_a_step(zero: str) -> None:
+    """GradScaler skips a step; gradients that are zeroed in place begin anew."""
+    x, y = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), backward_passes_per_step=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step, factor in enumerate([float("inf"), 1.0, 1.0, float("nan"), 2.0]):
+        before = x.item()
+        for _ in range(2):
+            scaler.scale((hvd.rank() + 1) * factor * (x + 2 * y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        is_skipped = step in (0, 3)
+        assert x.item() == (before if is_skipped else before - 3 * factor)
+        if zero == "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            for parameter in parameters:
+                parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "gradients"])
+def test_a_step_that_gradscaler_skips(zero):
+    run(skip_a_step, 2, args=(zero,))
 
 
 def accumulate_unevenly() -> None:

@@ -12,7 +12,8 @@ from training import grads, make_model, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
+from torch_ring.collectives.digests import digests_of
+from torch_ring.optimizer.weight_comparison import describe_difference
 
 
 def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -257,8 +258,23 @@ def test_a_digest_sees_layout_order_and_even_numbers():
     assert len({first, *others}) == 5
 
 
+def test_a_digest_sees_places_and_the_highest_bits():
+    order = torch.arange(4096)
+    swapped = order.clone()
+    swapped[[1, 2]] = swapped[[2, 1]]
+    rows = order.view(-1, 512).flip(0).reshape(-1)
+    signs = torch.ones(4096, dtype=torch.float64)
+    one, other = signs.clone(), signs.clone()
+    one[5], other[6] = -1, -1
+    small = [torch.tensor(value) for value in (5, 256, 1 << 62, -(1 << 62), 0)]
+    pairs = [torch.tensor(value) for value in ([1, 2], [2, 1], [3, 0], [0, 3])]
+    sparse = [torch.sparse_coo_tensor([[i]], [v], (9,)) for i, v in ((1, 2.0), (2, 1.0), (2, 2.0))]
+    different = [order, swapped, rows, signs, one, other, *small, *pairs, *sparse]
+    assert len(set(digests_of(different).tolist())) == len(different)
+
+
 def test_parameters_without_bits_count_as_the_same():
-    unreadable = [torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.empty(0, 3)]
+    unreadable = [torch.empty(3, device="meta"), torch.eye(3).to_sparse_csr(), torch.empty(0, 3)]
     assert digests_of([*unreadable, torch.ones(3)]).ne(0).tolist() == [False, False, False, True]
     assert digests_of([]).tolist() == []
 

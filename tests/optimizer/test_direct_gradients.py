@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from pool import run
+from shared import is_shared
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -15,15 +15,6 @@ import torch_ring as hvd
 
 ROWS, COLUMNS = 40, 30  # a large gradient
 LARGE = {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(4 * ROWS * COLUMNS)}
-
-
-def is_shared(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in memory that the host's ranks share."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return "memfd:torch_ring" in line
-    raise AssertionError("it lies nowhere")
 
 
 def recorded_addresses(parameter: nn.Parameter) -> list[int]:

@@ -17,10 +17,17 @@ def test_settings_have_defaults():
     [
         ("TORCH_RING_TRANSPORT", "TCP", "transport", "tcp"),
         ("TORCH_RING_TIMEOUT", "1.5", "timeout_s", 1.5),
+        ("TORCH_RING_TIMEOUT", "0", "timeout_s", 0.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "timeout_s", 0.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "90", "timeout_s", 90.0),
         ("TORCH_RING_FUSION_WINDOW", "2", "fusion_window_s", 0.002),
         ("TORCH_RING_BUCKET_BYTES", "1000", "bucket_bytes", 1000),
         ("TORCH_RING_INTERFACE", "ib0", "interface", "ib0"),
         ("TORCH_RING_CONNECTIONS", "4", "connections", 4),
+        ("TORCH_RING_CHECKSUM", "1", "checksum", 1),
+        ("TORCH_RING_SECRET_FILE", "/a/b", "secret_file", "/a/b"),
+        ("TORCH_RING_TRUST_NETWORK", "1", "trust_network", True),
+        ("TORCH_RING_TRUST_NETWORK", "false", "trust_network", False),
         ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold_bytes", 0),
         ("HOROVOD_CYCLE_TIME", "5", "fusion_window_s", 0.005),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_warning_s", 7.0),
@@ -31,6 +38,10 @@ def test_settings_have_defaults():
 )
 def test_values_of_settings(variable, text, field, value):
     assert getattr(Config.from_environment({variable: text}), field) == value
+
+
+def test_a_late_rank_ends_no_job_by_default():
+    assert Config.from_environment({}).timeout_s == 0
 
 
 def test_variables_of_torch_ring_go_before_those_of_horovod():
@@ -46,13 +57,15 @@ def test_variables_of_torch_ring_go_before_those_of_horovod():
     ("variable", "text", "message"),
     [
         ("TORCH_RING_TRANSPORT", "rdma", "must be one of auto, shm, tcp"),
-        ("TORCH_RING_TIMEOUT", "-1", "from 0.1"),
-        ("TORCH_RING_TIMEOUT", "nan", "from 0.1"),
-        ("TORCH_RING_TIMEOUT", "1e300", "from 0.1"),
+        ("TORCH_RING_TIMEOUT", "-1", "from 0 to"),
+        ("TORCH_RING_TIMEOUT", "nan", "from 0 to"),
+        ("TORCH_RING_TIMEOUT", "1e300", "from 0 to"),
+        ("TORCH_RING_INIT_TIMEOUT", "0", "from 0.1"),
         ("TORCH_RING_BUCKET_BYTES", "1e6", "whole number of bytes, 1 or more"),
         ("TORCH_RING_BUCKET_BYTES", "0", "whole number of bytes, 1 or more"),
         ("TORCH_RING_CONNECTIONS", "0", "whole number from 1 to 64"),
         ("TORCH_RING_CONNECTIONS", "two", "whole number from 1 to 64"),
+        ("TORCH_RING_TRUST_NETWORK", "yes", "must be one of 0, 1, false, true"),
         ("HOROVOD_CYCLE_TIME", "fast", "must be a number"),
         ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "must be one of"),
     ],

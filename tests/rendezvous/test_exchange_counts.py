@@ -20,7 +20,7 @@ def test_operations_of_a_host(size):
     assert clients[0].counts["check"] == hosts - 1
     assert sum(client.total() for client in clients) <= 4 * hosts
     assert len(set(tables)) == 1
-    peers, _ = parse_table(tables[0], size)
+    peers = parse_table(tables[0], size).peers
     assert [peer.rank for peer in peers] == list(range(size))
     assert peers[-1].card() == card(size - 1, hosts - 1)
 
@@ -30,8 +30,9 @@ def test_20000_cards_pass_through():
     tables, clients = exchange_between_hosts(size)
     assert max(client.largest for client in clients) <= CHUNK_BYTES < 1 << 20
     assert all(client.total() <= 4 for client in clients[1:])
-    peers, secret = parse_table(tables[-1], size)
+    peers, secret, is_private = parse_table(tables[-1], size)
     assert len(secret) == 32
+    assert not is_private
     assert peers[12_345].card() == card(12_345, 12_345 // 8)
     # The scaling model counts with that.
     assert len(tables[0]) == pytest.approx(world_limits.TABLE_BYTES * size, rel=0.1)

@@ -37,7 +37,7 @@ def exchange_once(store, rank, size=SIZE, timeout_s=20.0):
     except RingError as error:
         side.fail(Failure.of_all(error))
         raise
-    return side, sorted(rank for part in unpack_table(table, size) for rank in part.ranks)
+    return side, sorted(rank for part in unpack_table(table, size).groups for rank in part.ranks)
 
 
 def exchange_on_all_ranks(store, times=1):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from launcher_commands import clean_environment
+from logs import logged
 from pool import run
 
 import torch_ring as hvd
@@ -144,3 +145,17 @@ def init_with_a_misspelt_setting() -> None:
 
 def test_a_misspelt_setting_is_told_once():
     run(init_with_a_misspelt_setting, 2, env={"TORCH_RING_TIMOUT": "10"})
+
+
+def fail_with_a_misspelt_setting() -> list[str]:
+    os.environ["TORCH_RING_INTERFACE"] = "nope0"
+    with logged() as messages, pytest.raises(ValueError, match="nope0"):
+        hvd.init()
+    return messages
+
+
+def test_a_misspelt_setting_is_told_where_init_fails():
+    env = {"TORCH_RING_INTERFCE": "eth0", "WORLD_SIZE": "2"}
+    [messages] = run(fail_with_a_misspelt_setting, 1, env=env, initialized=False)
+    expected = "TORCH_RING_INTERFCE (do you mean TORCH_RING_INTERFACE?)"
+    assert any(expected in message for message in messages)

@@ -147,6 +147,29 @@ def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
         find(Identity(1, 2, launcher=launcher), environment)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
+def test_a_job_at_a_loopback_address_is_on_one_host(host):
+    for config in (Config(), Config(secret="hush")):
+        found = rendezvous_store.locate_store(
+            Identity(1, 2, launcher="env"), config, Deadline(5.0), environment={"MASTER_ADDR": host}
+        )
+        assert found is None
+
+
+def test_one_node_needs_a_store_only_if_its_ranks_cannot_meet_and_have_a_secret():
+    """In containers with networks of their own they go by the store, if that is safe."""
+    identity = Identity(1, 2, 1, 2, launcher="torchrun")
+    assert find(identity, {"MASTER_ADDR": "10.0.0.1"}) is None
+    found = rendezvous_store.locate_store(
+        identity,
+        Config(secret="hush"),
+        Deadline(5.0),
+        environment={"MASTER_ADDR": "10.0.0.1"},
+    )
+    assert found is not None
+    assert found.host == "10.0.0.1"
+
+
 def test_steps_of_a_slurm_job_have_ports_of_their_own():
     ports = [
         rendezvous_store._slurm_port(Identity(rank, 2, job=job))
@@ -165,6 +188,7 @@ def _fresh_stores():
         rendezvous_store._stores,
         rendezvous_store._served,
         rendezvous_store._mpi_addresses,
+        rendezvous_store._mpi_secrets,
     ):
         known.clear()
 
@@ -191,6 +215,25 @@ def test_mpi_broadcasts_the_address():
     assert first[0] == "127.0.0.1"
     assert rendezvous_store._ask_mpi(comm, identity, Config(), deadline) == first
     assert len(comm.said) == 1
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_carries_a_secret():
+    comm, environment = FakeCommunicator(), {"MASTER_ADDR": "10.0.0.1"}
+    found = []
+    for rank in (0, 1):
+        rendezvous_store._mpi_secrets.clear()
+        found.append(
+            rendezvous_store.locate_store(
+                Identity(rank, 2, 0, 1, launcher="init"),
+                Config(),
+                Deadline(5.0),
+                comm=comm,
+                environment=environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+            ).secret
+        )
+    assert found[0] == found[1]
+    assert len(found[0]) == 64
 
 
 @pytest.mark.usefixtures("_fresh_stores")

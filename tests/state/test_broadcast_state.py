@@ -86,12 +86,31 @@ def test_buffers_of_any_dtype():
 
 def broadcast_different_shapes() -> None:
     tensor = torch.zeros(3 + hvd.rank())
-    with pytest.raises(hvd.MismatchError, match=r"'parameter\.a'"):
+    with pytest.raises(
+        hvd.MismatchError, match=r"rank 0: parameter 'a' .*\[3\]; rank 1: parameter 'a'"
+    ):
         hvd.broadcast_parameters({"a": tensor}, root_rank=0)
 
 
 def test_different_shapes_are_refused():
     run(broadcast_different_shapes, 2)
+
+
+def broadcast_without_one(poorer: int) -> None:
+    tensors = {name: torch.full((3,), float(hvd.rank())) for name in "abc"}
+    if hvd.rank() == poorer:
+        del tensors["b"]
+    with pytest.raises(hvd.MismatchError, match="the ranks have different parameters: rank 0: "):
+        hvd.broadcast_parameters(tensors, root_rank=0)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()  # the next innocent
+    tensors.pop("b", None)
+    hvd.broadcast_parameters(dict(sorted(tensors.items(), reverse=hvd.rank() == 1)), root_rank=0)
+    assert tensors["c"].tolist() == [0.0] * 3  # the order does not matter
+
+
+@pytest.mark.parametrize("poorer", [0, 1])
+def test_a_missing_parameter_is_an_error_in_that_call(poorer):
+    run(broadcast_without_one, 2, args=(poorer,))
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {

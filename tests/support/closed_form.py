@@ -13,6 +13,7 @@ import torch_ring as hvd
 NUMBERS = [
     torch.uint8,
     torch.int8,
+    torch.int16,
     torch.int32,
     torch.int64,
     torch.float16,

@@ -113,7 +113,7 @@ def run(
     try:
         for rank, process in enumerate(processes):
             namespace = namespaces[rank] if namespaces else None
-            environment = base | _rank_environment(rank)
+            environment = base | _rank_environment(rank, namespaces)
             again = idle is not None
             process.start(_Task(fn, tuple(args), environment, initialized, namespace, again))
         blocking = set(range(size)).difference(may_die)
@@ -258,8 +258,16 @@ def _environment(size: int, namespaces: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _rank_environment(rank: int) -> dict[str, str]:
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+def _rank_environment(rank: int, namespaces: Sequence[str]) -> dict[str, str]:
+    if not namespaces:
+        return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    mine = [other for other, name in enumerate(namespaces) if name == namespaces[rank]]
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(mine.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(mine)),
+        "GROUP_RANK": str(list(dict.fromkeys(namespaces)).index(namespaces[rank])),
+    }
 
 
 def _main(tasks: Connection, stacks: str) -> None:

@@ -2,8 +2,13 @@
 
 Every rank of the process set calls the same operations. Operations with a name may be submitted in
 any order; those without are numbered, so their order must be the same on all ranks. Tensors are
-dense, on the CPU or on a GPU; their dtype is uint8, int8, int32, int64, float16, bfloat16, float32,
-float64 or bool.
+dense, on the CPU or on a GPU.
+
+broadcast, allgather and alltoall move every dtype of numbers: uint8 to uint64, int8 to int64,
+float16, bfloat16, float32, float64, the float8 kinds, complex32, complex64, complex128, and bool.
+allreduce and reducescatter compute with uint8, int8, int16, int32, int64, float16, bfloat16,
+float32 and float64; Sum and Average also with complex64 and complex128; Min, Max and Product also
+with bool.
 
 Raised by all of them, on every rank:
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_ring._C import Work
 from torch_ring.collectives.handle import Handle
 from torch_ring.collectives.tensors import needs_function, require_tensor
+from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -112,14 +113,16 @@ def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) ->
     if splits is None:
         rows = tensor.shape[0] if tensor.dim() > 0 else 0
         if rows % size:
-            raise ValueError(f"alltoall: {rows} rows do not divide among {size} ranks: give splits")
+            raise InvalidArgumentError(
+                f"alltoall: {rows} rows do not divide among {size} ranks: give splits"
+            )
         return [rows // size] * size
     try:
         counts: Any = splits.tolist() if isinstance(splits, Tensor) else splits
         return [operator.index(count) for count in counts]
     except TypeError:
-        raise ValueError("alltoall: splits must be integers, one for each rank") from None
+        raise InvalidArgumentError("alltoall: splits must be integers, one for each rank") from None
 
 
 def _received(work: Work) -> Tensor:
-    return torch.tensor(work.received_splits(), dtype=torch.int32)
+    return torch.tensor(work.received_splits(), dtype=torch.int32, device="cpu")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_ring._C import Work
+from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
     "GroupHandle",
@@ -87,7 +88,7 @@ class GroupHandle(Handle):
 
 def _checked(handle: Handle) -> Handle:
     if not isinstance(handle, Handle):
-        raise ValueError(f"{handle!r} is not a handle of an asynchronous operation")
+        raise InvalidArgumentError(f"{handle!r} is not a handle of an asynchronous operation")
     return handle
 
 

@@ -1,10 +1,13 @@
-"""broadcast_object, allgather_object, and require_same, which compares the ranks' descriptions."""
+"""broadcast_object, allgather_object, and require_same, which compares the ranks' descriptions.
+
+Where strangers can have the key of the world, only plain data are taken from other hosts.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +19,7 @@ from torch_ring import world
 from torch_ring._C import all_sent
 from torch_ring.collectives.allgather import allgather
 from torch_ring.collectives.broadcast import broadcast_
+from torch_ring.collectives.plain_pickle import dumps, loads_plain
 from torch_ring.errors import MismatchError
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
@@ -42,16 +46,19 @@ def broadcast_object(
 
     Raises:
         Exception: the root cannot pickle `obj`: pickle's error there, a RuntimeError elsewhere.
+        pickle.UnpicklingError: `obj` is not only plain data, the root is on another host, and the
+            hosts have no secret (see TORCH_RING_SECRET). A RuntimeError on the root's host.
     """
     is_root = world.rank() == root_rank
     payload, failure = _pickled(obj) if is_root else (_NOTHING, None)
-    size = torch.tensor([payload.numel()])
+    size = torch.tensor([payload.numel()], device="cpu")
     broadcast_(size, root_rank, name and f"{name}.size", process_set)
     _require_pickled([root_rank], size, failure)
     if not is_root:
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast_(payload, root_rank, name, process_set)
-    return obj if is_root else _unpickled(payload)
+    received = _unpickled({} if is_root else {root_rank: payload}, name, process_set)
+    return obj if is_root else received[root_rank]
 
 
 def allgather_object(
@@ -69,12 +76,17 @@ def allgather_object(
 
     Raises:
         Exception: a rank cannot pickle its object: pickle's error there, a RuntimeError on others.
+        pickle.UnpicklingError: an object from another host is not only plain data, and the hosts
+            have no secret (see TORCH_RING_SECRET). A RuntimeError on ranks that could take all.
     """
     payload, failure = _pickled(obj)
-    sizes = allgather(torch.tensor([payload.numel()]), name and f"{name}.size", process_set)
-    _require_pickled(process_set.ranks or [], sizes, failure)
+    size = torch.tensor([payload.numel()], device="cpu")
+    sizes = allgather(size, name and f"{name}.size", process_set)
+    ranks = process_set.ranks or []
+    _require_pickled(ranks, sizes, failure)
     gathered = allgather(payload, name, process_set)
-    return [_unpickled(part) for part in torch.split(gathered, sizes.tolist())]
+    parts = torch.split(gathered, sizes.tolist())
+    return list(_unpickled(dict(zip(ranks, parts, strict=True)), name, process_set).values())
 
 
 def require_same(
@@ -102,7 +114,8 @@ def require_same(
                 raise MismatchError(f"{complaint}: rank {rank}: {left}; rank {other_rank}: {right}")
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # sent after a failure: a pickle has a byte or more
+# Sent after a failure: a pickle has a byte or more.
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
@@ -111,19 +124,18 @@ def _pickled(obj: Any) -> tuple[Tensor, Exception | None]:
         data = _dumps(obj)
     except Exception as failure:
         return _NOTHING, failure
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8), None
+    return torch.frombuffer(data, dtype=torch.uint8), None
 
 
-def _dumps(obj: Any) -> bytes:
+def _dumps(obj: Any) -> memoryview:
     try:
-        return pickle.dumps(obj)
+        return dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError):
         if find_spec("cloudpickle") is None:
             raise
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]  # optional; slower than pickle
 
-    data: bytes = cloudpickle.dumps(obj)
-    return data
+    return memoryview(bytearray(cloudpickle.dumps(obj)))
 
 
 def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | None) -> None:
@@ -135,6 +147,44 @@ def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | N
         raise RuntimeError(f"rank {failed[0]} cannot pickle its object: see its error")
 
 
-def _unpickled(payload: Tensor) -> Any:
-    # The sender is trusted: every connected rank has proved that it knows the job's secret.
-    return pickle.loads(payload.numpy().data)
+def _unpickled(
+    payloads: Mapping[int, Tensor], name: str | None, process_set: ProcessSet
+) -> dict[int, Any]:
+    """Return the objects that ranks have sent, by rank.
+
+    Where some are taken with care, the ranks tell one another whether all could be taken: otherwise
+    they would be out of step.
+    """
+    here, host_of = world.current.world(), world.current.world().host_of
+    ranks = process_set.ranks or []
+    if not here.is_guarded or len({host_of[rank] for rank in ranks}) == 1:
+        # Whoever is connected has proved that he knows a secret, or is a process of this user.
+        return {rank: pickle.loads(data.numpy().data) for rank, data in payloads.items()}
+    objects: dict[int, Any] = {}
+    refusal: Exception | None = None
+    for rank, data in payloads.items():
+        try:
+            is_near = host_of[rank] == host_of[here.rank]
+            read = pickle.loads if is_near else loads_plain
+            objects[rank] = read(data.numpy().data)
+        except pickle.UnpicklingError as error:
+            refusal = refusal or (error if is_near else _refusal(rank, error))
+        except Exception as error:
+            refusal = refusal or error
+    own = torch.tensor([int(refusal is not None)], device="cpu")
+    refused = allgather(own, name and f"{name}.read", process_set)
+    if refusal is not None:
+        raise refusal
+    for rank, has_refused in zip(ranks, refused.tolist(), strict=True):
+        if has_refused:
+            raise RuntimeError(f"rank {rank} does not take an object: see its error")
+    return objects
+
+
+def _refusal(rank: int, error: pickle.UnpicklingError) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(
+        f"rank {rank}, on another host, has sent {error}. Without a secret only plain data "
+        "(numbers, texts, containers, tensors, arrays) are taken from other hosts, since a pickle "
+        "can run code. Set TORCH_RING_SECRET to the same random text on all ranks, or "
+        "TORCH_RING_TRUST_NETWORK=1 if nobody else can reach the hosts"
+    )

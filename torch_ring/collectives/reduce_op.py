@@ -24,9 +24,11 @@ __all__ = [
 class ReduceOp(IntEnum):
     """The operator that combines the ranks' tensors, element by element except for Adasum.
 
-    Average divides the sum by the number of ranks; integers truncate toward zero. Adasum is
-    adaptive summation (S. Maleki et al., MLSys 2021). It takes floating point, on a power of two of
-    ranks.
+    Average divides the sum by the number of ranks. Integers truncate toward zero, and their sum
+    does not wrap around: it is kept in a wider dtype. That of Sum wraps, as torch's. Factors
+    multiply integers in float64; each product is truncated toward zero, and clamped to the range of
+    the dtype. Adasum is adaptive summation (S. Maleki et al., MLSys 2021). It takes floating point,
+    on a power of two of ranks.
     """
 
     Average = 0

@@ -14,6 +14,7 @@ from torch_ring.collectives.handle import GroupHandle, Handle
 from torch_ring.collectives.reduce_op import Average, Sum, checked_op
 from torch_ring.collectives.tensors import checked_group, needs_function, require_tensor
 from torch_ring.compression import Compression, Compressor
+from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = [
@@ -137,7 +138,7 @@ def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Ten
 def _scattered(tensor: Tensor, process_set: ProcessSet) -> Tensor:
     """Return an uninitialised tensor for this rank's part of a reducescatter of `tensor`."""
     if tensor.dim() == 0:
-        raise ValueError("reducescatter: a scalar has no first dimension to scatter")
+        raise InvalidArgumentError("reducescatter: a scalar has no first dimension to scatter")
     share, more = divmod(tensor.shape[0], process_set.size())
     rows = share + (process_set.rank() < more)
     return empty_result(tensor, [rows, *tensor.shape[1:]])

@@ -25,9 +25,10 @@ def empty_shared(
     there. If one rank's tensor is not shared, the tensors are reduced like any others. Optimizers
     keep their buckets in such memory.
 
-    Without shared memory (one rank, or each rank on a host of its own) it is an ordinary tensor.
-    The function is no collective: each rank may call it at any time. The memory lives as long as
-    the tensor, even after :func:`torch_ring.shutdown`.
+    Without shared memory (one rank, or each rank on a host of its own), or without room in it
+    (``TORCH_RING_ADDRESS_SPACE``), it is an ordinary tensor. The function is no collective: each
+    rank may call it at any time. The memory lives as long as the tensor, even after
+    :func:`torch_ring.shutdown`. In a process that is forked from this one the tensor has zeros.
 
     Args:
         size: the shape: integers, or one sequence of them.

@@ -12,7 +12,7 @@ from torch_ring._C import Engine, in_words
 from torch_ring.collectives.handle import GroupHandle
 from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum, checked_op
 from torch_ring.collectives.tensors import require_tensor
-from torch_ring.errors import MismatchError
+from torch_ring.errors import InvalidArgumentError, MismatchError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["SparseHandle", "sparse_allreduce_async", "start_sparse_sum"]
@@ -52,7 +52,7 @@ def sparse_allreduce_async(
     engine = engine_of(process_set)
     require_tensor(tensor, "sparse_allreduce_async")
     if tensor.layout != torch.sparse_coo:
-        raise ValueError(
+        raise InvalidArgumentError(
             "sparse_allreduce_async takes a sparse COO tensor: a dense one goes to allreduce_async"
         )
     op = checked_op(op, (Average, Sum))
@@ -91,8 +91,6 @@ def start_sparse_sum(
         indices, values = own._indices(), own._values().detach().flatten()
         request = [*indices.shape, op, own.dim(), *own.shape]
         header = torch.cat([torch.tensor(request, device=like.device), indices.flatten()])
-    if values.is_complex():
-        values = torch.view_as_real(values).flatten()
     works = engine.grouped_allgather([header, values], name, joinable=joinable)
 
     def combine(gathered: list[Tensor]) -> Tensor:
@@ -102,15 +100,18 @@ def start_sparse_sum(
         ]
         _require_same(name, parts)
         values = gathered[1]
-        if like.is_complex():
-            values = torch.view_as_complex(values.view(-1, 2))
         if op == Average:
             integer = not (values.is_floating_point() or values.is_complex())
             values = torch.div(values, len(ranks), rounding_mode="trunc" if integer else None)
         joined = torch.cat([part.indices for part in parts], dim=1)
         values = values.view(joined.shape[1], *like.shape[joined.shape[0] :])
         return torch.sparse_coo_tensor(
-            joined, values, like.shape, check_invariants=False, is_coalesced=is_coalesced
+            joined,
+            values,
+            like.shape,
+            device=values.device,
+            check_invariants=False,
+            is_coalesced=is_coalesced,
         )
 
     return SparseHandle(works, combine)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_ring._C import empty_result_like as _empty_result_like
 from torch_ring.collectives.handle import Handle
+from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
     "checked_group",
@@ -69,10 +70,12 @@ def checked_group(tensors: Sequence[Tensor]) -> list[Tensor]:
     group = list(tensors) if is_group else []
     if not is_group or not all(isinstance(tensor, Tensor) for tensor in group):
         found = type(tensors).__name__
-        raise ValueError(f"a group is a list of tensors, such as [a, b]; got {found}")
+        raise InvalidArgumentError(f"a group is a list of tensors, such as [a, b]; got {found}")
     devices = {str(tensor.device) for tensor in group}
     if len(devices) > 1:
-        raise ValueError(f"the tensors of a group are on several devices: {sorted(devices)}")
+        raise InvalidArgumentError(
+            f"the tensors of a group are on several devices: {sorted(devices)}"
+        )
     return group
 
 

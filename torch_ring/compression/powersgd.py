@@ -70,6 +70,7 @@ class PowerSGDCompressor(ErrorFeedback):
         return self.rank * (rows + columns) < rows * columns
 
     def _first_right(self, matrix: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        right = torch.randn(matrix.shape[1], self.rank, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        shape = (matrix.shape[1], self.rank)
+        right = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         return right.to(matrix)

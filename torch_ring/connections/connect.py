@@ -20,13 +20,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_ring._C import ControlPlane, HostMemory, make_memory, memory_table
+from torch_ring._C import (
+    ControlPlane,
+    HostMemory,
+    least_memory,
+    make_memory,
+    mappable_bytes,
+    memory_table,
+)
 from torch_ring.config import Config
 from torch_ring.connections import topology
 from torch_ring.connections.connections import Connections
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import pauses
+from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
@@ -36,9 +44,7 @@ __all__ = ["connect"]
 
 _log = logging.getLogger("torch_ring")
 
-_HUGE_PAGE = 2 << 20
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
-_SPARE_DESCRIPTORS = 512  # of this library's connections; twice log2(n), and those for data
 
 
 def connect(
@@ -66,18 +72,21 @@ def connect(
         InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
     """
     rank, size = identity.rank, identity.size
-    _raise_descriptor_limit(identity, config)
+    _raise_descriptor_limit()
     with contextlib.ExitStack() as cleanup:
-        shares = config.transport != "tcp" and _can_share(identity, config)
+        shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
         tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
         unix = cleanup.enter_context(_listen_unix())
         meeting.meet(_own_info(identity, shares, tcp, unix).card(), {**config.common(), **common})
         table, fd = _share_memory(meeting, config, rank, size)
         if fd >= 0:
             cleanup.callback(os.close, fd)
-        peers, secret = parse_table(table, size)
+        peers, secret, is_private = parse_table(table, size)
         host_of = topology.host_of(peers, config.transport)
-        connections = Connections(rank, peers, host_of, topology.labels(peers))
+        if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
+            _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
+        labels = topology.labels(peers)
+        connections = Connections(rank, peers, host_of, labels, is_private=is_private)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
             # Otherwise the traceback of the error would keep the memory.
@@ -90,7 +99,7 @@ def connect(
                 host_of,
                 connections.labels,
                 [(peer.socket, peer.address, peer.port) for peer in peers],
-                hmac.digest(config.secret.encode(), secret, hashlib.sha256),
+                hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
                 unix.detach() if len(here) > 1 else -1,
                 tcp.detach() if len(here) < size else -1,
                 config.heartbeat_timeout_s,
@@ -123,48 +132,37 @@ def _wait_for_neighbours(connections: Connections, plane: ControlPlane, meeting:
 # --- the memory of this host
 
 
-def _can_share(identity: Identity, config: Config) -> bool:
-    """Return whether this process can share memory with others of its host."""
-    rank = identity.rank
+def _bytes_to_share(rank: int, config: Config) -> int:
+    """Return how many bytes of its host's memory this process can map; 0: it shares none."""
     try:
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        limited = limit != resource.RLIM_INFINITY
-        ranks = identity.local_size or identity.size
-        memory = make_memory(ranks if limited else 1, b"")
+        memory = make_memory(1, b"", least_memory(1))
         try:
-            if limited:
-                _require_address_space(os.fstat(memory).st_size + _HUGE_PAGE, limit)
-            return _can_pass(memory)
+            _require_to_pass(memory)
         finally:
             os.close(memory)
+        if not (shares := min(mappable_bytes(), config.address_space_bytes)):
+            raise RingError("no address space is left (`ulimit -v`)")
+        return shares
     except (OSError, RingError) as error:
+        reason = lacking(error, rank) or error
         if config.transport == "shm":
             raise RingError(
-                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {error}"
+                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
             ) from error
-        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, error)
-        return False
+        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
+        return 0
 
 
-def _can_pass(fd: int) -> bool:
-    """Return whether descriptors can be passed over Unix sockets."""
+def _require_to_pass(fd: int) -> None:
+    """Raise RingError if descriptors cannot be passed over Unix sockets."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         socket.send_fds(ours, [b"?"], [fd])
         received = receive_fds(theirs, 1)
     for copy in received:
         os.close(copy)
-    return bool(received)
-
-
-def _require_address_space(needed: int, limit: int) -> None:
-    """Raise RingError if this process may not map `needed` more bytes."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if used + needed > limit:
-        raise RingError(
-            f"`ulimit -v` allows {limit - used >> 20} MiB of address space more, but the memory of "
-            f"all ranks of the host needs {needed >> 20} MiB"
-        )
+    if not received:
+        raise RingError("descriptors cannot be passed over Unix sockets")
 
 
 def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tuple[bytes, int]:
@@ -175,11 +173,12 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
     if not meeting.leads:
         table, fds = meeting.pass_down()
         return (memory_table(fds[0]), fds[0]) if fds else (table, -1)
-    peers, _ = parse_table(meeting.table, size)
+    peers = parse_table(meeting.table, size).peers
     hosts = topology.host_of(peers, config.transport)
     if len(set(hosts)) == size:
         return meeting.pass_down(meeting.table)[0], -1
-    fd = make_memory(hosts.count(hosts[rank]), meeting.table)
+    here = [peer for peer in peers if hosts[peer.rank] == hosts[rank]]
+    fd = make_memory(len(here), meeting.table, min(peer.shares for peer in here))
     try:
         meeting.pass_down(fds=[fd])
     except BaseException:
@@ -191,22 +190,15 @@ def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tup
 # --- this rank's descriptors, peer info and listeners
 
 
-def _raise_descriptor_limit(identity: Identity, config: Config) -> None:
-    """Raise the soft limit of descriptors, if it is too low for the connections."""
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors: ranks and strangers need some each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = len(os.listdir("/proc/self/fd"))
-    # The leader of a host has a connection to each of its ranks, until all have joined.
-    needed = in_use + _SPARE_DESCRIPTORS + (identity.local_size or identity.size)
-    needed += identity.size * config.connections  # of an alltoall between hosts
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # without it, what lacks one says so
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _own_info(
-    identity: Identity, shares: bool, tcp: socket.socket, unix: socket.socket
-) -> PeerInfo:
+def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.socket) -> PeerInfo:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return PeerInfo(
         rank=identity.rank,

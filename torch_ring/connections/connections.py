@@ -22,6 +22,7 @@ class Connections:
         host_of: the host index of each rank.
         labels: the name of each rank in messages.
         plane: who lives and who has left, and connections for data; None in a world of one.
+        is_private: whether nobody but the ranks can know the key with which they connect.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
     """
 
@@ -31,6 +32,7 @@ class Connections:
     labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
     plane: ControlPlane | None = None
     memory: HostMemory | None = None
+    is_private: bool = True
 
     @property
     def size(self) -> int:
@@ -44,9 +46,12 @@ class Connections:
             plane.stop()
 
     def abandon(self) -> None:
-        """Let go of the parent's connections in a forked child.
+        """Let go of the parent's connections and memory in a forked child.
 
-        While a child holds them, no other rank notices the parent's death.
+        While a child holds the connections, no other rank notices the parent's death; while it
+        holds the memory, that of all ranks of the host stays although they have ended.
         """
         if self.plane is not None:
             self.plane.abandon()
+        if self.memory is not None:
+            self.memory.abandon()

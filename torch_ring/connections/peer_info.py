@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch_ring.errors import RingError
 from torch_ring.rendezvous import cards
-from torch_ring.rendezvous.group_card import unpack_table_and_secret
+from torch_ring.rendezvous.group_card import unpack_table
 
 __all__ = ["PeerInfo", "PeerTable", "parse_table"]
 
@@ -21,7 +21,7 @@ class PeerInfo:
     Attributes:
         machine: "<kernel>/<network namespace>": ranks with the same one can pass descriptors to one
             another.
-        shares: whether the rank has shared memory for the others.
+        shares: the bytes of its host's memory that the rank can map; 0: it shares none.
         node: the launcher's name of its node; None: the machine counts as the node.
         local_rank, local_size: as the launcher sets them; None if it does not.
         address, port: the TCP address for ranks on other hosts.
@@ -31,7 +31,7 @@ class PeerInfo:
 
     rank: int
     machine: str
-    shares: bool
+    shares: int
     node: str | None
     local_rank: int | None
     local_size: int | None
@@ -74,11 +74,13 @@ class PeerTable(NamedTuple):
 
     Attributes:
         peers: all ranks, in order.
-        secret: 32 bytes of this world: only its ranks know them, and whoever can read its store.
+        secret: 32 bytes of this world.
+        is_private: whether only its ranks know them, and nobody who can read its store.
     """
 
     peers: list[PeerInfo]
     secret: bytes
+    is_private: bool
 
 
 def parse_table(table: bytes, size: int) -> PeerTable:
@@ -89,13 +91,13 @@ def parse_table(table: bytes, size: int) -> PeerTable:
     """
     peers: dict[int, PeerInfo] = {}
     try:
-        groups, secret = unpack_table_and_secret(table, size)
+        groups, secret, is_private = unpack_table(table, size)
         for group in groups:
             for peer in _peers(cards.rows(group.columns, group.count), group.count):
                 peers[peer.rank] = peer
     except (ValueError, RecursionError) as error:
         raise RingError(f"a rank runs another version of torch_ring: {error}") from None
-    return PeerTable([peers[rank] for rank in range(size)], secret)
+    return PeerTable([peers[rank] for rank in range(size)], secret, is_private)
 
 
 def _peers(columns: dict[str, list[Any]], count: int) -> list[PeerInfo]:
@@ -138,7 +140,7 @@ def _is_mask(value: Any) -> bool:
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "rank": _whole(1 << 31),
     "machine": _text,
-    "shares": lambda value: type(value) is bool,
+    "shares": _whole(1 << 63),
     "node": _or_none(_text),
     "local_rank": _or_none(_whole(1 << 31)),
     "local_size": _or_none(_whole(1 << 31)),

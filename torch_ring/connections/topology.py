@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_ring._C import least_memory
 from torch_ring.connections.peer_info import PeerInfo
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, RingError
 
 __all__ = [
     "Topology",
@@ -14,6 +16,7 @@ __all__ = [
     "host_of",
     "hosts_among",
     "labels",
+    "lack_of_memory",
     "may_spin",
     "topology_of",
 ]
@@ -64,10 +67,11 @@ def topology_of(rank: int, peers: Sequence[PeerInfo]) -> Topology:
 def host_of(peers: Sequence[PeerInfo], transport: str) -> list[int]:
     """Return the host index of each rank: ranks of one host share memory.
 
-    If one rank has no shared memory, every rank is a host of its own, and all use TCP.
+    If one rank cannot map the memory of its host, every rank is a host of its own, and all use TCP.
 
     Raises:
         InvalidArgumentError: TORCH_RING_TRANSPORT=shm, but the ranks are on several hosts.
+        RingError: TORCH_RING_TRANSPORT=shm, but a rank cannot map the memory.
     """
     machines: dict[str, int] = {}
     hosts = [machines.setdefault(peer.machine, len(machines)) for peer in peers]
@@ -76,9 +80,29 @@ def host_of(peers: Sequence[PeerInfo], transport: str) -> list[int]:
             f"TORCH_RING_TRANSPORT=shm, but the ranks are on {len(machines)} hosts (or in "
             "containers with networks of their own)"
         )
-    if transport == "tcp" or not all(peer.shares for peer in peers):
+    if transport == "tcp":
         return list(range(len(peers)))
-    return hosts
+    lack = lack_of_memory(peers)
+    if lack and transport == "shm":
+        raise RingError(f"TORCH_RING_TRANSPORT=shm, but {lack}")
+    return list(range(len(peers))) if lack else hosts
+
+
+def lack_of_memory(peers: Sequence[PeerInfo]) -> str:
+    """Return which rank cannot map the memory of its host; "" if all can."""
+    counts = Counter(peer.machine for peer in peers)
+    needed = {count: least_memory(count) for count in set(counts.values())}
+    for peer in peers:
+        count = counts[peer.machine]
+        if not peer.shares:
+            return f"rank {peer.rank} has no shared memory: its log says why"
+        if peer.shares < needed[count]:
+            return (
+                f"rank {peer.rank} can map {peer.shares >> 20} MiB of shared memory, and the "
+                f"{count} ranks of its host need {needed[count] >> 20} MiB: raise `ulimit -v` or "
+                "TORCH_RING_ADDRESS_SPACE"
+            )
+    return ""
 
 
 def hosts_among(ranks: Sequence[int], host_of: Sequence[int]) -> list[int]:

@@ -164,14 +164,14 @@ class InputPipeline:
             raise ValueError(f"steps={steps}, rounds={rounds}: both must be 1 or more")
         waits = self._log.gather(self.process_set)
         workers = getattr(self.loader, "num_workers", 0)
-        counts = torch.tensor([workers, max(0, default_num_workers() - workers)])
+        counts = torch.tensor([workers, max(0, default_num_workers() - workers)], device="cpu")
         num_workers, spare = allreduce(counts, op=Min, process_set=self.process_set).tolist()
         rates = None if step is None else self._compare(step, steps, rounds)
         return InputReport(self.mode, self.process_set.size(), num_workers, spare, waits, rates)
 
     def _compare(self, step: Callable[[Any], object], steps: int, rounds: int) -> Rates:
         # The same number of steps on all ranks: a step has collectives, and loaders may differ.
-        queued = torch.tensor(_queue_of(self.loader))
+        queued = torch.tensor(_queue_of(self.loader), device="cpu")
         queue = int(allreduce(queued, op=Max, process_set=self.process_set))
         untimed = {"real": 1 + queue, "cached": 1, "synthetic": 1}
         with _whole_epochs(self.loader):
@@ -181,7 +181,7 @@ class InputPipeline:
                 [self._time(mode, step, untimed[mode], steps) for mode in MODES]
                 for _ in range(rounds)
             ]
-        seconds = torch.tensor(rows, dtype=torch.float64)
+        seconds = torch.tensor(rows, dtype=torch.float64, device="cpu")
         return Rates.of(allreduce(seconds, op=Max, process_set=self.process_set), steps)
 
     def _time(self, mode: str, step: Callable[[Any], object], untimed: int, steps: int) -> float:

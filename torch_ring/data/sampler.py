@@ -148,10 +148,10 @@ class ShardedSampler(Sampler[int]):
         mine = self._mine()
         if not self.shuffle:
             return iter(range(self.length)[mine])
-        generator = torch.Generator()
+        generator = torch.Generator("cpu")
         # Hashed: with seed + epoch, the orders of a seed would be those of the next one, shifted.
         generator.manual_seed(zlib.crc32(f"{self.seed} {self._epoch}".encode()))
-        order = torch.randperm(self.length, generator=generator)
+        order = torch.randperm(self.length, generator=generator, device="cpu")
         return iter(order[mine].tolist())
 
     def _go_to(self, epoch: int, begin: int) -> None:

@@ -74,7 +74,7 @@ class WaitLog:
 
     def gather(self, process_set: ProcessSet) -> Waits:
         """Return the waits of all ranks of the set. A collective of them."""
-        counts = torch.tensor([self._steps, len(self._last_s)])
+        counts = torch.tensor([self._steps, len(self._last_s)], device="cpu")
         steps, kept = allreduce(counts, op=Min, process_set=process_set).tolist()
         rate = steps / self._elapsed_s if steps else torch.nan
         mine = self._last_s[len(self._last_s) - kept :]  # the same steps on all ranks
@@ -115,4 +115,4 @@ def summary(
 
 
 def _tensor(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from torch_ring._C import backward_name
 from torch_ring.collectives.allreduce import grouped_allreduce
+from torch_ring.collectives.consistency import verify_step
+from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
@@ -21,7 +23,7 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.uneven_batches import explained
-from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
+from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
@@ -48,6 +50,7 @@ class AdasumOptimizer(Wrapped):
     _since: str  # how errors say which
     _is_compared: bool  # whether the ranks have compared their weights since then
     _has_warned: bool
+    _check_every: int  # steps; 0: never
     backward_passes_per_step: int
 
     def synchronize(self) -> None:
@@ -97,6 +100,7 @@ def wrap_adasum(
     size = process_set.size() if process_set.included() else 1
     if size & (size - 1):
         raise ValueError(f"op=Adasum needs a power of two of ranks, not {size}")
+    names = {p: name for p, name in names.items() if p.requires_grad or p.is_floating_point()}
     for parameter, name in names.items():
         if not parameter.is_floating_point():
             raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")
@@ -114,6 +118,7 @@ def wrap_adasum(
     wrapped._before = None
     wrapped._since = ""
     wrapped._has_warned = False
+    wrapped._check_every = current.config().check_every
     _start_anew(wrapped)
     wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
@@ -205,3 +210,11 @@ def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
     optimizer._steps += 1
     for (parameter, start), change in zip(before.items(), combined, strict=True):
         parameter.copy_(start + change)
+    verify_step(
+        optimizer._check_every,
+        optimizer._steps,
+        optimizer,
+        optimizer._parameter_names,
+        optimizer._process_set,
+        with_state=False,  # each rank has stepped with its own gradients
+    )

@@ -10,8 +10,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, Engine, all_sent, backward_name, in_words
+from torch_ring._C import (
+    DenseFinalizer,
+    Engine,
+    PassAgreement,
+    all_sent,
+    backward_name,
+    in_words,
+)
 from torch_ring.errors import MismatchError, RingError
+from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.optimizer.uneven_batches import explained
 from torch_ring.optimizer.weight_comparison import summary_of
@@ -41,6 +49,9 @@ class Participant(Protocol):
     weights_compared: bool
     """Whether the ranks have compared their weights since the start, or since join()."""
 
+    steps: int
+    """Steps that the optimizer has taken since then."""
+
     def report(self, everything: bool) -> GradientReport | None:
         """Return which gradients are due here, or with `everything` which exist; None: none."""
 
@@ -55,6 +66,9 @@ class Participant(Protocol):
 
     def start_bucket(self, bucket: int) -> None:
         """Start to reduce a bucket during the pass."""
+
+    def new_memory(self, bucket: int) -> Tensor:
+        """Return other memory for a bucket."""
 
     def finish(self, order: Sequence[int]) -> None:
         """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
@@ -85,22 +99,28 @@ class BackwardSync:
 
     Ranks that have called join() take no part in agreements; reductions count them as zeros.
 
-    Thread: the one that runs backward(). Blocking: until every rank has agreed.
+    Ctrl-C may end the wait for an agreement: this rank's next pass then goes on from there, with
+    the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C waits
+    until they have reduced.
+
+    Thread: the one that runs backward(), at most one at a time. Two passes at the same time end the
+    job: the ranks could not tell which of their passes belong together. Blocking: until every rank
+    has agreed.
 
     Attributes:
         process_set: the ranks.
         engine: the set's.
         size: the number of ranks.
-        number: agreements so far; a part of the names of the operations up to the next one.
+        agreement: the next agreement of the ranks, or the one under way.
         steps: steps that the optimizers have taken, all together.
 
-    Both count since the start, or since join().
+    Agreements and steps are counted since the start, or since join().
     """
 
     process_set: ProcessSet
     engine: Engine = field(init=False)
     size: int = field(init=False)
-    number: int = 0
+    agreement: PassAgreement = field(default_factory=PassAgreement)
     steps: int = 0
     _since: str = ""  # how errors say since when
     _rank: int = field(default_factory=current.rank)
@@ -141,6 +161,11 @@ class BackwardSync:
         if not is_synchronised and world.engine is self._world_engine:
             self.finalize()
 
+    @property
+    def number(self) -> int:
+        """Agreements so far; a part of the names of the operations up to the next one."""
+        return self.agreement.number
+
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
         index = self._registered
@@ -156,16 +181,33 @@ class BackwardSync:
             self._raise_explained(error)
             raise
 
+    def new_memory(self, participant: int, bucket: int) -> Tensor:
+        """Return other memory for a bucket."""
+        return self._participants[participant].new_memory(bucket)
+
+    def fail(self, why: str) -> None:
+        """End the job on all ranks, and raise RingError."""
+        self.engine.end(why)
+
     def finalize(self) -> None:
         """End a backward pass: agree with the other ranks, and reduce what is due on any."""
-        if len(self._participants) == 1 and self._finalize_dense(*self._participants.values()):
-            return
-        reports = self._reports()
-        for report in reports:
-            if report.accumulating:  # under no_sync(), say: only this rank knows
+        self._begin_ending()
+        try:
+            if len(self._participants) == 1 and self._finalize_dense(*self._participants.values()):
+                return
+            reports = self._reports()
+            for report in reports:
+                # Until they are reduced; under no_sync(), say, only this rank knows of them.
                 self._participants[report.participant].nothing_pending = False
-        if any(report.due for report in reports):
-            self._agree(reports)
+            if any(report.due for report in reports):
+                self._agree(reports)
+        finally:
+            self.agreement.stop_ending()
+
+    def _begin_ending(self) -> None:
+        """Begin the end of a pass; no gradient may arrive in other threads meanwhile."""
+        if not self.agreement.begin_ending():
+            self.fail("two threads end backward passes of wrapped optimizers at the same time")
 
     def _finalize_dense(self, participant: Participant) -> bool:
         """Take the fast path if all gradients are due here; return whether the pass has ended."""
@@ -173,32 +215,45 @@ class BackwardSync:
             return False
         finalizer, report = participant.fast_path
         own = BackwardReport(self.steps, (report,)).encode()
+        number, nothing_pending = self.number, participant.nothing_pending
+        participant.nothing_pending = False
         try:
-            differing = self.engine.finalize_dense(finalizer, own, self.number)
+            differing = self.engine.finalize_dense(finalizer, self.agreement, own)
         except RingError as error:
             self._raise_explained(error)
             raise
+        except BaseException:  # Ctrl-C, which the end of the pass may have deferred
+            participant.nothing_pending = self.number != number
+            raise
         if differing is None:
+            participant.nothing_pending = nothing_pending
             return False
         if differing:
-            self._reduce(list(BackwardReport.decode_all(memoryview(differing))))
+            self._reduce_all(list(BackwardReport.decode_all(memoryview(differing))))
         else:
-            self.number += 1
             participant.nothing_pending = True
         return True
 
     def reduce_pending(self, participant: Participant) -> None:
         """Reduce whatever a rank has accumulated for `participant`, due or not."""
-        while not participant.nothing_pending:
-            self._agree(self._reports(stepping=participant))
+        if participant.nothing_pending:
+            return
+        self._begin_ending()
+        try:
+            while not participant.nothing_pending:
+                self._agree(self._reports(stepping=participant))
+        finally:
+            self.agreement.stop_ending()
 
     def resynchronize(self) -> None:
         """Reset what the ranks may have counted differently: join() returns on all of them."""
-        self.number = self.steps = 0
+        self.agreement.restart(0)
+        self.steps = 0
         self._since = " since join()"
         for participant in self._participants.values():
             participant.nothing_pending = False
             participant.weights_compared = False  # a rank that had joined has not stepped
+            participant.steps = 0
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())
@@ -209,16 +264,30 @@ class BackwardSync:
         """Tell the other ranks, and reduce the gradients that are due on any of them."""
         report = BackwardReport(self.steps, tuple(map(self._with_digest, reports)))
         own = report.encode()
-        message = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
         try:
-            gathered = bytes(self._gather(message, backward_name(self.number)).numpy())
+            gathered = self.engine.gather_reports(self.agreement, own)
         except RingError as error:
             self._raise_explained(error)
             raise
         if all_sent(gathered, own):  # the usual case: nothing to decode
-            self._reduce([report] * (len(gathered) // len(own)))
+            self._reduce_all([report] * (len(gathered) // len(own)))
         else:
-            self._reduce(list(BackwardReport.decode_all(memoryview(gathered))))
+            self._reduce_all(list(BackwardReport.decode_all(memoryview(gathered))))
+        if goes_on:
+            for rest in self._reports():  # of which the earlier report did not know
+                self._participants[rest.participant].nothing_pending = False
+
+    def _reduce_all(self, ranks: Sequence[BackwardReport]) -> None:
+        """Reduce, and end the agreement; Ctrl-C waits for that."""
+        with interrupt_deferred():
+            self.agreement.begin_reduction()
+            try:
+                self._reduce(ranks)
+            except Exception:
+                self.agreement.finish()
+                raise
+            self.agreement.finish()
 
     def _gather(self, message: Tensor, name: str) -> Tensor:
         """Return the messages of all ranks that have not joined, one after the other."""
@@ -264,7 +333,7 @@ class BackwardSync:
 
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
-        number, self.number = self.number, self.number + 1
+        number = self.number
         self._check_steps([rank.steps for rank in ranks])
         self._compare_weights(ranks, number)
         touched: dict[int, int] = {}
@@ -292,7 +361,9 @@ class BackwardSync:
                     f"the ranks are in different steps: {who} 0 has taken {steps[0]} optimizer "
                     f"steps, {who} {rank} {other}. Every rank must call step() equally often, and "
                     "backward() equally often between two steps (a rank without data may leave "
-                    "it out)"
+                    "it out). If an exception like KeyboardInterrupt was caught on a rank, it may "
+                    "have left a step out, and its weights differ: call shutdown() and init(), and "
+                    "go on from a checkpoint"
                 )
 
     def _participant(self, index: int) -> Participant:

@@ -102,7 +102,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     message = torch.empty(
         sum(layout.padded_bytes for layout in layouts),
         dtype=torch.uint8,
-        device=tensors[0].device if tensors else None,
+        device=tensors[0].device if tensors else "cpu",
     )
     for packed, tensor in zip(unpack(message, layouts), tensors, strict=True):
         packed.copy_(tensor)

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torch_ring.collectives.consistency import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
-from torch_ring.optimizer.reducer import Reducer
+from torch_ring.optimizer.reducer import Reducer, has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
@@ -46,8 +47,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     The gradients in ``p.grad`` are averaged when ``backward()`` returns: clipping, ``GradScaler``
     and other readers of gradients need no special call. A parameter with a gradient on any rank
     gets one on all; a rank without one counts as zero. A parameter without a gradient on any rank
-    keeps its ``p.grad``. The next backward pass reuses the memory of ``p.grad``: clone a gradient
-    to keep it.
+    keeps its ``p.grad``. As in torch, a gradient tensor that you keep over ``zero_grad()`` keeps
+    its value. A frozen parameter of a dtype that cannot be reduced (int8, say) is left alone.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
@@ -129,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense,
     )
     groups = check_groups(groups, num_groups, list(names))
-    settings = _Settings(reduction, groups, process_set)
+    settings = _Settings(reduction, groups, process_set, current.config().check_every)
     reducer = settings.make_reducer(names, backward_passes_per_step)
     wrap(optimizer, _DistributedOptimizer)._start(
         reducer, names, settings, backward_passes_per_step
@@ -139,22 +140,23 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of a reducer, kept for the next one when parameters are added."""
+    """The arguments of a reducer, kept for the next one when parameters are added; and more."""
 
     reduction: ReductionSettings
     groups: Groups
     process_set: ProcessSet
+    check_every: int  # steps; 0: never
 
     def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
         """Return a reducer of the parameters; None if there is no other rank. Collective."""
         is_set = self.process_set.process_set_id is not None  # else backward_sync_of() raises
         if is_set and (not self.process_set.included() or self.process_set.size() == 1):
             return None
-        parameters = list(names)
+        parameters = list(filter(has_gradients, names))
         reducer = Reducer(
             backward_sync_of(self.process_set),
             parameters,
-            list(names.values()),
+            [names[parameter] for parameter in parameters],
             self.reduction,
             resolve_groups(self.groups, parameters),
         )
@@ -169,6 +171,7 @@ class _DistributedOptimizer(Wrapped):
     _reducer: Reducer | None  # None on one rank, and outside the process set
     _settings: _Settings
     _passes_per_step: int
+    _left_out: list[Tensor]  # frozen parameters without gradients to reduce
     _skip_synchronize: bool
     _step_is_open: bool
     _checked_lists: list[tuple[list[Tensor], int]]  # of each group: parameters, length
@@ -182,6 +185,7 @@ class _DistributedOptimizer(Wrapped):
     ) -> None:
         self._reducer = reducer
         self._parameter_names = names
+        self._left_out = [p for p in names if not has_gradients(p)]
         self._settings = settings
         self._passes_per_step = passes_per_step
         self._skip_synchronize = False
@@ -244,10 +248,17 @@ class _DistributedOptimizer(Wrapped):
             self._reducer.hooks.reset(gradients=False)
 
     def _require_known_parameters(self) -> None:
-        """Raise ValueError for a parameter that is not reduced: one put into a group by hand.
+        """Raise ValueError for a parameter that is not reduced.
 
-        Parameters are compared only when a group's list is another one, or has another length.
+        It was put into a group by hand, or it was frozen when the optimizer was wrapped. Parameters
+        are compared only when a group's list is another one, or has another length.
         """
+        for parameter in self._left_out:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"'{self._parameter_names[parameter]}' requires a gradient now, which cannot "
+                    f"be reduced: its dtype is {parameter.dtype}"
+                )
         lists = [(group["params"], len(group["params"])) for group in self.param_groups]
         if len(lists) == len(self._checked_lists) and all(
             params is before and count == count_before
@@ -270,6 +281,7 @@ class _DistributedOptimizer(Wrapped):
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = _unnamed(group, index)
+        self._left_out = [p for p in self._parameter_names if not has_gradients(p)]
         self._reducer = None  # frees its buckets before new ones are made
         self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 
@@ -297,9 +309,13 @@ def _before_step(
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step post-hook; called as often as `_before_step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
-    if optimizer._step_is_open and optimizer._reducer:
-        optimizer._reducer.finish_step()
-    optimizer._step_is_open = False
+    is_open, optimizer._step_is_open = optimizer._step_is_open, False
+    reducer = optimizer._reducer
+    if is_open and reducer:
+        reducer.finish_step()
+        settings = optimizer._settings
+        names, process_set = optimizer._parameter_names, settings.process_set
+        verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
 
 
 class _JointClosure:
@@ -322,7 +338,8 @@ class _JointClosure:
             return None
         if isinstance(loss, Tensor):
             return self._reducer.reduce_loss(loss)
-        return type(loss)(self._reducer.reduce_loss(torch.tensor(loss, dtype=torch.float64)))
+        number = torch.tensor(loss, dtype=torch.float64, device="cpu")
+        return type(loss)(self._reducer.reduce_loss(number))
 
 
 def _check_passes(passes: int) -> None:

@@ -47,8 +47,13 @@ def check_groups(groups: Groups, num_groups: int, parameters: Sequence[Tensor]) 
 
 
 def resolve_groups(groups: Groups, parameters: Sequence[Tensor]) -> list[Sequence[int]]:
-    """Return the groups as parameter indices; a number means so many consecutive groups."""
+    """Return the groups as parameter indices; a number means so many consecutive groups.
+
+    Tensors in groups that are none of `parameters` have no gradients.
+    """
     if isinstance(groups, int):
         return list(split_evenly(len(parameters), groups)) if groups else []
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-    return [[index_of[id(tensor)] for tensor in group] for group in groups or () if group]
+    indices = [[index_of.get(id(tensor)) for tensor in group] for group in groups or ()]
+    known = [[index for index in group if index is not None] for group in indices]
+    return [group for group in known if group]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, GradientHooks, bucket_name
+from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
@@ -20,11 +21,11 @@ from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.weight_comparison import describe_difference, digests_of
+from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "has_gradients"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -71,9 +72,11 @@ class Reducer:
         self._is_plain = settings.compression is Compression.none
         direct = settings.direct_bytes > 0 and self._is_plain
         blocks = sync.engine.gradient_blocks() if direct else None
-        self._direct = self._large_ones(settings.direct_bytes) if blocks else frozenset[int]()
+        self._least_direct_bytes = settings.direct_bytes if blocks else None
+        self._direct = self._large_ones()
         self.nothing_pending = False
         self.weights_compared = False
+        self.steps = 0
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.hooks = GradientHooks(
@@ -82,7 +85,10 @@ class Reducer:
             reduced_scale=1.0 / sync.size if settings.op == Sum else 1.0,
             on_backward_end=sync.on_backward_end,
             on_bucket_full=functools.partial(sync.start_bucket, self.index),
+            new_memory=functools.partial(sync.new_memory, self.index),
+            fail=sync.fail,
             blocks=blocks,
+            agreement=sync.agreement,
         )
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
@@ -93,7 +99,8 @@ class Reducer:
         self._sparse_sums: dict[int, SparseHandle] = {}
         self._order_is_real = False
         self._has_warned = False
-        self._rebuild_buckets(range(len(parameters) - 1, -1, -1))
+        self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
+        self._rebuild_buckets()
         current.disable_in_child(self.hooks)
 
     def reduce_pending(self) -> None:
@@ -103,6 +110,7 @@ class Reducer:
     def finish_step(self) -> None:
         """Begin the next step: nothing of it is reduced yet."""
         self._sync.steps += 1
+        self.steps += 1
         self.nothing_pending = False
         self.hooks.reset(gradients=False)
 
@@ -110,6 +118,8 @@ class Reducer:
         """Drop what has been accumulated: the gradients are zero or gone."""
         self.nothing_pending = False
         self.hooks.reset(gradients=True)
+        if self.hooks.parameters_moved():
+            self._follow_parameters()
 
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, reduced as the gradients are."""
@@ -122,7 +132,11 @@ class Reducer:
 
     def report(self, everything: bool) -> GradientReport | None:
         """See `Participant`."""
-        due, sparse, accumulating = self.hooks.pending(everything)
+        due, sparse, accumulating, unready = self.hooks.pending(everything)
+        if unready:
+            self.hooks.refuse_others_pass()
+            self._follow_parameters()
+            due, sparse, accumulating, _ = self.hooks.pending(everything)
         bitmap = int.from_bytes(due, "little")
         if not (bitmap or accumulating or everything):
             return None
@@ -145,14 +159,13 @@ class Reducer:
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
-        if index in self._started:
-            raise RuntimeError(
-                "a backward pass failed after part of its gradients had been sent: "
-                "call shutdown() and init(), and wrap the optimizer again"
-            )
         self._started[index] = self._start_wire(
             index, self._plan[index].parameters, self._sync.number, blocking=False
         )
+
+    def new_memory(self, bucket: int) -> Tensor:
+        """See `Participant`."""
+        return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
     def start(self, touched: int, sparse: int, number: int) -> None:
         """See `Participant`."""
@@ -198,7 +211,8 @@ class Reducer:
         if order and not self._order_is_real:
             self._order_is_real = True
             rest = set(range(len(self._specs))).difference(order)
-            self._rebuild_buckets([*order, *sorted(rest, reverse=True)])
+            self._order = [*order, *sorted(rest, reverse=True)]
+            self._rebuild_buckets()
             self.fast_path = self._make_fast_path()
             if self._sync.process_set.rank() == 0:
                 warn_of_ddp(self._parameters)
@@ -231,10 +245,28 @@ class Reducer:
     def _bitmap(self, touched: int) -> bytes:
         return touched.to_bytes((len(self._specs) + 7) // 8, "little")
 
-    def _rebuild_buckets(self, order: Sequence[int]) -> None:
+    def _follow_parameters(self) -> None:
+        """Give the parameters that have moved to another device memory there."""
+        if self._started:
+            self._sync.fail(
+                "parameters have moved to another device, and part of the gradients had been sent "
+                "when a backward pass found that: call zero_grad() after moving a model"
+            )
+        named = zip(self._names, self._parameters, strict=True)
+        self._specs = [_spec(name, parameter) for name, parameter in named]
+        self._direct = self._large_ones()
+        self._rebuild_buckets()
+        if self._order_is_real:
+            self.fast_path = self._make_fast_path()
+
+    def _rebuild_buckets(self) -> None:
         """Plan the buckets by the order of readiness, and move every gradient into its own."""
         plan = plan_buckets(
-            self._specs, order, self._settings.bucket_bytes, groups=self._groups, alone=self._direct
+            self._specs,
+            self._order,
+            self._settings.bucket_bytes,
+            groups=self._groups,
+            alone=self._direct,
         )
         if plan == self._plan:
             return
@@ -247,7 +279,7 @@ class Reducer:
         }
         self.hooks.set_buckets(
             [
-                torch.empty(0, dtype=bucket.dtype)
+                torch.empty(0, dtype=bucket.dtype, device="cpu")
                 if bucket.slots[0].parameter in self._direct
                 else bucket_memory(self._engine, bucket, bucket.dtype)
                 for bucket in plan
@@ -256,8 +288,11 @@ class Reducer:
             [self._overlaps(bucket.device) for bucket in plan],
         )
 
-    def _large_ones(self, least_bytes: int) -> frozenset[int]:
+    def _large_ones(self) -> frozenset[int]:
         """Return the parameters whose gradients lie in blocks of their own."""
+        least_bytes = self._least_direct_bytes
+        if least_bytes is None:
+            return frozenset()
         grouped = {parameter for group in self._groups for parameter in group}
         return frozenset(
             parameter
@@ -266,6 +301,14 @@ class Reducer:
             and spec.numel * spec.dtype.itemsize >= least_bytes
             and parameter not in grouped
         )
+
+
+def has_gradients(parameter: Tensor) -> bool:
+    """Return whether a parameter has gradients to reduce, now or, if it is frozen, perhaps later.
+
+    A frozen one of another dtype (a quantised weight) is none of an optimizer's business.
+    """
+    return parameter.requires_grad or parameter.dtype in _REDUCIBLE or parameter.is_complex()
 
 
 def _members(bitmap: int) -> list[int]:

@@ -2,6 +2,6 @@
 
 `launchers` reads rank and size from the launcher's environment. In a `meeting` every rank gets the
 cards of all: the ranks of a host meet at a Unix socket (`meeting_name`, `local_meeting`, `frames`),
-and the leaders of hosts exchange one card each (`group_card`, `cards`) over a `store`
-(`host_exchange`).
+and the leaders of hosts exchange one card each (`group_card`, `cards`, `group_meeting`) over a
+`store` (`host_exchange`), whose values they authenticate (`job_key`, `secret_file`).
 """

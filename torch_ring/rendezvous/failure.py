@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,22 @@ from torch_ring import errors
 from torch_ring.errors import MismatchError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 
-__all__ = ["Failure", "missing_ranks", "name_ranks", "other_size", "progress", "two_of_a_rank"]
+__all__ = [
+    "Failure",
+    "missing_ranks",
+    "name_ranks",
+    "other_size",
+    "progress",
+    "twice",
+    "two_of_a_rank",
+]
 
 _KINDS = ("MismatchError", "PeerLostError", "TimeoutError")  # any other arrives as a RingError
 _NAMED = 16  # ranks of a long list that are named
+_BY_PARENT = (
+    " Ranks that different processes have started meet only if MASTER_ADDR and MASTER_PORT are set:"
+    " to 127.0.0.1 and a free port, if all of them are on this host."
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Return how the other ranks hear of an error on `rank`."""
-        reason = str(error) or type(error).__name__
+        reason = (str(error) or type(error).__name__).removeprefix(f"rank {rank}: ")
         return cls(type(error).__name__, f"init failed on rank {rank}: {reason}")
 
     @classmethod
@@ -51,7 +63,10 @@ class Failure:
             kind, text = json.loads(data)
         except (ValueError, TypeError, RecursionError):
             return cls("RingError", "init failed on another rank, for a reason that got lost")
-        return cls(str(kind), str(text))
+        # Without a secret between hosts it may be a stranger's, who is kept from the terminal.
+        return cls(
+            str(kind), "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
+        )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -61,12 +76,23 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {some}{more}"
 
 
-def missing_ranks(here: Sequence[int], size: int, deadline: Deadline) -> TimeoutError:
-    """Return the error of ranks that are not among `here` at the deadline."""
+def missing_ranks(
+    here: Collection[int], size: int, deadline: Deadline, *, by_parent: bool = False
+) -> TimeoutError:
+    """Return the error of ranks that are not among `here` at the deadline.
+
+    Args:
+        here: those that have come.
+        size: the number of ranks.
+        deadline: when they had to be here.
+        by_parent: whether ranks find one another by the process that has started them.
+    """
     missing = sorted(set(range(size)).difference(here))
+    if not missing:
+        return TimeoutError(f"all {size} ranks have come, but the last of them not {deadline}")
     return TimeoutError(
-        f"{name_ranks(missing) if missing else 'a rank'} of {size} did not arrive {deadline}: have "
-        "these processes started, and do they call init()?"
+        f"{name_ranks(missing)} of {size} did not arrive {deadline}: have these processes started, "
+        "and do they call init()?" + (_BY_PARENT if by_parent else "")
     )
 
 
@@ -82,9 +108,14 @@ def progress(here: Sequence[int], size: int, waited_s: float) -> str:
 
 def two_of_a_rank(rank: int, size: int) -> RingError:
     """Return the error of a rank that has come twice."""
-    return RingError(
-        f"two processes are rank {rank} of {size}, or one was killed in the middle of init() and "
-        "another one started in its place"
+    return RingError(twice(f"two processes are rank {rank} of {size}"))
+
+
+def twice(found: str) -> str:
+    """Return the text of two processes with one rank, which says what else it may be."""
+    return (
+        f"{found}, or another job has the same MASTER_ADDR and MASTER_PORT, or one process was "
+        "killed in the middle of init() and another one started in its place"
     )
 
 

@@ -6,21 +6,25 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.rendezvous import cards
 
 __all__ = [
     "GroupCard",
+    "Table",
     "difference",
     "gather_group",
     "pack_table",
+    "ranks_in",
     "require_agreement",
     "unpack_table",
-    "unpack_table_and_secret",
 ]
+
+
+_SECRET_BYTES = 32
 
 
 @dataclass
@@ -60,6 +64,11 @@ class GroupCard:
         """What the ranks have in common that can meet at a Unix socket."""
         return self.columns["machine"][0]
 
+    def apart(self) -> GroupCard:
+        """Return the card as of a machine of its own."""
+        machine = f"{self.door}.{self.machine}"
+        return replace(self, columns={**self.columns, "machine": [machine]})
+
     def to_bytes(self) -> bytes:
         """Return the card as it is sent."""
         return cards.pack(asdict(self))
@@ -90,6 +99,14 @@ class GroupCard:
         if len({str(machine) for machine in full.get("machine", [])}) != 1:
             raise ValueError("it has not one machine")
         return card
+
+
+def ranks_in(card: bytes, size: int) -> list[int]:
+    """Return the ranks of a card that was sent in a world of `size`; none if it is damaged."""
+    try:
+        return GroupCard.from_bytes(card, size).ranks
+    except ValueError:
+        return []
 
 
 def gather_group(
@@ -132,23 +149,35 @@ def require_agreement(texts: Mapping[int, str]) -> None:
             raise difference(lowest, texts[lowest], rank, text)
 
 
-def pack_table(groups: Sequence[GroupCard]) -> bytes:
-    """Return the table of all groups, with a new secret that only the ranks of this world get."""
-    secret = secrets.token_hex(32)
-    return cards.pack({"secret": secret, "groups": [asdict(group) for group in groups]})
+class Table(NamedTuple):
+    """What the ranks of a world know of one another.
+
+    Attributes:
+        groups: the cards of all groups.
+        secret: 32 random bytes, or a key that follows from them.
+        is_private: whether only the ranks can know the secret.
+    """
+
+    groups: list[GroupCard]
+    secret: bytes
+    is_private: bool
 
 
-def unpack_table(table: bytes, size: int) -> list[GroupCard]:
-    """Return the groups of a table.
+def pack_table(
+    groups: Sequence[GroupCard], secret: bytes | None = None, *, is_private: bool = False
+) -> bytes:
+    """Return the table of all groups; see `Table`. None: a new secret."""
+    text = (secret or secrets.token_bytes(_SECRET_BYTES)).hex()
+    told = [asdict(group) for group in groups]
+    return cards.pack({"secret": text, "private": is_private, "groups": told})
+
+
+def unpack_table(table: bytes, size: int) -> Table:
+    """Return a table that was packed.
 
     Raises:
         ValueError: it is no table, or not of all `size` ranks, once each.
     """
-    return unpack_table_and_secret(table, size)[0]
-
-
-def unpack_table_and_secret(table: bytes, size: int) -> tuple[list[GroupCard], bytes]:
-    """Return the groups of a table, and its secret; see `unpack_table`."""
     value = cards.unpack(table, size)
     if not isinstance(value, dict) or not isinstance(value.get("groups"), list):
         raise ValueError("there are no groups")
@@ -160,9 +189,9 @@ def unpack_table_and_secret(table: bytes, size: int) -> tuple[list[GroupCard], b
         secret = bytes.fromhex(value["secret"])
     except (KeyError, TypeError, ValueError):
         raise ValueError("there is no secret") from None
-    if len(secret) != 32:
+    if len(secret) != _SECRET_BYTES:
         raise ValueError("its secret has another length")
-    return groups, secret
+    return Table(groups, secret, value.get("private") is True)
 
 
 def difference(rank: int, text: str, other_rank: int, other_text: str) -> MismatchError:

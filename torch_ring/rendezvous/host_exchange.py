@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from torch_ring.errors import PeerLostError, RingError, first_line
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.failure import Failure, missing_ranks
+from torch_ring.rendezvous.failure import Failure, missing_ranks, twice
+from torch_ring.rendezvous.job_key import AuthenticatedStore
 
 __all__ = ["CHUNK_BYTES", "HostExchange", "linger", "store_errors"]
 
@@ -37,6 +38,7 @@ _DECIDED = "decided/{}"  # how many have wanted to write that
 _FAILED = "failed"  # how many have failed
 _FAILURE = "failure"  # the first of them
 _TOLD = "told/{}"  # by rank: how often it has been told
+_SAID = "said/{}/{}"  # by world and name
 _SEEN = "seen"  # the number of ranks that know of it
 
 _OVER = 1 << 40  # added to the places of a generation that has ended
@@ -45,10 +47,8 @@ _MOST_CHUNKS = 256
 _LINGER_S = 2.0  # seconds that others get to say, or to learn, why an init() has failed
 _LOOK_S = 1.0  # seconds between two looks for failures
 
-_TWICE = (
-    "two processes have the same rank, or one was killed in the middle of init() and another one "
-    "started in its place"
-)
+_NO_PLACE = "the store gives no place: has somebody else written into it?"
+_TOO_MANY = twice("two processes have the same rank")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class HostExchange:
 
     def __init__(
         self,
-        store: Store,
+        store: AuthenticatedStore,
         size: int,
         ranks: Sequence[int],
         deadline: Deadline,
@@ -97,19 +97,23 @@ class HostExchange:
         self._deadline, self._ranks_of, self._pump = deadline, ranks_of, pump
         self._count = count = len(ranks)
         self._generation, place = 0, 0
-        self._cards: list[int] = []  # the places whose cards this group has read
+        self._read: list[str] = []  # keys that nobody needs when all have joined
         self._looked_at = 0.0
         self._has_failed = False
         with store_errors():
             while (end := store.add(self._key(_PLACES), count)) >= _OVER:
+                if deadline.passed():
+                    raise RingError(_NO_PLACE)
                 if self.mark_told(self._ranks):  # they belong to the world that has failed
                     raise self._first_failure()
                 self._generation += 1
             place = end - count
+        if place < 0:
+            raise RingError(_NO_PLACE)
         self.place, self.world = place, place // size
         self._first = self.world * size  # place of this world
         if place + count > self._first + size:
-            error = RingError(_TWICE)
+            error = RingError(_TOO_MANY)
             self.fail(Failure.of_all(error))
             raise error
 
@@ -133,11 +137,11 @@ class HostExchange:
                 place += self._count
                 continue
             card = self._wait_for(self._key(_CARD, place))
-            self._cards.append(place)
+            self._read.append(self._key(_CARD, place))
             yield place, card
             count = len(self._ranks_of(card))
             if not 1 <= count <= self._first + self._size - place:
-                raise RingError(_TWICE)
+                raise RingError(_TOO_MANY)
             place += count
 
     def write_table(self, table: bytes) -> None:
@@ -184,6 +188,17 @@ class HostExchange:
                 chunks.append(self._store.get(self._key(_CHUNK, self.world, number)))
         return b"".join(chunks)
 
+    def tell(self, name: str, value: bytes) -> None:
+        """Store a value of this world, for others who hear it."""
+        with store_errors():
+            self._set(self._key(_SAID, self.world, name), value)
+
+    def hear(self, name: str) -> bytes:
+        """Return what somebody has told in this world. Blocks."""
+        key = self._key(_SAID, self.world, name)
+        self._read.append(key)
+        return self._wait_for(key)
+
     def check(self, *, at_once: bool = False) -> None:
         """Raise another rank's failure, if there is one; looks once a second at most."""
         if at_once or time.monotonic() >= self._looked_at + _LOOK_S:
@@ -198,7 +213,7 @@ class HostExchange:
         """Tell all groups why this init() has failed; return the first failure of all."""
         if self._has_failed:
             return failure
-        with contextlib.suppress(DistError, PeerLostError):
+        with contextlib.suppress(DistError, RingError):  # the failure itself counts
             if self._claim_failure():
                 self._announce(failure)
             else:
@@ -214,9 +229,9 @@ class HostExchange:
         if self.world == 0:
             return
         # The table of this world tells the next one's ranks that all is well.
-        keys = [self._key(_CARD, place) for place in self._cards]
-        keys += [self._key(kind, self.world - 1) for kind in (_TABLE, _DECIDED)]
-        with contextlib.suppress(DistError, NotImplementedError):
+        keys = [self._key(kind, self.world - 1) for kind in (_TABLE, _DECIDED)]
+        keys += self._read
+        with contextlib.suppress(DistError, RingError, NotImplementedError):
             for key in keys:
                 self._store.delete_key(key)
 
@@ -245,12 +260,16 @@ class HostExchange:
             raise self._first_failure()
         if self.world > 0 and not self._store.check([self._key(_TABLE, self.world - 1)]):
             # Nobody gets here before the world before is complete, unless somebody came twice.
-            raise RingError(_TWICE)
+            raise RingError(_TOO_MANY)
 
     # --- failures
 
     def _late(self) -> RingError:
         """Return the error that names who is missing, the same in all groups."""
+        # Rank 0's leader knows best who is here: its own card is not in the store.
+        patience = Deadline(0.0 if 0 in self._ranks else _LOOK_S)
+        while not patience.passed() and not self._store.check([self._key(_FAILURE)]):
+            time.sleep(0.02)
         if not self._claim_failure():
             return self._first_failure()
         here, place = list(self._ranks), self._first
@@ -303,7 +322,7 @@ class HostExchange:
     @staticmethod
     def _split(value: bytes) -> tuple[int, Failure]:
         world, _, text = value.partition(b" ")
-        return int(world) if world.isdigit() else 0, Failure.from_bytes(text)
+        return int(world) if world.isdigit() and len(world) < 20 else 0, Failure.from_bytes(text)
 
     def _told(self, failure: Failure) -> RingError:
         """Return another rank's failure, after noting that this group knows it."""
@@ -323,20 +342,20 @@ class HostExchange:
         return any(new)
 
     def _set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # the stub knows only text
+        self._store.set(key, value)
 
-    def _key(self, key: str, *numbers: int) -> str:
-        return f"{self._generation}/{key.format(*numbers)}"
+    def _key(self, key: str, *names: object) -> str:
+        return f"{self._generation}/{key.format(*names)}"
 
 
-def linger(store: Store) -> None:
+def linger(store: AuthenticatedStore) -> None:
     """Wait a moment until all that have come know of a failure. For the process that serves.
 
     Args:
         store: the one that HostExchange uses.
     """
     until = Deadline(_LINGER_S)
-    with contextlib.suppress(DistError):
+    with contextlib.suppress(DistError, RingError):
         generation = store.add(_ENDED, 0) - 1
         while generation >= 0 and not until.passed():
             come = store.add(f"{generation}/{_PLACES}", 0) % _OVER

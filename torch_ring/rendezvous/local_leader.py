@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import resource
 import selectors
 import socket
 import time
@@ -21,6 +23,12 @@ _log = logging.getLogger("torch_ring")
 
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 _TELL_S = 2.0  # seconds for telling everybody of a failure
+
+# Connections that have not told their rank, and how long they may take if others wait.
+_STRANGERS = 1024
+_SILENCE_S = 0.25
+_SHORTAGE_S = 2.0  # seconds for which accept() may lack descriptors
+_PAUSE_S = 0.02
 
 
 class LocalLeader:
@@ -50,7 +58,8 @@ class LocalLeader:
         self.told: set[int] = set()
         self.newest = time.monotonic()
         self._rank, self._size, self._deadline = rank, size, deadline
-        self._strangers: set[FrameSocket] = set()
+        self._strangers: dict[FrameSocket, float] = {}  # when each has come: the oldest is first
+        self._short_since: float | None = None  # of descriptors
         self._refused: list[FrameSocket] = []
         self._selector = selectors.PollSelector()
         self._listener: socket.socket | None = None
@@ -126,7 +135,8 @@ class LocalLeader:
         """
         patience = Deadline(_TELL_S)
         while self._listener is not None and len(self.told) < expected and not patience.passed():
-            self.pump(min(0.1, patience.left_s()))
+            with contextlib.suppress(OSError):  # of descriptors there may be none: that is known
+                self.pump(min(0.1, patience.left_s()))
         self.close_door()
         return len(self.told) >= expected
 
@@ -146,18 +156,45 @@ class LocalLeader:
     # --- what arrives
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = min(_STRANGERS, limit // 4) if limit >= 0 else _STRANGERS
+        while len(self._strangers) < room or self._make_room():
+            try:
                 connection, _ = listener.accept()
-                try:
-                    require_same_user(connection)
-                except OSError as error:
-                    _log.debug("rank %d dropped a connection: %s", self._rank, error)
-                    connection.close()
+            except BlockingIOError:
+                self._short_since = None
+                return
+            except OSError as error:
+                if self._make_room():
                     continue
-                stranger = FrameSocket(connection)
-                self._strangers.add(stranger)
-                self._selector.register(stranger, selectors.EVENT_READ)
+                self._bear(error)
+                break
+            self._short_since = None
+            try:
+                require_same_user(connection)
+            except OSError as error:
+                _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                connection.close()
+                continue
+            stranger = FrameSocket(connection)
+            self._strangers[stranger] = time.monotonic()
+            self._selector.register(stranger, selectors.EVENT_READ)
+        time.sleep(_PAUSE_S)  # for others wait, and the selector says so again at once
+
+    def _make_room(self) -> bool:
+        """Drop the newest stranger that has had time to say hello; return whether there was one."""
+        ripe = time.monotonic() - _SILENCE_S
+        newest = next((s for s in reversed(self._strangers) if self._strangers[s] <= ripe), None)
+        if newest is not None:
+            self._drop(newest)
+        return newest is not None
+
+    def _bear(self, error: OSError) -> None:
+        """Raise the error of accept() if it has lasted, for others may give descriptors back."""
+        now = time.monotonic()
+        self._short_since = self._short_since or now
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or now > self._short_since + _SHORTAGE_S:
+            raise error
 
     def _receive(self, connection: FrameSocket) -> None:
         rank = next((r for r, member in self.members.items() if member is connection), None)
@@ -196,7 +233,7 @@ class LocalLeader:
             raise ValueError(f"rank {rank} is not below {size}")
         elif rank == self._rank or rank in self.members:
             refusal = two_of_a_rank(rank, size)
-        self._strangers.discard(stranger)
+        self._strangers.pop(stranger, None)
         if refusal is not None:
             self._selector.unregister(stranger)
             self._refused.append(stranger)
@@ -204,7 +241,8 @@ class LocalLeader:
             return None
         self.members[rank] = stranger
         self.newest = time.monotonic()
-        stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
+        with contextlib.suppress(OSError):  # it is gone: its last words may be here, and say why
+            stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
         return int(rank)
 
     def _take(self, rank: int, connection: FrameSocket, frame: Frame) -> None:
@@ -218,7 +256,7 @@ class LocalLeader:
             raise ValueError(f"it has sent a {frame.kind.name}")
 
     def _drop(self, connection: FrameSocket) -> None:
-        self._strangers.discard(connection)
+        self._strangers.pop(connection, None)
         for rank in [r for r, member in self.members.items() if member is connection]:
             del self.members[rank]
         with contextlib.suppress(KeyError):

@@ -16,6 +16,7 @@ from torch_ring.errors import RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
 from torch_ring.rendezvous.local_member import LocalMember, connect
+from torch_ring.rendezvous.network import ForeignUserError
 
 __all__ = ["join"]
 
@@ -38,7 +39,8 @@ def join(
 
     Raises:
         TimeoutError: whoever has the name has not let this rank in before the deadline.
-        RingError: this init() has failed on another rank.
+        RingError: this init() has failed on another rank; or a process of another user has the
+            name, and it is no use to go on alone.
     """
     if name is None:
         return LocalLeader(None, rank, size, deadline)
@@ -52,6 +54,17 @@ def join(
                 return member
         except RingError:
             raise  # this init() has failed
+        except ForeignUserError as error:
+            taken = (
+                "the name of the socket at which the ranks of this host meet is in use by a "
+                f"process of user {error.user}"
+            )
+            if until is deadline:
+                raise RingError(
+                    f"{taken}: end it, or start the job with another MASTER_PORT"
+                ) from None
+            _log.warning("%s: rank %d goes on without the others of its host", taken, rank)
+            return LocalLeader(None, rank, size, deadline)
         except (OSError, EOFError, ValueError) as error:  # its leader is just coming or going
             _log.debug("rank %d found no leader: %s", rank, error)
         if deadline.passed():

@@ -15,7 +15,7 @@ from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.failure import Failure
 from torch_ring.rendezvous.frames import Frame, FrameSocket, Kind
-from torch_ring.rendezvous.network import require_same_user
+from torch_ring.rendezvous.network import ForeignUserError, require_same_user
 
 __all__ = ["HELLO", "LocalMember", "connect", "connect_to"]
 
@@ -132,7 +132,9 @@ def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline)
     """Connect to the rank `leader` that listens at `name`, as its card says.
 
     Raises:
-        PeerLostError: no leader is there any more.
+        ConnectionRefusedError: nobody listens there.
+        ForeignUserError: the listener is a process of another user.
+        PeerLostError: the leader has gone.
         TimeoutError: it has not answered before the deadline.
         RingError: this init() has failed on another rank.
     """
@@ -142,7 +144,7 @@ def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline)
         except BlockingIOError:  # its backlog is full
             time.sleep(_PAUSE_S)
             continue
-        except RingError:
+        except (RingError, ConnectionRefusedError, ForeignUserError):
             raise
         except (OSError, EOFError, ValueError) as error:
             raise PeerLostError(f"{_leader(leader)} has exited during init: {error}") from None
@@ -164,8 +166,14 @@ def connect(
         member = LocalMember(FrameSocket(connection), deadline)
         cleanup.callback(member.close)
         member.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size))
-        if not member.wait_for_welcome(until):
-            return None
+        try:
+            if not member.wait_for_welcome(until):
+                return None
+        except (RingError, OSError, EOFError, ValueError):
+            raise
+        except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
+            member.fail(Failure.of(error, rank))
+            raise
         cleanup.pop_all()
         return member
 

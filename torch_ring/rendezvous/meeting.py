@@ -8,49 +8,45 @@ then, and passes it down.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.failure import (
-    Failure,
-    missing_ranks,
-    other_size,
-    progress,
-    two_of_a_rank,
-)
+from torch_ring.rendezvous.failure import Failure, missing_ranks, progress
 from torch_ring.rendezvous.frames import Frame, Kind
 from torch_ring.rendezvous.group_card import (
     GroupCard,
-    difference,
     gather_group,
     pack_table,
+    ranks_in,
     require_agreement,
-    unpack_table,
 )
-from torch_ring.rendezvous.host_exchange import HostExchange, Question, linger, store_errors
+from torch_ring.rendezvous.group_meeting import GroupMeeting
+from torch_ring.rendezvous.host_exchange import HostExchange, linger
+from torch_ring.rendezvous.job_key import AuthenticatedStore, JobKey
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
 from torch_ring.rendezvous.local_meeting import join
 from torch_ring.rendezvous.local_member import LocalMember, connect_to
+from torch_ring.rendezvous.network import ForeignUserError
 from torch_ring.rendezvous.store import StorePlace
+from torch_ring.rendezvous.store_client import KeyValueStore
 
 __all__ = ["Meeting"]
-
-_log = logging.getLogger("torch_ring")
 
 _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
 _QUIET_S = 0.5  # ... or after which nobody else comes, where their number is not known
 _PROGRESS_S = 5.0
 _SLICE_S = 1.0
 _PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
+_LOOK_S = 0.5  # seconds for a look whether there is a store
 
 
 class Meeting:
@@ -67,9 +63,10 @@ class Meeting:
         deadline: the deadline of the whole init().
         place: the store where hosts meet; None: all ranks are on this host.
         name: the socket's name at which the ranks of this host meet; None: there is none.
+        key: authenticates what hosts tell one another over the store; None: they have no secret.
 
     Attributes:
-        size: the number of ranks.
+        rank, size: this process; the number of ranks.
         leads: whether this rank leads its host: it is the one that passes things down. Known
             after `meet`.
         table: after `meet`, on the leader of a host: the cards of all ranks, packed. See
@@ -81,24 +78,30 @@ class Meeting:
     """
 
     def __init__(
-        self, identity: Identity, deadline: Deadline, place: StorePlace | None, name: str | None
+        self,
+        identity: Identity,
+        deadline: Deadline,
+        place: StorePlace | None,
+        name: str | None,
+        key: JobKey | None = None,
     ) -> None:
         self.deadline = deadline
-        self.size = identity.size
+        self.rank, self.size = identity.rank, identity.size
         self.leads = False
         self.table = b""
         self._identity, self._place = identity, place
-        self._rank = identity.rank
+        self._key = key or JobKey()
+        self._ranks_of = functools.partial(ranks_in, size=identity.size)
         self._exchange: HostExchange | None = None
+        self._groups: GroupMeeting | None = None
         self._above: LocalMember | None = None  # leads to this rank's leader
         self._leader: LocalLeader | None = None
         self._began = self._told_progress = time.monotonic()
         self._has_failed = False
         self._in_store = False
-        self._other_here: list[int] = []  # ranks of other hosts that have come
         grace = deadline if place is None else Deadline(min(_GRACE_S, deadline.left_s() / 2))
         self._grace = grace
-        met = join(name, self._rank, self.size, deadline, grace)
+        met = join(name, self.rank, self.size, deadline, grace)
         if isinstance(met, LocalLeader):
             self._leader = met
         else:
@@ -129,14 +132,16 @@ class Meeting:
                 assert self._above is not None
                 self._above.send(Kind.CARD, own)
                 return
-            self._leader.cards[self._rank] = own
+            self._leader.cards[self.rank] = own
             self._collect_local()
-            group, texts = gather_group(self._rank, self.size, self._leader.cards)
+            group, texts = gather_group(self.rank, self.size, self._leader.cards)
             if len(group.ranks) < self.size:
                 self._meet_hosts(group, texts)
             else:
                 require_agreement(texts)
-                self._lead_host([group], group)
+                self.leads = True
+                self._leader.close_door()
+                self.table = self._table_to_pass([group])
         except RingError as error:
             self._relay(Failure.of_all(error))
             raise
@@ -196,14 +201,17 @@ class Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one cannot go on; a store's server waits for them."""
-        self._relay(Failure.of(error, self._rank))
+        self._relay(Failure.of(error, self.rank))
         if self._place is not None and self._place.opened is not None and self._place.serves:
-            linger(self._place.opened)
+            linger(AuthenticatedStore(self._place.opened, self._key))
 
-    def clean_up(self) -> None:
-        """Remove keys of the store that nobody reads any more. Call when all ranks have joined."""
+    def leave_store(self) -> None:
+        """Let go of the store. Call when all ranks have joined: failures travel otherwise then."""
         if self._exchange is not None:
             self._exchange.clean_up()
+            self._exchange = None
+        if self._place is not None:
+            self._place.leave()
 
     def close(self) -> None:
         """Close all connections. Call when all ranks have joined, or after a failure."""
@@ -233,85 +241,67 @@ class Meeting:
                 break
             self._pump(min(_SLICE_S, self.deadline.left_s()))
             self._report()
-        late = not leader.members.keys() <= leader.cards.keys()
+        late = leader.members.keys() - leader.cards.keys()
         if late or (self._place is None and len(leader.cards) < self.size):
-            error = missing_ranks(list(leader.cards), self.size, self.deadline)
+            here = set(range(self.size)) - late if self._place is not None else leader.cards.keys()
+            by_parent = self._place is None and not self._identity.job
+            error = missing_ranks(here, self.size, self.deadline, by_parent=by_parent)
             self._relay(Failure.of_all(error))
             raise error
 
-    def _rank_0_is_here(self) -> bool:
-        return self._leader is not None and 0 in self._leader.cards
-
     # --- hosts
 
-    def _meet_hosts(self, group: GroupCard, texts: Mapping[int, str]) -> None:
-        """Exchange this group's card for the table."""
-        assert self._leader is not None
-        assert self._place is not None
-        if 0 in self._leader.members:
-            self._leader.members[0].send(Kind.SERVE, self.deadline)
-        store = self._place.open(self.deadline, lambda: self._pump(0.0))
+    def _meet_hosts(self, own: GroupCard, texts: Mapping[int, str]) -> None:
+        """Exchange this group's card for the table; the first group of a machine leads it."""
+        leader, place = self._leader, self._place
+        assert leader is not None
+        assert place is not None
+        if 0 in leader.members:
+            leader.members[0].send(Kind.SERVE, self.deadline)
+        store = place.open(self.deadline, lambda: self._pump(0.0))
         self._in_store = True  # from now on the store has all failures
-        exchange = self._exchange = HostExchange(
-            store, self.size, group.ranks, self.deadline, self._ranks_of, self._watch
-        )
+        self._exchange = self._exchange_over(store, own.ranks, self.deadline, self._watch)
         require_agreement(texts)
-        name = secrets.token_hex(8)
-        self._leader.open(listen(f"\0torch_ring/{name}"))  # for other groups of this machine
-        group.door = name
-        if self._rank_0_is_here():
-            groups = self._collect(exchange, group, texts[0])
-            self.table = pack_table(groups)
-            exchange.write_table(self.table)
-        else:
-            exchange.publish(group.to_bytes())
-            answer = exchange.await_table()
-            if isinstance(answer, Question):
-                rank = min(texts)
-                raise difference(0, answer.text.decode(errors="replace"), rank, texts[rank])
-            self.table = answer
-            groups = unpack_table(answer, self.size)
-        self._lead_host(groups, group)
+        own.door = secrets.token_hex(8)
+        leader.open(listen(_door(own)))  # for other groups of this machine
+        meeting = self._groups = GroupMeeting(self._exchange, own, self.size)
+        cards, table = meeting.meet(texts)
+        groups = meeting.prove_machines(cards, self._reach)
+        self.leads = self._above is None
+        leader.close_door()
+        self.table = self._table_to_pass(groups, table)
 
-    def _collect(self, exchange: HostExchange, own: GroupCard, settings: str) -> list[GroupCard]:
-        """Return the cards of all groups, in the order of their places. For rank 0's leader."""
-        groups = {exchange.place: own}
-        come = dict.fromkeys(own.ranks)
-        for place, data in exchange.collect():
-            try:
-                group = groups[place] = GroupCard.from_bytes(data, self.size)
-            except ValueError as error:
-                raise RingError(f"a host runs another version of torch_ring: {error}") from None
-            if group.size != self.size:
-                raise other_size(group.leader, group.size, self.size)
-            for rank in group.ranks:
-                if rank in come:
-                    raise two_of_a_rank(rank, self.size)
-                come[rank] = None
-            if group.settings != own.settings:
-                raise exchange.ask(Question(place, settings.encode()))
-            self._other_here = list(come)
-        return [groups[place] for place in sorted(groups)]
-
-    def _lead_host(self, groups: Sequence[GroupCard], own: GroupCard) -> None:
-        """Take the place of this group among those of its machine; its first leads the host."""
-        assert self._leader is not None
-        self.table = self.table or pack_table(groups)
-        here = [group for group in groups if group.machine == own.machine]
-        first = here[0]
-        self.leads = first.leader == self._rank
-        if self.leads:
-            others = {group.leader for group in here[1:]}
-            while not others <= self._leader.members.keys():
-                self._pump(min(_SLICE_S, self.deadline.left_s()))
-                if self.deadline.passed():
-                    raise TimeoutError(f"not all ranks of this host have connected {self.deadline}")
-            self._leader.close_door()
-        else:
-            self._leader.close_door()
+    def _reach(self, first: GroupCard) -> bool:
+        """Connect to the group that leads this machine; False: it is another machine's."""
+        try:
             self._above = connect_to(
-                f"\0torch_ring/{first.door}", first.leader, self._rank, self.size, self.deadline
+                _door(first), first.leader, self.rank, self.size, self.deadline
             )
+        except (ConnectionRefusedError, ForeignUserError):
+            return False
+        return True
+
+    def _table_to_pass(self, groups: Sequence[GroupCard], table: bytes = b"") -> bytes:
+        """Return the table for this machine's ranks, with the key of the world.
+
+        On one host it is a random one, which leaves no process but over the Unix sockets. Between
+        hosts it follows from the secret and the table, with which nobody can have meddled then.
+        """
+        if len({str(group.machine) for group in groups}) == 1:
+            return pack_table(groups, is_private=True)
+        machines = repr([str(group.machine) for group in groups]).encode()
+        key = self._key.of_world(table, machines)
+        return pack_table(groups, key, is_private=self._key.is_secret)
+
+    def _exchange_over(
+        self,
+        store: KeyValueStore,
+        ranks: Sequence[int],
+        deadline: Deadline,
+        pump: Callable[[], None] = lambda: None,
+    ) -> HostExchange:
+        authenticated = AuthenticatedStore(store, self._key)
+        return HostExchange(authenticated, self.size, ranks, deadline, self._ranks_of, pump)
 
     # --- waiting, and failures
 
@@ -372,29 +362,29 @@ class Meeting:
         if not leader.linger(expected or self.size) and on_one_node:
             exchange = self._fail_in_store(leader.told, failure)
         if exchange is not None:
-            with contextlib.suppress(RingError), store_errors():
+            with contextlib.suppress(RuntimeError):  # the store is gone
                 exchange.mark_told(sorted(leader.told))
 
     def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> HostExchange | None:
-        patience = Deadline(_PATIENCE_S)
+        if self._place is None:
+            return None
+        # Rank 0 opens the store when it is told to. If it is not here, nobody waits in a store that
+        # is not there by now.
+        patience = Deadline(_PATIENCE_S if 0 in ranks else _LOOK_S)
         with contextlib.suppress(RingError, OSError):  # the failure itself counts
-            if self._place is not None:
-                store = self._place.open(patience)
-                exchange = HostExchange(store, self.size, sorted(ranks), patience, self._ranks_of)
-                exchange.fail(failure)
-                return exchange
+            exchange = self._exchange_over(self._place.open(patience), sorted(ranks), patience)
+            exchange.fail(failure)
+            return exchange
         return None
-
-    def _ranks_of(self, card: bytes) -> list[int]:
-        try:
-            return GroupCard.from_bytes(card, self.size).ranks
-        except ValueError:
-            return []
 
     def _report(self) -> None:
         """Log on rank 0, every few seconds, who is here."""
         now = time.monotonic()
         if now >= self._told_progress + _PROGRESS_S and self._leader is not None:
             self._told_progress = now
-            here = {*self._leader.cards, *self._other_here}
+            here = {*self._leader.cards, *(self._groups.here if self._groups else ())}
             self._leader.note(progress(sorted(here), self.size, now - self._began))
+
+
+def _door(group: GroupCard) -> str:
+    return f"\0torch_ring/{group.door}"

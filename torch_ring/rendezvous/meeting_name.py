@@ -14,10 +14,12 @@ import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from torch_ring.errors import RingError
 from torch_ring.rendezvous.launchers import LAUNCHERS, Identity
+from torch_ring.rendezvous.network import is_loopback_name
+from torch_ring.rendezvous.store_client import KeyValueStore
 
 __all__ = ["meeting_name", "meeting_name_by_store"]
 
@@ -29,12 +31,14 @@ def meeting_name(identity: Identity, environment: Mapping[str, str] = os.environ
         RingError: nothing tells this job from others.
     """
     address = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if is_loopback_name(address[0]):
+        address[0] = "localhost"
     job = identity.job or ("" if address[0] else _starter(identity))
     # Two nodes of torchrun may be on one host: each knows how many of its own will come.
     return _named(os.getuid(), identity.launcher, job, *address, identity.node, identity.part)
 
 
-def meeting_name_by_store(store: Store) -> str | None:
+def meeting_name_by_store(store: KeyValueStore) -> str | None:
     """Return the name that the ranks of a store agree upon; None: the store cannot do that.
 
     Nothing else tells which ranks a store of the user's is for. Cost: one operation a rank.

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
+    "ForeignUserError",
     "address_of_interface",
     "is_loopback",
     "is_loopback_name",
@@ -23,6 +24,14 @@ __all__ = [
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ELSEWHERE = "192.0.2.1"  # a documentation address: reached by the default route, or not at all
+
+
+class ForeignUserError(PermissionError):
+    """The peer of a Unix socket is a process of `user`, who is another one than this process's."""
+
+    def __init__(self, text: str, user: int) -> None:
+        super().__init__(text)
+        self.user = user
 
 
 def own_address(interface: str, towards: str | None, *, one_host: bool = False) -> str:
@@ -81,11 +90,11 @@ def _ipv6_addresses() -> list[str]:
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Raise PermissionError if the peer of a Unix socket is a process of another user."""
+    """Raise ForeignUserError if the peer of a Unix socket is a process of another user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, user, _ = struct.unpack("3i", credentials)
     if user != os.getuid():
-        raise PermissionError(f"the peer is a process of user {user}")
+        raise ForeignUserError(f"the peer is a process of user {user}", user)
 
 
 def receive_fds(connection: socket.socket, count: int) -> list[int]:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import importlib
 import os
+import secrets
 import socket
 import time
 import zlib
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from torch_ring._C import StoreCall
 from torch_ring.config import Config
 from torch_ring.errors import (
     InvalidArgumentError,
@@ -26,11 +28,13 @@ from torch_ring.errors import (
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
+from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, finish
 
 __all__ = ["StorePlace", "drop_connections", "drop_in_child", "given_store", "locate_store"]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
+_CONNECT_S = 5.0  # seconds for which torch's store tries to connect
 
 Address = tuple[str, int]
 
@@ -42,9 +46,12 @@ class StorePlace:
         host: the host that serves the store, if known.
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
+        leave: lets go of the store when all ranks have met. None: the store outlives the meeting.
+        secret: one that the ranks have got from MPI; empty: none.
 
     Attributes:
-        host, serves: as given.
+        host, serves, secret: as given.
+        ends: whether the store ends with the meeting.
         opened: the store, when it has been opened; seen only by the ranks of this start of the job.
     """
 
@@ -52,13 +59,16 @@ class StorePlace:
         self,
         host: str | None,
         serves: bool,
-        find: Callable[[Deadline, Callable[[], None]], Store],
+        find: Callable[[Deadline, Callable[[], None]], KeyValueStore],
+        leave: Callable[[], None] | None = None,
+        secret: str = "",
     ) -> None:
-        self.host, self.serves = host, serves
-        self.opened: Store | None = None
-        self._find = find
+        self.host, self.serves, self.secret = host, serves, secret
+        self.ends = leave is not None
+        self.opened: KeyValueStore | None = None
+        self._find, self._leave = find, leave
 
-    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> Store:
+    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> KeyValueStore:
         """Return the store. Blocks until its server answers.
 
         Args:
@@ -73,12 +83,20 @@ class StorePlace:
             self.opened = self._find(deadline, check)
         return self.opened
 
+    def leave(self) -> None:
+        """Let go of a store that ends with the meeting. Call on all ranks, when they have met."""
+        if self._leave is not None:
+            self.opened = None
+            self._leave()
 
-# Connections to stores, and rank 0's own store, outlive a world: an init() after a shutdown() must
-# not find the store of a process that is about to exit.
+
+# Stores, and connections to them, that the next init() uses: those of torchrun's agent and of
+# worlds of some of the ranks, and after a failure. Rank 0's own store ends when all have met:
+# nobody can fill its memory later, or take its descriptors, and its port is free.
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
 _mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
+_mpi_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has told over MPI
 
 
 def locate_store(
@@ -95,9 +113,10 @@ def locate_store(
     address share the store of the launcher's rank 0, which must then be in one of them; other
     parts have one each. The store is
 
-    1. at MASTER_ADDR and MASTER_PORT (default 29400);
-    2. where `comm`, an mpi4py communicator, says;
-    3. nowhere, if the ranks are on one host;
+    1. nowhere, if the ranks are on one host: MASTER_ADDR is a loopback address, or the launcher
+       says so, and there is no secret with which a store would be safe;
+    2. at MASTER_ADDR and MASTER_PORT (default 29400);
+    3. where `comm`, an mpi4py communicator, says;
     4. under Slurm, on the first host of the step, at MASTER_PORT or one derived from job and step;
     5. where MPI says, if mpi4py is installed.
 
@@ -106,29 +125,45 @@ def locate_store(
         InvalidArgumentError: none of these ways is open; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
-    rank = identity.launched_rank()
+    rank, shared, secret = identity.launched_rank(), bool(identity.part), ""
+    if is_loopback_name(host) or (identity.on_one_node() and not (host and config.secret)):
+        return None
+    if comm is not None:
+        secret = _ask_mpi_for_secret(comm, identity)
     if host:
         address = (host, port or _DEFAULT_PORT)
     elif comm is not None:
         address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
-    elif identity.on_one_node() or identity.launcher == "init":
+        shared = False
+    elif identity.launcher == "init":
         return None
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
-        known = _mpi_addresses.get(identity.part)
-        address = known or _ask_mpi(_mpi_world(identity), identity, config, deadline)
-        rank = identity.rank
-    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if identity.part not in _mpi_addresses:
+            comm = _mpi_world(identity)
+        address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
+        shared, secret = False, _ask_mpi_for_secret(comm, identity)
+    is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = "torchrun's agent" if is_agents else "rank 0"
+    serves = rank == 0 and not is_agents
 
-    def find(deadline: Deadline, check: Callable[[], None]) -> Store:
+    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
         if serves:
             store = _serve(address, deadline, one_host=identity.on_one_node())
         else:
-            store = _connect(address, deadline, check)
-        return _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+            store = _connect(address, server, deadline, check)
+        view = _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+        name = f"the job's store at {_text(address)}, which {server} serves,"
+        return StoreClient(view, deadline, name, check)
 
-    place = StorePlace(address[0], serves, find)
+    def leave() -> None:
+        _stores.pop(address, None)
+        _served.discard(address)
+        _mpi_addresses.clear()  # the next store has another port
+
+    ends = not (is_agents or shared)
+    place = StorePlace(address[0], serves, find, leave if ends else None, secret)
     if identity.part and serves:
         place.open(deadline)  # another part may need it, even if this one does not
     return place
@@ -137,7 +172,13 @@ def locate_store(
 def given_store(store: Store, identity: Identity) -> StorePlace:
     """Return the place of a store that the user has given."""
     view = _of_part(PrefixStore("torch_ring", store), identity)
-    return StorePlace(getattr(store, "host", None), False, lambda *_: view)  # host: a TCPStore's
+    host = getattr(store, "host", None)  # a TCPStore's
+    where = f", at {_text((store.host, store.port))}," if isinstance(store, TCPStore) else ""
+
+    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
+        return StoreClient(view, deadline, f"the store that was given to init(){where}", check)
+
+    return StorePlace(host, False, find)
 
 
 def _of_part(store: Store, identity: Identity) -> Store:
@@ -149,6 +190,7 @@ def drop_connections() -> None:
     """Drop the connections to other processes' stores, which may be gone after a failure."""
     for address in [a for a in _stores if a not in _served]:
         del _stores[address]
+    _mpi_addresses.clear()  # all ranks ask anew, or none
 
 
 def drop_in_child() -> None:
@@ -156,7 +198,7 @@ def drop_in_child() -> None:
     for address in _served:
         # The store is never destroyed: its destructor joins a thread that the child does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_stores[address]))
-    for known in (_stores, _served, _mpi_addresses):
+    for known in (_stores, _served, _mpi_addresses, _mpi_secrets):
         known.clear()
 
 
@@ -229,6 +271,14 @@ def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) 
     return answer
 
 
+def _ask_mpi_for_secret(comm: Any, identity: Identity) -> str:
+    """Return a secret that rank 0 has made. A collective of `comm`."""
+    if identity.part not in _mpi_secrets:
+        own = secrets.token_hex(32) if identity.rank == 0 else None
+        _mpi_secrets[identity.part] = comm.bcast(own, root=0)
+    return _mpi_secrets[identity.part]
+
+
 # --- stores
 
 
@@ -286,24 +336,33 @@ def _listen(address: Address, one_host: bool) -> socket.socket | None:
         raise RingError(f"rank 0 cannot listen at port {port}: {error}") from None
 
 
-def _connect(address: Address, deadline: Deadline, check: Callable[[], None]) -> TCPStore:
+def _connect(
+    address: Address, server: str, deadline: Deadline, check: Callable[[], None]
+) -> TCPStore:
     if address not in _stores:
-        _wait_for_server(address, deadline, check)
-        try:
-            store = TCPStore(
-                *address, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False
+        _wait_for_server(address, server, deadline, check)
+        call = StoreCall.connect(*address, _CONNECT_S)
+        if not finish(call, deadline, check):
+            raise TimeoutError(
+                f"{_text(address)} accepts connections, but has not answered as {server}'s store "
+                f"{deadline}: is {server} stopped, or does another program have its port "
+                "(MASTER_PORT)?"
             )
-        except DistError as error:
+        try:
+            store = call.result()
+        except RuntimeError as error:
             raise PeerLostError(
-                f"no store answers at {_text(address)} any more: has rank 0 exited? "
-                f"{first_line(error)}"
+                f"no store answers at {_text(address)}: has {server} exited, or does another "
+                f"program have its port (MASTER_PORT)? {first_line(error)}"
             ) from None
         store.set_timeout(timedelta(seconds=deadline.timeout_s))
         _stores[address] = store
     return _stores[address]
 
 
-def _wait_for_server(address: Address, deadline: Deadline, check: Callable[[], None]) -> None:
+def _wait_for_server(
+    address: Address, server: str, deadline: Deadline, check: Callable[[], None]
+) -> None:
     """Wait as TCPStore does, but quietly, interruptibly, and until our deadline."""
     reason: object = "no time was left"
     while not deadline.passed():
@@ -315,7 +374,7 @@ def _wait_for_server(address: Address, deadline: Deadline, check: Callable[[], N
             reason = error
         time.sleep(min(0.05, deadline.left_s()))
     raise TimeoutError(
-        f"rank 0 did not arrive {deadline}: nothing answers at {_text(address)} ({reason})"
+        f"{server} did not arrive {deadline}: nothing answers at {_text(address)} ({reason})"
     )
 
 

@@ -113,7 +113,7 @@ def _start_gloo(deadline_s: int) -> str | None:
         dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     except (RuntimeError, OSError) as error:
         problem = first_line(error)
-    failed = allreduce(torch.tensor(float(bool(problem))), op=Max)
+    failed = allreduce(torch.tensor(float(bool(problem)), device="cpu"), op=Max)
     return (problem or "another rank has none") if failed else None
 
 
@@ -155,7 +155,7 @@ def _seconds(call: Call, tensor: Tensor, repeats: int) -> float:
         call(tensor)
     _synchronize(tensor)
     own = (time.perf_counter() - begun) / repeats
-    return allreduce(torch.tensor(own, dtype=torch.float64), op=Max).item()
+    return allreduce(torch.tensor(own, dtype=torch.float64, device="cpu"), op=Max).item()
 
 
 def _synchronize(tensor: Tensor) -> None:

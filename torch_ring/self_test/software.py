@@ -95,7 +95,8 @@ def _version(text: str) -> str:
 
 def settings(config: Config) -> Facts:
     """Return the variables that are set, and whether there is a secret; never its value."""
-    return {"variables": variables_set(), "secret": "set" if config.secret else "none"}
+    has_secret = config.secret or config.secret_file
+    return {"variables": variables_set(), "secret": "set" if has_secret else "none"}
 
 
 def network(config: Config) -> Facts:

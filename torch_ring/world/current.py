@@ -103,10 +103,12 @@ def init(
         _prepare_exit()
         keep_results(config.kept_result_bytes)
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
-        _world = join_world(comm, process_sets, given, store, config)
-        ignored = misspelt()
-        if ignored and _world.rank == 0:
-            _log.warning(ignored)
+        try:
+            _world = join_world(comm, process_sets, given, store, config)
+        finally:
+            ignored = misspelt()  # which may be why it has failed
+            if ignored and (_world is None or _world.rank == 0):
+                _log.warning(ignored)
 
 
 def shutdown() -> None:

@@ -47,6 +47,7 @@ def make_engine(
         config.connections,
         None if alone else connections.memory,
         list(slots),
+        checksums=bool(config.checksum),
         timeout_s=config.timeout_s,
         stall_warning_s=config.stall_warning_s,
         fusion_window_s=config.fusion_window_s,

@@ -46,7 +46,7 @@ class EngineExchange:
             MismatchError: the other ranks do something else; the job may go on.
             PeerLostError, TimeoutError: as the world's engine raises them.
         """
-        own = torch.tensor([values], dtype=torch.int64)
+        own = torch.tensor([values], dtype=torch.int64, device="cpu")
         gathered = self._finish(lambda: self._engine.allgather(own, f"{_NAME}.numbers"))
         numbers: list[list[int]] = gathered.tolist()
         return numbers

@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,10 +19,12 @@ from torch_ring.connections.connections import Connections
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.exchange import failing_together
+from torch_ring.rendezvous.exchange import failing_together, lacking
+from torch_ring.rendezvous.job_key import JobKey
 from torch_ring.rendezvous.launchers import Identity, discover
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
+from torch_ring.rendezvous.secret_file import read_secret
 from torch_ring.rendezvous.siblings import why_not_alone
 from torch_ring.rendezvous.store import StorePlace, drop_connections, given_store, locate_store
 from torch_ring.world.engine import wait_for_all
@@ -33,6 +35,13 @@ __all__ = ["World", "join_world"]
 
 _log = logging.getLogger("torch_ring")
 
+_NO_SECRET = (
+    "the hosts of this job have no secret: any process that reaches its store can join in place of "
+    "a rank; of objects from other hosts, only plain data are taken. Set TORCH_RING_SECRET to the "
+    "same random text on all ranks (`openssl rand -hex 32`), or TORCH_RING_TRUST_NETWORK=1 if "
+    "nobody else can reach the hosts (docs/security.md)"
+)
+
 
 @dataclass(frozen=True)
 class World:
@@ -42,6 +51,9 @@ class World:
         rank, size: the index of this process; the number of processes.
         topology: its position among nodes.
         cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
+        host_of: the host index of each rank.
+        is_guarded: whether strangers can have the key of the world, so that what comes from another
+            host is taken with care.
         config: the settings.
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
@@ -52,6 +64,8 @@ class World:
     size: int
     topology: Topology
     cpu_sharers: int
+    host_of: Sequence[int]
+    is_guarded: bool
     config: Config
     engine: Engine
     process_sets: ProcessSetTable
@@ -74,6 +88,8 @@ def join_world(
         store: as for init().
         config: the settings.
     """
+    if config.secret_file and not config.secret:
+        config = replace(config, secret=read_secret(config.secret_file))
     if comm is None or (isinstance(comm, Sequence) and not isinstance(comm, str)):
         identity, comm = _identity_in_list(comm or (), given), None
     else:
@@ -144,7 +160,7 @@ def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ra
 
 def _alone(config: Config) -> World:
     table = ProcessSetTable(Connections(), config)
-    return World(0, 1, Topology(), 1, config, table.everyone.engine(), table)
+    return World(0, 1, Topology(), 1, (0,), False, config, table.everyone.engine(), table)
 
 
 def _connect(
@@ -156,21 +172,38 @@ def _connect(
     table = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
-        with contextlib.closing(Meeting(identity, deadline, place, name)) as meeting:
-            with failing_together(meeting):
-                connections = connect(identity, config, _towards(place), meeting, common)
-                table = _start(connections, config, deadline)
-            meeting.clean_up()
-    except BaseException:
+        # A store of the user's may be for ranks to which their launchers give different names.
+        key = JobKey(_secret(config, place), "" if store is not None else identity.job)
+        with (
+            contextlib.closing(Meeting(identity, deadline, place, name, key)) as meeting,
+            failing_together(meeting),
+        ):
+            connections = connect(identity, config, _towards(place), meeting, common)
+            table = _start(connections, config, deadline)
+            meeting.leave_store()
+            if place is not None and place.ends:  # torch.distributed may have its port then
+                wait_for_all(table.everyone.engine(), deadline, size)
+    except BaseException as error:
         if table is not None:
             table.close()
         drop_connections()
+        failure = lacking(error, rank)
+        if failure is not None:
+            raise failure from None
         raise
+    peers, host_of = connections.peers, connections.host_of
+    is_guarded = len(set(host_of)) > 1 and not (connections.is_private or config.trust_network)
     if rank == 0:
         _log.info("%s", _describe(connections))
-    peers = connections.peers
+        if is_guarded:
+            _log.warning("%s", _NO_SECRET)
     topology, sharers = topology_of(rank, peers), cpu_sharers(rank, peers)
-    return World(rank, size, topology, sharers, config, table.everyone.engine(), table)
+    engine = table.everyone.engine()
+    return World(rank, size, topology, sharers, host_of, is_guarded, config, engine, table)
+
+
+def _secret(config: Config, place: StorePlace | None) -> str:
+    return config.secret or (place.secret if place is not None else "")
 
 
 def _where_to_meet(
@@ -182,7 +215,8 @@ def _where_to_meet(
         return place, meeting_name_by_store(place.open(deadline))
     found = locate_store(identity, config, deadline, comm=comm)
     if found is None:
-        return None, meeting_name(identity)
+        # Two nodes of torchrun may be on one host.
+        return None, meeting_name(replace(identity, node=None))
     with contextlib.suppress(RingError):  # the ranks of this host meet in the store then
         return found, meeting_name(identity)
     return found, None

@@ -22,6 +22,7 @@ from torch_ring.errors import (
     NotInitializedError,
     RingError,
 )
+from torch_ring.rendezvous.exchange import lacking
 from torch_ring.world.engine import make_engine
 from torch_ring.world.engine_exchange import EngineExchange
 from torch_ring.world.ranks import Ranks, require_below
@@ -122,10 +123,12 @@ class ProcessSetRecord:
             )
         except Exception as error:
             # Members that use the set would wait in vain for this one.
-            self._failure = str(error)
+            rank = self._connections.rank
+            failure = lacking(error, rank) or error
+            self._failure = str(failure).removeprefix(f"rank {rank}: ")
             if self._connections.plane is not None:
                 self._connections.plane.fail(self._number, self._failure)
-            raise
+            raise failure from None
 
     def abandon(self) -> None:
         """Let go of the parent's engine in a forked child."""

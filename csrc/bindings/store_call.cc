@@ -1,0 +1,146 @@
+#include "bindings/store_call.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "core/error.h"
+
+namespace py = pybind11;
+
+namespace torch_ring {
+
+struct StoreCall::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool ended = false;
+  Result result;
+  std::exception_ptr error;
+};
+
+StoreCall::StoreCall(std::function<Result()> call) : state_(std::make_shared<State>()) {
+  std::thread([state = state_, call = std::move(call)]() mutable {
+    Result result;
+    std::exception_ptr error;
+    try {
+      result = call();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    call = nullptr;  // the caller may be the last owner of the store, and close it, from now on
+    const std::scoped_lock lock(state->mutex);
+    state->result = std::move(result);
+    state->error = std::move(error);
+    state->ended = true;
+    state->changed.notify_all();
+  }).detach();
+}
+
+bool StoreCall::wait(std::chrono::duration<double> time) const {
+  std::unique_lock lock(state_->mutex);
+  return state_->changed.wait_for(lock, time, [&] { return state_->ended; });
+}
+
+StoreCall::Result StoreCall::result() {
+  const std::scoped_lock lock(state_->mutex);
+  if (!state_->ended) throw Error(ErrorKind::kInternal, "the store has not answered yet");
+  if (const auto error = std::exchange(state_->error, nullptr)) std::rethrow_exception(error);
+  return std::move(state_->result);
+}
+
+namespace {
+
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+StoreCall::Bytes to_bytes(const py::bytes& bytes) {
+  const auto view = static_cast<std::string_view>(bytes);
+  return {view.begin(), view.end()};
+}
+
+StoreCall connect_tcp_store(std::string host, std::uint16_t port, double timeout_s) {
+  return StoreCall([host = std::move(host), port, timeout_s] {
+    c10d::TCPStoreOptions options;
+    options.port = port;
+    options.waitWorkers = false;
+    options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000));
+    return StoreCall::Result(Store(c10::make_intrusive<c10d::TCPStore>(host, options)));
+  });
+}
+
+py::object to_python(StoreCall& call) {
+  auto result = call.result();
+  if (const auto* flag = std::get_if<bool>(&result)) return py::bool_(*flag);
+  if (const auto* number = std::get_if<std::int64_t>(&result)) return py::int_(*number);
+  if (const auto* store = std::get_if<Store>(&result)) return py::cast(*store);
+  if (const auto* bytes = std::get_if<StoreCall::Bytes>(&result)) {
+    return py::bytes(reinterpret_cast<const char*>(bytes->data()), bytes->size());
+  }
+  return py::none();
+}
+
+}  // namespace
+
+void bind_store_call(py::module_& module) {
+  using Result = StoreCall::Result;
+  py::class_<StoreCall>(module, "StoreCall")
+      .def_static("connect", &connect_tcp_store, py::arg("host"), py::arg("port"),
+                  py::arg("timeout_s"))
+      .def_static(
+          "add",
+          [](Store store, std::string key, std::int64_t amount) {
+            return StoreCall([=] { return Result(store->add(key, amount)); });
+          },
+          py::arg("store"), py::arg("key"), py::arg("amount"))
+      .def_static(
+          "check",
+          [](Store store, std::vector<std::string> keys) {
+            return StoreCall([=] { return Result(store->check(keys)); });
+          },
+          py::arg("store"), py::arg("keys"))
+      .def_static(
+          "get",
+          [](Store store, std::string key) {
+            return StoreCall([=] { return Result(store->get(key)); });
+          },
+          py::arg("store"), py::arg("key"))
+      .def_static(
+          "set",
+          [](Store store, std::string key, const py::bytes& value) {
+            return StoreCall([store, key, value = to_bytes(value)] {
+              store->set(key, value);
+              return Result();
+            });
+          },
+          py::arg("store"), py::arg("key"), py::arg("value"))
+      .def_static(
+          "compare_set",
+          [](Store store, std::string key, const py::bytes& expected, const py::bytes& desired) {
+            return StoreCall(
+                [store, key, expected = to_bytes(expected), desired = to_bytes(desired)] {
+                  return Result(store->compareSet(key, expected, desired));
+                });
+          },
+          py::arg("store"), py::arg("key"), py::arg("expected"), py::arg("desired"))
+      .def_static(
+          "delete_key",
+          [](Store store, std::string key) {
+            return StoreCall([=] { return Result(store->deleteKey(key)); });
+          },
+          py::arg("store"), py::arg("key"))
+      .def(
+          "wait",
+          [](const StoreCall& call, double seconds) {
+            return call.wait(std::chrono::duration<double>(seconds));
+          },
+          py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("result", &to_python);
+}
+
+}  // namespace torch_ring

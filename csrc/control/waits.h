@@ -1,0 +1,42 @@
+// Waits: who waits for whom, as the ranks have told. No I/O.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "control/message.h"
+
+namespace torch_ring {
+
+/// The wait-for graphs of all process sets (transport/wait_graph.h). Ranks are those of the world.
+///
+/// Each rank numbers its messages, so that one which comes a second time, or after a later one of
+/// the same rank, changes nothing. Cost among n ranks that wait for one: n floods of one message,
+/// and n more when it comes.
+///
+/// Thread: one at a time.
+class Waits {
+ public:
+  explicit Waits(int size) : last_(static_cast<std::size_t>(size), 0) {}
+
+  /// Takes note of a message. Returns whether it is new.
+  bool learn(const Message& message);
+
+  /// Whether any rank waits in this set.
+  bool any(std::uint64_t set) const;
+
+  /// The ends of the set's graph that `ranks` lead to; `ranks` themselves if it has none there.
+  std::vector<int> ends(std::uint64_t set, std::span<const int> ranks) const;
+
+  /// The last message of each wait that lasts: what a new neighbour must be told.
+  std::vector<Message> known() const;
+
+ private:
+  std::vector<std::uint64_t> last_;                        // by rank: its highest number
+  std::map<std::pair<std::uint64_t, int>, Message> told_;  // by set and rank that waits
+};
+
+}  // namespace torch_ring

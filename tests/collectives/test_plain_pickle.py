@@ -1,0 +1,200 @@
+"""Pickles of plain data: what they hold, and what a stranger's pickle must not reach."""
+
+import argparse
+import collections
+import io
+import os
+import pickle
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from torch_ring.collectives.plain_pickle import dumps, loads_plain
+
+PLAIN = {
+    "numbers": [0, -5, 1 << 200, 0.5, float("inf"), 1 + 2j, True, None],
+    "texts": ["", "é" * 70_000, b"", b"x" * 70_000, bytearray(b"abc")],
+    "containers": [(), (1,), (1, 2, 3, 4), {1: {"a": [2]}}, {1, 2}, frozenset([3])],
+    "collections": [
+        collections.OrderedDict(b=1, a=2),
+        collections.defaultdict(list, a=[1]),
+        collections.deque([1, 2], maxlen=5),
+        collections.Counter("aab"),
+    ],
+    "ranges": [range(3, 9, 2), slice(1, None, 2)],
+    "namespaces": [argparse.Namespace(lr=0.1, layers=[1, 2]), types.SimpleNamespace(a=1)],
+    "torch": [torch.float8_e4m3fn, torch.bool, torch.Size([2, 3]), torch.device("cpu")],
+    "dtypes": [np.dtype("f4"), np.dtype(">i8"), np.dtype("M8[ns]")],
+    "scalars": [np.float32(0.1), np.int64(-3), np.bool_(True), np.complex64(1j), np.str_("é")],
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_plain_data(kind):
+    for read in (loads_plain, pickle.loads):
+        got = read(dumps(PLAIN[kind]))
+        assert got == PLAIN[kind]
+        assert [type(value) for value in got] == [type(value) for value in PLAIN[kind]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
+def test_tensors(read, dtype):
+    base = torch.arange(24).to(dtype).reshape(4, 6)
+    for tensor in (base, base.t(), base[1:3, ::2], base[0, 0], base[:0], base[:1].expand(5, 6)):
+        got = read(dumps(tensor))
+        assert torch.equal(got, tensor)
+        assert (got.dtype, got.stride()) == (dtype, tensor.stride())
+    assert read(dumps(base)).resize_(100).numel() == 100
+
+
+@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
+def test_tensors_with_more_than_values(read):
+    assert read(dumps(torch.ones(3, requires_grad=True))).requires_grad
+    parameter = read(dumps(torch.nn.Parameter(torch.ones(3))))
+    assert type(parameter) is torch.nn.Parameter
+    meta = read(dumps(torch.empty(3, 4, dtype=torch.half, device="meta").t()))
+    assert (meta.shape, meta.stride(), meta.dtype) == ((4, 3), (1, 4), torch.half)
+    state = torch.nn.Linear(2, 3).state_dict()
+    got = read(dumps(state))
+    assert got._metadata == state._metadata
+    assert all(torch.equal(got[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
+@pytest.mark.parametrize("code", ["f4", ">f8", "i1", "?", "c16", "S3", "U2", "M8[s]", "m8[ms]"])
+def test_arrays(read, code):
+    base = np.arange(24).astype("i8").astype(code).reshape(4, 6)
+    for array in (base, np.asfortranarray(base), base[1:3, ::2], base[:0], base[0, :1].reshape(())):
+        got = read(dumps(array))
+        assert np.array_equal(got, array)
+        assert (got.dtype, got.shape) == (array.dtype, array.shape)
+        assert got.flags.writeable
+        assert got.flags.fnc == array.flags.fnc
+
+
+class Own:
+    """A class of a user's program."""
+
+
+class Runs:
+    """An object whose pickle calls a function when it is read."""
+
+    def __init__(self, function, *arguments, state=None):
+        self.call = (function, arguments, state)
+
+    def __reduce__(self):
+        return self.call
+
+
+class Inherited(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Own(), "test_plain_pickle.Own"),
+        (Own, "test_plain_pickle.Own"),
+        (Runs(os.system, "false"), "posix.system"),
+        (Runs(eval, "1"), "builtins.eval"),
+        (Runs(getattr, "a", "b"), "builtins.getattr"),
+        (Runs(print, "reached"), "builtins.print"),
+        (Runs(torch.load, "file"), "torch.serialization.load"),
+        (Runs(torch.storage._load_from_bytes, b""), "torch.storage._load_from_bytes"),
+        (Runs(torch._tensor._rebuild_from_type_v2, print, int, (), {}), "_rebuild_from_type_v2"),
+        (np.array([Own()], dtype=object), "_reconstruct"),
+        (np.zeros(2, dtype="i4,f8"), "_reconstruct"),
+        (np.zeros(2).view(Inherited), "_reconstruct"),
+        (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
+        ([Runs(collections.OrderedDict, state={"keys": 1})], "attributes of what has none"),
+        (Runs(torch.Size, (1,), state={"a": 1}), "attributes of what has none"),
+        (Runs(types.SimpleNamespace, state={"__class__": 1}), "attributes of what has none"),
+        (Runs(bytearray, 1 << 40), "a bytearray that is none"),
+    ],
+)
+def test_what_is_not_plain_is_named(value, named):
+    with pytest.raises(pickle.UnpicklingError, match=named):
+        loads_plain(dumps(value))
+
+
+def reduce_of(tensor, **changes):
+    """Return an object with the pickle of a tensor, of whose arguments some are changed."""
+    function, arguments = tensor.__reduce_ex__(4)
+    names = ("storage", "offset", "size", "stride", "requires_grad", "hooks")
+    given = dict(zip(names, arguments, strict=True)) | changes
+    return Runs(function, *given.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 1},
+        {"offset": -1},
+        {"size": (4,)},
+        {"size": (1 << 61,)},
+        {"stride": (2,)},
+        {"stride": (-1,)},
+        {"size": (3, 3)},
+        {"storage": b"123"},
+        {"storage": torch.ones(3)},
+        {"size": (1.5,)},
+        {"hooks": {1: print}},
+        {"requires_grad": "yes"},
+    ],
+    ids=str,
+)
+def test_tensors_that_are_wrong(changes):
+    assert torch.equal(loads_plain(dumps(reduce_of(torch.ones(3)))), torch.ones(3))
+    with pytest.raises(pickle.UnpicklingError):
+        loads_plain(dumps(reduce_of(torch.ones(3), **changes)))
+
+
+def test_a_call_of_what_was_not_named_and_setting_attributes_of_functions():
+    name = b"\x8c\x0bcollections\x8c\x07Counter\x93"  # STACK_GLOBAL
+    good = b"\x80\x04" + name + b")R."
+    assert loads_plain(good) == collections.Counter()
+    for text in (
+        b"\x80\x04" + b"\x8c\x01a)R.",  # calls a text
+        b"\x80\x04" + b"\x8c\x08builtins\x8c\x04list\x93)R.",  # is named only
+        b"\x80\x04" + name + b"N}\x8c\x06updateK\x01s\x86b.",  # BUILD of a class
+        b"\x80\x04" + name + b")\x81.",  # NEWOBJ
+        b"\x80\x04" + name + b"\x8c\x01aK\x01s.",  # SETITEM of a class
+        b"\x80\x04)(K\x01e.",  # APPENDS to a tuple
+        b"\x80\x04cos\nsystem\n.",  # GLOBAL
+        b"\x80\x04(S'false'\nios\nsystem\n.",  # INST
+        b"\x80\x04\x82\x01.",  # EXT1
+        b"\x80\x04X\x01\x00\x00\x00aQ.",  # BINPERSID
+    ):
+        with pytest.raises(pickle.UnpicklingError):
+            loads_plain(text)
+
+
+def test_damaged_pickles_are_refused_and_nothing_else():
+    """Whatever was changed, it is plain data or an UnpicklingError."""
+    dice, kinds = random.Random(1), set()
+    good = bytes(dumps({**PLAIN, "tensor": torch.ones(3), "array": np.arange(3), "own": Own}))
+    good = good.replace("é".encode() * 70_000, b"").replace(b"x" * 70_000, b"")
+    small = bytes(dumps([1, "a", (2.5, {3}), torch.ones(2), np.float64(1), {"a": [1, 2]}]))
+    for case in range(4000):
+        data = bytearray(small if case % 2 else good)
+        for _ in range(dice.randrange(1, 5)):
+            at = dice.randrange(len(data))
+            if dice.random() < 0.5:
+                data[at] = dice.randrange(256)
+            else:
+                data[at : at + dice.randrange(3)] = dice.randbytes(dice.randrange(3))
+        try:
+            kinds.add(type(loads_plain(bytes(data))))
+        except pickle.UnpicklingError as error:
+            kinds.add(type(error))
+    assert pickle.UnpicklingError in kinds
+    assert list in kinds
+
+
+def test_objects_that_pickle_refuses():
+    with pytest.raises(TypeError, match="pickle"):
+        dumps(io.BufferedReader(io.BytesIO()))

@@ -1,0 +1,180 @@
+// Checksums: CRC-32C, the frames that carry it, and the error of a bit that flips on the way.
+#include "transport/checked_stream.h"
+
+#include <optional>
+#include <string_view>
+#include <thread>
+
+#include "core/crc32c.h"
+#include "elements.h"
+#include "engine_ranks.h"
+
+namespace torch_ring::test {
+namespace {
+
+void check_crc(const Bytes& bytes, std::uint32_t expected) {
+  CHECK_EQ(crc32c(bytes), expected);
+  CHECK_EQ(crc32c_by_table(bytes), expected);
+}
+
+Bytes counting(int first, int step) {
+  Bytes bytes;
+  for (int i = 0; i < 32; ++i) bytes.push_back(static_cast<std::byte>(first + step * i));
+  return bytes;
+}
+
+Bytes pattern(std::size_t count) {
+  Bytes bytes(count);
+  for (std::size_t i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>(i * 31 + i / 255);
+  return bytes;
+}
+
+/// What a writer sends of `data`, whose first call of send() gets `first` bytes of it. The stream
+/// takes at most `room` bytes at a time.
+Bytes written(const Bytes& data, std::size_t first, std::size_t room) {
+  CheckedWriter writer;
+  Bytes stream;
+  std::size_t done = 0;
+  while (done < data.size()) {
+    const std::size_t end = done < first ? first : data.size();
+    done += writer.send(std::span(data).subspan(done, end - done), [&](auto bytes) {
+      const auto part = bytes.first(std::min(bytes.size(), room));
+      stream.insert(stream.end(), part.begin(), part.end());
+      return part.size();
+    });
+  }
+  return stream;
+}
+
+/// What a reader makes of a stream that gives at most `room` bytes at a time; nothing if it is
+/// refused. A stream that ends too early counts as refused: a connection would time out.
+std::optional<Bytes> read(const Bytes& stream, std::size_t count, std::size_t room) {
+  CheckedReader reader;
+  Bytes data(count);
+  std::size_t done = 0;
+  std::size_t taken = 0;
+  while (done < count) {
+    const auto arrived = reader.receive(std::span(data).subspan(done), [&](auto bytes) {
+      const std::size_t part = std::min({bytes.size(), room, stream.size() - taken});
+      std::copy_n(stream.begin() + static_cast<std::ptrdiff_t>(taken), part, bytes.begin());
+      taken += part;
+      return part;
+    });
+    if (!arrived || (*arrived == 0 && taken == stream.size())) return std::nullopt;
+    done += *arrived;
+  }
+  return data;
+}
+
+/// Passes bytes on from one socket to another, until either ends; flips the lowest bit of byte
+/// `flipped`.
+class Relay {
+ public:
+  Relay(Fd from, Fd to, std::size_t flipped)
+      : from_(std::move(from)),
+        to_(std::move(to)),
+        back_([this] { copy(to_, from_, kNever); }),
+        forth_([this, flipped] { copy(from_, to_, flipped); }) {}
+  ~Relay() {
+    ::shutdown(from_.get(), SHUT_RDWR);
+    ::shutdown(to_.get(), SHUT_RDWR);
+    back_.join();
+    forth_.join();
+  }
+
+ private:
+  static constexpr std::size_t kNever = ~std::size_t{0};
+
+  static void copy(const Fd& from, const Fd& to, std::size_t flipped) {
+    std::vector<char> buffer(64u << 10);
+    std::size_t done = 0;
+    while (true) {
+      const auto got = ::recv(from.get(), buffer.data(), buffer.size(), 0);
+      if (got <= 0) break;
+      const auto count = static_cast<std::size_t>(got);
+      if (flipped >= done && flipped < done + count) buffer[flipped - done] ^= 1;
+      done += count;
+      if (::send(to.get(), buffer.data(), count, MSG_NOSIGNAL) != got) break;
+    }
+    ::shutdown(to.get(), SHUT_WR);
+  }
+
+  Fd from_;
+  Fd to_;
+  std::thread back_;
+  std::thread forth_;
+};
+
+}  // namespace
+
+TEST(crc32c_of_the_vectors_of_rfc_3720) {
+  check_crc({}, 0);
+  check_crc(Bytes(32, std::byte{0}), 0x8A9136AA);
+  check_crc(Bytes(32, std::byte{0xFF}), 0x62A8AB43);
+  check_crc(counting(0, 1), 0x46DD794E);
+  check_crc(counting(31, -1), 0x113FDB5C);
+  const std::string_view digits = "123456789";
+  const auto bytes = std::as_bytes(std::span(digits));
+  check_crc({bytes.begin(), bytes.end()}, 0xE3069283);
+}
+
+TEST(crc32c_of_parts_is_that_of_the_whole_at_any_place) {
+  const Bytes all = pattern(1003);
+  const std::uint32_t whole = crc32c_by_table(all);
+  for (std::size_t first = 0; first <= all.size(); first += 17) {
+    const auto bytes = std::span<const std::byte>(all);
+    CHECK_EQ(crc32c(bytes.subspan(first), crc32c(bytes.first(first))), whole);
+    CHECK_EQ(crc32c_by_table(bytes.subspan(first), crc32c(bytes.first(first))), whole);
+  }
+}
+
+TEST(checked_stream_arrives_in_parts_of_any_length) {
+  for (const std::size_t count : {1u, 2u, 1000u, 600'001u}) {
+    const Bytes data = pattern(count);
+    for (const std::size_t room : {std::size_t{count < 2000 ? 1u : 777u}, std::size_t{1u << 20}}) {
+      const Bytes stream = written(data, count / 3, room);
+      CHECK(stream.size() > count);
+      for (const std::size_t reading : {room, std::size_t{5000}}) {
+        const auto arrived = read(stream, count, reading);
+        CHECK(arrived && same(*arrived, data));
+      }
+    }
+  }
+}
+
+TEST(checked_stream_refuses_every_flipped_bit) {
+  const Bytes data = pattern(100);
+  const Bytes stream = written(data, 40, 1000);
+  CHECK_EQ(stream.size(), 100 + 2 * CheckedFrame::kHeaderBytes);
+  for (std::size_t bit = 0; bit < 8 * stream.size(); ++bit) {
+    Bytes damaged = stream;
+    damaged[bit / 8] ^= static_cast<std::byte>(1 << bit % 8);
+    CHECK(!read(damaged, 100, 1000));
+  }
+}
+
+TEST(checked_stream_engines_all_fail_when_a_bit_flips) {
+  for (const std::size_t flipped : {20u, 200u, 300'000u}) {  // in the agreement, and in data
+    const std::vector<int> host_of{0, 1, 2};
+    std::vector<World> worlds = make_worlds(host_of);
+    std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(host_of);
+    for (World& world : worlds) world.checksums = true;
+    auto& sockets = dynamic_cast<ReadySockets&>(*worlds[1].sockets);
+    auto [here, there] = unix_pair();
+    const Relay relay(std::move(sockets.take(0, true).front()), std::move(there), flipped);
+    sockets.add(0, std::move(here));
+    run_ranks(3, [&](int rank) {
+      Rank self(at(worlds, rank), std::move(at(planes, rank)), patient());
+      std::vector<float> small = self.input(50);
+      std::vector<float> large = self.input(400'000);
+      const auto both = [&] {
+        self.allreduce_now(small);
+        self.allreduce_now(large);
+      };
+      CHECK_THROWS(both(), rank == 1 ? ErrorKind::kInternal : ErrorKind::kPeerLost,
+                   "data from rank 0 (a thread) arrived damaged");
+    });
+  }
+}
+
+}  // namespace torch_ring::test

@@ -1,0 +1,71 @@
+// Waits: the wait-for graph that the ranks tell one another.
+#include "control/news.h"
+#include "control/waits.h"
+#include "harness.h"
+
+namespace torch_ring::test {
+namespace {
+
+using Ranks = std::vector<int>;
+
+Message tell(int rank, std::uint64_t number, const Ranks& ranks, std::uint64_t set = 0) {
+  return Message::waits(rank, set, {number, ranks});
+}
+
+Ranks ends(const Waits& waits, const Ranks& ranks, std::uint64_t set = 0) {
+  return waits.ends(set, ranks);
+}
+
+TEST(waits_lead_to_the_ranks_that_wait_for_nobody) {
+  Waits waits(6);
+  CHECK(!waits.any(0));
+  CHECK_EQ(ends(waits, {1, 2}), (Ranks{1, 2}));
+  CHECK(waits.learn(tell(1, 1, {2})));
+  CHECK(waits.learn(tell(2, 1, {3, 4})));
+  CHECK(waits.any(0));
+  CHECK_EQ(ends(waits, {1}), (Ranks{3, 4}));
+  CHECK(waits.learn(tell(3, 1, {1, 4})));  // a circle with an end
+  CHECK_EQ(ends(waits, {1}), Ranks{4});
+  CHECK_EQ(ends(waits, {5, 1}), (Ranks{4, 5}));
+}
+
+TEST(waits_in_a_circle_have_no_end) {
+  Waits waits(3);
+  waits.learn(tell(0, 1, {1}));
+  waits.learn(tell(1, 1, {2}));
+  waits.learn(tell(2, 1, {0}));
+  CHECK_EQ(ends(waits, {1}), Ranks{1});
+}
+
+TEST(waits_of_sets_are_apart) {
+  Waits waits(3);
+  waits.learn(tell(1, 1, {2}, 7));
+  CHECK(!waits.any(0));
+  CHECK(!waits.any(8));
+  CHECK(waits.any(7));
+  CHECK_EQ(ends(waits, {1}), Ranks{1});
+  CHECK_EQ(ends(waits, {1}, 7), Ranks{2});
+}
+
+TEST(a_wait_that_has_ended_stays_so) {
+  Waits waits(3);
+  CHECK(waits.learn(tell(1, 1, {2})));
+  CHECK(!waits.learn(tell(1, 1, {2})));  // by another way
+  CHECK_EQ(waits.known().size(), 1u);
+  CHECK(waits.learn(tell(1, 2, {})));
+  CHECK(!waits.learn(tell(1, 1, {2})));
+  CHECK(!waits.any(0));
+  CHECK(waits.known().empty());
+}
+
+TEST(a_new_neighbour_is_told_of_waits_that_last) {
+  News news(3);
+  CHECK(news.learn(Message::departed(2)));
+  CHECK(news.learn(tell(0, 1, {1})));
+  CHECK(news.learn(tell(1, 1, {0})));
+  CHECK(news.learn(tell(1, 2, {})));
+  CHECK(news.known() == (std::vector{Message::departed(2), tell(0, 1, {1})}));
+}
+
+}  // namespace
+}  // namespace torch_ring::test

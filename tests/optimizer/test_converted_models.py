@@ -1,0 +1,95 @@
+"""Models that are converted to another dtype and back after their optimizer was wrapped."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run
+from torch import nn
+from torch.optim import SGD
+from training import assert_same_weights, joined_batches, loss_of, make_model, part, weights
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.double().float()
+
+
+def by_data(model: nn.Module) -> None:
+    """Convert each parameter on its own, without a module's help."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+        parameter.data = parameter.data.float()
+
+
+def train_converted(convert: Callable[[nn.Module], None], op: int) -> None:
+    """Gradients are averaged when backward() returns, in the first pass after a conversion too."""
+    alone, together = make_model(), make_model()
+    scale = hvd.size() if op == hvd.Sum else 1
+    reference = SGD(alone.parameters(), lr=0.02 * scale)
+    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.02), op=op)
+    for step, batch in enumerate(joined_batches(steps=6)):
+        if step % 2 == 0:
+            convert(together)
+        loss_of(alone, batch).backward()
+        loss_of(together, part(batch)).backward()
+        for mine, expected in zip(together.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, expected.grad * scale, rtol=1e-4, atol=1e-5)
+        if step % 3 != 2:  # gradients of two passes add up, over a conversion
+            continue
+        reference.step()
+        optimizer.step()
+        reference.zero_grad()
+        optimizer.zero_grad()
+    assert_same_weights(together, alone)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("convert", [there_and_back, by_data])
+@on_both_transports
+def test_a_converted_model(transport, convert, op):
+    run(train_converted, 2, args=(convert, op), transport=transport)
+
+
+def mix_graphs() -> None:
+    """A graph from before a conversion and one from after it add up in one parameter, once each."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    factor = float(hvd.rank() + 1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        before = factor * x
+        x.data = x.data.double()
+        x.data = x.data.float()
+        after = 10 * factor * x
+        after.backward()
+        assert x.grad.item() == 15
+        before.backward()
+        assert x.grad.item() == 16.5
+        after = 10 * factor * x
+        after.backward()
+        assert x.grad.item() == 31.5
+        optimizer.step()
+
+
+def test_graphs_from_before_and_after_a_conversion():
+    run(mix_graphs, 2)
+
+
+def wrap_again_and_again() -> None:
+    """Hooks of optimizers that are gone do not pile up on a parameter, nor count."""
+    model = make_model()
+    for _ in range(3):
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0), op=hvd.Sum)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.double().float()
+            (model(torch.ones(1, 8)).sum() * 0 + model[0].bias.sum()).backward()
+            assert torch.equal(model[0].bias.grad, torch.full((16,), 2.0))
+            optimizer.step()
+
+
+def test_a_converted_model_that_is_wrapped_again():
+    run(wrap_again_and_again, 2)

@@ -1,0 +1,257 @@
+"""Ctrl-C in backward() that the program catches: the next pass works, or says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pool import eventually, run
+from torch import nn
+from torch.optim import SGD
+from training import grads, weights
+
+import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
+from torch_ring.optimizer.gradient_report import BackwardReport
+
+DEADLINE_S = 20.0
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle SIGINT as an interactive program does, and not as a rank of a test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def pressing_ctrl_c(when: Callable[[], bool]) -> Iterator[None]:
+    """Send SIGINT to this process once `when()` holds, from another thread."""
+
+    def press() -> None:
+        if eventually(when, DEADLINE_S):
+            press_ctrl_c()
+
+    thread = threading.Thread(target=press)
+    with interruptible():
+        thread.start()
+        yield
+        thread.join()
+
+
+def wait_for(path: Path) -> None:
+    assert eventually(path.exists, DEADLINE_S)
+
+
+def is_waiting() -> bool:
+    return backward_sync_of(hvd.global_process_set).agreement.is_open
+
+
+def interrupt_the_wait(folder: Path, steps_before: int, then: str) -> None:
+    """Rank 1 is interrupted while it waits for rank 0, and goes on."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    for _ in range(steps_before):
+        x.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    interrupted = folder / "interrupted"
+    if hvd.rank() == 0:
+        wait_for(interrupted)
+        (2 * x).backward()
+    else:
+        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
+            (6 * x).backward()
+        interrupted.touch()
+        if then == "next pass":
+            optimizer.zero_grad()
+            (4 * x).backward()
+        elif then == "one more pass":
+            (4 * x).backward()
+    optimizer.step()
+    assert grads([x]) == [{"next pass": 3, "one more pass": 6, "step": 4}[then]]
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((hvd.rank() + 1) * x).backward()
+        assert grads([x]) == [1.5]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("then", ["next pass", "one more pass", "step"])
+@pytest.mark.parametrize("steps_before", [0, 2])  # on the slow and on the fast path
+def test_an_interrupted_wait(tmp_path, steps_before, then):
+    run(interrupt_the_wait, 2, args=(tmp_path, steps_before, then))
+
+
+def interrupt_with_another_graph(folder: Path) -> str:
+    """The next pass has gradients of which the report on its way does not tell: an error."""
+    x, y = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0))
+    interrupted = folder / "interrupted"
+    if hvd.rank() == 0:
+        wait_for(interrupted)
+        (2 * x).backward()
+    else:
+        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
+            (6 * x).backward()
+        interrupted.touch()
+        optimizer.zero_grad()
+        (4 * x + 8 * y).backward()
+    assert grads([x]) == [3]
+
+    def go_on() -> None:
+        optimizer.step()
+        (x + y).backward()
+
+    with pytest.raises(hvd.MismatchError) as error:
+        go_on()
+    return str(error.value)
+
+
+def test_an_interrupted_wait_before_another_graph(tmp_path):
+    for message in run(interrupt_with_another_graph, 2, args=(tmp_path,)):
+        assert "KeyboardInterrupt" in message
+        assert "go on from a checkpoint" in message
+
+
+def interrupt_a_sent_bucket(folder: Path) -> str:
+    """Between hosts a pass has sent gradients when it is interrupted: all ranks hear of it."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    interrupted = folder / "interrupted"
+    if hvd.rank() == 0:
+        wait_for(interrupted)
+    else:
+        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
+            x.backward()
+        interrupted.touch()
+
+    def go_on() -> None:
+        for _ in range(2):  # rank 1 had sent all that rank 0 needs for its first pass
+            optimizer.zero_grad()
+            x.backward()
+
+    with pytest.raises(hvd.RingError) as error:
+        go_on()
+    return str(error.value)
+
+
+def test_an_interrupt_after_gradients_were_sent(tmp_path):
+    here, there = run(interrupt_a_sent_bucket, 2, args=(tmp_path,), transport="tcp")
+    for message in (here, there):
+        assert "rank 1" in message
+        assert "interrupted after part of its gradients had been sent" in message
+        assert "shutdown() and init()" in message
+
+
+def interrupt_a_reduction(folder: Path) -> None:
+    """Rank 1 is interrupted when the ranks have agreed, and rank 0 is late: it waits for rank 0."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    pressed = folder / "pressed"
+    reducing = threading.Event()
+    reduce = BackwardSync._reduce
+
+    def observed(sync: BackwardSync, reports: list[BackwardReport]) -> None:
+        reducing.set()
+        if hvd.rank() == 0:
+            wait_for(pressed)
+        reduce(sync, reports)
+
+    def release() -> None:
+        if reducing.wait(DEADLINE_S):
+            press_ctrl_c()
+            time.sleep(0.2)  # so that the wait sees the signal
+        pressed.touch()
+
+    with pytest.MonkeyPatch.context() as patch, interruptible():
+        patch.setattr(BackwardSync, "_reduce", observed)
+        if hvd.rank() == 0:
+            (2 * x).backward()
+        else:
+            releasing = threading.Thread(target=release)
+            releasing.start()
+            with pytest.raises(KeyboardInterrupt):
+                (4 * x).backward()
+            releasing.join()
+    assert grads([x]) == [3], "the pass has ended"
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((hvd.rank() + 1) * x).backward()
+        assert grads([x]) == [1.5]
+        optimizer.step()
+
+
+def test_an_interrupted_reduction_ends_first(tmp_path):
+    run(interrupt_a_reduction, 2, args=(tmp_path,))
+
+
+def interrupt_at_random() -> int:
+    """Interrupts at any time: a pass has ended or it has not, and can be done again."""
+    sync = backward_sync_of(hvd.global_process_set)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0))
+    armed, begun, done = threading.Event(), threading.Event(), threading.Event()
+    moments = random.Random(hvd.rank())
+    interrupts = 0
+
+    def raise_if_armed(*_: object) -> None:
+        if armed.is_set():
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def press_once_a_pass() -> None:
+        while not done.is_set():
+            if begun.wait(0.01):
+                begun.clear()
+                time.sleep(moments.random() * 2e-3)
+                press_ctrl_c()
+
+    before = signal.signal(signal.SIGINT, raise_if_armed)
+    pressing = threading.Thread(target=press_once_a_pass)
+    pressing.start()
+    try:
+        for step in range(100):
+            number = sync.number
+            while sync.number == number:
+                optimizer.zero_grad()
+                loss = (step + hvd.rank()) * model(torch.ones(1, 40)).sum()
+                try:
+                    armed.set()
+                    begun.set()
+                    loss.backward()
+                except KeyboardInterrupt:
+                    interrupts += 1
+                finally:
+                    armed.clear()
+            mean = step + (hvd.size() - 1) / 2
+            bias = model[1].bias.grad
+            assert bias is not None
+            assert torch.equal(bias, torch.full((40,), mean))
+            optimizer.step()
+    finally:
+        armed.clear()
+        done.set()
+        pressing.join()
+        signal.signal(signal.SIGINT, before)
+    return interrupts
+
+
+def test_interrupts_at_any_time():
+    assert sum(run(interrupt_at_random, 2)) > 0

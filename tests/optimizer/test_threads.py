@@ -1,0 +1,84 @@
+"""Backward passes in several threads: one after the other they work, together they are refused."""
+
+import threading
+from collections.abc import Callable
+
+from pool import run
+from torch import Tensor
+from torch.optim import SGD
+from training import grads, weights
+
+import torch_ring as hvd
+
+
+def in_threads(*functions: Callable[[], None]) -> list[str]:
+    """Run functions, each in a thread of its own; return the errors."""
+    errors: list[str] = []
+
+    def call(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def train_two_at_once(shared: bool) -> None:
+    """The passes of two threads meet in their midst; both end with an error on every rank."""
+    parameters = weights(1, 1)
+    optimizers = [hvd.DistributedOptimizer(SGD([p], lr=1.0)) for p in parameters[: 2 - shared]]
+    midst = threading.Barrier(2, timeout=20)
+
+    def meet(_: Tensor) -> None:
+        midst.wait()
+
+    def train(index: int) -> None:
+        mine = 0 if shared else index
+        loss = (hvd.rank() + 1) * parameters[mine] * 1.0
+        loss.register_hook(meet)
+        loss.backward()
+        optimizers[mine].step()
+
+    errors = in_threads(lambda: train(0), lambda: train(1))
+    assert len(errors) == 2, errors
+    for error in errors:
+        assert "two threads" in error, errors
+        assert "Error: rank" in error or "failed: " in error
+    assert [p.item() for p in parameters] == [1, 1], "no step was taken"
+
+
+def test_two_optimizers_in_two_threads_at_once():
+    run(train_two_at_once, 2, args=(False,), kind="ended")
+
+
+def test_one_optimizer_in_two_threads_at_once():
+    run(train_two_at_once, 2, args=(True,), kind="ended")
+
+
+def train_in_turns() -> None:
+    first, second = weights(1, 1)
+    one = hvd.DistributedOptimizer(SGD([first], lr=0.0))
+    other = hvd.DistributedOptimizer(SGD([second], lr=0.0))
+    lock = threading.Lock()
+
+    def train(parameter, optimizer) -> None:
+        for _ in range(3):
+            with lock:
+                optimizer.zero_grad()
+                ((hvd.rank() + 1) * parameter).backward()
+                assert grads([parameter]) == [1.5]
+                optimizer.step()
+
+    for _ in range(2):  # one thread after the other
+        assert in_threads(lambda: train(first, one)) == []
+        assert in_threads(lambda: train(second, other)) == []
+
+
+def test_two_optimizers_in_threads_one_after_the_other():
+    run(train_in_turns, 2)

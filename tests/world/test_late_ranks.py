@@ -1,0 +1,200 @@
+"""Ranks that are late: they end nothing by default, and the right one is named."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+
+import namespaces
+import pytest
+import torch
+from logs import logged
+from pool import error_of, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+WARN_S = 0.4
+LATE_S = 2.0
+
+HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") is not None
+needs_namespaces = pytest.mark.skipif(
+    not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)"
+)
+
+
+def accused(text: str) -> list[int]:
+    """Return the ranks that a warning or a TimeoutError says to be late."""
+    called = re.findall(r"rank (\d+) \([^)]*pid \d+\) has not called it", text)
+    stuck = re.search(r"All wait for (.*): it is stuck", text)
+    ranks = re.findall(r"rank (\d+) \(", stuck[1]) if stuck else called
+    return sorted(int(rank) for rank in ranks)
+
+
+def come_late(late: list[int], init: bool) -> list[str]:
+    """Reduce on all ranks but the late ones, which come later. Return what is logged."""
+    if init:
+        hvd.init()
+    values = torch.ones(3)
+    hvd.barrier()
+    if hvd.rank() in late:
+        time.sleep(LATE_S)
+    with logged() as messages:
+        assert hvd.allreduce(values, op=hvd.Sum, name="x").tolist() == [hvd.size()] * 3
+    if init:
+        hvd.shutdown()
+    return [text for text in messages if "'x'" in text]
+
+
+def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: bool = False) -> None:
+    """Check that the late ranks are named; on several hosts maybe those of the own one alone."""
+    for rank, lines in enumerate(logs):
+        if rank in late:
+            continue
+        assert len(lines) >= 2, "a warning repeats"
+        # The first may come while others are on their way, the last when some of the late are here.
+        named = [accused(line) for line in lines]
+        assert late in named or several_hosts, (rank, lines)
+        assert named[-1], (rank, lines)
+        assert set(named[-1]) <= set(late), (rank, lines)
+        assert lines[-1].endswith("It goes on waiting: TORCH_RING_TIMEOUT is not set")
+        assert lines[-1].startswith(f"rank {rank} has waited ")
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "late"),
+    [
+        ("shm", 3, [1]),
+        ("shm", 4, [0, 2]),
+        ("tcp", 2, [0]),
+        ("tcp", 3, [1]),
+        ("tcp", 5, [2, 3]),
+        ("tcp", 6, [3]),
+    ],
+)
+def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late):
+    env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_STALL_WARNING": str(WARN_S)}
+    logs = run(come_late, size, args=(late, False), transport=transport, env=env)
+    check_warnings(logs, late)
+
+
+def env_of_namespaces(**settings: str) -> dict[str, str]:
+    address = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29511"}
+    return address | {f"TORCH_RING_{name}": value for name, value in settings.items()}
+
+
+@pytest.mark.netns
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("layout", "late"), [([0, 0, 1, 1], [1]), ([0, 0, 1, 1], [2]), ([0, 1, 1, 2], [0, 3])]
+)
+def test_the_late_ranks_of_several_hosts(hosts, layout, late):
+    logs = run(
+        come_late,
+        len(layout),
+        args=(late, True),
+        initialized=False,
+        transport="",
+        env=env_of_namespaces(TIMEOUT="0", STALL_WARNING=str(WARN_S)),
+        namespaces=[hosts[host] for host in layout],
+    )
+    check_warnings(logs, late, several_hosts=True)
+
+
+def outlive_a_stopped_rank(victim: int) -> str:
+    """Reduce until it fails, as the victim is stopped. Return the error."""
+    values = torch.ones(4 << 20)
+    hvd.allreduce(values)
+    if hvd.rank() == victim:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    kind = "nothing"
+    while kind == "nothing":
+        kind, text = error_of(lambda: hvd.allreduce(values, name="doomed"))
+    assert kind == "TimeoutError", text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "victim"),
+    [("shm", 3, 1), ("tcp", 3, 0), ("tcp", 4, 2), ("tcp", 6, 1)],
+)
+def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim):
+    """The others wait for their neighbours, in a transfer or before it."""
+    texts = run(
+        outlive_a_stopped_rank,
+        size,
+        args=(victim,),
+        transport=transport,
+        env={"TORCH_RING_TIMEOUT": "3"},
+        may_die={victim},
+    )
+    for rank, text in enumerate(texts):
+        assert rank == victim or accused(text) == [victim], text
+
+
+def outlive_on_hosts(victim: int) -> str:
+    hvd.init()
+    return outlive_a_stopped_rank(victim)
+
+
+@pytest.mark.netns
+@needs_namespaces
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_timeout_names_the_rank_that_is_stopped_on_one_of_several_hosts(hosts, victim):
+    texts = run(
+        outlive_on_hosts,
+        4,
+        args=(victim,),
+        initialized=False,
+        transport="",
+        env=env_of_namespaces(TIMEOUT="3"),
+        namespaces=[hosts[host] for host in (0, 0, 1, 1)],
+        may_die={victim},
+    )
+    for rank, text in enumerate(texts):
+        assert rank == victim or accused(text) == [victim], text
+
+
+def call_last_what_rank_0_called_first() -> None:
+    """Rank 1 is late with one operation, and makes progress with others."""
+    values = torch.ones(3)
+    handle = hvd.allreduce_async(values, name="first") if hvd.rank() == 0 else None
+    end = time.monotonic() + LATE_S
+    for step in range(1000):
+        more = torch.tensor([float(time.monotonic() < end)])
+        if hvd.allreduce(more, op=hvd.Min, name=f"step {step}").item() == 0:
+            break
+        time.sleep(0.05)
+    handle = handle or hvd.allreduce_async(values, name="first")
+    hvd.synchronize(handle)
+
+
+@on_both_transports
+def test_a_rank_that_makes_progress_has_time(transport):
+    env = {"TORCH_RING_TIMEOUT": "1"}
+    run(call_last_what_rank_0_called_first, 2, transport=transport, env=env)
+
+
+def call_in_two_threads() -> list[list[float]]:
+    """Each thread waits for what the other rank's second thread will call a second later."""
+    names = ["one", "other"]
+    mine, later = names if hvd.rank() == 0 else names[::-1]
+    results: dict[str, list[float]] = {}
+
+    def reduce(name: str, delay_s: float) -> None:
+        time.sleep(delay_s)
+        results[name] = hvd.allreduce(torch.ones(2), op=hvd.Sum, name=name).tolist()
+
+    thread = threading.Thread(target=reduce, args=(later, 1.0))
+    thread.start()
+    reduce(mine, 0.0)
+    thread.join()
+    return [results[name] for name in names]
+
+
+@on_both_transports
+def test_a_second_thread_may_come_later(transport):
+    for results in run(call_in_two_threads, 2, transport=transport):
+        assert results == [[2.0, 2.0]] * 2

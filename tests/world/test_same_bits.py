@@ -1,0 +1,112 @@
+"""The same program gives the same bits in every run, whatever its operations wait for."""
+
+import hashlib
+import os
+import random
+import shutil
+import time
+
+import namespaces
+import pytest
+import torch
+from pool import run
+from torch import Tensor, nn
+
+import torch_ring as hvd
+
+RUNS = 12
+TRAININGS = 4
+COUNTS = (20, 800, 3000, 12_000, 40_001, 150_000)  # inline or not, gathered or not, and longer
+
+
+def numbers(count: int, seed: int) -> Tensor:
+    """Return numbers of very different magnitudes: their sum depends on the order of additions."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(count, generator=generator) * 8 - 4
+    return torch.randn(count, generator=generator) * 10**exponents
+
+
+def digest(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def sums_of_asynchronous_operations() -> set[str]:
+    """Return the digests of the results in every run, by its own order and delays on each rank."""
+    tensors = [numbers(count, 10 * i + hvd.rank()) for i, count in enumerate(COUNTS)]
+    digests = set()
+    for number in range(RUNS):
+        chance = random.Random(100 * number + hvd.rank())
+        named = number % 2 == 0  # without names they are matched by their order
+        order = chance.sample(range(len(tensors)), len(tensors)) if named else range(len(tensors))
+        handles = {}
+        for i in order:
+            name = f"tensor {i}" if named else None
+            handles[i] = hvd.allreduce_async(tensors[i], op=hvd.Sum, name=name)
+            if chance.random() < 0.5:
+                time.sleep(chance.random() * 0.003)
+        digests.add(digest([hvd.synchronize(handles[i]) for i in range(len(tensors))]))
+    # One after the other: nothing is fused.
+    digests.add(digest([hvd.allreduce(tensor, op=hvd.Sum) for tensor in tensors]))
+    return digests
+
+
+def weights_after_training() -> set[str]:
+    """Return the digests of the weights after each of some equal trainings."""
+    digests = set()
+    for number in range(TRAININGS):
+        chance = random.Random(100 * number + hvd.rank())
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 7))
+        for parameter in model.parameters():
+            parameter.register_hook(lambda _, chance=chance: time.sleep(chance.random() * 0.003))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
+        )
+        for step in range(4):
+            batch = numbers(16 * 40, 10 * step + hvd.rank()).view(16, 40)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        digests.add(digest(list(model.parameters())))
+    return digests
+
+
+def both() -> tuple[set[str], set[str]]:
+    return sums_of_asynchronous_operations(), weights_after_training()
+
+
+def require_one_result(found: list[tuple[set[str], set[str]]]) -> None:
+    for results in zip(*found, strict=True):  # of all ranks
+        assert len(set.union(*results)) == 1
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), ("tcp", 5)])
+def test_every_run_has_the_same_bits(transport, size):
+    # Buckets that are sent while backward goes on, and fused if they meet.
+    env = {"TORCH_RING_BUCKET_BYTES": "50000"}
+    require_one_result(run(both, size, transport=transport, env=env))
+
+
+def both_in_a_world() -> tuple[set[str], set[str]]:
+    hvd.init()
+    results = both()
+    hvd.shutdown()
+    return results
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+def test_every_run_on_two_hosts_has_the_same_bits(hosts):
+    env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29513"}
+    env["TORCH_RING_BUCKET_BYTES"] = "50000"
+    found = run(
+        both_in_a_world,
+        4,
+        initialized=False,
+        transport="",
+        env=env,
+        namespaces=[hosts[host] for host in (0, 0, 1, 1)],
+    )
+    require_one_result(found)

@@ -1,0 +1,218 @@
+"""verify_consistency: whether all ranks have the same model and optimizer state, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ring._C import Engine, all_sent
+from torch_ring.collectives.digests import digests_of
+from torch_ring.errors import InvalidArgumentError, MismatchError
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
+
+__all__ = ["verify_consistency", "verify_step"]
+
+_MOST_RANKS_NAMED = 4
+
+
+def verify_consistency(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Check that all ranks have the same parameters, buffers and optimizer state, bit for bit.
+
+    A collective of the process set. It reads each tensor once, on its device, and sends 32 bytes a
+    rank; more only if the ranks differ. ``TORCH_RING_CHECK_EVERY`` does the same for the parameters
+    and the state of a ``DistributedOptimizer`` in every so many of its steps.
+
+    What each rank has of its own is no error to look for: buffers such as the running statistics of
+    batch normalisation (call :func:`broadcast_buffers` first), and the state of an optimizer with
+    ``op=Adasum``. Tensors without readable values (on the meta device, or in a wrapper such as a
+    DTensor) are compared by shape and dtype.
+
+    Args:
+        model: any module, its tensors of any dtype, on any device.
+        optimizer: wrapped or not; None: only the model is compared. Its state may have tensors,
+            numbers and texts in lists and dicts; other objects are left out.
+        process_set: the ranks to compare, this one among them; by default all.
+
+    Raises:
+        MismatchError: on every rank, if a name, shape, dtype or value differs; names the first one,
+            and the ranks that differ. No data has moved, the job may go on.
+        InvalidArgumentError: `model` is no module, or `optimizer` no optimizer.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"verify_consistency takes a torch.nn.Module, not {type(model).__name__}"
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidArgumentError(
+            "verify_consistency takes the optimizer itself, or None, not "
+            f"{type(optimizer).__name__}"
+        )
+    names: dict[Tensor, str] = {
+        parameter: name for name, parameter in reversed([*model.named_parameters()])
+    }
+    things = [_Thing(f"parameter '{name}'", value) for name, value in model.named_parameters()]
+    things += [_Thing(f"buffer '{name}'", value) for name, value in model.named_buffers()]
+    if optimizer is not None:
+        things += _things_of(optimizer, names)
+    _compare(things, engine_of(process_set), "")
+
+
+def verify_step(
+    every: int,
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    process_set: ProcessSet,
+    *,
+    with_state: bool = True,
+) -> None:
+    """Check a wrapped optimizer after each step whose number `every` divides; 0: after none.
+
+    A collective of the ranks that have not joined.
+
+    Args:
+        every: TORCH_RING_CHECK_EVERY, the same on all ranks.
+        step: the number of steps, the same on all ranks.
+        optimizer: the optimizer.
+        names: of its parameters.
+        process_set: the ranks that train together.
+        with_state: whether its state is the same on all ranks.
+
+    Raises:
+        MismatchError: as `verify_consistency`.
+    """
+    if not every or step % every:
+        return
+    things = [_Thing(f"parameter '{name}'", parameter) for parameter, name in names.items()]
+    if with_state:
+        things += _things_of(optimizer, names)
+    _compare(things, engine_of(process_set), f"after step {step}: ")
+
+
+class _Thing(NamedTuple):
+    """Something that all ranks should have alike."""
+
+    name: str
+    value: Any  # a tensor, a number, a text or None
+
+    def describe(self) -> str:
+        """Return what is compared besides the bits of a tensor."""
+        value = self.value
+        if not isinstance(value, Tensor):
+            return repr(value)
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[_Thing]:
+    """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield from _leaves(f"'{key}' of group {number}", value)
+        for index, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"{number}.{index}")
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield from _leaves(f"state '{key}' of '{name}'", value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[_Thing]:
+    if isinstance(value, (Tensor, bool, int, float, complex, str)) or value is None:
+        yield _Thing(name, value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{name}, {key!r}", item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{name}, {index}", item)
+
+
+def _compare(things: Sequence[_Thing], engine: Engine, when: str) -> None:
+    """Raise MismatchError on all ranks that have not joined, unless they give the same things."""
+    tensors = [thing.value for thing in things if isinstance(thing.value, Tensor)]
+    digests = iter(digests_of(tensors).tolist())
+    lines = [
+        [thing.name, thing.describe(), next(digests) if isinstance(thing.value, Tensor) else None]
+        for thing in things
+    ]
+    text = json.dumps([current.rank(), lines]).encode()
+    own = hashlib.sha256(json.dumps(lines).encode()).digest()
+    if all_sent(b"".join(_gather(own, engine)), own):
+        return
+    difference = _describe_difference(dict(map(json.loads, _gather(text, engine))))
+    if difference:
+        raise MismatchError(f"rank {current.rank()}: {when}{difference}")
+
+
+def _gather(own: bytes, engine: Engine) -> list[bytes]:
+    """Return what each rank gives that has not joined."""
+    payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    work = engine.allgather(payload, "", blocking=True, joinable=True)
+    parts = torch.split(work.wait(), work.received_splits())
+    return [bytes(part.numpy()) for part in parts if len(part)]
+
+
+def _describe_difference(every: dict[int, list[list[Any]]]) -> str:
+    """Return the first thing that the ranks do not have alike, and on which ranks.
+
+    Args:
+        every: of each rank: name, description and digest of its things, in its order.
+    """
+    by_name = {
+        rank: {name: tuple(found) for name, *found in lines} for rank, lines in every.items()
+    }
+    names = dict.fromkeys(name for things in by_name.values() for name in things)
+    differing = [
+        name for name in names if len({things.get(name) for things in by_name.values()}) > 1
+    ]
+    if not differing:
+        return ""  # the same in another order
+    first = {rank: things.get(differing[0]) for rank, things in by_name.items()}
+    usual = Counter(first.values()).most_common(1)[0][0]  # of the lowest rank, if there are several
+    others = [rank for rank, found in first.items() if found != usual]
+    same = [rank for rank, found in first.items() if found == usual]
+    return (
+        f"the ranks are not consistent: {differing[0]} on {_ranks(others)} "
+        f"({_found(first[others[0]])}) is not that on {_ranks(same)} ({_found(usual)}): "
+        f"{len(differing)} of {len(names)} tensors and settings differ. "
+        + _remedy(differing[0], same[0])
+    )
+
+
+def _found(found: tuple[str, int | None] | None) -> str:
+    if found is None:
+        return "there is none"
+    description, digest = found
+    return description if digest is None else f"{description}, digest {digest % 2**64:016x}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _MOST_RANKS_NAMED
+    named = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}" + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+def _remedy(name: str, root: int) -> str:
+    kind = name.partition(" ")[0]
+    if kind == "parameter":
+        call = "broadcast_parameters(model.state_dict()"
+    elif kind == "buffer":
+        call = "broadcast_buffers(model"
+    else:
+        call = "broadcast_optimizer_state(optimizer"
+    return (
+        f"{call}, root_rank={root}) makes them the same; if they were, look for what one rank "
+        "alone does to them"
+    )

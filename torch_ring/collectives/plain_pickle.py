@@ -1,0 +1,283 @@
+"""dumps, loads_plain: pickles, and a reader of plain data that runs nobody's code.
+
+A pickle is a program: whoever reads it with `pickle.loads` does what its writer wants.
+`loads_plain` takes the few instructions that plain data needs, and calls functions of an explicit
+list only. None of them runs code from its arguments, and all check these. So tensors and arrays are
+pickled by functions of this module: torch's own read a storage with `torch.load`, and NumPy's trust
+a dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import io
+import math
+import pickle
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage
+
+with contextlib.suppress(ImportError):  # torch, too, works without it
+    import numpy as np
+
+__all__ = ["PlainData", "dumps", "loads_plain"]
+
+
+def dumps(obj: Any) -> memoryview:
+    """Return the pickle of an object. Raises what `pickle.dumps` raises."""
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getbuffer()
+
+
+def loads_plain(data: bytes | memoryview) -> Any:
+    """Return the object of a pickle that `dumps` has written, if it is plain data.
+
+    That are None, numbers, texts, bytes and the containers of builtins and collections, namespaces,
+    dense tensors, parameters, dtypes, devices and sizes of torch, arrays, scalars and dtypes of
+    NumPy, and `PlainData`.
+
+    Raises:
+        pickle.UnpicklingError: it has something else; says what, of a class its name.
+    """
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # of whatever damaged data leads to
+        raise pickle.UnpicklingError(f"a damaged pickle ({type(error).__name__})") from None
+
+
+class PlainData:
+    """A base of classes whose instances are plain data, too: with arguments that check themselves.
+
+    A subclass defines __reduce__, which returns the class and its arguments.
+    """
+
+    def __init_subclass__(cls) -> None:
+        _CALLABLE[cls.__module__, cls.__qualname__] = cls
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is made anew; NotImplemented leaves that to its class."""
+        if type(obj) is TypedStorage:
+            untyped = obj._untyped_storage
+            local = untyped.cpu()  # type: ignore[no-untyped-call]
+            data = ctypes.string_at(local.data_ptr(), local.nbytes())
+            return _storage, (data, obj.dtype, str(untyped.device))
+        return _reduced_array(obj) if _HAS_NUMPY else NotImplemented
+
+
+_HAS_NUMPY = "numpy" in sys.modules
+
+
+def _reduced_array(obj: Any) -> Any:
+    if type(obj) is np.ndarray and _is_plain(obj.dtype):
+        order = "F" if obj.flags.fnc else "C"
+        return _array, (obj.dtype.str, obj.shape, order, obj.tobytes(order))  # type: ignore[arg-type]
+    if isinstance(obj, np.generic) and _is_plain(obj.dtype) and obj.dtype.itemsize:
+        return _scalar, (obj.dtype.str, obj.tobytes())
+    if isinstance(obj, np.dtype) and _is_plain(obj):
+        return _dtype, (obj.str,)
+    return NotImplemented
+
+
+# --- functions that make plain data anew
+
+
+def _storage(data: bytes, dtype: torch.dtype, device: str) -> TypedStorage:
+    if type(data) is not bytes or not isinstance(dtype, torch.dtype) or type(device) is not str:
+        raise pickle.UnpicklingError("a storage that is none")
+    content = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    ctypes.memmove(content.data_ptr(), data, len(data))
+    untyped = content.to(device).untyped_storage()
+    made: TypedStorage = TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=untyped, dtype=dtype, _internal=True
+    )
+    return made
+
+
+def _array(code: str, shape: tuple[int, ...], order: Any, data: bytes) -> np.ndarray[Any, Any]:
+    dtype = _dtype(code)
+    if not _are_sizes(shape) or math.prod(shape) * dtype.itemsize != len(data):
+        raise pickle.UnpicklingError("an array of another size than its data")
+    made: np.ndarray[Any, Any] = np.ndarray(shape, dtype, bytearray(data), order=order)
+    return made
+
+
+def _scalar(code: str, data: bytes) -> Any:
+    return _array(code, (), "C", data)[()]
+
+
+def _dtype(code: str) -> np.dtype[Any]:
+    if not re.fullmatch(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}\w{1,3}\])?", code):
+        raise pickle.UnpicklingError("a dtype that is none of plain values")
+    return np.dtype(code)
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biufcSUmM" and dtype.names is None
+
+
+def _tensor(
+    storage: TypedStorage,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    hooks: object,
+) -> Tensor:
+    """Return a tensor. It lies within its storage, which nothing else would ensure."""
+    if type(storage) is not TypedStorage or not _are_sizes((offset, *size, *stride)) or hooks:
+        raise pickle.UnpicklingError("a tensor that is none")
+    untyped = storage._untyped_storage
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if 0 not in size and (last + 1) * storage.dtype.itemsize > untyped.nbytes():
+        raise pickle.UnpicklingError("a tensor beyond its storage")
+    tensor = torch.empty(0, dtype=storage.dtype, device=untyped.device)
+    tensor.set_(untyped, offset, size, stride)
+    tensor.requires_grad = requires_grad
+    return tensor
+
+
+def _meta_tensor(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+) -> Tensor:
+    return torch.empty_strided(
+        size, stride, dtype=dtype, device="meta", requires_grad=requires_grad
+    )
+
+
+def _parameter(data: Tensor, requires_grad: bool, hooks: object) -> torch.nn.Parameter:
+    if type(data) is not Tensor or hooks:
+        raise pickle.UnpicklingError("a parameter that is none")
+    return torch.nn.Parameter(data, requires_grad)
+
+
+def _bytearray(data: bytes = b"") -> bytearray:
+    if type(data) is not bytes:
+        raise pickle.UnpicklingError("a bytearray that is none")
+    return bytearray(data)
+
+
+def _are_sizes(numbers: tuple[int, ...]) -> bool:
+    return all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+
+
+# --- the reader
+
+# (module, name) -> what a pickle may call; torch's own functions are replaced by those above.
+_CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "complex"): complex,
+    ("builtins", "range"): range,
+    ("builtins", "slice"): slice,
+    ("collections", "Counter"): collections.Counter,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "deque"): collections.deque,
+    ("types", "SimpleNamespace"): types.SimpleNamespace,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
+    **{(__name__, made.__name__): made for made in (_storage, _array, _scalar, _dtype)},
+}
+# What it may name and not call: values, and what makes the missing values of a defaultdict.
+_NAMED: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): argparse.Namespace,
+    **{
+        ("builtins", kind.__name__): kind
+        for kind in (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)
+    },
+    **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
+}
+# fmt: off
+_INSTRUCTIONS = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
+    pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT,
+    pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
+    pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
+    pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.EMPTY_DICT, pickle.EMPTY_SET,
+    pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET,
+    pickle.BINGET, pickle.LONG_BINGET, pickle.MEMOIZE, pickle.STACK_GLOBAL,
+)
+# fmt: on
+
+
+def _into(kinds: tuple[type, ...], code: bytes, at: int | None) -> Callable[[Any], None]:
+    """Return an instruction that adds items to a container; `at`: its place, None: at the mark."""
+    run = pickle._Unpickler.dispatch[code[0]]
+
+    def add(reader: Any) -> None:
+        target = reader.metastack[-1][-1] if at is None else reader.stack[at]
+        if not isinstance(target, kinds):
+            raise pickle.UnpicklingError("items of what is no container")
+        run(reader)
+
+    return add
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """The reader of the standard library, with fewer instructions: what is not here is refused."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code[0]: pickle._Unpickler.dispatch[code[0]] for code in _INSTRUCTIONS
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle may name."""
+        found = _CALLABLE.get((module, name), _NAMED.get((module, name)))
+        if found is None:
+            raise pickle.UnpicklingError(ascii(f"{module}.{name}")[1:100].rstrip("'"))
+        return found
+
+    def call(self) -> None:
+        """REDUCE: replace a function and its arguments by its result."""
+        arguments, function = self.stack.pop(), self.stack[-1]
+        if type(arguments) is not tuple or not any(f is function for f in _CALLABLE.values()):
+            raise pickle.UnpicklingError("a call of what is no function of plain data")
+        self.stack[-1] = function(*arguments)
+
+    def make_namespace(self) -> None:
+        """NEWOBJ: make an instance of a class; of one class only."""
+        arguments, kind = self.stack.pop(), self.stack[-1]
+        if kind is not argparse.Namespace or arguments != ():
+            raise pickle.UnpicklingError("an instance of what is no namespace")
+        self.stack[-1] = argparse.Namespace()
+
+    def set_attributes(self) -> None:
+        """BUILD: set the attributes of a namespace, or the metadata of a state_dict()."""
+        state, instance = self.stack.pop(), self.stack[-1]
+        names = list(state) if type(state) is dict else [None]
+        if isinstance(instance, argparse.Namespace | types.SimpleNamespace):
+            allowed = all(type(name) is str and not name.startswith("__") for name in names)
+        else:
+            allowed = type(instance) is collections.OrderedDict and names == ["_metadata"]
+        if not allowed:
+            raise pickle.UnpicklingError("attributes of what has none")
+        vars(instance).update(state)
+
+    dispatch |= {
+        pickle.APPEND[0]: _into((list, collections.deque), pickle.APPEND, -2),
+        pickle.APPENDS[0]: _into((list, collections.deque), pickle.APPENDS, None),
+        pickle.SETITEM[0]: _into((dict,), pickle.SETITEM, -3),
+        pickle.SETITEMS[0]: _into((dict,), pickle.SETITEMS, None),
+        pickle.ADDITEMS[0]: _into((set,), pickle.ADDITEMS, None),
+        pickle.REDUCE[0]: call,
+        pickle.NEWOBJ[0]: make_namespace,
+        pickle.BUILD[0]: set_attributes,
+    }

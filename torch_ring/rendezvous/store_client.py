@@ -1,0 +1,122 @@
+"""StoreClient, finish: calls of a store that have a deadline, and that a signal interrupts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from torch_ring._C import StoreCall
+from torch_ring.errors import TimeoutError
+from torch_ring.rendezvous.deadline import Deadline
+
+__all__ = ["KeyValueStore", "StoreClient", "finish"]
+
+_SLICE_S = 0.05  # seconds between two looks at signals and at other ranks
+_LEAST_S = 2.0  # seconds that each call may take at least: failures are told after the deadline
+_GRACE_S = 0.5  # seconds in which an interrupted call must end, for another one to be made
+
+
+class KeyValueStore(Protocol):
+    """What ranks meet in: a store of torch, or a client of one."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, 0 at first; return the sum."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys have values."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value that is there."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write a value if it is as expected, nothing counts as ""; return what is there then."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a value; return whether there was one."""
+
+
+class StoreClient:
+    """A `KeyValueStore`: a store of torch that cannot keep its caller waiting for ever.
+
+    Calls raise TimeoutError, which names the server, if it does not answer before the deadline.
+    After that, or after an interrupt, no further call is made until the server has answered.
+
+    Thread: one at a time. Blocking: every call, until the deadline.
+
+    Args:
+        store: the store.
+        deadline: the deadline of the whole init().
+        server: the server's name in messages.
+        check: called while a call waits; what it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        deadline: Deadline,
+        server: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._deadline = store, deadline
+        self._server, self._check = server, check
+        self._pending: StoreCall | None = None
+        self._silent = False
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, 0 at first; return the sum."""
+        return int(self._call(StoreCall.add, key, amount))
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        """Return whether all keys have values."""
+        return bool(self._call(StoreCall.check, list(keys)))
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; waits for it if it is not there."""
+        return bytes(self._call(StoreCall.get, key))
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Write a value."""
+        self._call(StoreCall.set, key, _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, /) -> bytes:
+        """Write a value if it is as expected, nothing counts as ""; return what is there then."""
+        return bytes(self._call(StoreCall.compare_set, key, _bytes(expected), _bytes(desired)))
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a value; return whether there was one."""
+        return bool(self._call(StoreCall.delete_key, key))
+
+    def _call(self, begin: Callable[..., StoreCall], *arguments: Any) -> Any:
+        if self._pending is not None:
+            self._silent = self._silent or not self._pending.wait(_GRACE_S)
+            if self._silent:
+                raise self._silence()
+        self._pending = call = begin(self._store, *arguments)
+        if not finish(call, Deadline(max(self._deadline.left_s(), _LEAST_S)), self._check):
+            raise self._silence()
+        self._pending = None
+        return call.result()
+
+    def _silence(self) -> TimeoutError:
+        return TimeoutError(
+            f"{self._server} has not answered {self._deadline}: is its process stopped, or its "
+            "host cut off?"
+        )
+
+
+def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None]) -> bool:
+    """Return whether a call has ended before a deadline; calls `check` meanwhile. Blocks."""
+    while not call.wait(min(_SLICE_S, deadline.left_s())):
+        check()
+        if deadline.passed():
+            return False
+    return True
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
