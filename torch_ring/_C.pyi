@@ -46,6 +46,18 @@ def keep_results(most_bytes: int) -> None:
 def kept_result_bytes() -> int:
     """Return the bytes of results' pages that are kept now."""
 
+def arm_failpoints(spec: str) -> None:
+    """Make this process fail where a test says, in place of earlier ones; "" for nowhere.
+
+    Errors: InvalidArgumentError. CONTRIBUTING.md has the syntax.
+    """
+
+def await_calls(patience_s: float) -> bool:
+    """Wait until no thread is in a call that waits for other ranks; return whether that is so."""
+
+def forget_calls() -> None:
+    """Count no calls of the parent's threads in a forked child."""
+
 def limit_to_raise(error: int) -> str:
     """Return which limit to raise for an errno: ": raise `ulimit -n` (now 128)", or ""."""
 
@@ -111,6 +123,8 @@ class ControlPlane:
         key: 32 bytes; all ranks prove that they know them.
         unix_listener, tcp_listener: listening sockets, taken over; -1 for none.
         heartbeat_timeout_s: silence after which a rank is lost.
+        launcher: a pidfd of the process that has started this one, taken over; -1 for none.
+        launcher_died: the line for stderr when that has ended; then this process ends, too.
     """
 
     def __init__(
@@ -123,6 +137,8 @@ class ControlPlane:
         unix_listener: int,
         tcp_listener: int,
         heartbeat_timeout_s: float,
+        launcher: int,
+        launcher_died: str,
     ) -> None: ...
     def missing(self) -> list[int]:
         """Return the ranks with which a connection is still being made.
@@ -142,8 +158,11 @@ class ControlPlane:
     def close_set(self, number: int) -> None:
         """Close the data connections of a process set that has ended, and refuse later ones."""
 
+    def give_reason(self, why: str) -> None:
+        """Say why this process leaves, in the other ranks' errors; at most 1000 characters."""
+
     def stop(self) -> None:
-        """Say goodbye, and close all connections. Idempotent."""
+        """Say goodbye until it is heard (10 s at most), close all connections. Idempotent."""
 
     def before_fork(self) -> None:
         """Take note of the descriptors that a child inherits."""
@@ -315,8 +334,11 @@ class Engine:
     def overlaps(self) -> bool:
         """Whether reducing during backward can pay, because data crosses a network."""
 
-    def shutdown(self) -> None:
-        """Stop the thread, free everything. Idempotent."""
+    def shutdown(self, removed: bool = False) -> None:
+        """Stop the thread, free everything. Idempotent.
+
+        `removed`: all members do it at once; otherwise they are told that this one leaves.
+        """
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's engine, without touching it."""

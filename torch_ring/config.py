@@ -11,10 +11,11 @@ from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Config", "misspelt", "nccl_is_blocking", "variables_set"]
+__all__ = ["Config", "failpoints", "misspelt", "nccl_is_blocking", "variables_set"]
 
 _MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
 _OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
+_OF_TESTS = "TORCH_RING_FAIL"
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -39,6 +40,7 @@ class Config:
     checksum: int = 0
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
+    exit_with_launcher: int = 1
     secret_file: str = ""
     trust_network: bool = False
     log_level: str = "info"
@@ -91,11 +93,16 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     known = {setting.variable for setting in SETTINGS}
     found = []
-    for variable in sorted(environment.keys() - known - {_OF_BUILDS}):
+    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS}):
         if variable.startswith("TORCH_RING_"):
             meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
             found.append(variable + (f" (do you mean {meant[0]}?)" if meant else ""))
     return f"no setting of torch_ring, ignored: {', '.join(found)}" if found else None
+
+
+def failpoints(environment: Mapping[str, str] = os.environ) -> str:
+    """Return where a test wants this process to fail (CONTRIBUTING.md); "" for nowhere."""
+    return environment.get(_OF_TESTS, "")
 
 
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
@@ -323,6 +330,12 @@ SETTINGS = (
         "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
         "run code; 0: only plain data",
         common=True,
+    ),
+    Setting(
+        "exit_with_launcher",
+        "TORCH_RING_EXIT_WITH_LAUNCHER",
+        _count(0, 1),
+        "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
     ),
     Setting(
         "log_level",

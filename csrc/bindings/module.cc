@@ -5,12 +5,14 @@
 
 #include <system_error>
 
+#include "bindings/blocking_call.h"
 #include "bindings/gradient_hooks.h"
 #include "bindings/py_control_plane.h"
 #include "bindings/py_engine.h"
 #include "bindings/py_host_memory.h"
 #include "bindings/result_allocator.h"
 #include "bindings/store_call.h"
+#include "core/failpoint.h"
 #include "core/limits.h"
 #include "nccl/loader.h"
 
@@ -63,6 +65,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));
   module.def("kept_result_bytes", &kept_result_bytes);
+  module.def(
+      "await_calls",
+      [](double patience_s) {
+        return BlockingCall::await_all(
+            std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));
+      },
+      py::arg("patience_s"));
+  module.def("forget_calls", &BlockingCall::forget_all);
+  module.def("arm_failpoints", &arm_failpoints, py::arg("spec"));
   module.def("limit_to_raise", &limit_to_raise, py::arg("error"));
   bind_control_plane(module);
   bind_host_memory(module);

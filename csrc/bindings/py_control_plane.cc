@@ -20,10 +20,13 @@ std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            std::vector<std::string> labels,
                                            const std::vector<Address>& addresses,
                                            const py::bytes& key, int unix_listener,
-                                           int tcp_listener, double heartbeat_timeout_s) {
+                                           int tcp_listener, double heartbeat_timeout_s,
+                                           int launcher, std::string launcher_died) {
   ControlPlane::Options options;
   options.unix_listener = Fd(unix_listener);  // first: owned, so closed on errors
   options.tcp_listener = Fd(tcp_listener);
+  options.launcher = Fd(launcher);
+  options.launcher_died = std::move(launcher_died);
   options.rank = rank;
   options.host_of = std::move(host_of);
   options.labels = std::move(labels);
@@ -63,6 +66,10 @@ void PyControlPlane::close_set(std::uint64_t set) {
   if (!plane_ || ::getpid() != pid_) return;
   const py::gil_scoped_release no_gil;
   plane_->unsubscribe(set);
+}
+
+void PyControlPlane::give_reason(std::string why) {
+  if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
 
 void PyControlPlane::stop() {
@@ -108,11 +115,12 @@ void bind_control_plane(py::module_& module) {
   py::class_<PyControlPlane, std::shared_ptr<PyControlPlane>>(module, "ControlPlane")
       .def(py::init(&make_plane), py::arg("rank"), py::arg("host_of"), py::arg("labels"),
            py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listener"),
-           py::arg("heartbeat_timeout_s"))
+           py::arg("heartbeat_timeout_s"), py::arg("launcher"), py::arg("launcher_died"))
       .def("missing", &PyControlPlane::missing)
       .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))
       .def("close_set", &PyControlPlane::close_set, py::arg("number"))
+      .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("stop", &PyControlPlane::stop)
       .def("before_fork", &PyControlPlane::before_fork)
       .def("abandon", &PyControlPlane::abandon);

@@ -34,6 +34,8 @@ class PyControlPlane {
   void fail(std::uint64_t set, const std::string& why);
   /// Closes the data connections of a set that no engine has taken, and refuses later ones.
   void close_set(std::uint64_t set);
+  /// Why this process leaves, for the other ranks' errors.
+  void give_reason(std::string why);
   void stop();
 
   /// Takes note of the descriptors that a child is about to inherit.

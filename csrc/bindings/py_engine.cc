@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "bindings/accelerator.h"
+#include "bindings/blocking_call.h"
 #include "bindings/finalize_dense.h"
 #include "bindings/py_control_plane.h"
 #include "bindings/py_host_memory.h"
@@ -99,7 +100,7 @@ class PyEngine {
       const std::shared_ptr<Engine> engine = running();
       Request request =
           allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       engine->submit_and_wait(std::move(request), kCheckSignals);
     }
     if (in_place && !tensor.is_inference()) {
@@ -234,7 +235,7 @@ class PyEngine {
     const std::shared_ptr<Engine> engine = running();
     std::optional<std::string> gathered;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       gathered = finalizer.run(*engine, size_, agreement, report, kCheckSignals);
     }
     if (!gathered) return std::nullopt;
@@ -245,7 +246,7 @@ class PyEngine {
     const std::shared_ptr<Engine> engine = running();
     std::string gathered;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       gathered = agreement.gather(*engine, report, kCheckSignals);
     }
     return {gathered};
@@ -257,12 +258,12 @@ class PyEngine {
     engine->end(Error(ErrorKind::kInternal, why));
   }
 
-  void shutdown() {
+  void shutdown(bool removed = false) {
     if (::getpid() != pid_) return abandon();
     if (!engine_) return;
     {
       const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
-      engine_->close();
+      engine_->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves);
     }
     engine_.reset();
     communicator_.reset();
@@ -304,7 +305,7 @@ class PyEngine {
     prepare(request, *result, device);
     std::shared_ptr<Work> work;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       work = engine->submit(std::move(request), mode_of(blocking));
     }
     return {engine, std::move(work), std::move(result)};
@@ -321,7 +322,7 @@ class PyEngine {
     }
     std::vector<std::shared_ptr<Work>> works;
     {
-      const py::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       works = engine->submit(std::move(requests), mode_of(blocking));
     }
     std::vector<PyWork> handles;
@@ -422,7 +423,7 @@ void bind_engine(py::module_& module) {
       .def("gradient_blocks", &PyEngine::gradient_blocks)
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)
-      .def("shutdown", &PyEngine::shutdown)
+      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)
       .def("abandon", &PyEngine::abandon);
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/blocking_call.h"
 #include "bindings/requests.h"
 #include "engine/engine.h"
 
@@ -36,7 +37,7 @@ class PyWork {
   /// waits only until it is enqueued.
   at::Tensor wait() const {
     {
-      const pybind11::gil_scoped_release no_gil;
+      const BlockingCall no_gil;
       engine_->wait(*work_, kCheckSignals);
     }
     if (result_->output_event) {

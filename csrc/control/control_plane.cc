@@ -70,6 +70,10 @@ std::vector<int> ControlPlane::missing() const { return loop_->missing(); }
 
 std::string ControlPlane::trouble() const { return loop_->trouble(); }
 
+void ControlPlane::give_reason(std::string why) { loop_->give_reason(std::move(why)); }
+
+void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds) { loop_->leave(set, rounds); }
+
 void ControlPlane::stop() { loop_->stop(ControlLoop::Farewell::kGoodbye); }
 
 void ControlPlane::die() { loop_->stop(ControlLoop::Farewell::kNone); }

@@ -50,8 +50,16 @@ class ControlPlane {
   /// the message of a timeout; empty if neither is so.
   std::string trouble() const;
 
-  /// Says goodbye (for at most 100 ms), joins the thread and closes all connections, also those
-  /// that a SocketSource has not taken.
+  /// Why this process leaves, for the other ranks' errors: "ValueError: ... at train.py:41". For
+  /// what leave() and stop() tell from now on.
+  void give_reason(std::string why);
+
+  /// Tells the other ranks that this one leaves a set in peace, after it has completed `rounds`
+  /// rounds of the set's board. To be called before its data connections close. Blocking: no.
+  void leave(std::uint64_t set, std::uint64_t rounds);
+
+  /// Says goodbye, waits until the neighbours have heard it (kFarewell at most: parting.h), joins
+  /// the thread and closes all connections, also those that a SocketSource has not taken.
   void stop();
 
   /// Like stop(), but without a goodbye: the other ranks take this one for dead.

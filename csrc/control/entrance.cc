@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "control/outgoing.h"
+#include "core/failpoint.h"
 #include "core/limits.h"
 
 namespace torch_ring {
@@ -79,6 +80,7 @@ void Entrance::accept(Listener& listener, Clock::time_point now) {
       return;
     }
     trouble_.reset();
+    if (failpoint("handshake.accepting", static_cast<int>(rank_))) continue;
     if (listener.unix && !is_this_users(socket.get())) continue;
     strangers_.push_back(
         {std::move(socket), Handshake::accepting(key_, rank_), listener.unix, now});

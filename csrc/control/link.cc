@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <string_view>
+#include <utility>
 
 namespace torch_ring {
 
@@ -64,9 +65,16 @@ std::vector<Message> Link::receive(Clock::time_point now) {
   return messages;
 }
 
+void Link::end_sending() noexcept {
+  if (std::exchange(sends_, false)) ::shutdown(socket_.get(), SHUT_WR);
+}
+
 void Link::drain() noexcept {
   char buffer[16u << 10];
-  while (::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT) > 0) {
+  while (!ended_) {
+    const auto bytes = ::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+    if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (bytes == 0 || (bytes < 0 && errno != EINTR)) close();
   }
 }
 

@@ -45,7 +45,9 @@ class Link {
   /// Whether the stream has ended: the peer has closed it.
   bool ended() const noexcept { return ended_; }
 
-  /// Receives what has arrived, and drops it.
+  /// Sends no more: the peer receives the end of the stream after what has been sent. Idempotent.
+  void end_sending() noexcept;
+  /// Receives what has arrived, and drops it; at the end of the stream the link has ended().
   void drain() noexcept;
   /// Ends the link on this side.
   void close() noexcept;
@@ -63,6 +65,7 @@ class Link {
   bool blocked_ = false;  // the socket takes no more for now
   bool ended_ = false;
   bool deaf_ = false;  // the peer receives no more; what it has sent may still be here
+  bool sends_ = true;
   std::size_t slot_ = PollSet::kNone;
 };
 

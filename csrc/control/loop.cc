@@ -6,30 +6,15 @@
 #include <algorithm>
 #include <utility>
 
+#include "control/parting.h"
 #include "core/at.h"
+#include "core/failpoint.h"
 
 namespace torch_ring {
 
 namespace {
 
 constexpr std::chrono::milliseconds kGather{10};  // departures on their way wait for others
-constexpr std::chrono::milliseconds kGoodbye{
-    100};  // a stopping rank waits for those who don't read
-
-void check(const ControlOptions& options) {
-  const auto size = options.host_of.size();
-  if (options.labels.size() != size || options.addresses.size() != size || options.rank < 0 ||
-      options.rank >= options.size()) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "a control plane needs a host, a label and an address of each rank, and one of the "
-                "ranks");
-  }
-  const int host = at(options.host_of, options.rank);
-  for (int peer = 0; peer < options.size(); ++peer) {
-    if (peer != options.rank)
-      SocketAddress(at(options.addresses, peer), at(options.host_of, peer) == host);
-  }
-}
 
 }  // namespace
 
@@ -41,7 +26,9 @@ ControlLoop::ControlLoop(ControlOptions options)
                                                options.key,
                                                {},
                                                {},
-                                               options.heartbeat_timeout})),
+                                               options.heartbeat_timeout,
+                                               {},
+                                               {}})),
       rank_(options_.rank),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       subscriptions_(rank_, options_.labels),
@@ -49,6 +36,7 @@ ControlLoop::ControlLoop(ControlOptions options)
       neighbourhood_(rank_, options_.host_of),
       entrance_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
                 std::move(options.tcp_listener)),
+      launcher_(std::move(options.launcher), std::move(options.launcher_died)),
       bids_(options_),
       data_(options_),
       next_heartbeat_(Clock::now()) {
@@ -97,6 +85,19 @@ void ControlLoop::fail(std::uint64_t set, const Error& cause) {
   ::eventfd_write(wake_.get(), 1);
 }
 
+void ControlLoop::give_reason(std::string why) {
+  const std::scoped_lock lock(mutex_);
+  why_ = std::move(why);
+}
+
+void ControlLoop::leave(std::uint64_t set, std::uint64_t rounds) {
+  {
+    const std::scoped_lock lock(mutex_);
+    own_news_.push_back(Message::left(rank_, set, rounds, why_));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
 void ControlLoop::tell_wait(std::uint64_t set, std::vector<int> ranks) {
   {
     const std::scoped_lock lock(mutex_);
@@ -135,6 +136,7 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
 std::vector<int> ControlLoop::descriptors() const {
   const std::scoped_lock lock(mutex_);
   std::vector<int> fds{wake_.get()};
+  fds.push_back(launcher_.fd());
   entrance_.append_descriptors(fds);
   for (const Link& link : links_) fds.push_back(link.fd());
   bids_.append_descriptors(fds);
@@ -156,25 +158,31 @@ void ControlLoop::run() {
     lock.lock();
     turn(polls, slept, Clock::now());
     const auto untold = std::exchange(untold_, {});
+    const auto presumed = std::exchange(presumed_, {});
     const auto connected = std::exchange(connected_, {});
     const auto farewell = farewell_;
-    if (farewell == Farewell::kGoodbye) say_goodbye();
+    std::list<Link> parting;
+    if (farewell == Farewell::kGoodbye) parting = say_goodbye();
     lock.unlock();
 
     for (const Message& news : untold) subscriptions_.tell(news);
+    for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
-    if (farewell) return;
+    if (!farewell) continue;
+    part(parting);
+    return;
   }
 }
 
 /// Fills the set of descriptors; returns when the next turn is due at the latest.
 Clock::time_point ControlLoop::prepare(PollSet& polls) {
   polls.add(wake_.get(), POLLIN);
+  launcher_.add_to(polls);
   entrance_.add_to(polls, Clock::now());
   bids_.add_to(polls);
   data_.add_to(polls);
-  auto due = std::min({next_heartbeat_, neighbourhood_.next_change(), entrance_.due(),
-                       bids_.due(in_setup()), data_.due()});
+  auto due = std::min({next_heartbeat_, launcher_.due(), neighbourhood_.next_change(),
+                       entrance_.due(), bids_.due(in_setup()), data_.due()});
   for (Link& link : links_) {
     link.add_to(polls);
     due = std::min(due, link.due());
@@ -189,6 +197,7 @@ Clock::time_point ControlLoop::prepare(PollSet& polls) {
 void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now) {
   eventfd_t rings = 0;
   ::eventfd_read(wake_.get(), &rings);
+  launcher_.look(polls, now);
   receive(polls, now);
   admit(polls, now);
   connect(polls, now);
@@ -200,7 +209,7 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
 
 void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
   for (Link& link : links_) {
-    if (!link.ready(polls)) continue;
+    if (!link.ready(polls) || failpoint("control.receive", rank_)) continue;
     try {
       for (const Message& message : link.receive(now)) {
         // A rank that was taken for lost, and goes on, takes those who dropped it for lost.
@@ -297,24 +306,18 @@ void ControlLoop::send(Clock::time_point now) {
   links_.remove_if([](const Link& link) { return link.ended(); });
 }
 
-/// Sends what is queued, and this rank's departure. The peers may read it when they like.
-void ControlLoop::say_goodbye() {
+/// Takes the links to be parted from, with this rank's departure in their queues. A rank that is
+/// lost is not waited for.
+std::list<Link> ControlLoop::say_goodbye() {
+  if (failpoint("departure", rank_)) return {};
   const auto now = Clock::now();
-  for (Link& link : links_) link.queue(Message::departed(rank_), now);
-  while (true) {
-    PollSet polls;
-    bool pending = false;
-    for (Link& link : links_) {
-      link.flush(now);
-      if (!link.pending()) continue;
-      pending = true;
-      polls.add(link.fd(), POLLOUT);
-    }
-    if (!pending || Clock::now() >= now + kGoodbye) break;
-    polls.wait(now + kGoodbye);
+  links_.remove_if([&](const Link& link) { return news_.lost(link.peer()); });
+  for (Link& link : links_) {
+    link.queue(Message::departed(rank_, why_), now);
+    link.flush(now);
   }
-  // A TCP connection that is closed with unread data is reset, and the goodbye might go with it.
-  for (Link& link : links_) link.drain();
+  if (failpoint("departed", rank_)) return {};
+  return std::exchange(links_, {});
 }
 
 void ControlLoop::add_link(int peer, Fd socket, Clock::time_point now) {
@@ -341,7 +344,7 @@ void ControlLoop::lose(int peer, const std::string& how, Clock::time_point now) 
 /// departure was lost with them. If it has died after all, others will say so.
 void ControlLoop::presume_departed(int peer) {
   news_.presume_departed(peer);
-  untold_.push_back(Message::departed(peer));
+  presumed_.push_back(peer);
   neighbourhood_.vacate(peer);
   moved_ = true;
   bids_.remove(peer);
@@ -352,7 +355,9 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
   if (!news_.learn(message)) return;
   const bool departed = message.kind == Message::Kind::kDeparted;
   const bool lost = message.kind == Message::Kind::kLost;
-  if (message.kind != Message::Kind::kWaits) untold_.push_back(message);
+  const bool left = message.kind == Message::Kind::kLeft;
+  const bool own_left = left && message.rank == rank_;
+  if (message.kind != Message::Kind::kWaits && !own_left) untold_.push_back(message);
   if ((departed || lost) && message.rank != rank_) {
     if (departed) {
       neighbourhood_.depart(message.rank, now);
@@ -371,7 +376,7 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
   }
   for (Link& link : links_) {
     if (&link != from && !news_.departed(link.peer())) {
-      link.queue(message, departed ? now + kGather : now);
+      link.queue(message, departed || left ? now + kGather : now);
     }
   }
 }

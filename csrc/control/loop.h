@@ -14,6 +14,7 @@
 #include "control/bids.h"
 #include "control/data_connections.h"
 #include "control/entrance.h"
+#include "control/launcher_watch.h"
 #include "control/link.h"
 #include "control/neighbourhood.h"
 #include "control/news.h"
@@ -25,7 +26,7 @@ namespace torch_ring {
 /// See ControlPlane. The thread sleeps in poll(), then takes a turn under the lock, then tells the
 /// observers without it.
 ///
-/// A loss or a failure is sent on in the turn in which it is heard. A departure waits for kGather
+/// A loss or a failure is sent on in the turn in which it is heard. Departures wait for kGather
 /// in the links' queues, since usually all ranks leave together; what comes after it in a queue
 /// takes it along, so the order stays.
 class ControlLoop {
@@ -41,6 +42,8 @@ class ControlLoop {
   Subscriptions& subscriptions() { return subscriptions_; }
   void close(std::uint64_t set);
   void fail(std::uint64_t set, const Error& cause);
+  void give_reason(std::string why);
+  void leave(std::uint64_t set, std::uint64_t rounds);
   void tell_wait(std::uint64_t set, std::vector<int> ranks);
   bool somebody_waits(std::uint64_t set) const;
   std::vector<int> ends_of_waits(std::uint64_t set, std::span<const int> ranks) const;
@@ -60,7 +63,7 @@ class ControlLoop {
   void send_own_news(Clock::time_point now);
   void seek_neighbours(Clock::time_point now);
   void send(Clock::time_point now);
-  void say_goodbye();
+  std::list<Link> say_goodbye();
 
   void add_link(int peer, Fd socket, Clock::time_point now);
   Link* link_to(int peer);
@@ -84,14 +87,17 @@ class ControlLoop {
   Neighbourhood neighbourhood_;
   bool moved_ = true;  // neighbourhood_ has changed
   Entrance entrance_;
+  LauncherWatch launcher_;
   std::list<Link> links_;
   Bids bids_;
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> own_news_;      // failures and waits of this rank, not sent yet
+  std::vector<Message> own_news_;      // failures, departures and waits of this rank, not sent yet
+  std::string why_;                    // this rank leaves
   std::uint64_t waits_told_ = 0;       // by this rank
   std::vector<Message> untold_;        // for the observers
+  std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told
   std::optional<Farewell> farewell_;
   Clock::time_point next_heartbeat_;

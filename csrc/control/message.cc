@@ -36,32 +36,50 @@ bool plausible(const Message& message, std::size_t text_bytes) {
   const bool own = message.rank == message.reporter;
   switch (message.kind) {
     case Message::Kind::kHeartbeat:
-    case Message::Kind::kDeparted:
-      return own && message.set == 0 && text_bytes == 0;
-    case Message::Kind::kLost:
-      return !own && message.set == 0;
-    case Message::Kind::kFailed:
+      return own && message.set == 0 && message.rounds == 0 && text_bytes == 0;
+    case Message::Kind::kLeft:
       return own;
+    case Message::Kind::kDeparted:
+      return own && message.set == 0 && message.rounds == 0;
+    case Message::Kind::kLost:
+      return !own && message.set == 0 && message.rounds == 0;
+    case Message::Kind::kFailed:
+      return own && message.rounds == 0;
     case Message::Kind::kWaits:
-      return own && is_wait(text_bytes);
+      return own && message.rounds == 0 && is_wait(text_bytes);
   }
   return false;
 }
 
+/// A text that fits, and does not end within a character of several bytes (UTF-8).
+std::string cut(std::string text) {
+  if (text.size() <= Message::kTextBytes) return text;
+  std::size_t end = Message::kTextBytes;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  text.resize(end);
+  return text;
+}
+
 }  // namespace
 
+Message Message::left(int rank, std::uint64_t set, std::uint64_t rounds, std::string why) {
+  return {Kind::kLeft, {}, rank, rank, set, rounds, cut(std::move(why))};
+}
+
+Message Message::departed(int rank, std::string why) {
+  return {Kind::kDeparted, {}, rank, rank, 0, 0, cut(std::move(why))};
+}
+
 Message Message::lost(int rank, int reporter, std::string how) {
-  how.resize(std::min(how.size(), kTextBytes));
-  return {Kind::kLost, ErrorKind::kPeerLost, rank, reporter, 0, std::move(how)};
+  return {Kind::kLost, ErrorKind::kPeerLost, rank, reporter, 0, 0, cut(std::move(how))};
 }
 
 Message Message::failed(int rank, std::uint64_t set, const Error& cause) {
-  return {Kind::kFailed, cause.kind(), rank,
-          rank,          set,          std::string(cause.what()).substr(0, kTextBytes)};
+  return {Kind::kFailed, cause.kind(), rank, rank, set, 0, cut(cause.what())};
 }
 
 Message Message::waits(int rank, std::uint64_t set, const Wait& wait) {
-  Message message{Kind::kWaits, {}, rank, rank, set, {}};
+  Message message{Kind::kWaits, {}, rank, rank, set, 0, {}};
   put(message.text, wait.number);
   for (std::size_t i = 0; i < std::min(wait.ranks.size(), Wait::kMostRanks); ++i) {
     put(message.text, static_cast<std::uint32_t>(wait.ranks[i]));
@@ -86,6 +104,7 @@ void Message::append_to(std::string& frames) const {
   put(frames, static_cast<std::uint32_t>(rank));
   put(frames, static_cast<std::uint32_t>(reporter));
   put(frames, set);
+  put(frames, rounds);
   frames.append(text, 0, text_bytes);
 }
 
@@ -102,6 +121,7 @@ std::optional<Message> MessageParser::next() {
   const auto rank = get<std::uint32_t>(in);
   const auto reporter = get<std::uint32_t>(in);
   message.set = get<std::uint64_t>(in);
+  message.rounds = get<std::uint64_t>(in);
   const auto size = static_cast<std::uint32_t>(size_);
   message.error = static_cast<ErrorKind>(error);
   message.rank = static_cast<int>(rank);

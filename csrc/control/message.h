@@ -13,16 +13,17 @@ namespace torch_ring {
 
 /// News of one rank, or a sign of life. On the wire, little-endian and without gaps:
 ///
-///   u8 kind | u8 error | u16 bytes of text | u32 rank | u32 reporter | u64 set | text
+///   u8 kind | u8 error | u16 bytes of text | u32 rank | u32 reporter | u64 set | u64 rounds | text
 struct Message {
   enum class Kind : std::uint8_t {
     kHeartbeat = 'H',  // from `rank`, for the receiver only
-    kDeparted = 'D',   // `rank` has left in peace
+    kLeft = 'E',       // `rank` has left `set` after it completed `rounds` rounds of its board
+    kDeparted = 'D',   // `rank` has left in peace: all of its sets, after kLeft of those it used
     kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
     kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
     kWaits = 'W',      // `rank` waits in `set`: wait()
   };
-  static constexpr std::size_t kHeaderBytes = 20;
+  static constexpr std::size_t kHeaderBytes = 28;
   static constexpr std::size_t kTextBytes = 4096;  // longer texts are cut
 
   Kind kind = Kind::kHeartbeat;
@@ -30,10 +31,13 @@ struct Message {
   int rank = 0;
   int reporter = 0;
   std::uint64_t set = 0;
+  std::uint64_t rounds = 0;
   std::string text;
 
-  static Message heartbeat(int rank) { return {Kind::kHeartbeat, {}, rank, rank, 0, {}}; }
-  static Message departed(int rank) { return {Kind::kDeparted, {}, rank, rank, 0, {}}; }
+  static Message heartbeat(int rank) { return {Kind::kHeartbeat, {}, rank, rank, 0, 0, {}}; }
+  /// `why`: in the program's words, if it has failed.
+  static Message left(int rank, std::uint64_t set, std::uint64_t rounds, std::string why);
+  static Message departed(int rank, std::string why = {});
   static Message lost(int rank, int reporter, std::string how);
   static Message failed(int rank, std::uint64_t set, const Error& cause);
 

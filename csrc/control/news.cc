@@ -16,6 +16,9 @@ bool News::learn(const Message& message) {
       if (fate == Fate::kDeparted || fate == Fate::kLost) return false;
       fate = message.kind == Message::Kind::kLost ? Fate::kLost : Fate::kDeparted;
       break;
+    case Message::Kind::kLeft:
+      if (!left_.emplace(message.set, message.rank).second) return false;
+      break;
     case Message::Kind::kFailed:
       if (!failed_.emplace(message.set, message.rank).second) return false;
       break;

@@ -46,6 +46,7 @@ class News {
 
   std::vector<Fate> fates_;                         // by rank
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
+  std::set<std::pair<std::uint64_t, int>> left_;    // likewise
   Waits waits_;
   std::vector<Message> known_;  // without waits
 };

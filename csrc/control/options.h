@@ -20,8 +20,13 @@ struct ControlOptions {
   Fd unix_listener;  // bound and listening; none where no rank shares the host
   Fd tcp_listener;   // none on one host
   std::chrono::milliseconds heartbeat_timeout{60'000};
+  Fd launcher;                // a pidfd of the process that has started this one; none: not watched
+  std::string launcher_died;  // the line for stderr, before this process ends, too
 
   int size() const { return static_cast<int>(host_of.size()); }
 };
+
+/// Errors: Error(kInvalidArgument) if they do not fit together.
+void check(const ControlOptions& options);
 
 }  // namespace torch_ring

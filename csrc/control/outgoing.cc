@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "core/failpoint.h"
 #include "core/limits.h"
 
 namespace torch_ring {
@@ -33,6 +34,9 @@ Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
       socket_.reset();
       retry_ = now + *probe_;
       return state;
+    }
+    if (failpoint("handshake.connecting", static_cast<int>(hello_.from))) {
+      return fail("failpoint", ECONNRESET, now);
     }
     handshake_ = Handshake::connecting(key_, hello_);
   }

@@ -8,7 +8,7 @@
 namespace torch_ring {
 
 Subscriptions::Subscriptions(int rank, std::vector<std::string> labels)
-    : rank_(rank), labels_(std::move(labels)), departed_(labels_.size(), false) {}
+    : rank_(rank), labels_(std::move(labels)) {}
 
 void Subscriptions::add(std::uint64_t set, std::vector<int> members, ControlObserver& observer) {
   std::ranges::sort(members);
@@ -19,6 +19,7 @@ void Subscriptions::add(std::uint64_t set, std::vector<int> members, ControlObse
                 "process set " + std::to_string(set) + " has an observer already");
   }
   for (const Message& news : told_) tell(set, place->second, news);
+  for (const int rank : presumed_) tell_presumed(rank, place->second);
 }
 
 void Subscriptions::remove(std::uint64_t set) {
@@ -28,12 +29,19 @@ void Subscriptions::remove(std::uint64_t set) {
 
 void Subscriptions::tell(const Message& news) {
   const std::scoped_lock lock(mutex_);
-  if (news.kind == Message::Kind::kDeparted) {
-    if (at(departed_, news.rank)) return;
-    at(departed_, news.rank) = true;
-  }
   told_.push_back(news);
   for (const auto& [set, subscription] : subscriptions_) tell(set, subscription, news);
+}
+
+void Subscriptions::tell_presumed(int rank) {
+  const std::scoped_lock lock(mutex_);
+  presumed_.push_back(rank);
+  for (const auto& [set, subscription] : subscriptions_) tell_presumed(rank, subscription);
+}
+
+void Subscriptions::tell_presumed(int rank, const Subscription& subscription) {
+  if (!std::ranges::binary_search(subscription.members, rank)) return;
+  subscription.observer->on_departed(rank, std::nullopt, {});
 }
 
 void Subscriptions::tell_connected(std::uint64_t set) {
@@ -50,8 +58,11 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
     case Message::Kind::kHeartbeat:
     case Message::Kind::kWaits:
       return;
-    case Message::Kind::kDeparted:
-      return observer.on_departed(news.rank);
+    case Message::Kind::kLeft:
+      if (news.set == set) observer.on_departed(news.rank, news.rounds, news.text);
+      return;
+    case Message::Kind::kDeparted:  // no word before of a set that it has not used
+      return observer.on_departed(news.rank, 0, news.text);
     case Message::Kind::kLost:
       return observer.on_lost(news.rank, describe(news));
     case Message::Kind::kFailed:

@@ -26,6 +26,8 @@ class Subscriptions {
   void remove(std::uint64_t set);
 
   void tell(const Message& news);
+  /// A rank must have left, but no word of it has come.
+  void tell_presumed(int rank);
   void tell_connected(std::uint64_t set);
 
   /// "rank 3 (pid 7) died", or "rank 1 (pid 5) says that rank 3 (pid 7) died".
@@ -37,6 +39,7 @@ class Subscriptions {
     ControlObserver* observer;
   };
   void tell(std::uint64_t set, const Subscription& subscription, const Message& news) const;
+  static void tell_presumed(int rank, const Subscription& subscription);
 
   const int rank_;
   const std::vector<std::string> labels_;
@@ -44,7 +47,7 @@ class Subscriptions {
   std::mutex mutex_;  // guards what follows
   std::map<std::uint64_t, Subscription> subscriptions_;
   std::vector<Message> told_;
-  std::vector<bool> departed_;  // by rank: told of, maybe because it was presumed
+  std::vector<int> presumed_;
 };
 
 }  // namespace torch_ring

@@ -5,6 +5,7 @@
 #include <list>
 
 #include "core/at.h"
+#include "core/failpoint.h"
 #include "engine/announce.h"
 
 namespace torch_ring {
@@ -30,7 +31,7 @@ milliseconds rounded(Clock::duration duration) {
 
 }  // namespace
 
-Driver::Driver(HostCommunicator& communicator, const Abort& abort, const Watchdog& watchdog,
+Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& watchdog,
                RequestQueue& queue, Callbacks& callbacks, Options options)
     : communicator_(communicator),
       board_(communicator.board()),
@@ -122,10 +123,18 @@ void Driver::announce_outbox(bool blocked) {
   round_open_ = true;
 }
 
-/// Runs the requests that every rank has announced by now, and fails mismatches.
+/// Runs a complete round.
 void Driver::finish_round() {
   round_open_ = false;
   wait_.end();
+  watchdog_.begin_data(rounds_ + 1);
+  run_round();
+  watchdog_.end_data();
+  ++rounds_;
+}
+
+/// Runs the requests that every rank has announced by now, and fails mismatches.
+void Driver::run_round() {
   const Round round = board_.round();
   if (run_unanimous(round)) return;
   const std::vector<Decision> decisions = agreement_.round(round);
@@ -195,6 +204,7 @@ bool Driver::run_unanimous(const Round& round) {
 void Driver::reset_numbering() { queue_.reset_numbering(queue_.lock()); }
 
 void Driver::complete(Work& work) {
+  failpoint("collective", communicator_.rank());
   if (work.request_.finish) work.request_.finish();
   release_tensors(work);
   const Lock lock = queue_.lock();
@@ -253,7 +263,7 @@ void Driver::note_progress(const Round& round, Clock::time_point now) {
 /// rank has left.
 void Driver::check_stalls() {
   if (pending_.empty() || round_is_complete()) return;
-  watchdog_.check_departures();
+  watchdog_.check_departures(rounds_ + 1);
   const auto now = Clock::now();
   const auto is_over = [](Clock::duration waited, milliseconds limit) {
     return limit.count() > 0 && waited > limit;

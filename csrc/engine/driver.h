@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
@@ -69,7 +70,7 @@ class Driver {
   /// The time after which a waiting thread looks at the clock and lets its caller handle signals.
   static constexpr std::chrono::milliseconds kPollInterval{50};
 
-  Driver(HostCommunicator& communicator, const Abort& abort, const Watchdog& watchdog,
+  Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& watchdog,
          RequestQueue& queue, Callbacks& callbacks, Options options);
 
   /// Moves the queue's works to the outbox.
@@ -79,6 +80,9 @@ class Driver {
   /// engine says that it should yield.
   /// Blocking. Errors: fatal ones (the ranks are out of step then); whatever pause() throws.
   void make_progress(const Work* target, const Interrupt& interrupt);
+
+  /// The rounds that this rank has completed, and whose works it has run.
+  std::uint64_t rounds() const { return rounds_; }
 
   /// Whether nothing is in the outbox or pending.
   bool idle() const { return outbox_.empty() && pending_.empty(); }
@@ -110,6 +114,7 @@ class Driver {
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
+  void run_round();
   bool run_unanimous(const Round& round);
   void reset_numbering();
   void complete(Work& work);
@@ -126,7 +131,7 @@ class Driver {
   HostCommunicator& communicator_;
   Board& board_;
   const Abort& abort_;
-  const Watchdog& watchdog_;
+  Watchdog& watchdog_;
   RequestQueue& queue_;
   Callbacks& callbacks_;
   const EngineConfig config_;
@@ -144,6 +149,7 @@ class Driver {
   std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
+  std::uint64_t rounds_ = 0;                  // completed
   LongWait wait_;                             // for the round's other entries
   Clock::time_point last_submission_;         // of an announced work
   // By rank: when it announced something while other requests stayed undecided. The clock's

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/at.h"
+#include "core/failpoint.h"
 
 namespace torch_ring {
 
@@ -41,7 +42,7 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
                             std::move(options.make_device)}),
       thread_([this] { run(); }) {}
 
-void Engine::close() {
+void Engine::close(Ending ending) {
   Lock lock = queue_.lock();
   if (closing_) return;
   // A signal handler may close the engine, in an interrupt of the progress thread.
@@ -64,6 +65,7 @@ void Engine::close() {
     lock.unlock();
     if (!closed_) turn.driver().abort_device();
     turn.driver().reset_device();
+    if (ending == Ending::kLeaves) watchdog_.leave(turn.driver().rounds());
     lock.lock();
   }
   lock.unlock();
@@ -113,7 +115,7 @@ void Engine::require_world() const {
 }
 
 void Engine::end(const Error& cause) {
-  fail(cause);
+  fail({cause, false});
   {
     const Lock lock = queue_.lock();
     changed_.notify_all();
@@ -148,6 +150,7 @@ void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
     lock.lock();
   }
   lock.unlock();
+  failpoint("waited", communicator_->rank());
   work.check();
 }
 
@@ -192,9 +195,9 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
       interrupted = caught.cause;
       device_busy = true;  // it may be: nobody has asked the device
     } catch (const Error& error) {
-      fail(watchdog_.root_cause(error));
+      fail(watchdog_.root_cause(error, driver.rounds() + 1));
     } catch (const std::exception& error) {  // such as bad_alloc: the ranks are out of step
-      fail(Error(ErrorKind::kInternal, error.what()));
+      fail({Error(ErrorKind::kInternal, error.what()), false});
     }
     if (!lock.owns_lock()) lock.lock();
     if (abort_->raised() && !closing_) {  // close() aborts the device itself
@@ -220,9 +223,10 @@ bool Engine::needs_progress(const Lock& lock) const {
   return role_.is_needed(lock) || (queue_.has_works() && !role_.is_taken(lock));
 }
 
-/// Ends the job on this rank, and tells the others why.
-void Engine::fail(const Error& cause) {
-  if (abort_->raise(cause)) watchdog_.announce(cause);
+/// Ends the job on this rank, and tells the others why. Not of a departure: a rank that has still
+/// to complete a round in which the departed one took part does so.
+void Engine::fail(const Watchdog::Cause& cause) {
+  if (abort_->raise(cause.error) && !cause.is_departure) watchdog_.announce(cause.error);
 }
 
 /// Fails all works with the cause of the abort. Precondition: the abort is raised.

@@ -55,9 +55,13 @@ class Engine final : private Driver::Callbacks {
          Options options);
   ~Engine() { close(); }
 
+  enum class Ending {
+    kLeaves,   // this rank, maybe alone: the others are told
+    kRemoved,  // the set, on all ranks at once
+  };
   /// Fails all pending and all later requests, and joins the thread. First it waits for the device,
   /// whose work is somebody's result; not in an interrupt.
-  void close();
+  void close(Ending ending = Ending::kLeaves);
 
   enum class Mode {
     kAsynchronous,  // the engine's thread starts it after the fusion window
@@ -96,7 +100,7 @@ class Engine final : private Driver::Callbacks {
   /// nothing to do, or a waiting thread can make progress instead. The lock is released meanwhile.
   void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
   bool needs_progress(const Lock& lock) const;
-  void fail(const Error& cause);
+  void fail(const Watchdog::Cause& cause);
   void fail_all(const Lock& lock, Driver& driver);
 
   // Callbacks of the driver: by the progress thread.

@@ -11,8 +11,15 @@ namespace torch_ring {
 
 namespace {
 
-// A departed rank's last posts may still be on their way to this one; after this they are not.
+// A departure is no error before: the gradients of a pass are submitted one by one, and the error
+// is to be that of the wait for all of them. Nothing depends on it but the text.
 constexpr std::chrono::milliseconds kDepartureGrace{250};
+
+// The cause of a lost connection is heard within this time also over a network that loses packets.
+constexpr std::chrono::seconds kCauseGrace{5};
+
+// The patience with the last posts of a rank of which nobody remained to tell how many they were.
+constexpr std::chrono::seconds kUnknownGrace{30};
 
 }  // namespace
 
@@ -37,32 +44,50 @@ void Watchdog::announce(const Error& cause) {
   if (plane_ != nullptr) plane_->fail(set_, cause);
 }
 
-void Watchdog::check_departures() const {
-  const auto first = departure();
-  if (first && Clock::now() - first->since > kDepartureGrace) throw departed(first->rank);
+void Watchdog::leave(std::uint64_t rounds) {
+  if (plane_ != nullptr) plane_->leave(set_, rounds);
 }
 
-Error Watchdog::root_cause(const Error& error) const {
-  if (error.kind() != ErrorKind::kPeerLost) return error;
-  auto first = departure();
-  const auto since = Clock::now();
-  // Peers may still be finishing a collective in which the departed rank took part, which raising
-  // the abort at once would spoil.
-  while (!abort_.raised() && Clock::now() - (first ? first->since : since) < kDepartureGrace) {
+void Watchdog::check_departures(std::uint64_t round) const {
+  if (!any_departed_.load(std::memory_order_seq_cst)) return;
+  if (const auto cause = departure_before(round, kDepartureGrace)) throw Error(*cause);
+}
+
+void Watchdog::begin_data(std::uint64_t round) {
+  moving_.store(round, std::memory_order_seq_cst);
+  if (!any_departed_.load(std::memory_order_seq_cst)) return;
+  if (const auto cause = departure_before(round, {})) throw Error(*cause);
+}
+
+Watchdog::Cause Watchdog::root_cause(const Error& error, std::uint64_t round) const {
+  if (error.kind() != ErrorKind::kPeerLost) return {error, false};
+  const auto deadline = Clock::now() + kCauseGrace;
+  while (true) {
+    if (auto cause = departure_before(round, kDepartureGrace)) return {std::move(*cause), true};
+    if (abort_.raised() || Clock::now() >= deadline) return {error, false};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    if (!first) first = departure();
   }
-  return first ? departed(first->rank) : error;
 }
 
 void Watchdog::on_lost(int, const std::string& how) {
   if (abort_.raise(Error(ErrorKind::kPeerLost, how))) raised_();
 }
 
-void Watchdog::on_departed(int rank) {
+void Watchdog::on_departed(int rank, std::optional<std::uint64_t> rounds, const std::string& why) {
   {
     const std::scoped_lock lock(mutex_);
-    if (!departure_) departure_ = Departure{rank, Clock::now()};
+    const auto known = std::ranges::find(departures_, rank, &Departure::rank);
+    if (known == departures_.end()) {
+      departures_.push_back({rank, rounds, why, Clock::now()});
+    } else if (!known->rounds) {
+      known->rounds = rounds;
+      known->why = why;
+    }
+  }
+  any_departed_.store(true, std::memory_order_seq_cst);
+  const auto moving = moving_.load(std::memory_order_seq_cst);
+  if (moving != 0) {
+    if (const auto cause = departure_before(moving, {})) abort_.raise(*cause);
   }
   raised_();
 }
@@ -74,14 +99,22 @@ void Watchdog::on_failed(int rank, ErrorKind kind, const std::string& why) {
 
 void Watchdog::on_connected() { raised_(); }
 
-std::optional<Watchdog::Departure> Watchdog::departure() const {
+/// The error of whoever waits for a rank in `round`, if that rank has left before, `grace` ago.
+std::optional<Error> Watchdog::departure_before(std::uint64_t round, Clock::duration grace) const {
   const std::scoped_lock lock(mutex_);
-  return departure_;
+  for (const Departure& departure : departures_) {
+    if (departure.rounds && *departure.rounds >= round) continue;
+    const Clock::duration patience = departure.rounds ? grace : Clock::duration(kUnknownGrace);
+    if (Clock::now() - departure.since >= patience) return departed(departure);
+  }
+  return std::nullopt;
 }
 
-Error Watchdog::departed(int rank) const {
+Error Watchdog::departed(const Departure& departure) const {
+  const std::string& who = label(departure.rank);
+  if (!departure.why.empty()) return {ErrorKind::kPeerLost, who + " left: " + departure.why};
   return {ErrorKind::kPeerLost,
-          label(rank) + " has left: it called shutdown() or exited. " + kAllRanksMustCall};
+          who + " has left: it called shutdown() or exited. " + kAllRanksMustCall};
 }
 
 const std::string& Watchdog::label(int rank) const {

@@ -1,6 +1,7 @@
 // Watchdog: what the control plane tells an engine of the ranks of its process set.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -15,8 +16,12 @@
 namespace torch_ring {
 
 /// One engine's part in the control plane of its process. A rank of the set that is lost, or that
-/// has given the set up, ends the set: the watchdog raises the engine's Abort. A rank that has left
-/// is an error only for whoever waits for it.
+/// has given the set up, ends the set: the watchdog raises the engine's Abort.
+///
+/// A rank that has left is an error only for whoever waits for it. It has told how many rounds of
+/// the board it completed, and a round is complete on one rank only after all have posted. So what
+/// is missing of those rounds is on its way, however long the network takes, and nothing will come
+/// of later ones: no clock is needed to tell. Every rank judges that for itself.
 ///
 /// Thread: any, but for stop(), which one thread calls at a time. Blocking: root_cause().
 class Watchdog final : private ControlObserver {
@@ -36,27 +41,44 @@ class Watchdog final : private ControlObserver {
   /// Tells the other ranks of the set the cause of a local failure.
   void announce(const Error& cause);
 
-  /// Throws Error(kPeerLost) if a rank has left so long ago that all it had posted has arrived.
-  void check_departures() const;
+  /// Tells them that this rank leaves in peace, after so many rounds of the board.
+  void leave(std::uint64_t rounds);
 
-  /// The cause of a failed transfer. A rank that fails closes its connections, so its peers lose
+  /// Throws Error(kPeerLost) if a rank has left before it completed `round`, counted from 1, and
+  /// some time ago: meanwhile a program submits all that it is about to wait for.
+  void check_departures(std::uint64_t round) const;
+
+  /// The same, at once, for a round whose data is about to move. If a rank leaves before
+  /// end_data(), the abort is raised: in shared memory nothing else would end the wait for its
+  /// data.
+  void begin_data(std::uint64_t round);
+  void end_data() { moving_.store(0, std::memory_order_relaxed); }
+
+  struct Cause {
+    Error error;
+    bool is_departure;  // of which every rank hears by itself: it may be none of its business
+  };
+
+  /// The cause of a failure in `round`. A rank that fails closes its connections, so its peers lose
   /// it while its cause, or its goodbye, is still on its way to this rank.
-  /// Blocking: until one of them is here, at most 250 ms.
-  Error root_cause(const Error& error) const;
+  /// Blocking: until one of them is here, at most 5 s.
+  Cause root_cause(const Error& error, std::uint64_t round) const;
 
  private:
   struct Departure {
-    int rank;  // in the world
+    int rank;                             // in the world
+    std::optional<std::uint64_t> rounds;  // that it has completed, if known
+    std::string why;                      // empty if its program has not failed
     Clock::time_point since;
   };
 
   void on_lost(int rank, const std::string& how) override;
-  void on_departed(int rank) override;
+  void on_departed(int rank, std::optional<std::uint64_t> rounds, const std::string& why) override;
   void on_failed(int rank, ErrorKind kind, const std::string& why) override;
   void on_connected() override;
 
-  std::optional<Departure> departure() const;
-  Error departed(int rank) const;
+  std::optional<Error> departure_before(std::uint64_t round, Clock::duration grace) const;
+  Error departed(const Departure& departure) const;
   const std::string& label(int rank) const;
 
   ControlPlane* plane_;
@@ -66,8 +88,13 @@ class Watchdog final : private ControlObserver {
   Abort& abort_;
   const std::function<void()> raised_;
 
-  mutable std::mutex mutex_;            // guards what follows
-  std::optional<Departure> departure_;  // of the first rank that left
+  // The round whose data moves; 0: none. begin_data() stores it before it loads any_departed_, and
+  // on_departed() does so the other way round, all seq_cst: one of them sees the other.
+  std::atomic<std::uint64_t> moving_{0};
+  std::atomic<bool> any_departed_{false};
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::vector<Departure> departures_;
 };
 
 }  // namespace torch_ring

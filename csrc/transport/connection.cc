@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "core/error.h"
+#include "core/failpoint.h"
 
 namespace torch_ring {
 
@@ -164,6 +165,7 @@ std::size_t Connection::send(std::span<const std::byte> bytes) {
 }
 
 std::size_t Connection::receive(std::span<std::byte> bytes) {
+  if (failpoint("data.receive", rank_)) return 0;
   return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
@@ -174,7 +176,7 @@ std::size_t Connection::receive(std::span<std::byte> bytes) {
 }
 
 bool Connection::readable() {
-  if (!open(false)) return false;
+  if (!open(false) || failpoint("data.receive", rank_)) return false;
   pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
 }

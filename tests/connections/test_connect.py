@@ -313,13 +313,13 @@ def replace_plane(monkeypatch, rank, instead):
     """Call `instead` in place of making the plane of a rank."""
     make = connecting.ControlPlane
 
-    def plane(own, host_of, labels, addresses, key, unix, tcp, heartbeat):
+    def plane(own, host_of, labels, addresses, key, unix, tcp, heartbeat, launcher, died):
         if own != rank:
-            return make(own, host_of, labels, addresses, key, unix, tcp, heartbeat)
+            return make(own, host_of, labels, addresses, key, unix, tcp, heartbeat, launcher, died)
         try:
             instead()
         finally:
-            for fd in (unix, tcp):
+            for fd in (unix, tcp, launcher):
                 if fd >= 0:
                     os.close(fd)
 

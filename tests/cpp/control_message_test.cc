@@ -21,6 +21,8 @@ std::vector<Message> samples() {
   return {Message::heartbeat(2),
           Message::lost(3, 1, "died: its connection closed"),
           Message::departed(0),
+          Message::left(1, 7, 0x0123456789abcdef, "ValueError: no"),
+          Message::departed(3, "OSError"),
           Message::failed(1, 0x0123456789abcdef, Error(ErrorKind::kTimeout, "too slow")),
           Message::waits(2, 7, {0x0123456789abcdef, {0, 3}}),
           Message::waits(2, 7, {0x0123456789abcdf0, {}}),
@@ -37,7 +39,7 @@ TEST(control_messages_arrive_whole_however_the_stream_is_cut) {
   const auto sent = samples();
   CHECK_EQ(sent.back().text.size(), Message::kTextBytes);
   const std::string frames = frames_of(sent);
-  for (const std::size_t step : {1u, 3u, 19u, 20u, 21u, 4096u, 100'000u}) {
+  for (const std::size_t step : {1u, 3u, 27u, 28u, 29u, 4096u, 100'000u}) {
     CHECK(parse(4, frames, step) == sent);
   }
 }
@@ -54,7 +56,8 @@ TEST(control_messages_are_checked_before_they_are_believed) {
   };
   refused(4, changed(Message::heartbeat(2), 0, 'X'));                    // no kind
   refused(4, changed(Message::departed(2), 1, 5));                       // no kind of error
-  refused(4, changed(Message::departed(2), 2, 1));                       // a text where none is
+  refused(4, changed(Message::heartbeat(2), 2, 1));                      // a text where none is
+  refused(4, changed(Message::departed(2), 20, 1));                      // rounds of no set
   refused(4, changed(Message::lost(2, 1, "died"), 3, 0x7f));             // too long a text
   refused(2, frames_of({Message::lost(2, 1, "died")}));                  // no such rank
   refused(2, frames_of({Message::lost(1, 2, "died")}));                  // no such reporter
@@ -62,6 +65,14 @@ TEST(control_messages_are_checked_before_they_are_believed) {
   refused(4, changed(Message::departed(2), 8, 1));                       // from another
   refused(4, changed(Message::lost(2, 1, "died"), 12, 1));               // of a set
   refused(4, changed(Message::failed(2, 1, Error({}, "")), 7, '\xff'));  // a negative rank
+}
+
+TEST(control_messages_are_cut_between_characters) {
+  const std::string two_bytes = "\xc3\xa4";
+  std::string text = "x";
+  while (text.size() <= Message::kTextBytes) text += two_bytes;
+  const std::string cut = Message::departed(0, text).text;
+  CHECK_EQ(cut, text.substr(0, Message::kTextBytes - 1));
 }
 
 TEST(control_messages_of_waits_are_checked) {

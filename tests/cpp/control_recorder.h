@@ -15,7 +15,12 @@ class Recorder : public ControlObserver {
   void on_lost(int rank, const std::string& how) override {
     add("lost " + std::to_string(rank), how);
   }
-  void on_departed(int rank) override { add("departed " + std::to_string(rank), ""); }
+  /// "departed 3" after all, "departed 3 after 7" rounds of a set; the text is the reason.
+  void on_departed(int rank, std::optional<std::uint64_t> rounds, const std::string& why) override {
+    std::string event = "departed " + std::to_string(rank);
+    if (rounds.value_or(0) != 0) event += " after " + std::to_string(*rounds);
+    add(event, rounds ? why : "presumed");
+  }
   void on_failed(int rank, ErrorKind kind, const std::string& why) override {
     add("failed " + std::to_string(rank) + " " + std::to_string(static_cast<int>(kind)), why);
   }

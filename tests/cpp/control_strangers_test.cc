@@ -299,7 +299,7 @@ TEST(control_plane_loses_a_neighbour_that_sends_no_messages) {
   Alone rank0(3);
   const Fd one = join_as(1, rank0.address);
   const Fd two = join_as(2, rank0.address);
-  send_all(one, std::string(20, 'X'));
+  send_all(one, std::string(Message::kHeaderBytes, 'X'));
   rank0.wait_for("lost 1");
   CHECK_EQ(rank0.recorder.text("lost 1"),
            "rank 1 (a thread) sent something that is no control message");

@@ -120,11 +120,13 @@ constexpr std::uint64_t kCases = kSanitized ? 2'000 : 10'000;
 Message random_message(Rng& rng) {
   const int rank = static_cast<int>(below(8, rng));
   const std::string text(below(300, rng), 't');
-  switch (below(4, rng)) {
+  switch (below(5, rng)) {
     case 0:
       return Message::heartbeat(rank);
     case 1:
-      return Message::departed(rank);
+      return Message::departed(rank, text);
+    case 4:
+      return Message::left(rank, rng(), rng(), text);
     case 2:
       return Message::lost(rank, (rank + 1) % 8, text);
     default:

@@ -10,7 +10,6 @@ namespace torch_ring::test {
 namespace {
 
 constexpr std::uint64_t kSet = 5;
-constexpr std::chrono::milliseconds kGrace{250};  // as in watchdog.cc
 const std::string kLeft =
     " has left: it called shutdown() or exited. All ranks must call the same collectives, in the "
     "same order";
@@ -130,29 +129,74 @@ TEST(watchdog_hears_what_happened_before_it_began) {
   CHECK_EQ(departed.raised, 1);
   CHECK(!departed.abort.raised());
   const Error lost(ErrorKind::kPeerLost, "connection closed");
-  CHECK_EQ(std::string(departed.watchdog.root_cause(lost).what()), "member 3" + kLeft);
+  const auto cause = departed.watchdog.root_cause(lost, 1);
+  CHECK_EQ(std::string(cause.error.what()), "member 3" + kLeft);
+  CHECK(cause.is_departure);
 }
 
-TEST(watchdog_makes_a_departure_an_error_after_a_grace) {
+/// Whether a departure is an error for who waits in `round`.
+bool is_missed(const Watchdog& watchdog, std::uint64_t round) {
+  try {
+    watchdog.check_departures(round);
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+TEST(watchdog_makes_a_departure_an_error_from_the_first_round_without_it_on) {
   Planes planes = make_planes({0, 1});
   Watched set(planes[0].get(), kSet, {0, 1});
-  set.watchdog.check_departures();
-  const auto began = Clock::now();
+  Watched unused(planes[0].get(), kSet + 1, {0, 1});
+  CHECK(!is_missed(set.watchdog, 8));
+  Watched there(planes[1].get(), kSet, {0, 1});
+  there.watchdog.leave(7);
+  wait_until([&] { return is_missed(set.watchdog, 8); }, "the departure is known");
+  CHECK(!is_missed(set.watchdog, 7));  // what is missing of it is on its way
+  CHECK_THROWS(set.watchdog.check_departures(8), ErrorKind::kPeerLost, "member 1" + kLeft);
+  CHECK(!set.abort.raised());             // who does not wait for it goes on
+  CHECK(!is_missed(unused.watchdog, 1));  // it has left one set only
+  there.watchdog.stop();
   leave(planes, 1);
-  wait_until([&] { return set.raised > 0; }, "the departure is known");
-  wait_until(
-      [&] {
-        try {
-          set.watchdog.check_departures();
-        } catch (const Error&) {
-          return true;
-        }
-        return false;
-      },
-      "the departure is an error");
-  CHECK(Clock::now() - began > kGrace);
-  CHECK_THROWS(set.watchdog.check_departures(), ErrorKind::kPeerLost, "member 1" + kLeft);
-  CHECK(!set.abort.raised());  // who does not wait for it goes on
+  wait_until([&] { return is_missed(unused.watchdog, 1); }, "it has left them all");
+  CHECK(!is_missed(set.watchdog, 7));
+}
+
+TEST(watchdog_ends_a_wait_for_the_data_of_a_rank_that_leaves) {
+  for (const bool before : {true, false}) {
+    Planes planes = make_planes({0, 0});
+    Watched set(planes[0].get(), kSet, {0, 1});
+    Watched there(planes[1].get(), kSet, {0, 1});
+    set.watchdog.begin_data(3);
+    set.watchdog.end_data();
+    if (!before) set.watchdog.begin_data(4);
+    there.watchdog.leave(3);
+    if (before) {
+      wait_until([&] { return set.raised > 0; }, "the departure is known");
+      CHECK_THROWS(set.watchdog.begin_data(4), ErrorKind::kPeerLost, "member 1" + kLeft);
+    } else {
+      set.wait_for_abort();
+      CHECK_THROWS(set.abort.check(), ErrorKind::kPeerLost, "member 1" + kLeft);
+    }
+  }
+}
+
+TEST(watchdog_says_why_a_rank_left) {
+  Planes planes = make_planes({0, 0, 0});
+  Watched set(planes[0].get(), kSet, {0, 1});
+  Watched there(planes[1].get(), kSet, {0, 1});
+  planes[1]->give_reason("ValueError: no such file at train.py:41");
+  there.watchdog.leave(0);
+  planes[2]->give_reason("exit code 3");
+  there.watchdog.stop();
+  leave(planes, 2);
+  wait_until([&] { return is_missed(set.watchdog, 1); }, "the departure is known");
+  CHECK_THROWS(set.watchdog.check_departures(1), ErrorKind::kPeerLost,
+               "member 1 left: ValueError: no such file at train.py:41");
+  Watched others(planes[0].get(), kSet + 1, {0, 2});
+  wait_until([&] { return is_missed(others.watchdog, 1); }, "the departure is known");
+  CHECK_THROWS(others.watchdog.check_departures(1), ErrorKind::kPeerLost,
+               "member 2 left: exit code 3");
 }
 
 TEST(watchdog_names_the_departed_rank_as_the_cause_of_a_lost_connection) {
@@ -163,36 +207,32 @@ TEST(watchdog_names_the_departed_rank_as_the_cause_of_a_lost_connection) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     leave(planes, 1);
   });
-  // The connection is lost before the goodbye is here. How long that takes depends on the machine.
-  std::string cause;
-  wait_until(
-      [&] {
-        cause = set.watchdog.root_cause(lost).what();
-        return cause != lost.what();
-      },
-      "the departure is the cause");
+  // The connection is lost before the goodbye is here.
+  const auto cause = set.watchdog.root_cause(lost, 5);
   leaving.join();
-  CHECK_EQ(cause, "member 1" + kLeft);
+  CHECK_EQ(std::string(cause.error.what()), "member 1" + kLeft);
+  CHECK(cause.is_departure);
   // Another one that leaves later is not it.
   const int told = set.raised;
   leave(planes, 2);
   wait_until([&] { return set.raised > told; }, "the second departure is known");
-  CHECK_EQ(std::string(set.watchdog.root_cause(lost).what()), "member 1" + kLeft);
+  CHECK_EQ(std::string(set.watchdog.root_cause(lost, 5).error.what()), "member 1" + kLeft);
 }
 
 TEST(watchdog_leaves_other_errors_as_they_are) {
   Planes planes = make_planes({0, 1});
   Watched set(planes[0].get(), kSet, {0, 1});
+  Watched there(planes[1].get(), kSet, {0, 1});
   const Error lost(ErrorKind::kPeerLost, "connection closed");
-  const auto began = Clock::now();
-  CHECK_EQ(std::string(set.watchdog.root_cause(lost).what()), lost.what());  // nothing came
-  CHECK(Clock::now() - began >= kGrace);
-  leave(planes, 1);
+  there.watchdog.leave(9);  // later than the round that fails: not the cause
   wait_until([&] { return set.raised > 0; }, "the departure is known");
+  const auto cause = set.watchdog.root_cause(lost, 9);
+  CHECK_EQ(std::string(cause.error.what()), lost.what());
+  CHECK(!cause.is_departure);
   for (const ErrorKind kind : {ErrorKind::kTimeout, ErrorKind::kInternal, ErrorKind::kMismatch}) {
-    const Error cause = set.watchdog.root_cause(Error(kind, "something else"));
-    CHECK(cause.kind() == kind);
-    CHECK_EQ(std::string(cause.what()), "something else");
+    const Error other = set.watchdog.root_cause(Error(kind, "something else"), 9).error;
+    CHECK(other.kind() == kind);
+    CHECK_EQ(std::string(other.what()), "something else");
   }
 }
 
@@ -211,7 +251,9 @@ TEST(watchdog_hears_nothing_after_stop) {
 
 TEST(watchdog_of_one_rank_has_no_plane) {
   Watched set(nullptr, 0, {0});
-  set.watchdog.check_departures();
+  set.watchdog.check_departures(1);
+  set.watchdog.begin_data(1);
+  set.watchdog.leave(1);
   set.watchdog.announce(Error(ErrorKind::kInternal, "nobody is there"));
   set.watchdog.stop();
   CHECK_EQ(set.raised, 0);

@@ -73,7 +73,7 @@ def test_a_rank_that_has_left(transport, batches, done, size, env):
         assert kind == "PeerLostError", text
         begin = re.match(departure(size, purpose), text)
         assert begin, text
-        assert text[begin.end() :] == f"{done}: {REMEDY}. If it has failed, see its log"
+        assert text[begin.end() :] == f"{done}: {REMEDY}"
 
 
 def test_a_rank_that_has_left_two_optimizers():

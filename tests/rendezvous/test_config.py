@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_ring.config import SETTINGS, Config, misspelt, variables_set
+from torch_ring.config import SETTINGS, Config, failpoints, misspelt, variables_set
 from torch_ring.errors import InvalidArgumentError
 
 
@@ -97,6 +97,12 @@ def test_variables_that_are_set_are_shown_without_secrets():
         "TORCH_RING_SERCET": unknown,
         "TORCH_RING_TRANSPORT": "tcp",
     }
+
+
+def test_the_variable_of_tests_is_no_setting():
+    assert misspelt({"TORCH_RING_FAIL": "collective:kill"}) is None
+    assert failpoints({"TORCH_RING_FAIL": "collective:kill"}) == "collective:kill"
+    assert failpoints({}) == ""
 
 
 def test_misspelt_variables_are_named_without_their_values():

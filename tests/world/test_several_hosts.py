@@ -3,11 +3,12 @@
 import logging
 import os
 import shutil
+import threading
 
 import namespaces
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 
 import torch_ring as hvd
 
@@ -130,8 +131,6 @@ def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
 
 def cut_the_last_rank_off() -> str:
     """Cut the link of the last rank while all ranks reduce."""
-    import threading
-
     tensor = torch.ones(1 << 18)
     hvd.allreduce(tensor)
     if hvd.rank() == hvd.size() - 1:
@@ -158,3 +157,29 @@ def test_a_cut_link_is_noticed(hosts):
         namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
     assert f"rank 1 ({namespaces.NETWORK}.3, pid " in errors[0]
     assert "has not been heard for 1.5" in errors[0]
+
+
+def leave_while_the_link_is_down() -> tuple[str, str]:
+    """Leave on rank 0, whose link loses everything for a while; the others miss it."""
+    tensor = torch.ones(3)
+    hvd.allreduce(tensor)
+    if hvd.rank() != 0:
+        return error_of(lambda: hvd.allreduce(tensor, name="more"))
+    namespaces.run("ip", "link", "set", "eth0", "down")
+    threading.Timer(2.5, namespaces.run, ("ip", "link", "set", "eth0", "up")).start()
+    hvd.shutdown()
+    return "", ""
+
+
+def test_a_goodbye_survives_a_link_that_loses_it(hosts):
+    """Heartbeats of the others come in between: they must not reset the connection."""
+    env = {
+        "MASTER_ADDR": f"{namespaces.NETWORK}.1",
+        "MASTER_PORT": PORT,
+        "TORCH_RING_HEARTBEAT_TIMEOUT": "8",
+    }
+    results = run(leave_while_the_link_is_down, 3, transport="", env=env, namespaces=hosts)
+    for kind, text in results[1:]:
+        assert kind == "PeerLostError"
+        assert f"rank 0 ({namespaces.NETWORK}.1, pid " in text
+        assert "has left: it called shutdown() or exited" in text, text

@@ -38,6 +38,7 @@ from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
+from torch_ring.rendezvous.parent import watched_launcher
 
 __all__ = ["connect"]
 
@@ -92,6 +93,7 @@ def connect(
             unless_connected.callback(connections.close)
             if fd >= 0:
                 connections.memory = HostMemory(os.dup(fd), here, rank)
+            watched = watched_launcher(identity) if config.exit_with_launcher else (-1, "")
             connections.plane = ControlPlane(
                 rank,
                 host_of,
@@ -101,6 +103,7 @@ def connect(
                 unix.detach() if len(here) > 1 else -1,
                 tcp.detach() if len(here) < size else -1,
                 config.heartbeat_timeout_s,
+                *watched,
             )
             _wait_for_neighbours(connections, connections.plane, meeting)
             unless_connected.pop_all()

@@ -43,7 +43,7 @@ def _hint(error: RingError, done: str) -> str:
     if isinstance(error, PeerLostError):
         if " has left" not in str(error):  # it has died
             return ""
-        return f". The rank that has left did {done}: {_REMEDY}. If it has failed, see its log"
+        return f". The rank that has left did {done}: {_REMEDY}"
     hint = f". All ranks have done {done}, one does not do the next: {_REMEDY}"
     if isinstance(error, MismatchError):
         hint += f". {_REMEDY_IN_ANOTHER_COLLECTIVE}"

@@ -91,6 +91,7 @@ class Launcher:
         local_sizes: a variable of the number of processes of every node, as Slurm writes it.
         job: variables that together name one start of a job.
         requires: a variable that must be set too: without it the others were only inherited.
+        daemons: how the names of its processes begin that start ranks.
     """
 
     rank: str
@@ -102,6 +103,7 @@ class Launcher:
     local_sizes: str | None = None
     job: tuple[str, ...] = ()
     requires: str | None = None
+    daemons: tuple[str, ...] = ()
 
 
 # In order of precedence, the innermost first: horovodrun's variables are set for this library only;
@@ -118,6 +120,7 @@ LAUNCHERS: dict[str, Launcher] = {
         node="GROUP_RANK",
         job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"),
         requires="TORCHELASTIC_RUN_ID",
+        daemons=("torchrun", "python", "accelerate"),
     ),
     "Open MPI": Launcher(
         "OMPI_COMM_WORLD_RANK",
@@ -125,6 +128,7 @@ LAUNCHERS: dict[str, Launcher] = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
+        daemons=("mpirun", "mpiexec", "orterun", "orted", "prte"),
     ),
     # Not for ranks that srun started through its PMI: srun's own variables tell more.
     "Hydra": Launcher(
@@ -133,6 +137,7 @@ LAUNCHERS: dict[str, Launcher] = {
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
         requires="MPI_LOCALNRANKS",
+        daemons=("hydra_pmi_proxy",),
     ),
     # The shell of an salloc and an sbatch script have the job's variables, but are no task of it.
     "srun": Launcher(
@@ -144,6 +149,7 @@ LAUNCHERS: dict[str, Launcher] = {
         local_sizes="SLURM_STEP_TASKS_PER_NODE",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         requires="SLURM_STEP_ID",
+        daemons=("slurmstepd",),
     ),
     "PMI": Launcher("PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     # Set by hand or by Kubernetes' PyTorchJob; must not contradict a launcher above.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import threading
 from collections.abc import Sequence
@@ -12,10 +14,11 @@ from weakref import WeakSet
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torch_ring._C import Engine, keep_results
-from torch_ring.config import Config, misspelt
+from torch_ring._C import Engine, arm_failpoints, await_calls, forget_calls, keep_results
+from torch_ring.config import Config, failpoints, misspelt
 from torch_ring.errors import NotInitializedError
 from torch_ring.rendezvous import store as rendezvous_store
+from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
 
 __all__ = [
@@ -40,6 +43,8 @@ __all__ = [
 
 _log = logging.getLogger("torch_ring")
 
+_EXIT_PATIENCE_S = 5.0  # with other threads that are in init(), or wait for other ranks
+
 
 class _Inherited(Protocol):
     def disable(self) -> None:
@@ -50,6 +55,7 @@ _world: World | None = None
 _is_parents = False  # this process was forked, and _world is its parent's
 _changing = threading.RLock()  # held by init() and shutdown(), even in a signal handler
 _disabled_in_child: WeakSet[_Inherited] = WeakSet()
+_finalizer: multiprocessing.util.Finalize | None = None
 
 
 def init(
@@ -93,6 +99,8 @@ def init(
             return
         config = Config.from_environment()
         _set_up_log(config)
+        arm_failpoints(failpoints())
+        _prepare_exit()
         keep_results(config.kept_result_bytes)
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
         try:
@@ -106,16 +114,21 @@ def init(
 def shutdown() -> None:
     """Leave the world: tell the other ranks, stop all threads, free all memory.
 
-    Operations in flight fail; later operations of other ranks that need this one fail too. Does
-    nothing without a world. Called at exit.
+    Operations in flight fail; later operations of other ranks that need this one fail too. While an
+    exception is handled, as in a ``finally``, their errors say it. Does nothing without a world.
+    Called at exit.
     """
-    global _world, _is_parents
     with _changing:
-        if _world is not None:
-            old, _world = _world, None
-            _is_parents = False
-            old.process_sets.close()
-            keep_results(0)
+        _leave(reason_to_leave())
+
+
+def _leave(why: str) -> None:
+    global _world, _is_parents
+    if _world is not None:
+        old, _world = _world, None
+        _is_parents = False
+        old.process_sets.close(why)
+        keep_results(0)
 
 
 def is_initialized() -> bool:
@@ -254,6 +267,26 @@ def _set_up_log(config: Config) -> None:
 # --- the end of the process, and forks of it
 
 
+def _prepare_exit() -> None:
+    """See to it that this process leaves its world when it ends, and can say why."""
+    global _finalizer
+    watch_exit()
+    # A process of multiprocessing calls no function of atexit.
+    is_known = _finalizer is not None and _finalizer.still_active()
+    if multiprocessing.parent_process() is not None and not is_known:
+        _finalizer = multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=0)
+
+
+def _leave_at_exit() -> None:
+    # A daemon thread may be in init().
+    if not _is_parents and _changing.acquire(timeout=_EXIT_PATIENCE_S):
+        try:
+            _leave(reason_at_exit())
+        finally:
+            _changing.release()
+    await_calls(_EXIT_PATIENCE_S)  # of daemon threads, which the interpreter is about to end
+
+
 def disable_in_child(inherited: _Inherited) -> None:
     """Call `inherited.disable()` in every child that is forked while `inherited` lives."""
     _disabled_in_child.add(inherited)
@@ -273,8 +306,9 @@ def _leave_parents_world() -> None:
         _world.process_sets.abandon()
         _is_parents = True
     _changing = threading.RLock()
+    forget_calls()
     rendezvous_store.drop_in_child()
 
 
 os.register_at_fork(before=_prepare_fork, after_in_child=_leave_parents_world)
-atexit.register(shutdown)
+atexit.register(_leave_at_exit)

@@ -100,14 +100,18 @@ class ProcessSetRecord:
                 self._engine = self._make_engine()
             return self._engine
 
-    def shutdown(self) -> None:
-        """End the engine, and fail its operations in flight."""
+    def shutdown(self, *, removed: bool = False) -> None:
+        """End the engine, and fail its operations in flight.
+
+        Args:
+            removed: whether all members do so; otherwise they are told that this one leaves.
+        """
         with self._making:
             self._closed = True
             engine, self._engine = self._engine, None
         self.owned.clear()
         if engine is not None:
-            engine.shutdown()
+            engine.shutdown(removed)
         elif self._number and self.is_member and self._connections.plane is not None:
             # Members that have used the set may have connected to this one.
             self._connections.plane.close_set(self._number)
@@ -228,13 +232,19 @@ class ProcessSetTable:
                 if record is None or record.id == 0:
                     return False
                 self._keep(other for other in self.records if other is not record)
-            record.shutdown()
+            record.shutdown(removed=True)
             exchange.numbers(0)  # now no member reads or writes its memory any more
             record.release_slot()
             return True
 
-    def close(self) -> None:
-        """Shut down the engines of all sets, the world's last, and leave."""
+    def close(self, why: str = "") -> None:
+        """Shut down the engines of all sets, the world's last, and leave.
+
+        Args:
+            why: the reason for the other ranks, if the program has failed.
+        """
+        if self._connections.plane is not None:
+            self._connections.plane.give_reason(why)
         with self._changing:
             self._closed = True
             records = self.records

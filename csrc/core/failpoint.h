@@ -1,0 +1,33 @@
+// failpoint(): a place at which a test makes this process fail at an exact moment.
+#pragma once
+
+#include <atomic>
+#include <string>
+
+namespace torch_ring {
+
+/// Arms failpoints, in place of all earlier ones; an empty `spec` arms none. CONTRIBUTING.md has
+/// the syntax and the places.
+/// Thread: any. Errors: Error(kInvalidArgument) that names TORCH_RING_FAIL.
+void arm_failpoints(const std::string& spec);
+
+/// What failpoint() does when something is armed.
+class Failpoints {
+ public:
+  static bool armed() noexcept { return armed_.load(std::memory_order_relaxed); }
+  static bool reach(const char* place, int rank);
+
+ private:
+  friend void arm_failpoints(const std::string& spec);
+  // A hint: reach() looks under a mutex. Tests arm before the ranks begin.
+  static inline std::atomic<bool> armed_{false};
+};
+
+/// The calling thread has come to `place`, where `rank` says whose place it is. A test may have it
+/// kill or stop the process, or sleep. Returns whether the place itself is to fail, as
+/// CONTRIBUTING.md says of it. Cost when nothing is armed: a relaxed load.
+inline bool failpoint(const char* place, int rank) {
+  return Failpoints::armed() && Failpoints::reach(place, rank);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,81 @@
+// Departures: a rank that leaves has been heard, and what it has sent arrives, however late.
+#include <atomic>
+#include <thread>
+
+#include "armed.h"
+#include "control/message.h"
+#include "control_recorder.h"
+#include "engine_ranks.h"
+
+namespace torch_ring::test {
+namespace {
+
+TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
+  const Armed armed("control.receive:0:late=400");
+  Planes planes = make_planes({0, 1});
+  Recorder recorder;
+  planes[0]->subscribe(0, {0, 1}, recorder);
+  // More than the buffers of a connection take.
+  const Error cause(ErrorKind::kInternal, std::string(Message::kTextBytes, 'x'));
+  for (std::uint64_t set = 1; set < 3000; ++set) planes[1]->fail(set, cause);
+  planes[1]->stop();
+  wait_until([&] { return !recorder.events().empty(); }, "rank 1 is gone");
+  CHECK_EQ(recorder.events(), std::vector<std::string>{"departed 1"});
+  planes[0]->unsubscribe(0);
+}
+
+TEST(departing_rank_that_says_no_goodbye_is_lost) {
+  const Armed armed("departure:1:close");
+  Planes planes = make_planes({0, 1});
+  Recorder recorder;
+  planes[0]->subscribe(0, {0, 1}, recorder);
+  planes[1]->stop();
+  wait_until([&] { return recorder.times("lost 1") > 0; }, "rank 1 is lost");
+  planes[0]->unsubscribe(0);
+}
+
+TEST(departed_rank_s_last_data_may_be_late) {
+  for (const std::size_t count : {10u, 300'000u}) {
+    const Armed armed("data.receive:2:late=700");
+    run_engines({0, 1, 2}, [&](Rank& rank) {
+      std::vector<float> values = rank.input(count);
+      rank.wait(rank.allreduce(values, "last"));
+      CHECK(values == Rank::sums(count, rank.size()));
+    });
+  }
+}
+
+TEST(departed_rank_s_last_data_may_be_late_between_hosts) {
+  const Armed armed("data.receive:1:late=700");  // of the second host's leader
+  run_engines({0, 0, 1, 1}, [&](Rank& rank) {
+    std::vector<float> values = rank.input(10);
+    rank.wait(rank.allreduce(values, "last"));
+    CHECK(values == Rank::sums(10, rank.size()));
+  });
+}
+
+TEST(departure_is_an_error_of_those_who_miss_the_rank_and_of_no_others) {
+  for (const Hosts& layout : {Hosts{"", {0, 0, 0}}, Hosts{"", {0, 1, 2}}}) {
+    std::atomic<bool> missed{false};
+    run_engines(layout.host_of, [&](Rank& rank) {
+      std::vector<float> values = rank.input(10);
+      rank.wait(rank.allreduce(values, "together"));
+      if (rank.rank() == 0) return;
+      if (rank.rank() == 1) {
+        CHECK_THROWS(rank.wait(rank.allreduce(values, "more")), ErrorKind::kPeerLost,
+                     "rank 0 (a thread) has left");
+        missed = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      } else {
+        wait_until([&] { return missed.load(); }, "rank 1 has missed rank 0");
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+        rank.engine().check();  // it waits for nobody
+        CHECK_THROWS(rank.wait(rank.allreduce(values, "more")), ErrorKind::kPeerLost,
+                     "rank 0 (a thread) has left");
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace torch_ring::test

@@ -1,0 +1,245 @@
+"""Ranks that end as interpreters do, with exit functions and daemon threads; for test_exits.py.
+
+Prints a JSON object: by scenario, the exit status and the output of each rank.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import torch_ring as hvd
+
+DEADLINE_S = 40
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+
+
+def meet(rank: int) -> None:
+    hvd.init(rank=rank, size=2)
+    hvd.allreduce(torch.ones(3))
+
+
+def miss_the_other() -> None:
+    """Print why a collective that the other rank does not call fails."""
+    try:
+        hvd.allreduce(torch.ones(3), name="doomed")
+    except hvd.RingError as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+def be_of_mpirun(rank: int) -> None:
+    os.environ.update(
+        OMPI_COMM_WORLD_RANK=str(rank),
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
+        PMIX_NAMESPACE=f"exits-{os.getpgid(0)}",
+    )
+
+
+def read_a_file(name: str) -> None:
+    with open(name):
+        pass
+
+
+def raise_error(rank: int) -> None:
+    meet(rank)
+    if rank == 1:
+        raise ValueError("no more\ndata")  # marked: raise
+    miss_the_other()
+
+
+def raise_in_a_library(rank: int) -> None:
+    meet(rank)
+    if rank == 1:
+        json.loads("{")  # marked: library
+    miss_the_other()
+
+
+def exit_with_a_code(rank: int) -> None:
+    meet(rank)
+    if rank == 1:
+        try:
+            read_a_file("/nowhere")
+        except OSError:
+            sys.exit(3)
+    miss_the_other()
+
+
+def exit_with_success(rank: int) -> None:
+    meet(rank)
+    if rank == 1:
+        sys.exit(0)
+    miss_the_other()
+
+
+def shut_down_in_finally(rank: int) -> None:
+    meet(rank)
+    if rank == 1:
+        try:
+            raise RuntimeError("disk full")
+        finally:
+            hvd.shutdown()
+    miss_the_other()
+
+
+def handle_an_error(rank: int) -> None:
+    """An error that was handled long ago is no reason."""
+    meet(rank)
+    with contextlib.suppress(OSError):
+        read_a_file("/nowhere")
+    if rank == 0:
+        miss_the_other()
+
+
+def fail_in_a_process(rank: int) -> None:
+    def work() -> None:
+        be_of_mpirun(rank)
+        hvd.init()
+        hvd.allreduce(torch.ones(3))
+        if rank == 1:
+            raise KeyError("weights")
+        miss_the_other()
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+
+
+def fail_in_a_thread(rank: int) -> None:
+    """A thread that fails is not the program."""
+    meet(rank)
+
+    def fail() -> None:
+        raise ValueError("of a thread")
+
+    if rank == 1:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+    else:
+        miss_the_other()
+
+
+def leave_a_thread_waiting(rank: int) -> None:
+    """The thread needs longer to return from its call than the interpreter to its end."""
+    os.environ["TORCH_RING_FAIL"] = "waited:0:3:sleep=1500"  # after two of meet()
+    meet(rank)
+    if rank == 0:
+        threading.Thread(target=miss_the_other, daemon=True).start()
+        time.sleep(0.1)
+    else:
+        time.sleep(1)
+
+
+def leave_a_thread_training(rank: int) -> None:
+    meet(rank)
+
+    def train() -> None:
+        while True:
+            hvd.allreduce(torch.ones(100_000))
+
+    threading.Thread(target=train, daemon=True).start()
+    time.sleep(0.1)
+
+
+SCENARIOS: list[Callable[[int], None]] = [
+    raise_error,
+    raise_in_a_library,
+    exit_with_a_code,
+    exit_with_success,
+    shut_down_in_finally,
+    handle_an_error,
+    fail_in_a_process,
+    fail_in_a_thread,
+    leave_a_thread_waiting,
+    *[leave_a_thread_training] * 2,
+]
+
+
+# --- ranks of a launcher
+
+
+def obey(rank: int, launcher: str, watched: str) -> None:
+    """Be a rank of mpirun, until that is killed."""
+    be_of_mpirun(rank)
+    os.environ["TORCH_RING_EXIT_WITH_LAUNCHER"] = watched
+    hvd.init()
+    hvd.allreduce(torch.ones(3))
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(DEADLINE_S if watched == "1" and launcher == "mpirun" else 1)
+    print("goes on:", hvd.allreduce(torch.ones(3)).tolist())
+
+
+LAUNCHERS = [("mpirun", "1"), ("mpirun", "0"), ("bash", "1")]
+
+
+def main() -> None:
+    """Run all scenarios; in a rank, return when the interpreter is to end."""
+    results: dict[str, list[list[tuple[int, str]]]] = {}
+    for scenario in SCENARIOS:
+        ranks = start(scenario)
+        if ranks is None:
+            return
+        ended = [(os.waitpid(pid, 0)[1], text_of(output)) for pid, output in ranks]
+        results.setdefault(scenario.__name__, []).append(ended)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for name, watched in LAUNCHERS:
+        folder = tempfile.mkdtemp()
+        launcher = os.fork()
+        if launcher == 0:
+            libc.prctl(PR_SET_NAME, name.encode())
+            if start(obey, folder, name, watched) is None:
+                return
+            time.sleep(DEADLINE_S)
+            os._exit(1)
+        assert os.waitpid(launcher, 0)[1] == signal.SIGKILL
+        statuses = sorted(os.wait() for _ in range(2))  # in the order of their start
+        outputs = [Path(folder, str(rank)).read_text() for rank in range(2)]
+        results[f"{name} {watched}"] = [
+            [(status, output) for (_, status), output in zip(statuses, outputs, strict=True)]
+        ]
+        shutil.rmtree(folder)
+    json.dump(results, sys.stdout)
+
+
+def start(run: Callable[..., None], folder: str = "", *arguments: str):
+    """Fork two ranks. Return their processes and outputs; None in a rank, when it is to end."""
+    ranks = []
+    for rank in range(2):
+        output = open(Path(folder, str(rank)), "w+") if folder else tempfile.TemporaryFile("w+")  # noqa: SIM115  the parent reads it
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(DEADLINE_S)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            run(rank, *arguments)
+            return None
+        ranks.append((pid, output))
+    return ranks
+
+
+def text_of(output) -> str:
+    output.seek(0)
+    return output.read()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()  # or each rank frees, and so copies, the objects of torch
+    main()

@@ -1,0 +1,92 @@
+"""Ranks that leave in peace: nobody takes them for dead, and what they have sent arrives."""
+
+import multiprocessing
+
+import torch
+from pool import error_of, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def come_and_go(rounds: int) -> None:
+    for i in range(rounds):
+        hvd.init()
+        assert hvd.allreduce(torch.tensor([float(i)])).item() == i
+        hvd.shutdown()
+
+
+def compute() -> None:
+    while True:
+        pass
+
+
+def test_worlds_end_in_peace_on_a_loaded_machine():
+    context = multiprocessing.get_context("fork")
+    busy = [context.Process(target=compute, daemon=True) for _ in range(4)]
+    for process in busy:
+        process.start()
+    try:
+        run(come_and_go, 3, args=(15,), transport="tcp", initialized=False)
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
+
+
+def reduce_and_leave() -> None:
+    for count in (3, 100_000):
+        hvd.init()
+        size = hvd.size()
+        mean = hvd.allreduce(torch.full((count,), float(hvd.rank())))
+        assert mean.eq((size - 1) / 2).all()
+        hvd.shutdown()
+
+
+def test_the_last_data_of_a_rank_may_be_late():
+    env = {"TORCH_RING_FAIL": "data.receive:2:late=600"}
+    run(reduce_and_leave, 3, transport="tcp", env=env, initialized=False)
+
+
+def train_until_a_rank_dies() -> tuple[str, str]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def step() -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(8):
+        kind, text = error_of(step)
+        if kind != "nothing":
+            return kind, text
+    return "nothing", ""
+
+
+@on_both_transports
+def test_a_rank_dies_between_two_buckets(transport):
+    """Fail at each of several moments of the first steps."""
+    for nth in (4, 5, 7, 10):
+        env = {
+            "TORCH_RING_FAIL": f"collective:1:{nth}:kill",
+            "TORCH_RING_BUCKET_BYTES": "20000",  # several buckets a step
+        }
+        outcomes = run(train_until_a_rank_dies, 3, transport=transport, env=env, may_die={1})
+        assert outcomes[1] is None
+        for kind, text in (outcomes[0], outcomes[2]):
+            assert kind == "PeerLostError", text
+            assert "rank 1 (pid " in text, text
+            assert "died: its connection closed" in text, text
+
+
+def error_of_init() -> tuple[str, str]:
+    return error_of(hvd.init)
+
+
+def test_a_failpoint_that_does_not_exist_is_refused():
+    for kind, text in run(
+        error_of_init, 2, env={"TORCH_RING_FAIL": "nowhere:kill"}, initialized=False
+    ):
+        assert kind == "InvalidArgumentError"
+        assert text.startswith("TORCH_RING_FAIL: 'nowhere:kill': there is no such place")
