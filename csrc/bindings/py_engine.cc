@@ -33,13 +33,6 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000.0)));
 }
 
-/// Whether Python has other threads than this one.
-bool has_other_threads() {
-  const py::gil_scoped_acquire gil;
-  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-  return PyThreadState_Next(first) != nullptr;
-}
-
 class PyEngine {
  public:
   PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64_t set,

@@ -22,6 +22,13 @@ inline void check_signals() {
 
 inline const Engine::Interrupt kCheckSignals = check_signals;
 
+/// Whether Python has other threads than this one: they may yet submit something.
+inline bool has_other_threads() {
+  const pybind11::gil_scoped_acquire gil;
+  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  return PyThreadState_Next(first) != nullptr;
+}
+
 /// A work, its engine, and its result.
 class PyWork {
  public:

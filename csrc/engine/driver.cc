@@ -136,9 +136,11 @@ void Driver::finish_round() {
 /// Runs the requests that every rank has announced by now, and fails mismatches.
 void Driver::run_round() {
   const Round round = board_.round();
+  const bool others_wait = !outbox_.empty() || queue_.has_works();  // to be announced
+  if (others_wait) note_progress(round, Clock::now());
   if (run_unanimous(round)) return;
   const std::vector<Decision> decisions = agreement_.round(round);
-  if (!agreement_.empty()) note_progress(round, Clock::now());
+  if (!agreement_.empty() && !others_wait) note_progress(round, Clock::now());
 
   struct {
     std::vector<Job> jobs;

@@ -22,7 +22,8 @@ class Rank {
        DeviceExecutor::Make make_device = {})
       : plane_(std::move(plane)),
         abort_(std::make_shared<Abort>()),
-        waits_(plane_->waits(0, one_rank_a_host(world.topology.size()), config.patience())),
+        waits_(plane_ ? plane_->waits(0, one_rank_a_host(world.topology.size()), config.patience())
+                      : nullptr),
         communicator_(make_communicator((world.waits = waits_, world), config, *abort_)),
         engine_(communicator_, abort_,
                 {config,
