@@ -94,6 +94,7 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
     parameter.refresh();
     const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
     if (in_block && parameter.in_block()) continue;
+    if (parameter.has_moved()) parameter.arrived = false;  // in this pass, but not in a bucket
     parameter.device = in_block ? c10::Device(c10::kCPU) : buckets[bucket].device();
     if (in_block) {
       parameter.view = GradientView::in(buckets[bucket], offset, parameter.variable);
