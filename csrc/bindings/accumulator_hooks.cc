@@ -3,13 +3,10 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
 #include <utility>
-
-#include "bindings/gradient_hooks.h"
 
 namespace torch_ring {
 namespace {
@@ -33,9 +30,9 @@ struct Unsupported final : torch::PyTorchError {
       "= False). torch.compile(model) works without it");
 }
 
-/// One parameter of a GradientHooks that may be gone.
+/// One parameter of an observer that may be gone.
 struct Owner {
-  std::weak_ptr<GradientHooks> hooks;
+  std::weak_ptr<AccumulationObserver> hooks;
   std::size_t index;
 
   bool operator==(const Owner& other) const {
@@ -101,13 +98,13 @@ class OnParameter final : public FunctionPreHook {
 
  private:
   const Owner owner_;
-  // The accumulator of the parameter in GradientHooks, which keeps it alive. It guards no data.
+  // The accumulator of the parameter in its observer, which keeps it alive. It guards no data.
   std::atomic<const Node*> hooked_;
 };
 
 }  // namespace
 
-void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
+void hook_parameter(const std::weak_ptr<AccumulationObserver>& hooks, std::size_t index,
                     const at::Tensor& parameter, Node& accumulator) {
   hook_accumulator(hooks, index, accumulator);
   auto hook = std::make_unique<OnParameter>(Owner{hooks, index}, &accumulator);
@@ -124,7 +121,7 @@ void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index
   }
 }
 
-void hook_accumulator(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
+void hook_accumulator(const std::weak_ptr<AccumulationObserver>& hooks, std::size_t index,
                       Node& accumulator) {
   const Owner owner{hooks, index};
   const auto& present = accumulator.post_hooks();

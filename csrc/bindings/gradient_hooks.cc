@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "bindings/accumulator_hooks.h"
-
 namespace torch_ring {
 namespace {
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/accumulator_hooks.h"
 #include "bindings/backward_pass.h"
 #include "bindings/hooked_parameter.h"
 #include "bindings/pass_agreement.h"
@@ -41,7 +42,8 @@ namespace torch_ring {
 /// Thread: any (autograd runs hooks in a thread per device). The mutex is never held while a
 /// callback runs. Callers do not hold the GIL, because dropping a gradient may take it.
 /// Blocking: no. Errors: a hook's come out of backward().
-class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
+class GradientHooks final : public AccumulationObserver,
+                            public std::enable_shared_from_this<GradientHooks> {
  public:
   using Bitmap = std::string;
 
@@ -124,15 +126,11 @@ class GradientHooks : public std::enable_shared_from_this<GradientHooks> {
   /// Stops the hooks, in a forked child: the buckets are its parent's.
   void disable();
 
-  // For the hooks, in a thread of autograd:
-
-  /// Whether before_accumulation() has something to do.
-  bool rescales() const { return options_.reduced_scale != 1.0; }
-  void before_accumulation(std::size_t index);
-  void after_accumulation(std::size_t index, const at::Tensor& gradient);
-
-  /// Hooks the new accumulator of a parameter; returns whether it has.
-  bool follow(std::size_t index, const Accumulator& accumulator);
+  // For the hooks, in a thread of autograd; as AccumulationObserver says.
+  bool rescales() const override { return options_.reduced_scale != 1.0; }
+  void before_accumulation(std::size_t index) override;
+  void after_accumulation(std::size_t index, const at::Tensor& gradient) override;
+  bool follow(std::size_t index, const Accumulator& accumulator) override;
 
  private:
   class PassEnd;  // the callback at the end of a backward pass

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -10,13 +9,11 @@
 #include <optional>
 #include <string>
 
+#include "bindings/accumulator_hooks.h"
 #include "bindings/gradient_allocator.h"
 #include "bindings/gradient_view.h"
 
 namespace torch_ring {
-
-/// What accumulates the gradient of a parameter.
-using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
 
 /// One parameter of a GradientHooks. Its gradient lies in a part of a bucket or, if it fills a
 /// bucket alone, in a block of shared memory. If autograd has computed it in the block, nothing is

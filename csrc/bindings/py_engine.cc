@@ -1,7 +1,5 @@
 #include "bindings/py_engine.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
@@ -19,9 +17,9 @@
 #include "bindings/py_work.h"
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
+#include "bindings/shared_tensors.h"
 #include "collective/make_communicator.h"
 #include "engine/engine.h"
-#include "memory/block_pool.h"
 
 namespace py = pybind11;
 
@@ -50,13 +48,14 @@ class PyEngine {
                                                      const py::gil_scoped_acquire gil;
                                                      delete function;
                                                    });
-    log_ = [shared_log](const std::string& text) {
+    const auto log_line = [shared_log](const std::string& text) {
       const py::gil_scoped_acquire gil;
       (*shared_log)(text);
     };
     Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
-                            world.waits, has_other_threads, log_,         {}};
+                            world.waits, has_other_threads, log_line,     {}};
     communicator_ = make_communicator(world, config, *abort);
+    shared_.emplace(rank_, communicator_, log_line);
     options.make_device = [device = device_, patience = DevicePatience{config, options.log},
                            labels = world.labels, settings = std::move(settings)](
                               std::uint8_t type, Communicator& host, const Abort& abort) {
@@ -190,34 +189,14 @@ class PyEngine {
     const auto options = at::TensorOptions()
                              .dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type)
                              .device(at::kCPU);
-    const std::size_t bytes =
-        static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
-    SharedBuffers* const shared = communicator_ ? communicator_->shared_buffers() : nullptr;
-    if (!shared) return at::empty(shape, options);
-    std::shared_ptr<void> memory = shared->allocate(bytes);
-    if (!memory) {
-      if (!std::exchange(arena_is_full_, true)) {
-        log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
-             std::to_string(bytes) +
-             " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
-             "TORCH_RING_ADDRESS_SPACE and `ulimit -v`");
-      }
-      return at::empty(shape, options);
-    }
-    void* data = memory.get();
-    return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
+    return shared_->empty(shape, options);
   }
 
   /// Blocks for large gradients of all optimizers of this set. Null where buckets are not in shared
   /// memory, and where they are sent during backward: large buckets keep the network busier.
   std::shared_ptr<BlockPool> gradient_blocks() {
-    if (!blocks_ && communicator_ && has_shared_memory() && !overlaps()) {
-      blocks_ = BlockPool::make([communicator = std::weak_ptr(communicator_)](std::size_t bytes) {
-        const auto alive = communicator.lock();
-        return alive ? alive->shared_buffers()->allocate(bytes) : nullptr;
-      });
-    }
-    return blocks_;
+    if (!communicator_ || !has_shared_memory() || overlaps()) return nullptr;
+    return shared_->gradient_blocks();
   }
 
   bool has_shared_memory() const { return size_ > hosts_; }
@@ -333,9 +312,7 @@ class PyEngine {
   std::shared_ptr<ControlPlane> plane_;  // outlives the engine
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
-  std::shared_ptr<BlockPool> blocks_;
-  std::function<void(const std::string&)> log_;
-  bool arena_is_full_ = false;  // and the log says so
+  std::optional<SharedTensors> shared_;
 };
 
 std::unique_ptr<PyEngine> make_engine(

@@ -15,8 +15,10 @@ class Alone : private Driver::Callbacks {
       : world_(std::move(make_worlds({0}).front())),
         communicator_(make_communicator(world_, patient(), abort_)),
         watchdog_(nullptr, 0, {0}, world_.labels, abort_, [] {}),
-        role_(*communicator_, abort_, watchdog_, queue_, static_cast<Driver::Callbacks&>(*this),
-              Driver::Options{patient(), world_.labels, [](const std::string&) {}, {}}) {}
+        role_(
+            *communicator_, abort_, watchdog_, queue_, static_cast<Driver::Callbacks&>(*this),
+            Driver::Options{patient(), world_.labels, nullptr, [](const std::string&) {}, {}, {}}) {
+  }
 
   RequestQueue::Lock lock() { return queue_.lock(); }
   ProgressRole& role() { return role_; }

@@ -22,7 +22,8 @@ def nccl_wheel() -> Path:
 
 def test_header_and_library(tmp_path: Path) -> None:
     nccl, program = nccl_wheel(), str(tmp_path / "nccl_check")
-    sources = ["tests/device/nccl_check.cc", "csrc/nccl/loader.cc", "csrc/core/error.cc"]
+    core = ["csrc/core/error.cc", "csrc/core/limits.cc"]
+    sources = ["tests/device/nccl_check.cc", "csrc/nccl/loader.cc", *core]
     includes = ["-Icsrc", "-isystem", "tests/cpp/doubles/cuda", "-isystem", str(nccl / "include")]
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(

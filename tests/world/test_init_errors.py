@@ -1,8 +1,6 @@
 """Errors of init(), and of calls before it."""
 
 import os
-import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,27 +40,6 @@ def test_missing_ranks_are_named():
     with pytest.raises(RanksFailed) as failed:
         run(hvd.rank, 2, env=env)
     assert "ranks 2, 3 of 4 did not arrive" in message(failed.value)
-
-
-def limit_addresses() -> None:
-    """Under `ulimit -v` shared memory may find no room: the ranks use TCP, which needs none."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if int(os.environ["RANK"]) == 1:
-        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
-    try:
-        hvd.init()
-        assert hvd.allreduce(torch.ones(10_000), op=hvd.Sum).sum() == 10_000 * hvd.size()
-        assert not hvd.world.current.engine().has_shared_memory()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-    hvd.shutdown()
-
-
-def test_ranks_without_room_for_shared_memory():
-    run(limit_addresses, 2, transport="", initialized=False)
-    with pytest.raises(RanksFailed, match=r"TORCH_RING_TRANSPORT=shm.*`ulimit -v` allows \d+ MiB"):
-        run(limit_addresses, 2, transport="shm", initialized=False)
 
 
 def test_a_bad_setting_is_named():

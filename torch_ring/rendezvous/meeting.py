@@ -209,7 +209,7 @@ class Meeting:
         """Let go of the store. Call when all ranks have joined: failures travel otherwise then."""
         if self._exchange is not None:
             self._exchange.clean_up()
-            self._exchange = None
+            self._exchange = self._groups = None
         if self._place is not None:
             self._place.leave()
 

@@ -1,0 +1,42 @@
+// SharedTensors: tensors and gradients' blocks in the memory that the ranks of a host share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/host_communicator.h"
+#include "memory/block_pool.h"
+
+namespace torch_ring {
+
+/// What one process set's communicator has of that memory.
+/// Thread: one at a time (the GIL's).
+class SharedTensors {
+ public:
+  using Log = std::function<void(const std::string&)>;
+
+  /// `communicator`: null after shutdown. `log` takes a warning.
+  SharedTensors(int rank, std::weak_ptr<HostCommunicator> communicator, Log log)
+      : rank_(rank), communicator_(std::move(communicator)), log_(std::move(log)) {}
+
+  /// A tensor whose allreduce copies nothing; an ordinary one where the ranks share no memory, and
+  /// where it has no room, of which the log is told once.
+  at::Tensor empty(const std::vector<std::int64_t>& shape, at::TensorOptions options);
+
+  /// Blocks for large gradients of all optimizers of the set.
+  std::shared_ptr<BlockPool> gradient_blocks();
+
+ private:
+  const int rank_;
+  const std::weak_ptr<HostCommunicator> communicator_;
+  const Log log_;
+  std::shared_ptr<BlockPool> blocks_;
+  bool is_full_ = false;  // and the log says so
+};
+
+}  // namespace torch_ring
