@@ -205,7 +205,8 @@ SETTINGS = (
         "TORCH_RING_TIMEOUT",
         _number(0.0),
         "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
-        "never, as long as that rank lives",
+        "never, as long as that rank lives (a transfer that has begun still fails after 300 s "
+        "without a byte)",
         (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number(0.0)),),
     ),
     Setting(
@@ -313,8 +314,9 @@ SETTINGS = (
         "secret",
         "TORCH_RING_SECRET",
         str,
-        "the same random text on all ranks, with which hosts authenticate one another; if unset, "
-        "each world has one that its ranks know, and whoever can read its store",
+        "the same random text on all ranks, by which the hosts of a job know one another; without "
+        "it (and without TORCH_RING_SECRET_FILE) whoever reaches the store of a job on several "
+        "hosts can join it",
     ),
     Setting(
         "secret_file",

@@ -131,7 +131,9 @@ Clock::time_point Entrance::due() const {
 }
 
 std::optional<Error> Entrance::trouble(Clock::time_point now) const {
-  return trouble_ && now >= troubled_ + kTrouble ? trouble_ : std::nullopt;
+  if (!trouble_ || now < troubled_ + kTrouble) return std::nullopt;
+  // Not a copy: copies of an exception share their text, and it may be read when trouble_ ends.
+  return Error(trouble_->kind(), std::string(trouble_->what()));
 }
 
 void Entrance::append_descriptors(std::vector<int>& fds) const {

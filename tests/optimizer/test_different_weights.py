@@ -235,7 +235,7 @@ _DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (2, 1024), (3, 4097)])
+@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (2, 1024), (2047,), (8190,), (3, 4097)])
 def test_a_digest_sees_every_element(dtype, shape):
     original = torch.zeros(shape, dtype=torch.float32).to(dtype)
     for position in {0, original.numel() // 2, original.numel() - 1}:

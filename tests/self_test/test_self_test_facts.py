@@ -75,7 +75,7 @@ def test_a_run_without_shared_memory_says_why() -> None:
     run = {
         **{"asked_transport": "auto", "ranks": 2, "failure": None, "transport": "tcp"},
         **{"gloo_problem": "torch has no gloo", "allreduce": []},
-        "log": [why, "[torch_ring] 2 ranks, a TCP ring over 127.0.0.1"],
+        "log": [why, "[torch_ring] 2 ranks, by TCP over 127.0.0.1"],
     }
     assert report.run_in_words(run).splitlines() == [
         "2 ranks, auto   allreduce is right, by tcp",

@@ -37,7 +37,7 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
         for device, indices in readable.items():
             parts = [_parts_of(tensors[index].detach()) for index in indices]
             rows = max(part.nbytes // _ROW_BYTES for group in parts for part in group)
-            factors = torch.arange(1, rows + 2 * _ROW_WORDS, device=device) * _ODD | 1
+            factors = torch.arange(1, rows + 2 * _ROW_WORDS + 1, device=device) * _ODD | 1
             found = [_digest(first, factors) for first, *_ in parts]
             for position, (_, *more) in enumerate(parts):
                 for part in more:

@@ -31,11 +31,13 @@ with contextlib.suppress(ImportError):  # torch, too, works without it
 
 __all__ = ["PlainData", "dumps", "loads_plain"]
 
+_PROTOCOL = 4  # the reader knows its instructions
+
 
 def dumps(obj: Any) -> memoryview:
     """Return the pickle of an object. Raises what `pickle.dumps` raises."""
     file = io.BytesIO()
-    _Pickler(file).dump(obj)
+    _Pickler(file, _PROTOCOL).dump(obj)
     return file.getbuffer()
 
 
@@ -54,7 +56,9 @@ def loads_plain(data: bytes | memoryview) -> Any:
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # of whatever damaged data leads to
-        raise pickle.UnpicklingError(f"a damaged pickle ({type(error).__name__})") from None
+        raise pickle.UnpicklingError(
+            f"something that is not plain data, or is damaged ({type(error).__name__})"
+        ) from None
 
 
 class PlainData:

@@ -258,7 +258,8 @@ class Meeting:
         assert place is not None
         if 0 in leader.members:
             leader.members[0].send(Kind.SERVE, self.deadline)
-        store = place.open(self.deadline, lambda: self._pump(0.0))
+        # While it tells the store of a failure, that failure must not end the call.
+        store = place.open(self.deadline, lambda: None if self._has_failed else self._pump(0.0))
         self._in_store = True  # from now on the store has all failures
         self._exchange = self._exchange_over(store, own.ranks, self.deadline, self._watch)
         require_agreement(texts)

@@ -24,8 +24,8 @@ _by_sys_exit = ""  # the reason of the last sys.exit() of the main thread
 
 def watch_exit() -> None:
     """Take note of a later exit code: nothing else remembers that of ``sys.exit(3)``."""
-    global _seen
-    _seen = _last_uncaught()
+    global _seen, _by_sys_exit
+    _seen, _by_sys_exit = _last_uncaught(), ""
     if getattr(sys.exit, "of_torch_ring", False):
         return
     leave = sys.exit

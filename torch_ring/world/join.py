@@ -181,8 +181,8 @@ def _connect(
             connections = connect(identity, config, _towards(place), meeting, common)
             table = _start(connections, config, deadline)
             meeting.leave_store()
-            if place is not None and place.ends:  # torch.distributed may have its port then
-                wait_for_all(table.everyone.engine(), deadline, size)
+            # Then torch.distributed may have its port. Some ranks may know of no store.
+            wait_for_all(table.everyone.engine(), deadline, size)
     except BaseException as error:
         if table is not None:
             table.close()
@@ -214,9 +214,11 @@ def _where_to_meet(
         place = given_store(store, identity)
         return place, meeting_name_by_store(place.open(deadline))
     found = locate_store(identity, config, deadline, comm=comm)
+    if identity.on_one_node() or found is None:
+        # Two nodes of torchrun may be on one host. A secret that some ranks have is told as such.
+        identity = replace(identity, node=None)
     if found is None:
-        # Two nodes of torchrun may be on one host.
-        return None, meeting_name(replace(identity, node=None))
+        return None, meeting_name(identity)
     with contextlib.suppress(RingError):  # the ranks of this host meet in the store then
         return found, meeting_name(identity)
     return found, None
@@ -246,8 +248,8 @@ def _describe(connections: Connections) -> str:
         return f"{ranks} on one host, by shared memory"
     addresses = ", ".join(dict.fromkeys(peer.address for peer in connections.peers))
     if len(sizes) == connections.size:
-        return f"{ranks}, a TCP ring over {addresses}"
+        return f"{ranks}, by TCP over {addresses}"
     return (
         f"{ranks} on {len(sizes)} hosts ({'+'.join(map(str, sizes))}): shared memory inside hosts, "
-        f"a TCP ring between them over {addresses}"
+        f"TCP between them over {addresses}"
     )
