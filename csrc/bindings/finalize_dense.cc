@@ -31,21 +31,33 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
 
   DeferredInterrupt deferred(interrupt);
   agreement.begin_reduction();
+  try {
+    reduce(engine, size, agreement.number(), deferred);
+  } catch (const Error&) {  // an error on all ranks, after which they may go on
+    agreement.finish();
+    throw;
+  } catch (const c10::Error&) {
+    agreement.finish();
+    throw;
+  }
+  agreement.finish();
+  deferred.rethrow();
+  return std::string();
+}
+
+void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,
+                            DeferredInterrupt& deferred) const {
   hooks_->move_into_buckets(everything_);
   std::vector<Request> requests;
   for (const std::size_t bucket : buckets_) {
     const at::Tensor memory = hooks_->memory(bucket);
-    requests.push_back(allreduce_request(memory, memory,
-                                         bucket_name(optimizer_, agreement.number(), bucket, 0),
+    requests.push_back(allreduce_request(memory, memory, bucket_name(optimizer_, number, bucket, 0),
                                          op_, prescale_, postscale_, size));
   }
   for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kBlocking)) {
     engine.wait(*work, deferred.function());
   }
   hooks_->mark_reduced(everything_);
-  agreement.finish();
-  deferred.rethrow();
-  return std::string();
 }
 
 }  // namespace torch_ring

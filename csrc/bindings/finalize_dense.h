@@ -40,6 +40,8 @@ class DenseFinalizer {
                                  const Engine::Interrupt& interrupt) const;
 
  private:
+  void reduce(Engine& engine, int size, std::uint64_t number, DeferredInterrupt& deferred) const;
+
   const std::shared_ptr<GradientHooks> hooks_;
   const std::size_t optimizer_;
   const GradientHooks::Bitmap everything_;

@@ -30,13 +30,16 @@ std::string PassAgreement::gather(Engine& engine, const std::string& report,
     open_ = engine.submit(std::move(request), Engine::Mode::kBlocking);
     reports_ = reports;
   }
+  // Copies: the interrupt is Python's, which may end this agreement.
+  const auto open = open_;
+  const auto reports = reports_;
   try {
-    engine.wait(*open_, interrupt);
+    engine.wait(*open, interrupt);
   } catch (const Error&) {
     restart(number_);
     throw;
   }
-  return reports_->all;
+  return reports->all;
 }
 
 void PassAgreement::restart(std::uint64_t number) {

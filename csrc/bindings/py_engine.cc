@@ -226,7 +226,7 @@ class PyEngine {
 
   void end(const std::string& why) const {
     const std::shared_ptr<Engine> engine = running();
-    const py::gil_scoped_release no_gil;
+    const BlockingCall no_gil;
     engine->end(Error(ErrorKind::kInternal, why));
   }
 

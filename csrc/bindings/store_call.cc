@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "bindings/blocking_call.h"
 #include "core/error.h"
 
 namespace py = pybind11;
@@ -139,7 +140,7 @@ void bind_store_call(py::module_& module) {
           [](const StoreCall& call, double seconds) {
             return call.wait(std::chrono::duration<double>(seconds));
           },
-          py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+          py::arg("seconds"), py::call_guard<BlockingCall>())
       .def("result", &to_python);
 }
 

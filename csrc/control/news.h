@@ -22,7 +22,7 @@ namespace torch_ring {
 /// Thread: one at a time.
 class News {
  public:
-  explicit News(int size) : fates_(static_cast<std::size_t>(size), Fate::kAlive), waits_(size) {}
+  explicit News(int size) : fates_(static_cast<std::size_t>(size), Fate::kAlive) {}
 
   /// Takes note of a message. Returns whether it is new: to be told and passed on.
   bool learn(const Message& message);

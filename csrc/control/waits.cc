@@ -8,21 +8,18 @@ namespace torch_ring {
 
 bool Waits::learn(const Message& message) {
   const auto wait = message.wait();
-  std::uint64_t& last = at(last_, message.rank);
-  if (wait.number <= last) return false;
-  last = wait.number;
-  const std::pair key{message.set, message.rank};
-  if (wait.ranks.empty()) {
-    told_.erase(key);
-  } else {
-    told_.insert_or_assign(key, message);
-  }
+  const auto [told, is_first] = told_.try_emplace({message.set, message.rank}, message);
+  if (!is_first && wait.number <= told->second.wait().number) return false;
+  told->second = message;
   return true;
 }
 
 bool Waits::any(std::uint64_t set) const {
-  const auto first = told_.lower_bound({set, 0});
-  return first != told_.end() && first->first.first == set;
+  for (auto told = told_.lower_bound({set, 0}); told != told_.end(); ++told) {
+    if (told->first.first != set) break;
+    if (!told->second.wait().ranks.empty()) return true;
+  }
+  return false;
 }
 
 std::vector<int> Waits::ends(std::uint64_t set, std::span<const int> ranks) const {
@@ -33,7 +30,7 @@ std::vector<int> Waits::ends(std::uint64_t set, std::span<const int> ranks) cons
     const int rank = left.back();
     left.pop_back();
     const auto told = told_.find({set, rank});
-    if (told == told_.end()) {
+    if (told == told_.end() || told->second.wait().ranks.empty()) {
       ends.insert(rank);
       continue;
     }

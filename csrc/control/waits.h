@@ -20,8 +20,6 @@ namespace torch_ring {
 /// Thread: one at a time.
 class Waits {
  public:
-  explicit Waits(int size) : last_(static_cast<std::size_t>(size), 0) {}
-
   /// Takes note of a message. Returns whether it is new.
   bool learn(const Message& message);
 
@@ -31,12 +29,12 @@ class Waits {
   /// The ends of the set's graph that `ranks` lead to; `ranks` themselves if it has none there.
   std::vector<int> ends(std::uint64_t set, std::span<const int> ranks) const;
 
-  /// The last message of each wait that lasts: what a new neighbour must be told.
+  /// The last message of each rank and set: what a new neighbour must be told.
   std::vector<Message> known() const;
 
  private:
-  std::vector<std::uint64_t> last_;                        // by rank: its highest number
-  std::map<std::pair<std::uint64_t, int>, Message> told_;  // by set and rank that waits
+  // By set and rank: its last message. One without ranks says that the wait has ended.
+  std::map<std::pair<std::uint64_t, int>, Message> told_;
 };
 
 }  // namespace torch_ring

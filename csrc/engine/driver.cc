@@ -94,8 +94,8 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
 bool Driver::is_blocked(Clock::duration waited) {
   if (waited < kBlockedAfter || !outbox_.empty()) return false;
   if (waited >= config_.other_threads_grace) return true;
-  return !queue_.has_several_submitters(queue_.lock()) &&
-         !(others_may_submit_ && others_may_submit_());
+  const bool several = queue_.has_several_submitters(queue_.lock());
+  return !several && !(others_may_submit_ && others_may_submit_());  // without the lock: may block
 }
 
 /// Posts an entry with as much of the outbox as it can hold: maybe nothing.
@@ -322,7 +322,8 @@ std::vector<int> Driver::late_ranks(const Work& work) const {
     silent = board_.missing();
     if (waits_) silent = waits_->ends(silent);
   }
-  const std::vector<int> missing = agreement_.missing(work.key_);
+  std::ranges::sort(silent);
+  const std::vector<int> missing = agreement_.missing(work.key_);  // sorted
   std::vector<int> both;  // the others may have announced it in the open round
   std::ranges::set_intersection(missing, silent, std::back_inserter(both));
   if (!both.empty()) return both;

@@ -200,15 +200,18 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
       fail({Error(ErrorKind::kInternal, error.what()), false});
     }
     if (!lock.owns_lock()) lock.lock();
-    if (abort_->raised() && !closing_) {  // close() aborts the device itself
+    if (abort_->raised()) {
+      const bool aborts_device = !closing_;  // close() does it itself
       lock.unlock();
       // Otherwise the stream waits for other ranks for ever, and so do threads that wait for it.
-      driver.abort_device();
+      if (aborts_device) {
+        driver.abort_device();
+        device_busy = false;
+      }
       driver.isolate_buffers();
-      device_busy = false;
       lock.lock();
+      fail_all(lock, driver);
     }
-    if (abort_->raised()) fail_all(lock, driver);
   }
   const bool device_changed = std::exchange(device_busy_, device_busy) != device_busy;
   if (waiters_ > 0 || needs_progress(lock) || closing_ || device_changed) changed_.notify_all();

@@ -12,7 +12,8 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
+// Of the kernel: 64 KiB on some ARM machines. Memory is isolated and discarded by whole pages.
+const auto kPage = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 
 /// Calls apply(offset, bytes) for the huge pages that no allocation but [offset, offset + bytes)
 /// uses. `hole` is the free range that it is taken from, or that it leaves.

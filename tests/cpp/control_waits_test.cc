@@ -17,7 +17,7 @@ Ranks ends(const Waits& waits, const Ranks& ranks, std::uint64_t set = 0) {
 }
 
 TEST(waits_lead_to_the_ranks_that_wait_for_nobody) {
-  Waits waits(6);
+  Waits waits;
   CHECK(!waits.any(0));
   CHECK_EQ(ends(waits, {1, 2}), (Ranks{1, 2}));
   CHECK(waits.learn(tell(1, 1, {2})));
@@ -30,7 +30,7 @@ TEST(waits_lead_to_the_ranks_that_wait_for_nobody) {
 }
 
 TEST(waits_in_a_circle_have_no_end) {
-  Waits waits(3);
+  Waits waits;
   waits.learn(tell(0, 1, {1}));
   waits.learn(tell(1, 1, {2}));
   waits.learn(tell(2, 1, {0}));
@@ -38,7 +38,7 @@ TEST(waits_in_a_circle_have_no_end) {
 }
 
 TEST(waits_of_sets_are_apart) {
-  Waits waits(3);
+  Waits waits;
   waits.learn(tell(1, 1, {2}, 7));
   CHECK(!waits.any(0));
   CHECK(!waits.any(8));
@@ -48,23 +48,31 @@ TEST(waits_of_sets_are_apart) {
 }
 
 TEST(a_wait_that_has_ended_stays_so) {
-  Waits waits(3);
+  Waits waits;
   CHECK(waits.learn(tell(1, 1, {2})));
   CHECK(!waits.learn(tell(1, 1, {2})));  // by another way
   CHECK_EQ(waits.known().size(), 1u);
   CHECK(waits.learn(tell(1, 2, {})));
   CHECK(!waits.learn(tell(1, 1, {2})));
   CHECK(!waits.any(0));
-  CHECK(waits.known().empty());
+  CHECK_EQ(ends(waits, {1}), Ranks{1});
+  CHECK(waits.known() == std::vector{tell(1, 2, {})});  // who has heard of the wait hears its end
 }
 
-TEST(a_new_neighbour_is_told_of_waits_that_last) {
+TEST(waits_of_one_rank_in_two_sets_may_be_heard_in_any_order) {
+  Waits waits;
+  CHECK(waits.learn(tell(1, 5, {2}, 7)));
+  CHECK(waits.learn(tell(1, 4, {3}, 8)));
+  CHECK(waits.any(7) && waits.any(8));
+}
+
+TEST(a_new_neighbour_is_told_of_all_waits) {
   News news(3);
   CHECK(news.learn(Message::departed(2)));
   CHECK(news.learn(tell(0, 1, {1})));
   CHECK(news.learn(tell(1, 1, {0})));
   CHECK(news.learn(tell(1, 2, {})));
-  CHECK(news.known() == (std::vector{Message::departed(2), tell(0, 1, {1})}));
+  CHECK(news.known() == (std::vector{Message::departed(2), tell(0, 1, {1}), tell(1, 2, {})}));
 }
 
 }  // namespace

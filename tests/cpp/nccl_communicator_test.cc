@@ -35,7 +35,7 @@ class OnStream final : public HostCommunicator {
       auto& wide = wide_.emplace_back(count);
       stream_.enqueue([=, to = wide.data()] {
         Elements elements(reduction.dtype, count);
-        std::memcpy(elements.data(), data, elements.bytes().size());
+        if (count > 0) std::memcpy(elements.data(), data, elements.bytes().size());
         for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::int64_t>(elements.at(i));
       });
       return nccl::Widened{wide.data(), 1, DType::kInt64};
