@@ -33,7 +33,8 @@ exclude_patterns = [".*", "build", "data", "dist"]
 
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|os|pickle)\..*|Tensor|Optimizer"),  # of inventories on the internet
+    # of inventories on the internet
+    ("py:.*", r"(torch|collections|os|pickle)\..*|Tensor|Optimizer"),
     ("py:class", r".*(OptimizerT|CompressorT)|Factor"),  # torch_ring's own names for types
 ]
 
