@@ -16,7 +16,8 @@ constexpr const char* kTwoThreads =
     "thread, or one after the other, in the same order on all ranks";
 
 constexpr const char* kSentInVain =
-    "a backward pass failed or was interrupted after part of its gradients had been sent";
+    "a backward pass failed or was interrupted after part of its gradients had been sent, which "
+    "only shutdown() and init() can mend";
 
 /// A C++ exception that autograd turns into Python's AssertionError.
 struct AssertionError final : torch::PyTorchError {

@@ -156,8 +156,7 @@ def test_an_interrupt_after_gradients_were_sent(tmp_path):
     for message in (here, there):
         assert "rank 1" in message
         assert "interrupted after part of its gradients had been sent" in message
-        # A rank that is in the pass when it hears of it is told by the call after that.
-        assert "shutdown() and init()" in message or "averaging the gradients" in message
+        assert "shutdown() and init()" in message
 
 
 def interrupt_a_reduction(folder: Path) -> None:

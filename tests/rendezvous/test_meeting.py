@@ -3,57 +3,24 @@
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 
 import made_up
 import pytest
+from meetings import meet, new_name, place_of, ranks_met
 from threads import run_on_ranks
 from torch.distributed import HashStore
 
 from torch_ring.connections.peer_info import parse_table
 from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
-from torch_ring.rendezvous import frames, local_leader, local_member, meeting
+from torch_ring.rendezvous import local_leader, local_member, meeting
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together
 from torch_ring.rendezvous.group_card import unpack_table
 from torch_ring.rendezvous.job_key import JobKey
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
-from torch_ring.rendezvous.network import require_same_user
-from torch_ring.rendezvous.store import StorePlace
-
-_numbers = iter(range(1 << 30))
-
-
-def new_name():
-    """Return a socket's name that no other test uses."""
-    return f"\0torch_ring test {os.getpid()} {next(_numbers)}"
-
-
-def place_of(store):
-    return StorePlace(None, False, lambda *_: store)
-
-
-@contextlib.contextmanager
-def meet(rank, size, *, name, store=None, host=0, local_size=None, settings=None, timeout_s=20.0):
-    """Meet as a rank of a made-up host; yield the meeting and the peers."""
-    identity = Identity(rank, size, local_size=local_size)
-    place = place_of(store) if store is not None else None
-    with contextlib.closing(Meeting(identity, Deadline(timeout_s), place, name)) as met:
-        with failing_together(met):
-            met.meet(made_up.card(rank, host), settings or {"A": 1})
-            table, _ = met.pass_down(met.table)
-            peers = parse_table(table, size).peers
-        yield met, peers
-
-
-def ranks_met(rank, size, barrier=None, **more):
-    with meet(rank, size, **more) as (_, peers):
-        if barrier:
-            barrier.wait(20)
-        return [peer.rank for peer in peers]
 
 
 def test_one_host_needs_no_store():
@@ -323,93 +290,6 @@ def test_a_rank_that_dies_is_noticed(dies):
         return  # the others find a leader among themselves: 0 never comes
     assert all(isinstance(error, PeerLostError) for error in (errors[0], errors[2])), errors
     assert all("rank 1 has exited during init" in str(error) for error in (errors[0], errors[2]))
-
-
-def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
-    name, strangers = new_name(), []
-    listen = local_leader.listen
-
-    def besieged(at):
-        listener = listen(at)
-        header = frames._HEADER.pack(b"tring1", frames.Kind.DATA, 0, 1 << 27)
-        hello = frames._HEADER.pack(b"tring1", frames.Kind.HELLO, 0, 8)
-        for noise in (
-            b"",
-            b"GET / HTTP/1.1\r\n\r\n" * 9,
-            header,
-            hello,
-            hello + b"\0\0\0\3" * 2,
-        ) * 20:
-            stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(at)
-            stranger.sendall(noise)
-            strangers.append(stranger)
-        return listener
-
-    monkeypatch.setattr("torch_ring.rendezvous.local_meeting.listen", besieged)
-    results = run_on_ranks(3, lambda rank: ranks_met(rank, 3, name=name))
-    for stranger in strangers:
-        stranger.close()
-    assert results == [[0, 1, 2]] * 3
-
-
-def test_a_member_that_sends_garbage_fails_all():
-    name = new_name()
-
-    def on_rank(rank):
-        if rank == 1:
-            rogue = Meeting(Identity(1, 3), Deadline(5.0), None, name)
-            rogue._above.connection.socket.send(b"\0" * 64)
-            time.sleep(1)
-            rogue._above.connection.close()
-            return None
-        return ranks_met(rank, 3, name=name, timeout_s=5.0)
-
-    errors = run_on_ranks(3, on_rank)
-    for error in (errors[0], errors[2]):
-        assert "rank 1 has exited during init: the other end is no rank" in str(error)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
-def test_a_foreign_users_socket_is_not_believed(caplog):
-    """A rank of a job with a store goes on alone; without one it says at once what is wrong."""
-    name = new_name()
-    ready, done = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setuid(12345)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(name)
-        listener.listen(16)
-        os.write(ready[1], b"r")
-        os.read(done[0], 1)
-        os._exit(0)
-    try:
-        os.read(ready[0], 1)
-        began = time.monotonic()
-        with pytest.raises(RingError, match="in use by a process of user 12345: end it"):
-            ranks_met(0, 2, name=name, timeout_s=60)
-        assert time.monotonic() - began < 30
-        store = HashStore()
-        results = run_on_ranks(
-            2, lambda rank: ranks_met(rank, 2, name=name, store=store, host=rank, timeout_s=5.0)
-        )
-        assert results == [[0, 1]] * 2
-        assert "rank 1 goes on without the others of its host" in caplog.text
-    finally:
-        os.write(done[1], b"d")
-        os.waitpid(child, 0)
-        for end in (*ready, *done):
-            os.close(end)
-
-
-def test_only_processes_of_the_same_user_are_let_in(monkeypatch):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        require_same_user(ours)
-        monkeypatch.setattr("torch_ring.rendezvous.network.os.getuid", lambda: 12345)
-        with pytest.raises(PermissionError):
-            require_same_user(ours)
 
 
 def test_progress_is_logged_on_rank_0(monkeypatch, caplog):
