@@ -1,5 +1,6 @@
 """Strangers at the socket where the ranks of a host meet, and members that send garbage."""
 
+import contextlib
 import os
 import socket
 import time
@@ -10,10 +11,8 @@ from threads import run_on_ranks
 from torch.distributed import HashStore
 
 from torch_ring.errors import RingError
-from torch_ring.rendezvous import frames, local_leader
+from torch_ring.rendezvous import frames, local_leader, local_member
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.launchers import Identity
-from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import require_same_user
 
 
@@ -45,15 +44,25 @@ def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
     assert results == [[0, 1, 2]] * 3
 
 
+def connected_to_leader(name, rank, size):
+    """Return a member's connection to another rank, which leads."""
+    deadline = Deadline(5.0)
+    while not deadline.passed():
+        with contextlib.suppress(ConnectionRefusedError):  # nobody leads yet
+            return local_member.connect(name, rank, size, deadline, deadline)
+        time.sleep(0.01)
+    raise AssertionError("no rank leads")
+
+
 def test_a_member_that_sends_garbage_fails_all():
     name = new_name()
 
     def on_rank(rank):
         if rank == 1:
-            rogue = Meeting(Identity(1, 3), Deadline(5.0), None, name)
-            rogue._above.connection.socket.send(b"\0" * 64)
+            rogue = connected_to_leader(name, rank, 3)
+            rogue.connection.socket.send(b"\0" * 64)
             time.sleep(1)
-            rogue._above.connection.close()
+            rogue.connection.close()
             return None
         return ranks_met(rank, 3, name=name, timeout_s=5.0)
 
