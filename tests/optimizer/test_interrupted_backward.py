@@ -233,13 +233,14 @@ def interrupt_at_random() -> int:
                 optimizer.zero_grad()
                 loss = (step + hvd.rank()) * model(torch.ones(1, 40)).sum()
                 try:
-                    armed.set()
-                    begun.set()
-                    loss.backward()
+                    try:
+                        armed.set()
+                        begun.set()
+                        loss.backward()
+                    finally:
+                        armed.clear()  # the signal may come here, too
                 except KeyboardInterrupt:
                     interrupts += 1
-                finally:
-                    armed.clear()
             mean = step + (hvd.size() - 1) / 2
             bias = model[1].bias.grad
             assert bias is not None

@@ -70,7 +70,7 @@ def add_and_use_none(count: int) -> None:
     hvd.barrier()
     sets = add_all(ranks)
     hvd.barrier()
-    assert holds_no_more_than(before)
+    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
     if connections().memory is None:
         assert all(slots_of(each) == [-1] * each.size() for each in sets)
     else:  # a page each, where huge pages are not forced on shared memory
@@ -89,7 +89,7 @@ def add_and_use_none(count: int) -> None:
     remove_all(sets)
     hvd.barrier()
     assert memory_bytes() <= memory
-    assert holds_no_more_than(before)
+    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
 
 
 @on_both_transports
@@ -115,10 +115,10 @@ def use_some_on_some_ranks() -> None:
     threads = resources()[1] - before[1]
     assert threads == len(used)
     if rank == 3:
-        assert holds_no_more_than(before)
+        assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
     hvd.barrier()
     remove_all(sets)
-    assert holds_no_more_than(before)
+    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
 
 
 @on_both_transports
@@ -174,7 +174,7 @@ def test_an_asynchronous_first_use_does_not_wait(transport):
 
 def come_and_go(count: int) -> None:
     """Sets of changing members get the same memory, with the counters of others in it, so far."""
-    before: tuple[tuple[int, int], int] | None = None
+    before, memory = warmed_up(), 0
     offsets: set[int] = set()
     for turn in range(count):
         ranks = ([0, 1], [0, 2], [0, 1, 2])[turn % 3]
@@ -186,12 +186,11 @@ def come_and_go(count: int) -> None:
         hvd.remove_process_set(each)
         if turn == 10:
             hvd.barrier()
-            before = resources(), memory_bytes()
+            memory = memory_bytes()
             hvd.barrier()
     hvd.barrier()
-    assert before is not None
-    assert holds_no_more_than(before[0])
-    assert memory_bytes() <= before[1]
+    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+    assert memory_bytes() <= memory
     assert len(offsets) == 1  # -1, or the first slot of everybody
 
 
@@ -202,8 +201,7 @@ def test_five_hundred_sets_one_after_another(transport):
 
 def use_once_more(rounds: int) -> None:
     """One member has used a set when it is removed, so its connections are there on both sides."""
-    rank, size = hvd.rank(), hvd.size()
-    before: tuple[int, int] | None = None
+    before, rank, size = warmed_up(), hvd.rank(), hvd.size()
     for turn in range(rounds):
         pair = hvd.add_process_set([0, size - 1])
         assert pair.process_set_id == 1
@@ -215,16 +213,14 @@ def use_once_more(rounds: int) -> None:
         if work is not None:
             with pytest.raises(hvd.RingError):
                 work.wait()
+            work = None  # which holds what the set had
         again = hvd.add_process_set([0, size - 1])
         assert again.process_set_id == 1
         for _ in range(3):
             check_process_set(again, [0, size - 1])
         hvd.remove_process_set(again)
         hvd.barrier()
-        if turn == 3:
-            before = resources()
-    assert before is not None
-    assert holds_no_more_than(before)
+    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
 
 
 @on_both_transports
