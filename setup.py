@@ -100,9 +100,11 @@ def torch_requirement(minors):
     first, last = min(minors), max(minors)
     if first == last:
         return "torch=={}.{}.*".format(*first)  # with pre-releases, such as 2.15.0a0+nv25
-    if len(minors) != last[1] - first[1] + 1:
-        raise SystemExit(f"torch_ring: there are modules for torch {minors}, with a gap")
-    return "torch>={}.{},<{}.{}".format(*first, last[0], last[1] + 1)
+    if first[0] != last[0]:
+        raise SystemExit(f"torch_ring: one wheel for torch {first[0]} and {last[0]} is not made")
+    between = [(first[0], number) for number in range(first[1], last[1])]
+    missing = ["!={}.{}.*".format(*each) for each in between if each not in minors]
+    return ",".join(["torch>={}.{}".format(*first), *missing, f"<{last[0]}.{last[1] + 1}"])
 
 
 def check_tools():

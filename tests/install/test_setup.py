@@ -244,10 +244,16 @@ def test_a_wheel_takes_modules_that_were_built_before(
     assert "torch<2.15,>=2.13" in requirements(tmp_path / "unpacked")
 
 
-def test_a_gap_between_modules_is_refused(setup: dict[str, Any]) -> None:
+def test_a_wheel_excludes_a_torch_that_it_has_no_module_for(setup: dict[str, Any]) -> None:
     assert setup["torch_requirement"]([(2, 13), (2, 14), (2, 15)]) == "torch>=2.13,<2.16"
-    with pytest.raises(SystemExit, match="gap"):
-        setup["torch_requirement"]([(2, 13), (2, 15)])
+    gap = Requirement(setup["torch_requirement"]([(2, 13), (2, 15)]))
+    versions = ("2.12.1", "2.13.0", "2.14.1", "2.15.0", "2.16.0")
+    assert [each in gap.specifier for each in versions] == [False, True, False, True, False]
+
+
+def test_a_wheel_for_two_major_versions_is_refused(setup: dict[str, Any]) -> None:
+    with pytest.raises(SystemExit, match="2 and 3"):
+        setup["torch_requirement"]([(2, 15), (3, 0)])
 
 
 def test_messages_reach_the_terminal_past_pip() -> None:
