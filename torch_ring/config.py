@@ -27,6 +27,8 @@ class Config:
     timeout_s: float = 0.0
     init_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 60.0
+    elastic_timeout_s: float = 600.0
+    min_ranks: int = 1
     stall_warning_s: float = 60.0
     fusion_threshold_bytes: int = 64 << 20
     fusion_window_s: float = 0.001
@@ -218,6 +220,22 @@ SETTINGS = (
         _number(0.1),
         "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
         "cut off)",
+        common=True,
+    ),
+    Setting(
+        "elastic_timeout_s",
+        "TORCH_RING_ELASTIC_TIMEOUT",
+        _number(0.1),
+        "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
+        "another",
+        (("HOROVOD_ELASTIC_TIMEOUT", _number(0.1)),),
+        common=True,
+    ),
+    Setting(
+        "min_ranks",
+        "TORCH_RING_MIN_RANKS",
+        _count(1, 10**6),
+        "the fewest ranks with which torch_ring.elastic goes on",
         common=True,
     ),
     Setting(
