@@ -33,7 +33,7 @@ def train_with_deaths(deaths: Sequence[tuple[int, int]]) -> tuple[int, int, floa
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
-        for state.step in range(state.step, STEPS):  # noqa: B020
+        for state.step in range(state.step, STEPS):
             optimizer.zero_grad()
             loss = model(torch.full((1, 1), gradient_of(state.step, hvd.rank()))).sum()
             if (name, state.step) in deaths:
