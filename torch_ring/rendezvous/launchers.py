@@ -107,8 +107,8 @@ class Launcher:
 
 
 # In order of precedence, the innermost first: our own launcher's and horovodrun's variables are set
-# for this library only; torchrun and mpirun may run inside a Slurm step, and Hydra starts its proxies
-# with srun.
+# for this library only; torchrun and mpirun may run inside a Slurm step, and Hydra starts its
+# proxies with srun.
 LAUNCHERS: dict[str, Launcher] = {
     # It sets horovodrun's variables, too, for programs that read them.
     "torch_ring.run": Launcher(

@@ -38,12 +38,13 @@ def main(given: Any, result_fd: int) -> None:
     folders = pickle.loads(base64.b64decode(given.readline()))
     sys.path += [folder for folder in folders if folder not in sys.path]
     sys.argv = [""]
+    told: dict[str, Any]
     try:
         func, args, kwargs = pickle.loads(base64.b64decode(given.readline()))
-        told: dict[str, Any] = {"result": _pickled(func(*args, **kwargs))}
+        told = {"result": _pickled(func(*args, **kwargs))}
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            told: dict[str, Any] = {"result": pickle.dumps(None)}
+            told = {"result": pickle.dumps(None)}
         else:
             told = {"traceback": traceback.format_exc(), "error": _pickled_error(error)}
     with open(result_fd, "wb") as file:
