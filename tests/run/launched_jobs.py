@@ -56,7 +56,7 @@ class LaunchedJob:
                 os.dup2(pipes["stdout"][1], 1)
                 os.dup2(pipes["stderr"][1], 2)
                 os.closerange(3, 4096)
-                sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+                sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
                 os.environ.clear()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 
 import pytest
-from launched_jobs import DEADLINE_S, LaunchedJob, run_job
+from launched_jobs import LaunchedJob, run_job
+
+from torch_ring.run import static_job
 
 pytestmark = pytest.mark.launcher
 
 STUBBORN = "trap '' TERM INT; echo up; while :; do sleep 0.1; done"
-PATIENT = "echo up; sleep 1000"
+PATIENT = "echo up; exec sleep 1000"
 
 
 def first_line(errors: str) -> str:
@@ -36,12 +39,13 @@ def test_a_failing_rank_ends_the_others(how, code, message):
     )
 
 
-def test_the_first_failure_counts_and_is_said_again_at_the_end():
+def test_the_first_failure_counts_and_is_said_again_at_the_end(tmp_path):
     """The other ranks fail, too, when they are ended, and say so."""
     script = (
-        f"if [ $RANK = 1 ]; then sleep 0.5; exit 3; fi; trap 'echo bye; exit 5' TERM; {PATIENT}"
+        "if [ $RANK = 1 ]; then until [ -e 0 -a -e 2 ]; do sleep 0.05; done; exit 3; fi; "
+        "trap 'echo bye; exit 5' TERM; touch $RANK; sleep 1000 & wait"
     )
-    job = LaunchedJob("-np", "3", "bash", "-c", script.replace("sleep 1000", "sleep 1000 & wait"))
+    job = LaunchedJob("-np", "3", "bash", "-c", script, folder=tmp_path)
     assert job.wait() == 3
     job.require_nothing_left()
     assert job.stdout.count("bye") == 2
@@ -52,9 +56,13 @@ def test_the_first_failure_counts_and_is_said_again_at_the_end():
     ]
 
 
+def shorten_grace() -> None:
+    static_job.FAILURE_GRACE_S = 1.0
+
+
 def test_ranks_that_ignore_sigterm_are_killed():
     script = f"if [ $RANK = 0 ]; then sleep 0.5; exit 4; fi; {STUBBORN}"
-    code, _, errors = run_job("-np", "3", "bash", "-c", script)
+    code, _, errors = run_job("-np", "3", "bash", "-c", script, before=shorten_grace)
     assert code == 4
     assert "rank 0 on localhost failed with exit code 4" in errors
 
@@ -62,7 +70,7 @@ def test_ranks_that_ignore_sigterm_are_killed():
 def test_a_rank_that_is_done_does_not_end_the_others():
     code, out, _ = run_job("-np", "3", "sh", "-c", "sleep 0.$((RANK * 2)); echo done")
     assert code == 0
-    assert out.splitlines() == [f"[{rank}]<stdout>:done" for rank in range(3)]
+    assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:done" for rank in range(3)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -153,18 +161,12 @@ def test_ranks_do_not_outlive_an_agent_that_is_killed():
     job.wait_for("up", 2)
     agents = [pid for pid, command in job.processes().items() if "b64decode" in command]
     assert len(agents) == 1
-    kill(agents[0], signal.SIGKILL)
+    os.kill(agents[0], signal.SIGKILL)
     assert job.wait() == 1
     job.require_nothing_left()
     assert "is lost with its host: the agent that runs the ranks of this host ended by SIGKILL" in (
         job.stderr
     )
-
-
-def kill(pid: int, number: int) -> None:
-    import os
-
-    os.kill(pid, number)
 
 
 def test_an_ignored_sigint_stays_ignored():
@@ -195,4 +197,3 @@ def test_no_secret_is_on_a_command_line():
     job.wait()
     job.require_nothing_left()
     assert secret not in job.stdout + job.stderr
-    assert DEADLINE_S

@@ -1,4 +1,4 @@
-"""Hosts, slots and ranks: as users, files and resource managers write them. No process is started."""
+"""Hosts, slots and ranks: as users and resource managers write them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_what_is_no_list_of_hosts(text):
 def test_a_host_file(tmp_path):
     file = tmp_path / "hosts"
     file.write_text(
-        "# ours\nnode1 slots=4\nnode2:3\n\nnode3   # one\nnode4 max_slots=9 slots=2\nnode3\n[fd00::1]\n"
+        "# ours\nnode1 slots=4\nnode2:3\n\nnode3   # one\nnode4 max_slots=9 slots=2\n"
+        "node3\n[fd00::1]\n"
     )
     assert read_hostfile(str(file)) == [
         Host("node1", 4),

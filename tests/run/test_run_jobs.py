@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,6 @@ def test_output_that_nobody_reads_blocks_only_the_ranks():
 
 def wait_for_blocked(job: LaunchedJob) -> list[int]:
     """Wait until both ranks have filled all pipes; return their numbers."""
-    import time
-
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         pids = [pid for pid, command in job.processes().items() if command.startswith("yes")]
