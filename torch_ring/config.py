@@ -16,6 +16,7 @@ __all__ = ["Config", "failpoints", "misspelt", "nccl_is_blocking", "variables_se
 _MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
 _OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
 _OF_TESTS = "TORCH_RING_FAIL"
+_OF_LAUNCHER = "TORCH_RING_RUN_ID"  # torch_ring.run sets it for rendezvous/launchers.py
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -95,7 +96,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     known = {setting.variable for setting in SETTINGS}
     found = []
-    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS}):
+    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS, _OF_LAUNCHER}):
         if variable.startswith("TORCH_RING_"):
             meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
             found.append(variable + (f" (do you mean {meant[0]}?)" if meant else ""))
