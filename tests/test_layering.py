@@ -117,7 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "functions": {"collectives", "state"},
     "elastic": {"collectives", "errors", "optimizer", "state", "world"},
     "self_test": {"_C", "collectives", "config", "errors", "rendezvous", "world"},
-    "run": {"capabilities", "config", "errors", "rendezvous"},
+    "run": {"capabilities", "config", "elastic", "errors", "rendezvous"},
     "__main__": {"self_test"},
 }
 DEEPEST_ROOM = 9  # imports from the package's __init__ down to the ground

@@ -30,6 +30,9 @@ class Config:
     heartbeat_timeout_s: float = 60.0
     elastic_timeout_s: float = 600.0
     min_ranks: int = 1
+    max_ranks: int = 1 << 20
+    directory: str = ""
+    is_newcomer: bool = False
     stall_warning_s: float = 60.0
     fusion_threshold_bytes: int = 64 << 20
     fusion_window_s: float = 0.001
@@ -238,6 +241,26 @@ SETTINGS = (
         _count(1, 10**6),
         "the fewest ranks with which torch_ring.elastic goes on",
         common=True,
+    ),
+    Setting(
+        "max_ranks",
+        "TORCH_RING_MAX_RANKS",
+        _count(1, 1 << 20),
+        "the most ranks to which torch_ring.elastic grows",
+        common=True,
+    ),
+    Setting(
+        "directory",
+        "TORCH_RING_ELASTIC_DIRECTORY",
+        str,
+        "host:port at which torch_ring.run tells newcomers of an elastic job who its ranks are; it "
+        "sets this itself",
+    ),
+    Setting(
+        "is_newcomer",
+        "TORCH_RING_ELASTIC_NEWCOMER",
+        _switch,
+        "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
     ),
     Setting(
         "stall_warning_s",

@@ -1,6 +1,6 @@
 """Trains on handwritten digits while ranks may die: kill any of them, and the others go on.
 
-python -m torch_ring.run -np 4 --min-np 1 python examples/elastic/train.py
+python -m torch_ring.run -np 4 --min-np 1 --max-np 4 python examples/elastic/train.py
 """
 
 import argparse
@@ -26,6 +26,7 @@ def train(state: hvd.elastic.TorchState, dataset: TensorDataset, options) -> Non
             loss.backward()  # 3: a rank that has died is an error here, on all others
             state.optimizer.step()
             state.sampler.record_batch(batch, len(images))  # 4: what all ranks have done
+            state.check_host_updates()  # 5: lets processes in that the launcher has started
             time.sleep(options.pause)
         if hvd.rank() == 0:
             print(f"epoch {state.epoch} on {hvd.size()} ranks: loss {loss.item():.4f}", flush=True)
@@ -50,7 +51,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(dataset)
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)  # 5
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)  # 6
 
     train(state, dataset, options)
     if hvd.rank() == 0:

@@ -16,12 +16,13 @@ import pytest
 
 import torch_ring as hvd
 from torch_ring.elastic.channel import Channel, ForeignMessageError
+from torch_ring.elastic.directory import Directory, ask_directory, tell_directory
 from torch_ring.elastic.listener import Listener
 from torch_ring.elastic.member import Member, Reach, dial, reach
-from torch_ring.elastic.regroup import Group, LeftOutError, Limits, regroup
+from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
 
 KEY = b"k" * 32
-LIMITS = Limits(timeout_s=30.0, silence_s=5.0, least=1)
+LIMITS = Limits(timeout_s=30.0, silence_s=5.0)
 
 
 class Process:
@@ -32,11 +33,13 @@ class Process:
         self.listener = Listener("127.0.0.1", KEY, self.knows)
         self.member = Member(name, "127.0.0.1", self.listener.port)
 
-    def knows(self, process: str) -> bool:
-        return any(member.id == process for member in self.roster)
+    def knows(self, process: Member) -> bool:
+        return process in self.roster
 
     def regroup(self, limits: Limits = LIMITS) -> Group:
-        return regroup(self.roster, self.member, self.listener, limits, lambda: (self.member.id, 1))
+        return regroup(
+            self.roster, 1, self.member, self.listener, limits, lambda: (self.member.id, 1)
+        )
 
 
 @contextlib.contextmanager
@@ -89,7 +92,7 @@ def test_a_leader_that_dies_is_followed_by_the_next() -> None:
 def test_a_member_that_dies_while_it_waits_is_left_out() -> None:
     with job(3) as processes:
         channel = dial(processes[0].member, KEY, 5.0)
-        channel.send({"kind": "join", "id": "p1"})
+        channel.send({"kind": "join", "member": processes[1].member.packed()})
         assert pool.eventually(lambda: processes[0].listener.requests.qsize() == 1, 20)
         channel.close()
         processes[1].listener.close()
@@ -157,6 +160,56 @@ def test_one_that_waited_for_another_leader_hears_that_it_was_left_out() -> None
             waiting.result()
 
 
+@pytest.mark.parametrize("most", [3, 4, 9])
+def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
+    limits = Limits(30.0 if most > 4 else 3.0, 5.0, 1, most)
+    with job(5) as processes, ThreadPoolExecutor(2) as threads:
+        members, newcomers = processes[:3], processes[3:]
+        for process in members:
+            process.roster = [each.member for each in members]
+        come_in = [
+            threads.submit(come, lambda: members[0].roster, each.member, KEY, limits)
+            for each in newcomers
+        ]
+        waiting = members[0].listener.newcomers
+        assert pool.eventually(lambda: waiting.qsize() == 2, 20)
+        groups = outcomes(members, limits)
+        count = min(most, 5)
+        assert groups == [groups[0]] * 3
+        assert isinstance(groups[0], Group)
+        assert groups[0].members[:3] == members[0].roster
+        assert len(groups[0].members) == count
+        assert groups[0].generation == 2
+        let_in = {member.id for member in groups[0].members}
+        for each, future in zip(newcomers, come_in, strict=True):
+            if each.member.id in let_in:
+                assert future.result() == groups[0]
+            else:
+                with pytest.raises(hvd.TimeoutError):
+                    future.result()
+
+
+def test_a_newcomer_that_nobody_lets_in_gives_up() -> None:
+    with job(1) as (process,), pytest.raises(hvd.TimeoutError, match="check_host_updates"):
+        come(list, process.member, KEY, Limits(0.2, 5.0))
+
+
+def test_directory() -> None:
+    members = [Member("a", "127.0.0.1", 1), Member("b", "10.0.0.7", 2)]
+    directory = Directory("127.0.0.1", KEY)
+    try:
+        assert ask_directory(directory.address, KEY) == []
+        tell_directory(directory.address, KEY, 2, members)
+        tell_directory(directory.address, KEY, 1, members[:1])  # late, of an older world
+        assert ask_directory(directory.address, KEY) == members
+        with pytest.raises(hvd.RingError, match="directory"):
+            ask_directory(directory.address, b"x" * 32)
+    finally:
+        directory.close()
+    with pytest.raises(hvd.RingError, match="is gone"):
+        ask_directory(directory.address, KEY)
+
+
 def test_reach() -> None:
     with job(1) as (process,):
         assert reach(process.member, KEY, 5.0) is Reach.ALIVE
@@ -167,7 +220,7 @@ def test_reach() -> None:
 
 def test_a_stranger_is_not_answered() -> None:
     with job(1) as (process,):
-        for request in ({"kind": "join", "id": "p0"}, {"kind": "probe"}):
+        for request in ({"kind": "join", "member": ["p0", "", 1]}, {"kind": "probe"}):
             channel = dial(process.member, b"x" * 32, 5.0)
             channel.send(request)
             with pytest.raises(ConnectionError):

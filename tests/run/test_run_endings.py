@@ -10,7 +10,7 @@ import time
 import pytest
 from launched_jobs import LaunchedJob, run_job
 
-from torch_ring.run import static_job
+from torch_ring.run import job as launched_job
 
 pytestmark = pytest.mark.launcher
 
@@ -57,7 +57,7 @@ def test_the_first_failure_counts_and_is_said_again_at_the_end(tmp_path):
 
 
 def shorten_grace() -> None:
-    static_job.FAILURE_GRACE_S = 1.0
+    launched_job.FAILURE_GRACE_S = 1.0
 
 
 def test_ranks_that_ignore_sigterm_are_killed():

@@ -60,7 +60,6 @@ def test_the_time_to_start_may_be_a_variable():
 @pytest.mark.parametrize(
     "line",
     [
-        "--max-np 4",
         "--standby 1",
         "--host-discovery-script ./hosts.sh",
         "--slots-per-host 4",
@@ -68,8 +67,8 @@ def test_the_time_to_start_may_be_a_variable():
         "--blacklist-cooldown-range 1 2",
     ],
 )
-def test_what_needs_ranks_that_come_later_is_refused(line):
-    with pytest.raises(InvalidArgumentError, match="needs ranks that come while a job runs"):
+def test_what_needs_hosts_that_come_later_is_refused(line):
+    with pytest.raises(InvalidArgumentError, match="needs hosts that come while a job runs"):
         parse(*line.split(), "-np", "2", "true")
 
 

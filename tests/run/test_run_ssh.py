@@ -18,7 +18,7 @@ import pytest
 from launched_jobs import DEADLINE_S, LaunchedJob
 from scripts import ROOT
 
-from torch_ring.run import static_job
+from torch_ring.run import job as launched_job
 
 HELLO = str(ROOT / "tests" / "rendezvous" / "hello.py")
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
@@ -47,7 +47,7 @@ class Cluster:
         ssh = ("-p", PORT, "-i", str(self.folder / "key"), f"--ssh-args={known}")
 
         def prepare() -> None:
-            static_job.FAILURE_GRACE_S = 2.0
+            launched_job.FAILURE_GRACE_S = 2.0
             self.hosts[0].enter()
 
         return LaunchedJob(*ssh, *arguments, before=prepare, **variables)

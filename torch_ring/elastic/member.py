@@ -27,6 +27,10 @@ class Member:
     host: str
     port: int
 
+    def packed(self) -> tuple[str, str, int]:
+        """Return the member as it is sent: ``Member(*packed)`` is the same."""
+        return self.id, self.host, self.port
+
 
 class Reach(enum.Enum):
     """How far a process can be reached."""

@@ -12,9 +12,9 @@ from torch_ring import world
 from torch_ring.collectives.objects import broadcast_object
 from torch_ring.errors import HostsUpdatedInterrupt
 
-__all__ = ["ObjectState", "State"]
+__all__ = ["ADDED", "ObjectState", "State"]
 
-_ADDED_ONLY = 2  # Horovod's HostUpdateResult.added: no rank has to take a state then
+ADDED = 2  # Horovod's HostUpdateResult.added
 
 
 class State(ABC):
@@ -66,10 +66,14 @@ class State(ABC):
             (self._last_updated_timestamp, last, results), 0, "elastic.hosts"
         )
         if self._last_updated_timestamp > before:
-            raise HostsUpdatedInterrupt(results == _ADDED_ONLY)
+            raise HostsUpdatedInterrupt(results == ADDED)
+
+    def on_arrival(self) -> None:
+        """Give way to the other ranks' states: this process has come while they train."""
+        return
 
     def resume(self) -> None:
-        """Make the state the same on all ranks after some have died. Collective."""
+        """Make the state the same on all ranks after some have died or come. Collective."""
         self.restore()
         self.sync()
 

@@ -13,6 +13,9 @@ A process counts as gone if its host refuses the connection; as lost if its host
 if it is stopped for longer than the heartbeat timeout. Lost ones might live, and might form a group
 of their own, so only a majority of those that are not gone goes on; of two halves the one with the
 lowest old rank does.
+
+A newcomer asks rank 0 of the present world. It waits there until the members regroup, and is added
+after the survivors.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ from torch_ring.elastic.listener import JoinRequest, Listener
 from torch_ring.elastic.member import Member, Reach, dial, reach
 from torch_ring.errors import RingError, TimeoutError
 
-__all__ = ["Group", "LeftOutError", "Limits", "regroup"]
+__all__ = ["Group", "LeftOutError", "Limits", "come", "regroup"]
 
 _LOOK_S = 0.002
 _PROBE_EVERY_S = 0.1
 _PROBERS = 32
+_FIND_EVERY_S = 0.05
 
 
 class LeftOutError(RingError):
@@ -48,23 +52,33 @@ class Limits:
         timeout_s: seconds until it fails.
         silence_s: seconds of silence after which a process counts as lost.
         least: the fewest processes that may go on.
+        most: the most processes of a world with newcomers.
     """
 
     timeout_s: float
     silence_s: float
-    least: int
+    least: int = 1
+    most: int = 1 << 20
 
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of the next world, by rank, and the address of the store where they meet."""
+    """The processes of the next world.
+
+    Attributes:
+        members: by rank.
+        store: the address of the store where they meet.
+        generation: how many worlds there were, with this one.
+    """
 
     members: Sequence[Member]
     store: tuple[str, int]
+    generation: int
 
 
 def regroup(
     members: Sequence[Member],
+    generation: int,
     own: Member,
     listener: Listener,
     limits: Limits,
@@ -74,6 +88,7 @@ def regroup(
 
     Args:
         members: the processes of the last world, by rank.
+        generation: of the last world.
         own: this process, one of them.
         listener: this process's.
         limits: how long to wait, and for how many.
@@ -88,14 +103,41 @@ def regroup(
     deadline = time.monotonic() + limits.timeout_s
     rank = members.index(own)
     for candidate in members[:rank]:
-        answer = _ask(candidate, own, listener.key, limits, deadline)
+        answer = _ask("join", candidate, own, listener.key, limits, deadline)
         if answer is not None:
-            return _group_of(answer, members)
-    return _Leading(members, rank, listener, limits, deadline).run(serve)
+            return _group_of(answer)
+    return _Leading(members, generation, rank, listener, limits, deadline).run(serve)
+
+
+def come(
+    find_members: Callable[[], Sequence[Member]], own: Member, key: bytes, limits: Limits
+) -> Group:
+    """Return the group into which this process, a newcomer, is let.
+
+    Args:
+        find_members: returns the processes of the present world, by rank; none if there is none.
+        own: this process.
+        key: the key of the job.
+        limits: how long to wait.
+
+    Raises:
+        TimeoutError: nobody has let it in.
+    """
+    deadline = time.monotonic() + limits.timeout_s
+    while time.monotonic() < deadline:
+        for candidate in find_members():  # the first one that lives is, or becomes, rank 0
+            answer = _ask("newcomer", candidate, own, key, limits, deadline)
+            if answer is not None:
+                return _group_of(answer)
+        time.sleep(_FIND_EVERY_S)
+    raise TimeoutError(
+        f"no rank of the job has let this process in within {limits.timeout_s:g} s "
+        "(TORCH_RING_ELASTIC_TIMEOUT): do they call commit(), or check_host_updates()?"
+    )
 
 
 def _ask(
-    candidate: Member, own: Member, key: bytes, limits: Limits, deadline: float
+    kind: str, candidate: Member, own: Member, key: bytes, limits: Limits, deadline: float
 ) -> dict[str, Any] | None:
     """Ask a process to lead; return its answer, or None if it has died or cannot be reached."""
     try:
@@ -103,7 +145,7 @@ def _ask(
     except OSError:
         return None
     try:
-        channel.send({"kind": "join", "id": own.id})
+        channel.send({"kind": kind, "member": own.packed()})
         while True:
             answer = channel.receive(limits.silence_s)
             if answer["kind"] != "alive":
@@ -121,7 +163,7 @@ def _ask(
         channel.close()
 
 
-def _group_of(answer: dict[str, Any], members: Sequence[Member]) -> Group:
+def _group_of(answer: dict[str, Any]) -> Group:
     if answer["kind"] == "left out":
         raise LeftOutError(
             "the other ranks go on without this one, which was silent for too long or cut off from "
@@ -129,9 +171,8 @@ def _group_of(answer: dict[str, Any], members: Sequence[Member]) -> Group:
         )
     if answer["kind"] == "refused":
         raise _error_of(answer)
-    by_id = {member.id: member for member in members}
     host, port = answer["store"]
-    return Group([by_id[each] for each in answer["members"]], (host, port))
+    return Group([Member(*each) for each in answer["members"]], (host, port), answer["generation"])
 
 
 def _error_of(answer: dict[str, Any]) -> RingError:
@@ -145,12 +186,14 @@ class _Leading:
     def __init__(
         self,
         members: Sequence[Member],
+        generation: int,
         rank: int,
         listener: Listener,
         limits: Limits,
         deadline: float,
     ) -> None:
         self._members = members
+        self._generation = generation
         self._rank = rank
         self._listener = listener
         self._limits = limits
@@ -162,7 +205,11 @@ class _Leading:
         """Wait for the others, and tell them the group."""
         try:
             self._gather()
-            group = Group(self._survivors(), serve())
+            survivors = self._survivors()
+            for request in self._listener.take_newcomers(self._limits.most - len(survivors)):
+                self._joined[request.member.id] = request
+                survivors.append(request.member)
+            group = Group(survivors, serve(), self._generation + 1)
         except RingError as error:
             answer = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
             self._tell(answer)
@@ -170,8 +217,9 @@ class _Leading:
         self._tell(
             {
                 "kind": "group",
-                "members": [member.id for member in group.members],
-                "store": list(group.store),
+                "members": [member.packed() for member in group.members],
+                "store": group.store,
+                "generation": group.generation,
             }
         )
         return group
@@ -214,7 +262,7 @@ class _Leading:
         with contextlib.suppress(Empty):
             request = self._listener.requests.get(timeout=_LOOK_S)
             while True:
-                self._joined[request.id] = request  # the latest: it may have asked before
+                self._joined[request.member.id] = request  # the latest: it may have asked before
                 request = self._listener.requests.get_nowait()
         for process, request in list(self._joined.items()):
             if request.channel.is_closed():  # it has died since

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch_ring.elastic.job import ElasticJob
-from torch_ring.elastic.object_state import State
+from torch_ring.elastic.object_state import ADDED, State
 from torch_ring.elastic.regroup import LeftOutError
 from torch_ring.errors import HostsUpdatedInterrupt, MismatchError, RingError
 from torch_ring.world import current
@@ -55,20 +56,30 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
         current.init()
-        with contextlib.closing(ElasticJob()) as job:
+        with contextlib.closing(ElasticJob(functools.partial(_note_newcomer, state))) as job:
             return _train(job, functools.partial(func, state, *args, **kwargs), state)
 
     return train
 
 
+def _note_newcomer(state: State) -> None:
+    state.on_hosts_updated(time.time(), ADDED)
+
+
 def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
     prepare: Callable[[], None] | None = state.sync
-    resets, fruitless = False, 0
+    is_newcomer, resets, fruitless = not job.members, False, 0
     while True:
         cause: RingError | HostsUpdatedInterrupt
         try:
+            if is_newcomer:
+                is_newcomer, resets, prepare = False, True, state.resume
+                state.on_arrival()
+                job.regroup(None)
             if resets:
                 state.on_reset()
+                if job.has_newcomers:  # whose messages the state has dropped
+                    _note_newcomer(state)
             if prepare is not None:
                 prepare()
             return func()
@@ -77,11 +88,11 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
         except RingError as error:
             cause, prepare = error, state.resume
         except HostsUpdatedInterrupt as interrupt:
-            cause, prepare = interrupt, None if interrupt.skip_sync else state.sync
-        before = len(job.members)
+            cause, prepare = interrupt, state.resume
+        before = job.members
         job.regroup(cause)
         resets = True
-        is_fruitless = isinstance(cause, RingError) and len(job.members) == before
+        is_fruitless = isinstance(cause, RingError) and job.members == before
         fruitless = fruitless + 1 if is_fruitless else 0
         if fruitless == _MOST_FRUITLESS:
             raise cause

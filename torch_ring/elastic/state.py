@@ -94,6 +94,10 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.reset()
 
+    def on_arrival(self) -> None:
+        """See `State`."""
+        self._steps = -1
+
     def resume(self) -> None:
         """Go on from where the farthest rank is, or from the last commit. Collective."""
         own = (self._steps, self._changes, self._is_live())

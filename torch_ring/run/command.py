@@ -8,14 +8,19 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch_ring.elastic.directory import Directory
+from torch_ring.elastic.job import key_of
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.launchers import without_launchers
+from torch_ring.rendezvous.network import own_address
+from torch_ring.run.assignment import Slot
 from torch_ring.run.build_report import build_report, version
 from torch_ring.run.host_connection import Ssh
+from torch_ring.run.hosts import is_this_host
+from torch_ring.run.job import Job, JobSpec
 from torch_ring.run.job_settings import job_variables, secret_of, slots_of
 from torch_ring.run.options import Options, parse_options
 from torch_ring.run.screen import FdSink, Screen
-from torch_ring.run.static_job import JobSpec, StaticJob
 from torch_ring.run.supervisor import Supervisor
 
 __all__ = ["main"]
@@ -62,18 +67,28 @@ def _run(options: Options, environment: Mapping[str, str]) -> int:
     slots = slots_of(options.size, options.hosts, options.hostfile, environment)
     if options.least is not None and options.least > len(slots):
         raise InvalidArgumentError(f"--min-np {options.least}: there are {len(slots)} ranks")
+    if options.most is not None and options.least is None:
+        raise InvalidArgumentError(f"--max-np {options.most} needs --min-np")
+    if options.most is not None and options.most < len(slots):
+        raise InvalidArgumentError(f"--max-np {options.most}: there are {len(slots)} ranks")
     variables, unset = job_variables(options.variables, environment)
+    secret = secret_of(environment, variables)
+    directory = None
+    if options.most is not None:
+        directory = Directory(_address_towards(slots), key_of(secret))
+        variables["TORCH_RING_ELASTIC_DIRECTORY"] = directory.address
     spec = JobSpec(
         slots=slots,
         command=options.command,
         environment=environment,
         folder=os.getcwd(),
-        secret=secret_of(environment, variables),
+        secret=secret,
         interface=options.interface,
         variables=variables,
         unset=unset,
         start_timeout_s=options.start_timeout_s,
         least=options.least,
+        replaces=options.most is not None,
         is_verbose=options.is_verbose,
     )
     ssh = Ssh(options.ssh_port, options.ssh_identity_file, options.ssh_arguments)
@@ -84,10 +99,18 @@ def _run(options: Options, environment: Mapping[str, str]) -> int:
     with _signals() as signals:
         supervisor = Supervisor(screen, signals, options.is_verbose)
         try:
-            return StaticJob(spec, supervisor, ssh).run()
+            return Job(spec, supervisor, ssh).run()
         finally:
             supervisor.close()
             supervisor.drain(1.0)
+            if directory is not None:
+                directory.close()
+
+
+def _address_towards(slots: Sequence[Slot]) -> str:
+    """Return an address of this host at which the hosts of all slots find it."""
+    others = [slot.host for slot in slots if not is_this_host(slot.host)]
+    return own_address("", others[0].rpartition("@")[2]) if others else "127.0.0.1"
 
 
 @contextlib.contextmanager

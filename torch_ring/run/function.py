@@ -14,9 +14,9 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.rendezvous.launchers import without_launchers
 from torch_ring.run import function_rank
 from torch_ring.run.host_connection import Ssh
+from torch_ring.run.job import Job, JobSpec
 from torch_ring.run.job_settings import job_variables, secret_of, slots_of
 from torch_ring.run.screen import Screen, StreamSink
-from torch_ring.run.static_job import JobSpec, StaticJob
 from torch_ring.run.supervisor import Supervisor
 
 __all__ = ["run"]
@@ -95,7 +95,7 @@ def run(
     screen = Screen(StreamSink("stdout"), StreamSink("stderr"), len(slots), output_filename)
     supervisor = Supervisor(screen, show_errors=verbose)
     try:
-        job = StaticJob(spec, supervisor, Ssh(ssh_port, ssh_identity_file))
+        job = Job(spec, supervisor, Ssh(ssh_port, ssh_identity_file))
         job.run()
     finally:
         supervisor.close()

@@ -25,6 +25,7 @@ class Options:
         command: of each rank.
         size: the number of ranks; None: as many as there are slots.
         least: the fewest ranks that go on when others have failed; None: none may fail.
+        most: the most ranks to which the job grows again; None: ranks that fail are not replaced.
         hosts, hostfile: where; None: the hosts of the job in which this process runs, or this one.
         ssh_port, ssh_identity_file, ssh_arguments: how other hosts are reached.
         start_timeout_s: for all hosts to be reached.
@@ -40,6 +41,7 @@ class Options:
     command: Sequence[str] = ()
     size: int | None = None
     least: int | None = None
+    most: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
     ssh_port: int | None = None
@@ -106,7 +108,6 @@ _OPPOSITES = {  # the option that switches the other one off
 _SAME = {"--log-with-timestamp": ("--no-log-hide-timestamp",)}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 _ELASTIC = {
-    "max_np": ("--max-np", "--max-num-proc"),
     "standby": ("--standby",),
     "host_discovery_script": ("--host-discovery-script",),
     "slots": ("--slots-per-host", "--slots"),
@@ -155,12 +156,15 @@ def parse_options(
         raise InvalidArgumentError(f"{args.config_file!r}: no option: {', '.join(sorted(values))}")
     if args.min_np is not None:
         variables["TORCH_RING_MIN_RANKS"] = str(args.min_np)
+    if args.max_np is not None:
+        variables["TORCH_RING_MAX_RANKS"] = str(args.max_np)
     variables |= dict(_variable(text) for text in args.env or ())
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     return Options(
         command,
         args.num_proc,
         args.min_np,
+        args.max_np,
         args.hosts,
         args.hostfile,
         args.ssh_port,
@@ -261,6 +265,11 @@ def _add_others(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="ranks that go on when others have failed (torch_ring.elastic); default: none",
     )
+    group.add_argument(
+        *("--max-np", "--max-num-proc"),
+        type=_count,
+        help="with --min-np: ranks that have failed are started again, up to this number of ranks",
+    )
     for name, options in _ELASTIC.items():
         nargs = 2 if name == "cooldown_range" else None
         group.add_argument(*options, dest=name, nargs=nargs)
@@ -303,7 +312,7 @@ def _refuse_elastic(args: argparse.Namespace) -> None:
     for name, options in _ELASTIC.items():
         if getattr(args, name) is not None:
             raise InvalidArgumentError(
-                f"{options[0]} needs ranks that come while a job runs, which torch_ring.run does "
+                f"{options[0]} needs hosts that come while a job runs, which torch_ring.run does "
                 "not have yet: leave it out"
             )
 

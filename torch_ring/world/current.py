@@ -102,8 +102,11 @@ def init(
         if _world is not None:
             _warn_if_other(_world, rank, size)
             return
+        config = Config.from_environment()
+        if config.is_newcomer:  # alone, until the ranks of the job let it in: rejoin()
+            comm, rank, size, local_rank, local_size = None, 0, 1, None, None
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
-        _join(comm, process_sets, given, store, Config.from_environment())
+        _join(comm, process_sets, given, store, config)
 
 
 def rejoin(rank: int, size: int, store: Store, secret: str) -> None:

@@ -1,4 +1,4 @@
-"""StaticJob: ranks that start together; when one has failed, all end, or the others go on."""
+"""Job: ranks that start together; when one has failed, all end, or the others go on."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from torch_ring.run.events import (
 from torch_ring.run.host_connection import HostConnection, Ssh
 from torch_ring.run.hosts import is_this_host
 from torch_ring.run.rank_environment import JobFacts, rank_environment
+from torch_ring.run.replacements import Replacements
 from torch_ring.run.supervisor import Supervisor
 
-__all__ = ["Failure", "JobSpec", "StaticJob", "exit_code"]
+__all__ = ["Failure", "Job", "JobSpec", "exit_code"]
 
 FAILURE_GRACE_S = 10.0  # for the other ranks, from SIGTERM to SIGKILL, when one has failed
 SIGNAL_GRACE_S = 30.0  # for ranks that have got the launcher's signal, until SIGTERM
@@ -51,6 +52,7 @@ class JobSpec:
         interface, variables, unset: as in `JobFacts`.
         start_timeout_s: for all hosts to be reached.
         least: the fewest ranks that go on when others have failed; None: none may fail.
+        replaces: whether ranks that have failed are started again, if the others go on.
         given: what each rank reads from standard input.
         has_result: whether a rank gets the number of a descriptor, as its last argument, to which
             it writes its result.
@@ -67,6 +69,7 @@ class JobSpec:
     unset: frozenset[str] = frozenset()
     start_timeout_s: float = 30.0
     least: int | None = None
+    replaces: bool = False
     given: bytes = field(default=b"", repr=False)
     has_result: bool = False
     is_verbose: bool = False
@@ -96,7 +99,7 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-class StaticJob:
+class Job:
     """Starts the ranks of a job, and ends all of them when too many have failed.
 
     Args:
@@ -115,6 +118,8 @@ class StaticJob:
         self._spec, self._supervisor, self._ssh = spec, supervisor, ssh
         self._screen = supervisor.screen
         self._running: dict[int, Slot] = {}
+        self._began_at: dict[int, float] = {}
+        self._replacements = Replacements()
         self._signal = 0  # that has ended the job
         self._end_at: float | None = None  # not None: ranks that live then are ended
         self._close_at: float | None = None  # not None: agents that live then are ended
@@ -132,10 +137,13 @@ class StaticJob:
         ready = self._connect()
         if self._signal:
             return exit_code(-self._signal)
-        self._start(self._facts(ready))
+        facts = self._facts(ready)
+        for slot in self._spec.slots:
+            self._start(slot, facts)
         while self._running and not self._has_given_up():
             self._handle(self._supervisor.events(self._left_s()))
             self._check_time()
+            self._replace(facts)
         self._leave()
         if self._signal and (self.failure or self._done < len(self._spec.slots)):
             return exit_code(-self._signal)
@@ -209,23 +217,34 @@ class StaticJob:
 
     # --- ranks
 
-    def _start(self, facts: JobFacts) -> None:
+    def _start(self, slot: Slot, facts: JobFacts, *, is_newcomer: bool = False) -> None:
         spec = self._spec
-        for slot in spec.slots:
-            connection = self._supervisor.connections[slot.host]
-            if spec.is_verbose:
-                self._screen.say(f"rank {slot.rank} starts on {slot.host}")
-            connection.send(
-                spec.given,
-                do="start",
-                rank=slot.rank,
-                command=list(spec.command),
-                environment=rank_environment(slot, facts, spec.environment, connection.is_local),
-                folder=spec.folder,
-                local_size=slot.local_size,
-                has_result=spec.has_result,
-            )
-            self._running[slot.rank] = slot
+        connection = self._supervisor.connections[slot.host]
+        if spec.is_verbose or is_newcomer:
+            self._screen.say(f"rank {slot.rank} starts on {slot.host}{' again' * is_newcomer}")
+        environment = rank_environment(slot, facts, spec.environment, connection.is_local)
+        if is_newcomer:
+            environment["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
+        connection.send(
+            spec.given,
+            do="start",
+            rank=slot.rank,
+            command=list(spec.command),
+            environment=environment,
+            folder=spec.folder,
+            local_size=slot.local_size,
+            has_result=spec.has_result,
+        )
+        self._running[slot.rank] = slot
+        self._began_at[slot.rank] = time.monotonic()
+
+    def _replace(self, facts: JobFacts) -> None:
+        """Start ranks again that have failed, where it is time."""
+        if self._signal or self._close_at is not None or not self._running:
+            return
+        for slot in self._replacements.take(time.monotonic()):
+            if self._supervisor.connections[slot.host].is_open:
+                self._start(slot, facts, is_newcomer=True)
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -269,6 +288,9 @@ class StaticJob:
         failure = Failure(rank, slot.host, code, text)
         if self._goes_on():
             self._screen.say(f"{failure}: the other {len(self._running) + self._done} go on")
+            if self._spec.replaces:
+                now = time.monotonic()
+                self._replacements.add(slot, now - self._began_at[rank], now)
             return
         self.failure = failure
         if not self._signal:
@@ -322,7 +344,8 @@ class StaticJob:
         self._close_at = time.monotonic() + grace_s + _AGENTS_PATIENCE_S
 
     def _left_s(self) -> float:
-        ends = [each for each in (self._end_at, self._close_at) if each is not None]
+        times = (self._end_at, self._close_at, self._replacements.next_at)
+        ends = [each for each in times if each is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else 3600.0
 
     def _check_time(self) -> None:
