@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from launcher_commands import clean_environment
@@ -33,6 +35,8 @@ class LaunchedJob:
         variables: of its environment.
     """
 
+    running: ClassVar[list[LaunchedJob]] = []  # that nobody has waited for
+
     def __init__(
         self,
         *arguments: str,
@@ -52,6 +56,7 @@ class LaunchedJob:
             code = 99
             try:
                 os.setsid()
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as the tests end
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(pipes["stdout"][1], 1)
                 os.dup2(pipes["stderr"][1], 2)
@@ -72,6 +77,7 @@ class LaunchedJob:
                     sys.stdout.flush()
                     sys.stderr.flush()
                 os._exit(code)
+        self.running.append(self)
         self._threads = []
         self._pipes = []
         for name, (read, write) in pipes.items():
@@ -111,6 +117,7 @@ class LaunchedJob:
         if not ready:
             os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
+        self.running.remove(self)
         for thread in self._threads:
             thread.join(DEADLINE_S)
         if not ready:
