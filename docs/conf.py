@@ -35,7 +35,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # of inventories on the internet
     ("py:.*", r"(torch|collections|os|pickle)\..*|Tensor|Optimizer"),
-    ("py:class", r".*(OptimizerT|CompressorT)|Factor"),  # torch_ring's own names for types
+    ("py:class", r".*(OptimizerT|CompressorT|ResultT)|Factor"),  # torch_ring's own names for types
 ]
 
 myst_heading_anchors = 4

@@ -115,7 +115,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"collectives", "errors", "state", "world"},
     "mpi_ops": {"capabilities", "collectives", "compression", "errors", "world"},
     "functions": {"collectives", "state"},
+    "elastic": {"collectives", "errors", "optimizer", "state", "world"},
     "self_test": {"_C", "collectives", "config", "errors", "rendezvous", "world"},
+    "run": {"capabilities", "config", "elastic", "errors", "rendezvous"},
     "__main__": {"self_test"},
 }
 DEEPEST_ROOM = 9  # imports from the package's __init__ down to the ground
@@ -149,7 +151,7 @@ def imported_modules(module: str) -> set[str]:
 def test_every_room_has_a_rule_and_a_newcomer_sees_few():
     assert {room_of(module) for module in MODULES} == {*MAY_IMPORT, "__init__"}
     others = {"__init__.py", "_C.pyi", "py.typed"}
-    assert len(MAY_IMPORT) + len(others) <= 23
+    assert len(MAY_IMPORT) + len(others) <= 25
 
 
 def test_no_rule_points_upward():

@@ -8,6 +8,7 @@ MODULES = {  # as docs/migrating-from-horovod.md and the guides import them
     "checkpoint",
     "compression",
     "data",
+    "elastic",
     "functions",
     "lr_schedules",
     "metrics",

@@ -12,6 +12,7 @@ __path__.insert(0, folder_of_module())
 from torch_ring import (
     checkpoint,
     data,
+    elastic,
     functions,
     lr_schedules,
     metrics,
@@ -160,6 +161,7 @@ __all__ = [
     "cuda_built",
     "data",
     "ddl_built",
+    "elastic",
     "empty_shared",
     "functions",
     "global_process_set",

@@ -16,6 +16,7 @@ __all__ = ["Config", "failpoints", "misspelt", "nccl_is_blocking", "variables_se
 _MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
 _OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
 _OF_TESTS = "TORCH_RING_FAIL"
+_OF_LAUNCHER = "TORCH_RING_RUN_ID"  # torch_ring.run sets it for rendezvous/launchers.py
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -27,6 +28,11 @@ class Config:
     timeout_s: float = 0.0
     init_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 60.0
+    elastic_timeout_s: float = 600.0
+    min_ranks: int = 1
+    max_ranks: int = 1 << 20
+    directory: str = ""
+    is_newcomer: bool = False
     stall_warning_s: float = 60.0
     fusion_threshold_bytes: int = 64 << 20
     fusion_window_s: float = 0.001
@@ -93,7 +99,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     known = {setting.variable for setting in SETTINGS}
     found = []
-    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS}):
+    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS, _OF_LAUNCHER}):
         if variable.startswith("TORCH_RING_"):
             meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
             found.append(variable + (f" (do you mean {meant[0]}?)" if meant else ""))
@@ -219,6 +225,42 @@ SETTINGS = (
         "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
         "cut off)",
         common=True,
+    ),
+    Setting(
+        "elastic_timeout_s",
+        "TORCH_RING_ELASTIC_TIMEOUT",
+        _number(0.1),
+        "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
+        "another",
+        (("HOROVOD_ELASTIC_TIMEOUT", _number(0.1)),),
+        common=True,
+    ),
+    Setting(
+        "min_ranks",
+        "TORCH_RING_MIN_RANKS",
+        _count(1, 10**6),
+        "the fewest ranks with which torch_ring.elastic goes on",
+        common=True,
+    ),
+    Setting(
+        "max_ranks",
+        "TORCH_RING_MAX_RANKS",
+        _count(1, 1 << 20),
+        "the most ranks to which torch_ring.elastic grows",
+        common=True,
+    ),
+    Setting(
+        "directory",
+        "TORCH_RING_ELASTIC_DIRECTORY",
+        str,
+        "host:port at which torch_ring.run tells newcomers of an elastic job who its ranks are; it "
+        "sets this itself",
+    ),
+    Setting(
+        "is_newcomer",
+        "TORCH_RING_ELASTIC_NEWCOMER",
+        _switch,
+        "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
     ),
     Setting(
         "stall_warning_s",

@@ -26,7 +26,15 @@ HorovodInternalError = RingError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """The hosts of an elastic job have changed. Scripts for Horovod catch it by this name."""
+    """The hosts of an elastic job have changed. Scripts for Horovod catch it by this name.
+
+    Args:
+        skip_sync: whether hosts have only come, so that no rank has to take a state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
 
 
 class MismatchError(RingError):

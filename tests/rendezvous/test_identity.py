@@ -23,6 +23,17 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
+OURS = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "12345",
+    "TORCH_RING_RUN_ID": "0123",
+}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -42,6 +53,7 @@ SRUN = {
     "SLURM_STEP_ID": "0",
 }
 IS_TORCHRUN = Identity(3, 4, 1, 2, "1", None, "torchrun", "run/2/4")
+IS_OURS = Identity(3, 4, 1, 2, "1", 2, "torch_ring.run", "0123")
 IS_OPEN_MPI = Identity(1, 2, 1, 2, None, None, "Open MPI", "prterun-host-17@1")
 IS_HYDRA = Identity(2, 4, 0, 2, None, None, "Hydra")
 IS_SRUN = Identity(5, 7, 1, None, "2", 4, "srun", "4711/0")
@@ -52,6 +64,10 @@ IS_SRUN = Identity(5, 7, 1, None, "2", 4, "srun", "4711/0")
     [
         pytest.param({}, Identity(), id="nobody"),
         pytest.param(TORCHRUN, IS_TORCHRUN, id="torchrun"),
+        pytest.param(OURS, IS_OURS, id="torch_ring.run"),
+        pytest.param(
+            OURS | {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}, IS_OURS, id="torch_ring.run, whole"
+        ),
         pytest.param(OPEN_MPI, IS_OPEN_MPI, id="Open MPI"),
         pytest.param(HYDRA, IS_HYDRA, id="MPICH"),
         pytest.param(SRUN, IS_SRUN, id="srun"),
@@ -166,7 +182,7 @@ def test_an_empty_host_list_is_refused():
         first_host(",")
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, OPEN_MPI, HYDRA, SRUN])
+@pytest.mark.parametrize("variables", [TORCHRUN, OURS, OPEN_MPI, HYDRA, SRUN])
 def test_an_environment_without_its_launcher(variables):
     environment = {"HOME": "/root", **variables}
     assert variables_of_launchers(environment) == variables

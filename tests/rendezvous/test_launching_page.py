@@ -27,7 +27,7 @@ def run_command(command: list[str], folder: Path) -> str:
 
 
 def test_the_page_has_a_line_for_each_way_to_launch():
-    for word in ("torchrun", "mpirun", "mpiexec", "srun", "mp.spawn"):
+    for word in ("torch_ring.run", "torchrun", "mpirun", "mpiexec", "srun", "mp.spawn"):
         assert any(word in row for row in re.findall(r"^\|.*", PAGE, re.MULTILINE)), word
     assert len(ON_ONE_HOST) >= 5
 
@@ -45,13 +45,19 @@ def test_a_command_runs_as_printed(command, tmp_path):
         mpirun_command("MPICH")
     shutil.copy(HELLO, tmp_path / "train.py")
     output = run_command(words, tmp_path)
-    size = 1 if words[0] == "python" else 2
+    size = 1 if words == ["python", "train.py"] else 2
     for rank in range(size):
         assert f"rank {rank} of {size}: torch" in output, output
 
 
+def test_the_program_that_runs_a_function_runs_as_printed(tmp_path):
+    program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "program.py").write_text(program)
+    assert run_command(["python", "program.py"], tmp_path).splitlines()[-1] == "[0, 1]"
+
+
 def test_the_program_without_a_launcher_runs_as_printed(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1]
     (tmp_path / "train.py").write_text(program)
     output = run_command(["python", "train.py"], tmp_path)
     for rank in range(2):
@@ -60,7 +66,7 @@ def test_the_program_without_a_launcher_runs_as_printed(tmp_path):
 
 
 def test_the_program_with_init_alone_is_warned(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1]
     (tmp_path / "train.py").write_text(program.replace("rank=rank, size=size", ""))
     output = run_command(["python", "train.py"], tmp_path)
     assert output.count("no launcher was found: this process trains alone (size 1)") == 2, output

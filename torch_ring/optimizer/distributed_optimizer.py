@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -19,13 +18,14 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
+from torch_ring.optimizer.parameter_names import checked_names, unnamed
 from torch_ring.optimizer.reducer import Reducer, has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "follow_world"]
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -114,7 +114,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         )
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
-    names = _checked_names(optimizer, named_parameters)
+    names = checked_names(optimizer, named_parameters)
     op = checked_op(op, (Average, Sum, Adasum))
     if op == Adasum:
         if gradient_predivide_factor != 1.0:
@@ -136,6 +136,16 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         reducer, names, settings, backward_passes_per_step
     )
     return optimizer
+
+
+def follow_world(optimizer: torch.optim.Optimizer) -> None:
+    """Make a wrapped optimizer average over the ranks of the present world. Collective.
+
+    Gradients of the world before are dropped, reduced or not. An optimizer that is not wrapped
+    stays as it is.
+    """
+    if isinstance(optimizer, _DistributedOptimizer):
+        optimizer._follow_world()
 
 
 @dataclass(frozen=True)
@@ -280,8 +290,16 @@ class _DistributedOptimizer(Wrapped):
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
-            self._parameter_names[parameter] = _unnamed(group, index)
+            self._parameter_names[parameter] = unnamed(group, index)
         self._left_out = [p for p in self._parameter_names if not has_gradients(p)]
+        self._make_reducer()
+
+    def _follow_world(self) -> None:
+        self._step_is_open = False
+        super().zero_grad(set_to_none=True)
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
         self._reducer = None  # frees its buckets before new ones are made
         self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 
@@ -353,36 +371,3 @@ def _checked_with(predivide_factor: float, op: ReduceOp) -> ReduceOp:
     if not predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {predivide_factor}")
     return op
-
-
-def _checked_names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
-) -> dict[Tensor, str]:
-    """Return the optimizer's parameters in order, with their names."""
-    if named_parameters is None:
-        return {
-            parameter: _unnamed(number, index)
-            for number, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        }
-    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError(
-            "named_parameters must be pairs of names and parameters: give model.named_parameters()"
-        )
-    repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-    if repeated:
-        raise ValueError(f"named_parameters has names that are not unique: {', '.join(repeated)}")
-    name_of = {parameter: name for name, parameter in reversed(named)}  # tied: the first name
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    unnamed = sum(parameter not in name_of for parameter in parameters)
-    if unnamed:
-        raise ValueError(
-            f"named_parameters lacks {unnamed} of the {len(parameters)} parameters of the "
-            "optimizer: is it of the same model?"
-        )
-    return {parameter: name_of[parameter] for parameter in parameters}
-
-
-def _unnamed(group: int, index: int) -> str:
-    return f"allreduce.noname.{group}.{index}"

@@ -106,9 +106,22 @@ class Launcher:
     daemons: tuple[str, ...] = ()
 
 
-# In order of precedence, the innermost first: horovodrun's variables are set for this library only;
-# torchrun and mpirun may run inside a Slurm step, and Hydra starts its proxies with srun.
+# In order of precedence, the innermost first: our own launcher's and horovodrun's variables are set
+# for this library only; torchrun and mpirun may run inside a Slurm step, and Hydra starts its
+# proxies with srun.
 LAUNCHERS: dict[str, Launcher] = {
+    # It sets horovodrun's variables, too, for programs that read them.
+    "torch_ring.run": Launcher(
+        "RANK",
+        ("WORLD_SIZE",),
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        node="GROUP_RANK",
+        nodes=("GROUP_WORLD_SIZE",),
+        job=("TORCH_RING_RUN_ID",),
+        requires="TORCH_RING_RUN_ID",
+        daemons=("python",),
+    ),
     "horovodrun": Launcher(
         "HOROVOD_RANK", ("HOROVOD_SIZE",), "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
     ),

@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -35,6 +36,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "rejoin",
     "require_own",
     "shutdown",
     "size",
@@ -42,6 +44,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger("torch_ring")
+
+# How long rejoin() waits for ranks that were alive a moment ago.
+_REJOIN_S = 5.0
+_REJOIN_S_PER_RANK = 0.05
 
 _EXIT_PATIENCE_S = 5.0  # with other threads that are in init(), or wait for other ranks
 
@@ -92,17 +98,51 @@ def init(
         TimeoutError: ranks did not arrive within TORCH_RING_INIT_TIMEOUT; names them.
         RingError: another rank could not join; says why.
     """
-    global _world
     with _changing:
         if _world is not None:
             _warn_if_other(_world, rank, size)
             return
         config = Config.from_environment()
+        if config.is_newcomer:  # alone, until the ranks of the job let it in: rejoin()
+            comm, rank, size, local_rank, local_size = None, 0, 1, None, None
+        given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
+        _join(comm, process_sets, given, store, config)
+
+
+def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
+    """Join the ranks that are left of a world that has ended.
+
+    Args:
+        rank: this process in the new world.
+        size: the number of ranks there.
+        store: where they meet.
+        secret: what only they know.
+
+    Raises:
+        RingError: another rank could not join. It is found out sooner than in init(), because all
+            of them were alive a moment ago.
+    """
+    with _changing:
+        config = Config.from_environment()
+        patience_s = min(config.init_timeout_s, _REJOIN_S + _REJOIN_S_PER_RANK * size)
+        config = replace(config, init_timeout_s=patience_s, secret=config.secret or secret)
+        given = {"rank": rank, "size": size, "local_rank": None, "local_size": None}
+        _join(None, None, given, store, config)
+
+
+def _join(
+    comm: Any,
+    process_sets: Sequence[Any] | str | None,
+    given: dict[str, Any],
+    store: Store | None,
+    config: Config,
+) -> None:
+    global _world
+    with _changing:
         _set_up_log(config)
         arm_failpoints(failpoints())
         _prepare_exit()
         keep_results(config.kept_result_bytes)
-        given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
         try:
             _world = join_world(comm, process_sets, given, store, config)
         finally:

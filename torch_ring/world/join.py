@@ -52,6 +52,7 @@ class World:
         topology: its position among nodes.
         cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
         host_of: the host index of each rank.
+        address: where other hosts reach this one; 127.0.0.1 if all ranks are on one host.
         is_guarded: whether strangers can have the key of the world, so that what comes from another
             host is taken with care.
         config: the settings.
@@ -65,6 +66,7 @@ class World:
     topology: Topology
     cpu_sharers: int
     host_of: Sequence[int]
+    address: str
     is_guarded: bool
     config: Config
     engine: Engine
@@ -160,7 +162,9 @@ def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ra
 
 def _alone(config: Config) -> World:
     table = ProcessSetTable(Connections(), config)
-    return World(0, 1, Topology(), 1, (0,), False, config, table.everyone.engine(), table)
+    return World(
+        0, 1, Topology(), 1, (0,), "127.0.0.1", False, config, table.everyone.engine(), table
+    )
 
 
 def _connect(
@@ -198,8 +202,9 @@ def _connect(
         if is_guarded:
             _log.warning("%s", _NO_SECRET)
     topology, sharers = topology_of(rank, peers), cpu_sharers(rank, peers)
+    address = peers[rank].address if len(set(host_of)) > 1 else "127.0.0.1"
     engine = table.everyone.engine()
-    return World(rank, size, topology, sharers, host_of, is_guarded, config, engine, table)
+    return World(rank, size, topology, sharers, host_of, address, is_guarded, config, engine, table)
 
 
 def _secret(config: Config, place: StorePlace | None) -> str:

@@ -1,0 +1,318 @@
+"""Regrouping: who leads, who counts as gone, who may go on; and its messages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pool
+import pytest
+
+import torch_ring as hvd
+from torch_ring.elastic.channel import Channel, ForeignMessageError
+from torch_ring.elastic.directory import Directory, ask_directory, tell_directory
+from torch_ring.elastic.listener import Listener
+from torch_ring.elastic.member import Member, Reach, dial, reach
+from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
+
+KEY = b"k" * 32
+LIMITS = Limits(timeout_s=30.0, silence_s=5.0)
+
+
+class Process:
+    """A process of a job, as threads of this one have it."""
+
+    def __init__(self, name: str) -> None:
+        self.roster: list[Member] = []
+        self.listener = Listener("127.0.0.1", KEY, self.knows)
+        self.member = Member(name, "127.0.0.1", self.listener.port)
+
+    def knows(self, process: Member) -> bool:
+        return process in self.roster
+
+    def regroup(self, limits: Limits = LIMITS) -> Group:
+        return regroup(
+            self.roster, 1, self.member, self.listener, limits, lambda: (self.member.id, 1)
+        )
+
+
+@contextlib.contextmanager
+def job(size: int) -> Iterator[list[Process]]:
+    processes = [Process(f"p{index}") for index in range(size)]
+    for process in processes:
+        process.roster = [each.member for each in processes]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.listener.close()
+
+
+def outcomes(processes: list[Process], limits: Limits = LIMITS) -> list[Group | Exception]:
+    def call(process: Process) -> Group | Exception:
+        try:
+            return process.regroup(limits)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(processes)) as threads:
+        return list(threads.map(call, processes))
+
+
+@pytest.mark.parametrize("dead", [[], [0], [1], [3], [0, 1], [0, 3], [0, 1, 2]])
+def test_the_lowest_survivor_leads(dead: list[int]) -> None:
+    with job(4) as processes:
+        for index in dead:
+            processes[index].listener.close()
+        living = [process for process in processes if processes.index(process) not in dead]
+        for group in outcomes(living):
+            assert isinstance(group, Group), group
+            assert [member.id for member in group.members] == [p.member.id for p in living]
+            assert group.store == (living[0].member.id, 1)
+
+
+def test_a_leader_that_dies_is_followed_by_the_next() -> None:
+    with job(4) as processes:
+        processes[3].listener.close()
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(process.regroup) for process in processes[1:3]]
+            # Process 0 lives, and has not come yet; then it dies.
+            assert pool.eventually(lambda: processes[0].listener.requests.qsize() == 2, 20)
+            processes[0].listener.close()
+            for group in waiting:
+                assert [member.id for member in group.result().members] == ["p1", "p2"]
+
+
+def test_a_member_that_dies_while_it_waits_is_left_out() -> None:
+    with job(3) as processes:
+        channel = dial(processes[0].member, KEY, 5.0)
+        channel.send({"kind": "join", "member": processes[1].member.packed()})
+        assert pool.eventually(lambda: processes[0].listener.requests.qsize() == 1, 20)
+        channel.close()
+        processes[1].listener.close()
+        first, third = outcomes([processes[0], processes[2]])
+        assert isinstance(first, Group)
+        assert [member.id for member in first.members] == ["p0", "p2"]
+        assert first == third
+
+
+def test_too_few_survivors_are_an_error_on_all() -> None:
+    with job(4) as processes:
+        for process in processes[2:]:
+            process.listener.close()
+        for error in outcomes(processes[:2], Limits(30.0, 5.0, 3)):
+            assert isinstance(error, hvd.RingError)
+            assert "2 ranks are left, and TORCH_RING_MIN_RANKS is 3: ranks 2, 3 " in str(error)
+
+
+def test_a_busy_rank_is_named_when_the_time_is_over() -> None:
+    with job(3) as processes:
+        first, second = outcomes(processes[:2], Limits(1.0, 5.0, 1))
+        assert isinstance(first, hvd.TimeoutError)
+        assert "2 did not come within 1 s" in str(first)  # rank 1 may have given up already
+        assert isinstance(second, hvd.TimeoutError)
+
+
+@contextlib.contextmanager
+def silent(process: Process) -> Iterator[None]:
+    """Let the kernel accept connections for a process which says nothing: it is stopped."""
+    process.listener.close()
+    with socket.create_server(("127.0.0.1", process.member.port)):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("size", "stopped", "goes_on"),
+    [(3, [2], True), (3, [0], True), (4, [2, 3], True), (4, [0, 1], False), (3, [1, 2], False)],
+)
+def test_only_a_majority_goes_on_where_others_may_live(
+    size: int, stopped: list[int], goes_on: bool
+) -> None:
+    with job(size) as processes, contextlib.ExitStack() as stack:
+        for index in stopped:
+            stack.enter_context(silent(processes[index]))
+        living = [process for process in processes if processes.index(process) not in stopped]
+        for outcome in outcomes(living, Limits(30.0, 0.5, 1)):
+            assert isinstance(outcome, Group if goes_on else LeftOutError), outcome
+
+
+def test_one_that_was_left_out_hears_of_it() -> None:
+    with job(3) as processes:
+        for process in processes[:2]:
+            process.roster = process.roster[:2]  # they have gone on without the third
+        (error,) = outcomes(processes[2:])
+        assert isinstance(error, LeftOutError)
+
+
+def test_one_that_waited_for_another_leader_hears_that_it_was_left_out() -> None:
+    with job(2) as processes, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(processes[1].regroup)
+        assert pool.eventually(lambda: processes[0].listener.requests.qsize() == 1, 20)
+        processes[0].roster = processes[0].roster[:1]
+        processes[0].listener.dismiss_strangers()
+        with pytest.raises(LeftOutError):
+            waiting.result()
+
+
+@pytest.mark.parametrize("most", [3, 4, 9])
+def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
+    limits = Limits(30.0 if most > 4 else 3.0, 5.0, 1, most)
+    with job(5) as processes, ThreadPoolExecutor(2) as threads:
+        members, newcomers = processes[:3], processes[3:]
+        for process in members:
+            process.roster = [each.member for each in members]
+        come_in = [
+            threads.submit(come, lambda: members[0].roster, each.member, KEY, limits)
+            for each in newcomers
+        ]
+        waiting = members[0].listener.newcomers
+        assert pool.eventually(lambda: waiting.qsize() == 2, 20)
+        groups = outcomes(members, limits)
+        count = min(most, 5)
+        assert groups == [groups[0]] * 3
+        assert isinstance(groups[0], Group)
+        assert groups[0].members[:3] == members[0].roster
+        assert len(groups[0].members) == count
+        assert groups[0].generation == 2
+        let_in = {member.id for member in groups[0].members}
+        for each, future in zip(newcomers, come_in, strict=True):
+            if each.member.id in let_in:
+                assert future.result() == groups[0]
+            else:
+                with pytest.raises(hvd.TimeoutError):
+                    future.result()
+
+
+def test_a_newcomer_that_nobody_lets_in_gives_up() -> None:
+    with job(1) as (process,), pytest.raises(hvd.TimeoutError, match="check_host_updates"):
+        come(list, process.member, KEY, Limits(0.2, 5.0))
+
+
+def test_directory() -> None:
+    members = [Member("a", "127.0.0.1", 1), Member("b", "10.0.0.7", 2)]
+    directory = Directory("127.0.0.1", KEY)
+    try:
+        assert ask_directory(directory.address, KEY) == []
+        tell_directory(directory.address, KEY, 2, members)
+        tell_directory(directory.address, KEY, 1, members[:1])  # late, of an older world
+        assert ask_directory(directory.address, KEY) == members
+        with pytest.raises(hvd.RingError, match="directory"):
+            ask_directory(directory.address, b"x" * 32)
+    finally:
+        directory.close()
+    with pytest.raises(hvd.RingError, match="is gone"):
+        ask_directory(directory.address, KEY)
+
+
+def test_reach() -> None:
+    with job(1) as (process,):
+        assert reach(process.member, KEY, 5.0) is Reach.ALIVE
+        with silent(process):
+            assert reach(process.member, KEY, 0.2) is Reach.SILENT
+        assert reach(process.member, KEY, 5.0) is Reach.GONE
+
+
+def test_a_stranger_is_not_answered() -> None:
+    with job(1) as (process,):
+        for request in ({"kind": "join", "member": ["p0", "", 1]}, {"kind": "probe"}):
+            channel = dial(process.member, b"x" * 32, 5.0)
+            channel.send(request)
+            with pytest.raises(ConnectionError):
+                channel.receive()
+        with socket.create_connection(("127.0.0.1", process.member.port)) as connection:
+            connection.sendall(b"\xff" * 100)
+            connection.settimeout(20)
+            received = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(4096):
+                    received += part
+            assert len(received) == 16  # the number that each caller gets
+        assert process.listener.requests.empty()
+
+
+def test_a_message_cannot_be_repeated() -> None:
+    ours, theirs = socket.socketpair()
+    accepting = threading.Thread(target=lambda: Channel(theirs, KEY, accepted=True))
+    accepting.start()
+    channel = Channel(ours, KEY, accepted=False)
+    accepting.join()
+    channel.send({"kind": "probe"})
+    message = theirs.recv(4096)
+    ours.close()
+    theirs.close()
+    ours, theirs = socket.socketpair()
+    other = Channel(theirs, KEY, accepted=True)
+    ours.sendall(message)
+    with pytest.raises(ForeignMessageError):
+        other.receive(5.0)
+    ours.close()
+    theirs.close()
+
+
+def stop_and_continue() -> str:
+    """Rank 2 is stopped for longer than the heartbeat timeout, and comes back."""
+    name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
+    pids = hvd.allgather_object(os.getpid())
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        for state.step in range(state.step, 6):
+            if name == 0 and state.step == 3 and hvd.size() == 3:
+                os.kill(pids[2], signal.SIGSTOP)
+            hvd.barrier()
+
+    try:
+        train(state)
+    except hvd.RingError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if name == 0:
+            time.sleep(0.5)
+            os.kill(pids[2], signal.SIGCONT)
+    return f"{hvd.rank()} of {hvd.size()}"
+
+
+def test_a_stopped_rank_that_comes_back_leaves() -> None:
+    results = pool.run(stop_and_continue, 3, env={"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}, may_die=[2])
+    assert results[:2] == ["0 of 2", "1 of 2"]
+    assert results[2] is None or results[2].startswith("LeftOutError: "), results[2]
+
+
+def fail_alike() -> tuple[str, int]:
+    calls = 0
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def train(_: hvd.elastic.ObjectState) -> None:
+        nonlocal calls
+        calls += 1
+        raise hvd.RingError("again")
+
+    kind, text = pool.error_of(lambda: train(state))
+    return f"{kind}: {text}", calls
+
+
+def test_an_error_without_a_death_is_not_tried_again_for_ever() -> None:
+    assert pool.run(fail_alike, 2) == [("RingError: again", 3)] * 2
+
+
+def mismatch() -> str:
+    import torch
+
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def train(_: hvd.elastic.ObjectState) -> None:
+        hvd.allreduce(torch.ones(1 + hvd.rank()), name="different")
+
+    return pool.error_of(lambda: train(state))[0]
+
+
+def test_a_mismatch_is_the_programs_error() -> None:
+    assert pool.run(mismatch, 2) == ["MismatchError"] * 2

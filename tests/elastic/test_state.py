@@ -1,0 +1,217 @@
+"""TorchState, ObjectState and ElasticSampler: Horovod's meaning, and going on without a commit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pool
+import pytest
+import torch
+
+import torch_ring as hvd
+from torch_ring.elastic import handlers
+
+
+def model_of(value: float) -> torch.nn.Linear:
+    model = torch.nn.Linear(2, 1)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return model
+
+
+def commit_and_restore() -> None:
+    model = model_of(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, batch=0)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state.batch = 3
+    sampler.record_batch(0, 2)
+    state.restore()
+    assert torch.equal(model.weight, torch.ones(1, 2))
+    assert not optimizer.state_dict()["state"]
+    assert (state.batch, sampler.processed_num) == (0, 0)
+    state.batch = 4
+    sampler.record_batch(0, 2)
+    state.commit()
+    state.batch = 5
+    sampler.record_batch(1, 2)
+    state.restore()
+    assert (state.batch, sampler.processed_num) == (4, 2 * hvd.size())
+    other = model_of(7.0)
+    state.model = other
+    torch.nn.init.zeros_(other.weight)
+    state.restore()
+    assert state.model is other
+    assert torch.equal(other.weight, torch.full((1, 2), 7.0))
+
+
+def test_commit_and_restore() -> None:
+    pool.run(commit_and_restore, 2)
+
+
+def sync_committed() -> None:
+    rank = hvd.rank()
+    model = model_of(float(rank))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False)
+    sampler.record_batch(0, rank)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=rank, extra={"a": rank})
+    state.batch = 100 + rank  # not committed: all ranks get rank 0's committed value
+    state.sync()
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert (state.batch, state.extra) == (0, {"a": 0})
+    assert sampler.processed_num == (hvd.size() - 1) * hvd.size()  # the farthest
+
+
+def test_sync_gives_the_committed_values_of_rank_0() -> None:
+    pool.run(sync_committed, 3)
+
+
+def test_a_sampler_deals_what_is_left() -> None:
+    sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    shares = []
+    for rank in range(4):
+        sampler.num_replicas, sampler.rank = 4, rank
+        sampler.num_samples, sampler.total_size = 3, 12
+        shares.append(list(sampler))
+    assert shares == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
+    sampler.reset()
+    sampler.record_batch(0, 4)
+    assert sampler.state_dict() == {"epoch": 0, "processed_num": 4}
+    sampler.load_state_dict({"epoch": 1, "processed_num": 7})
+    assert (list(sampler), len(sampler)) == ([7, 8, 9], 3)
+    sampler.set_epoch(2)
+    assert list(sampler) == list(range(10))
+    shuffled = hvd.elastic.ElasticSampler(range(10), seed=3)
+    first = list(shuffled)
+    shuffled.set_epoch(1)
+    assert sorted(first) == sorted(shuffled) == list(range(10))
+    assert first != list(shuffled)
+    assert list(hvd.elastic.ElasticSampler(range(1))) == [0]
+    assert not list(hvd.elastic.ElasticSampler(range(0)))
+
+
+class Counter:
+    """A value with a handler of the user's."""
+
+    count = 0
+
+
+class CounterHandler(handlers.StateHandler):
+    def save(self) -> None:
+        self.saved = self.value.count
+
+    def restore(self) -> None:
+        self.value.count = self.saved
+
+    def copy_from(self, root: int) -> None:
+        self.value.count = hvd.broadcast_object(self.value.count, root)
+
+
+def handle_counters() -> None:
+    before = handlers.get_handler_registry()
+    handlers.set_handler_registry([*before, (Counter, CounterHandler)])
+    try:
+        counter = Counter()
+        state = hvd.elastic.TorchState(counter=counter)
+        state.save()
+        counter.count = 4
+        state.restore()
+        assert counter.count == 0
+        counter.count = 1 + hvd.rank()
+        state.sync()
+        assert counter.count == 1
+    finally:
+        handlers.set_handler_registry(before)
+
+
+def test_a_handler_of_the_users() -> None:
+    pool.run(handle_counters, 2)
+
+
+def interrupted(updates: list[int], raises: bool, skip_sync: bool) -> None:
+    state = hvd.elastic.ObjectState(batch=0)
+    if hvd.rank() == 0:
+        for timestamp, result in enumerate(updates, 1):
+            state.on_hosts_updated(timestamp, result)
+    if not raises:
+        state.commit()
+        return
+    with pytest.raises(hvd.HostsUpdatedInterrupt) as caught:
+        state.commit()
+    assert caught.value.skip_sync is skip_sync
+    state.commit()  # they are no news now
+
+
+@pytest.mark.parametrize(
+    ("updates", "raises", "skip_sync"),
+    [([], False, False), ([2], True, True), ([1], True, False), ([2, 1], True, False)],
+)
+def test_a_commit_interrupts_all_ranks(updates: list[int], raises: bool, skip_sync: bool) -> None:
+    pool.run(interrupted, 2, args=(updates, raises, skip_sync))
+
+
+def go_on_from_a_commit(commit_every: int) -> list[tuple[int, float]]:
+    """Train with attributes that change at commits only; rank 1 dies in step 5."""
+    model = model_of(0.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    name = hvd.rank()
+    seen: list[tuple[int, float]] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for step in range(state.step, 8):
+            seen.append((step, model.bias.item()))
+            optimizer.zero_grad()
+            loss = model(torch.zeros(1, 2)).sum()
+            if (name, step) == (1, 5):
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            if (step + 1) % commit_every == 0:
+                state.step = step + 1
+                state.commit()
+
+    train(state)
+    return seen
+
+
+def test_without_progress_in_every_step_the_last_commit_counts() -> None:
+    seen = pool.run(go_on_from_a_commit, 2, args=(4,), may_die=[1])[0]
+    assert seen == [(step, -float(step)) for step in [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]]
+
+
+def test_with_progress_in_every_step_that_step_is_done_again() -> None:
+    seen = pool.run(go_on_from_a_commit, 2, args=(1,), may_die=[1])[0]
+    assert seen == [(step, -float(step)) for step in [0, 1, 2, 3, 4, 5, 5, 6, 7]]
+
+
+def resume_apart(behind: int) -> tuple[float, int, float]:
+    """One rank has not taken the last step when the world ends."""
+    rank = hvd.rank()
+    model = model_of(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    for state.step in range(4):
+        model(torch.zeros(1, 2)).sum().backward()
+        if rank == behind and state.step == 3:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        if state.step == 2:
+            state.commit()
+    state.resume()
+    momentum = optimizer.state_dict()["state"][1]["momentum_buffer"]
+    return model.bias.item(), state.step, momentum.item()
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int) -> None:
+    results = pool.run(resume_apart, 3, args=(behind,))
+    assert results == [(-6.125, 3, 1.875)] * 3

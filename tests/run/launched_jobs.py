@@ -1,0 +1,164 @@
+"""Starts the launcher in a process that has torch loaded, and finds what a job has left."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from launcher_commands import clean_environment
+
+from torch_ring.run.command import main
+
+DEADLINE_S = 60  # a hang, not a slow machine
+MARK = "LAUNCHED_JOB"  # a variable by which the processes of a job are known
+
+
+class LaunchedJob:
+    """``python -m torch_ring.run`` with arguments, without the seconds of an import of torch.
+
+    Args:
+        arguments: of the command line.
+        folder: in which it runs.
+        before: called in the process before the launcher.
+        reads: whether what it prints is read; if not, it stays in the pipe.
+        variables: of its environment.
+    """
+
+    running: ClassVar[list[LaunchedJob]] = []  # that nobody has waited for
+
+    def __init__(
+        self,
+        *arguments: str,
+        folder: str | Path | None = None,
+        before: Callable[[], object] | None = None,
+        reads: bool = True,
+        **variables: str,
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self._said: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        pipes = {name: os.pipe() for name in self._said}
+        environment = clean_environment(**variables) | {MARK: self.mark}
+        for name in [n for n in environment if n.startswith("HOROVOD_")]:
+            del environment[name]
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.setsid()
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as the tests end
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.dup2(pipes["stdout"][1], 1)
+                os.dup2(pipes["stderr"][1], 2)
+                os.closerange(3, 4096)
+                sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
+                os.environ.clear()
+                os.environ.update(environment)
+                os.chdir(folder or os.getcwd())
+                if before is not None:
+                    before()
+                code = main(arguments)
+            except SystemExit as exit_:
+                code = int(exit_.code or 0)
+            finally:
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+        self.running.append(self)
+        self._threads = []
+        self._pipes = []
+        for name, (read, write) in pipes.items():
+            os.close(write)
+            self._pipes.append(read)
+            if reads:
+                thread = threading.Thread(target=self._read, args=(name, read), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _read(self, name: str, fd: int) -> None:
+        while data := os.read(fd, 1 << 16):
+            self._said[name] += data
+        os.close(fd)
+
+    def close_pipes(self) -> None:
+        """Stop reading; for a job whose output nobody reads."""
+        for fd in self._pipes:
+            os.close(fd)
+
+    @property
+    def stdout(self) -> str:
+        return self._said["stdout"].decode()
+
+    @property
+    def stderr(self) -> str:
+        return self._said["stderr"].decode()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Return the exit code of the launcher, negative for a signal."""
+        fd = os.pidfd_open(self.pid)
+        ready, _, _ = select.select([fd], [], [], DEADLINE_S)
+        os.close(fd)
+        if not ready:
+            os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        self.running.remove(self)
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        if not ready:
+            pytest.fail(f"the launcher did not end:\n{self.stdout}\n{self.stderr}")
+        return os.waitstatus_to_exitcode(status)
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until the ranks have printed a text so many times."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.stdout.count(text) < count:
+            if time.monotonic() > deadline:
+                pytest.fail(f"no {text!r} in:\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.01)
+
+    def processes(self) -> dict[int, str]:
+        """Return the processes of the job that live, with their command lines."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if not folder.name.isdecimal():
+                    continue
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")
+        return found
+
+    def require_nothing_left(self) -> None:
+        """Wait until no process of the job lives."""
+        deadline = time.monotonic() + DEADLINE_S
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"left behind: {left}")
+            time.sleep(0.02)
+
+
+def run_job(*arguments: str, **more: object) -> tuple[int, str, str]:
+    """Run a job to its end, which must leave no process; return its code, output and errors."""
+    job = LaunchedJob(*arguments, **more)  # type: ignore[arg-type]
+    code = job.wait()
+    job.require_nothing_left()
+    return code, job.stdout, job.stderr

@@ -1,0 +1,56 @@
+"""Functions that tests run on ranks, in a module whose import does not cost that of torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def place(factor: int = 1, *, plus: int = 0) -> tuple[int, int]:
+    return int(os.environ["RANK"]) * factor + plus, int(os.environ["WORLD_SIZE"])
+
+
+def say() -> None:
+    print("hello")
+    print("trouble", file=sys.stderr)
+
+
+class OwnError(Exception):
+    """Can be pickled, and not be unpickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def raise_on_one(kind: str) -> None:
+    if os.environ["RANK"] != "1":
+        signal.pause()
+    if kind == "value":
+        raise LookupError("nothing there")
+    if kind == "own":
+        raise OwnError("a", "b")
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "leave":
+        os._exit(9)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_quietly() -> None:
+    os._exit(0)
+
+
+def variables() -> tuple[str, str]:
+    return os.environ["GREETING"], os.environ["TORCH_RING_SECRET"]
+
+
+def averages() -> tuple[int, float]:
+    import torch
+
+    import torch_ring as hvd
+
+    hvd.init()
+    mean = hvd.allreduce(torch.tensor(float(hvd.rank())))
+    hvd.shutdown()
+    return hvd.is_initialized(), mean.item()

@@ -1,0 +1,76 @@
+"""Jobs of the launcher that go on when ranks have failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+from launched_jobs import LaunchedJob, run_job
+from scripts import ROOT
+
+pytestmark = pytest.mark.launcher
+
+
+def said(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("torch_ring.run: ")]
+
+
+def test_the_others_go_on():
+    script = "if [ $RANK = 1 ]; then exit 3; fi; sleep 1; echo $TORCH_RING_MIN_RANKS"
+    code, out, errors = run_job("-np", "3", "--min-np", "2", "sh", "-c", script)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0]<stdout>:2", "[2]<stdout>:2"]
+    assert said(errors) == [
+        "torch_ring.run: rank 1 on localhost failed with exit code 3: the other 2 go on"
+    ]
+
+
+def test_too_few_are_ended():
+    script = "if [ $RANK != 0 ]; then sleep $RANK; exit $RANK; fi; exec sleep 1000"
+    code, _, errors = run_job("-np", "3", "--min-np", "2", "sh", "-c", script)
+    assert code == 2
+    assert said(errors) == [
+        "torch_ring.run: rank 1 on localhost failed with exit code 1: the other 2 go on",
+        "torch_ring.run: rank 2 on localhost failed with exit code 2: the other ranks are ended",
+    ]
+
+
+def test_the_example_survives_the_death_of_rank_0():
+    pytest.importorskip("sklearn")
+    program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.05"]
+    job = LaunchedJob("-np", "3", "--min-np", "1", *program, "--epochs", "6")
+    job.wait_for("is process", 3)
+    job.wait_for("epoch 1 on 3 ranks")
+    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
+    os.kill(int(pids["0"]), signal.SIGKILL)
+    job.wait_for("on 2 ranks")
+    os.kill(int(pids["2"]), signal.SIGKILL)
+    assert job.wait() == 0, job.stderr
+    job.require_nothing_left()
+    found = re.search(r"1 ranks have ended; accuracy ([\d.]+)", job.stdout)
+    assert found, job.stdout + job.stderr
+    assert float(found[1]) > 0.85
+
+
+def test_a_rank_that_was_killed_is_replaced():
+    pytest.importorskip("sklearn")
+    program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.1"]
+    counts = ("-np", "2", "--min-np", "1", "--max-np", "2")
+    job = LaunchedJob(*counts, *program, "--epochs", "40")
+    job.wait_for("is process", 2)
+    job.wait_for("epoch 1 on 2 ranks")
+    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
+    os.kill(int(pids["0"]), signal.SIGKILL)
+    job.wait_for("on 1 ranks")
+    before = job.stdout.count("on 2 ranks")
+    job.wait_for("on 2 ranks", before + 2)
+    job.signal(signal.SIGTERM)
+    job.wait()
+    job.require_nothing_left()
+    assert "rank 0 on localhost was ended by SIGKILL: the other 1 go on" in job.stderr
+    assert "rank 0 starts on localhost again" in job.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", job.stdout)]
+    assert losses[-1] < losses[0]

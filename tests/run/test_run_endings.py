@@ -1,0 +1,199 @@
+"""How jobs of the launcher end: failing ranks, signals, and a launcher that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from launched_jobs import LaunchedJob, run_job
+
+from torch_ring.run import job as launched_job
+
+pytestmark = pytest.mark.launcher
+
+STUBBORN = "trap '' TERM INT; echo up; while :; do sleep 0.1; done"
+PATIENT = "echo up; exec sleep 1000"
+
+
+def first_line(errors: str) -> str:
+    return next(line for line in errors.splitlines() if line.startswith("torch_ring.run: "))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("exit 7", 7, "failed with exit code 7"),
+        ("kill -9 $$", 137, "was ended by SIGKILL"),
+        ("kill -SEGV $$", 139, "was ended by SIGSEGV"),
+    ],
+)
+def test_a_failing_rank_ends_the_others(how, code, message):
+    script = f"if [ $RANK = 2 ]; then sleep 0.3; {how}; fi; {PATIENT}"
+    got, _, errors = run_job("-np", "4", "sh", "-c", script)
+    assert got == code
+    assert first_line(errors) == (
+        f"torch_ring.run: rank 2 on localhost {message}: the other ranks are ended"
+    )
+
+
+def test_the_first_failure_counts_and_is_said_again_at_the_end(tmp_path):
+    """The other ranks fail, too, when they are ended, and say so."""
+    script = (
+        "if [ $RANK = 1 ]; then until [ -e 0 -a -e 2 ]; do sleep 0.05; done; exit 3; fi; "
+        "trap 'echo bye; exit 5' TERM; touch $RANK; sleep 1000 & wait"
+    )
+    job = LaunchedJob("-np", "3", "bash", "-c", script, folder=tmp_path)
+    assert job.wait() == 3
+    job.require_nothing_left()
+    assert job.stdout.count("bye") == 2
+    said = [line for line in job.stderr.splitlines() if line.startswith("torch_ring.run: ")]
+    assert said == [
+        "torch_ring.run: rank 1 on localhost failed with exit code 3: the other ranks are ended",
+        "torch_ring.run: the first failure: rank 1 on localhost failed with exit code 3",
+    ]
+
+
+def shorten_grace() -> None:
+    launched_job.FAILURE_GRACE_S = 1.0
+
+
+def test_ranks_that_ignore_sigterm_are_killed():
+    script = f"if [ $RANK = 0 ]; then sleep 0.5; exit 4; fi; {STUBBORN}"
+    code, _, errors = run_job("-np", "3", "bash", "-c", script, before=shorten_grace)
+    assert code == 4
+    assert "rank 0 on localhost failed with exit code 4" in errors
+
+
+def test_a_rank_that_is_done_does_not_end_the_others():
+    code, out, _ = run_job("-np", "3", "sh", "-c", "sleep 0.$((RANK * 2)); echo done")
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:done" for rank in range(3)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on(number):
+    job = LaunchedJob("-np", "3", sys.executable, "-S", "-c", told_signals(number, code=0))
+    job.wait_for("up", 3)
+    job.signal(number)
+    assert job.wait() == 0  # the ranks have chosen their exit code
+    job.require_nothing_left()
+    assert job.stdout.count(f"got {number}") == 3
+    assert f"{number.name} is passed on to the ranks" in job.stderr
+
+
+def told_signals(number: int, code: int) -> str:
+    return (
+        "import signal, sys, time\n"
+        "def note(number, frame):\n"
+        f"    print('got', int(number), flush=True); sys.exit({code})\n"
+        f"signal.signal({int(number)}, note)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+
+
+def test_a_signal_that_says_something_else_is_passed_on():
+    """Slurm announces the end of a job's time by SIGUSR1, where a user wishes it."""
+    job = LaunchedJob("-np", "2", sys.executable, "-S", "-c", told_signals(signal.SIGUSR1, code=0))
+    job.wait_for("up", 2)
+    job.signal(signal.SIGUSR1)
+    assert job.wait() == 0
+    job.require_nothing_left()
+    assert job.stdout.count(f"got {int(signal.SIGUSR1)}") == 2
+
+
+def test_ranks_that_end_by_the_signal_give_its_exit_code():
+    job = LaunchedJob("-np", "2", "sh", "-c", PATIENT)
+    job.wait_for("up", 2)
+    job.signal(signal.SIGINT)
+    assert job.wait() == 128 + signal.SIGINT
+    job.require_nothing_left()
+    assert "first failure" not in job.stderr
+
+
+def test_a_second_signal_ends_ranks_that_ignore_the_first():
+    job = LaunchedJob("-np", "2", "bash", "-c", STUBBORN)
+    job.wait_for("up", 2)
+    for _ in range(2):
+        job.signal(signal.SIGINT)
+        time.sleep(0.3)  # two signals at once are one
+    assert job.wait() == 128 + signal.SIGINT
+    job.require_nothing_left()
+
+
+FAMILY = (
+    # A child in a session of its own, an orphan, and one that ignores SIGTERM and SIGHUP.
+    "setsid sleep 1000 & (setsid sleep 1000 &) ; (trap '' TERM HUP; sleep 1000) & "
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_the_launcher_is_killed(number):
+    job = LaunchedJob("-np", "2", "bash", "-c", f"{FAMILY} {STUBBORN}")
+    job.wait_for("up", 2)
+    assert sum("sleep 1000" in command for command in job.processes().values()) >= 6
+    job.signal(number)
+    if number == signal.SIGTERM:
+        job.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        job.signal(signal.SIGTERM)
+    assert job.wait() == (-9 if number == signal.SIGKILL else 128 + 15)
+    job.require_nothing_left()
+
+
+def test_nothing_is_left_when_the_job_is_done():
+    code, _, _ = run_job("-np", "2", "bash", "-c", f"{FAMILY} echo done")
+    assert code == 0  # and run_job has seen that no process is left
+
+
+def test_a_stopped_rank_is_ended():
+    script = f"if [ $RANK = 0 ]; then kill -STOP $$; fi; sleep 0.5; exit 6; {PATIENT}"
+    code, _, errors = run_job("-np", "2", "bash", "-c", script)
+    assert code == 6
+    assert "rank 1 on localhost failed with exit code 6" in errors
+
+
+def test_ranks_do_not_outlive_an_agent_that_is_killed():
+    job = LaunchedJob("-np", "2", "bash", "-c", STUBBORN)
+    job.wait_for("up", 2)
+    agents = [pid for pid, command in job.processes().items() if "b64decode" in command]
+    assert len(agents) == 1
+    os.kill(agents[0], signal.SIGKILL)
+    assert job.wait() == 1
+    job.require_nothing_left()
+    assert "is lost with its host: the agent that runs the ranks of this host ended by SIGKILL" in (
+        job.stderr
+    )
+
+
+def test_an_ignored_sigint_stays_ignored():
+    """As of a job that a shell has started in the background."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    job = LaunchedJob("-np", "1", "sh", "-c", "echo up; sleep 2; echo slept", before=ignore)
+    job.wait_for("up")
+    job.signal(signal.SIGINT)
+    assert job.wait() == 0
+    assert "slept" in job.stdout
+    job.require_nothing_left()
+
+
+def test_no_secret_is_on_a_command_line():
+    secret = "a-secret-of-the-user-4711"
+    script = (
+        'test "$TORCH_RING_SECRET" = a-secret-of-the-user-$((4700 + 11)) && echo up; sleep 1000'
+    )
+    job = LaunchedJob("-np", "2", "sh", "-c", script, TORCH_RING_SECRET=secret)
+    job.wait_for("up", 2)
+    processes = job.processes()
+    assert len(processes) >= 4  # the launcher's is that of these tests, or a new one
+    assert not [command for command in processes.values() if secret in command]
+    job.signal(signal.SIGTERM)
+    job.wait()
+    job.require_nothing_left()
+    assert secret not in job.stdout + job.stderr

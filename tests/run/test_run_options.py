@@ -1,0 +1,204 @@
+"""The command line of the launcher: a horovodrun line means the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.run.job_settings import job_variables, secret_of
+from torch_ring.run.options import Options, parse_options
+
+
+def parse(*arguments: str, **environment: str) -> Options:
+    return parse_options(arguments, environment, "torch_ring_run")
+
+
+def test_a_line_of_horovodrun():
+    line = (
+        "-np 16 -H server1:4,server2:4,server3:4,server4:4 -p 2222 -i key --start-timeout 60 "
+        "--output-filename out --verbose --network-interface eth0,eth1 --network-interface ib0 "
+        "--fusion-threshold-mb 32 --cycle-time-ms 3.5 --no-stall-check --log-level WARNING "
+        "--prefix-output-with-timestamp python train.py --lr 1 -np 3 --verbose"
+    )
+    options = parse(*line.split())
+    assert options == Options(
+        command=["python", "train.py", "--lr", "1", "-np", "3", "--verbose"],
+        size=16,
+        hosts="server1:4,server2:4,server3:4,server4:4",
+        ssh_port=2222,
+        ssh_identity_file="key",
+        start_timeout_s=60,
+        output_folder="out",
+        interface="eth0,eth1,ib0",
+        variables={
+            "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+            "HOROVOD_CYCLE_TIME": "3.5",
+            "HOROVOD_STALL_CHECK_DISABLE": "1",
+            "HOROVOD_LOG_LEVEL": "WARNING",
+        },
+        with_time=True,
+        is_verbose=True,
+    )
+
+
+def test_other_spellings():
+    options = parse("--num-proc", "2", "-hostfile", "hosts", "-prefix-timestamp", "--", "ls", "--")
+    assert (options.size, options.hostfile, options.with_time) == (2, "hosts", True)
+    assert options.command == ["ls", "--"]
+    assert parse("-cb").shows == parse("--check-build").shows == "build"
+    assert parse("-v").shows == "version"
+
+
+def test_the_time_to_start_may_be_a_variable():
+    assert parse().start_timeout_s == 30
+    assert parse(HOROVOD_START_TIMEOUT="45").start_timeout_s == 45
+    assert parse("--start-timeout", "5", HOROVOD_START_TIMEOUT="45").start_timeout_s == 5
+    with pytest.raises(InvalidArgumentError, match="HOROVOD_START_TIMEOUT='soon'"):
+        parse(HOROVOD_START_TIMEOUT="soon")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--standby 1",
+        "--host-discovery-script ./hosts.sh",
+        "--slots-per-host 4",
+        "--reset-limit 3",
+        "--blacklist-cooldown-range 1 2",
+    ],
+)
+def test_what_needs_hosts_that_come_later_is_refused(line):
+    with pytest.raises(InvalidArgumentError, match="needs hosts that come while a job runs"):
+        parse(*line.split(), "-np", "2", "true")
+
+
+def test_options_of_elastic_training():
+    options = parse("-np", "4", "--min-np", "2", "--elastic-timeout", "5", "true")
+    assert options.least == 2
+    assert options.variables == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_ELASTIC_TIMEOUT": "5.0"}
+    assert parse("--min-num-proc", "1", "true").least == 1
+    assert parse("true").least is None
+
+
+@pytest.mark.parametrize("line", ["--gloo", "--mpi", "--disable-cache", "--mpi-args=--map-by=slot"])
+def test_what_has_no_meaning_is_told(line):
+    (note,) = parse(line, "-np", "2", "true").notes
+    assert note.startswith(f"{line.partition('=')[0]} changes nothing: ")
+
+
+def test_a_setting_that_nobody_reads_is_told():
+    options = parse("--cache-capacity", "3", "--num-nccl-streams", "2", "true")
+    assert options.variables["HOROVOD_CACHE_CAPACITY"] == "3"
+    assert [note.split()[0] for note in options.notes] == ["--cache-capacity", "--num-nccl-streams"]
+    assert parse("--cycle-time-ms", "3", "true").notes == ()
+
+
+def test_a_setting_may_be_switched_off():
+    assert parse("--no-autotune", "true").variables == {"HOROVOD_AUTOTUNE": "0"}
+    assert parse("--no-stall-check", "--stall-check").variables == {
+        "HOROVOD_STALL_CHECK_DISABLE": "0"
+    }
+    assert parse("--log-without-timestamp").variables == {"HOROVOD_LOG_HIDE_TIME": "1"}
+    assert parse("--log-with-timestamp").variables == {"HOROVOD_LOG_HIDE_TIME": "0"}
+
+
+def test_variables_for_the_ranks():
+    wanted = parse("--env", "A=1=2", "--env", "B", "--env", "C=", "true").variables
+    assert job_variables(wanted, {"B": "b", "D": "d"})[0] == {"A": "1=2", "B": "b", "C": ""}
+    with pytest.raises(InvalidArgumentError, match="--env B: is not set here"):
+        job_variables(wanted, {})
+    with pytest.raises(InvalidArgumentError, match="must be NAME or NAME=VALUE"):
+        parse("--env", "=3", "true")
+
+
+def test_an_option_goes_before_the_environment():
+    wanted = parse("--fusion-threshold-mb", "1", "true").variables
+    _, unset = job_variables(wanted, {"TORCH_RING_FUSION_THRESHOLD": "5"})
+    assert "TORCH_RING_FUSION_THRESHOLD" in unset
+    assert "TORCH_RING_TIMEOUT" not in unset
+    wanted |= {"TORCH_RING_FUSION_THRESHOLD": "7"}  # as in --env
+    assert "TORCH_RING_FUSION_THRESHOLD" not in job_variables(wanted, {})[1]
+
+
+def test_the_secret_is_the_users_or_new(tmp_path):
+    assert secret_of({}, {}) != secret_of({}, {})
+    assert len(secret_of({}, {})) == 64
+    assert secret_of({"TORCH_RING_SECRET": "a"}, {}) == "a"
+    assert secret_of({"TORCH_RING_SECRET": "a"}, {"TORCH_RING_SECRET": "b"}) == "b"
+    file = tmp_path / "secret"
+    file.write_text("c\n")
+    file.chmod(0o600)
+    assert secret_of({"TORCH_RING_SECRET_FILE": str(file)}, {}) == "c"
+    file.chmod(0o644)
+    with pytest.raises(InvalidArgumentError, match="other users may use it"):
+        secret_of({"TORCH_RING_SECRET_FILE": str(file)}, {})
+
+
+CONFIG = """
+verbose: true
+controller: gloo
+params:
+  fusion_threshold_mb: 16
+  cycle-time-ms: 2
+autotune:
+  enabled: true
+  log_file: tune.csv
+timeline:
+  filename: timeline.json
+stall_check:
+  enabled: false
+  shutdown_time_seconds: 90
+library_options:
+  num_nccl_streams: 2
+logging:
+  level: INFO
+"""
+
+
+def test_a_configuration_file(tmp_path):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    options = parse("--cycle-time-ms", "5", "--config-file", str(file), "true")
+    assert options.is_verbose
+    assert options.variables == {
+        "HOROVOD_FUSION_THRESHOLD": str(16 << 20),
+        "HOROVOD_CYCLE_TIME": "5.0",  # the command line goes first
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_LOG": "tune.csv",
+        "HOROVOD_TIMELINE": "timeline.json",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
+        "HOROVOD_NUM_NCCL_STREAMS": "2",
+        "HOROVOD_LOG_LEVEL": "INFO",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("params:\n  speed: 3", "no option: speed"),
+        ("params:\n  fusion_threshold_mb: much", "--fusion-threshold-mb 'much': must be a number"),
+        ("params:\n  cycle_time_ms: -1", "--cycle-time-ms -1: must be 0 or more"),
+        ("pramas: {}", "'pramas' is not a section"),
+        ("[1", "--config-file"),
+        ("- 1", "must have sections"),
+    ],
+)
+def test_a_wrong_configuration_file(tmp_path, text, message):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse("--config-file", str(file), "true")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-np 0", "-np two", "-H a:1 --hostfile b", "--log-level LOUD", "--start-timeout 0", "--nopt"],
+)
+def test_a_wrong_line_is_told(line, capsys):
+    with pytest.raises(SystemExit) as refused:
+        parse(*line.split(), "true")
+    assert refused.value.code == 2
+    assert line.split()[-2 if " " in line else -1] in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""Lines of many ranks on one screen."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from torch_ring.run.frames import Frames, frame
+from torch_ring.run.screen import FdSink, Screen
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    fd, waiting = -1, 0
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def flush(self) -> None: ...
+
+    def mute(self) -> None: ...
+
+
+@pytest.fixture
+def out() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def screen(out: Kept) -> Screen:
+    return Screen(out, Kept(), 12)
+
+
+def test_lines_are_put_together(screen, out):
+    screen.write(0, "stdout", b"one\ntw")
+    screen.write(1, "stdout", b"other\n")
+    screen.write(0, "stdout", b"o\n\nthree")
+    assert out.data == b"[0]<stdout>:one\n[1]<stdout>:other\n[0]<stdout>:two\n[0]<stdout>:\n"
+    screen.finish(1)
+    assert b"three" not in out.data
+    screen.finish(0)
+    assert out.data.endswith(b"[0]<stdout>:three\n")
+
+
+def test_streams_stay_apart(screen, out):
+    screen.write(3, "stderr", b"bad\n")
+    screen.write(3, "stdout", b"good\n")
+    assert out.data == b"[3]<stdout>:good\n"
+    assert screen.sinks["stderr"].data == b"[3]<stderr>:bad\n"
+
+
+def test_bytes_are_kept_as_they_are(screen, out):
+    for byte in b"\xff\x00\xe2\x82\xac\n":
+        screen.write(0, "stdout", bytes([byte]))
+    assert out.data == b"[0]<stdout>:\xff\x00\xe2\x82\xac\n"
+
+
+def test_a_progress_bar_is_one_line_until_somebody_else_writes(screen, out):
+    for percent in (1, 2, 3):
+        screen.write(0, "stdout", b"\r%d%%" % percent)
+    assert out.data == b"[0]<stdout>:1%\r[0]<stdout>:2%\r"
+    screen.write(1, "stdout", b"hello\n")
+    assert out.data.endswith(b"2%\r\n[1]<stdout>:hello\n")
+    screen.write(0, "stdout", b"\r100%\n")
+    assert out.data.endswith(b"hello\n[0]<stdout>:3%\r[0]<stdout>:100%\n")
+
+
+def test_line_ends_of_windows_that_come_in_two_parts(screen, out):
+    screen.write(0, "stdout", b"a\r")
+    screen.write(0, "stdout", b"\nb\r\n")
+    assert out.data == b"[0]<stdout>:a\r\n[0]<stdout>:b\r\n"
+
+
+def test_a_line_without_an_end_is_cut(screen, out):
+    for _ in range(40):
+        screen.write(0, "stdout", b"x" * (1 << 16))
+    lines = out.data.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(b"[0]<stdout>:x") for line in lines)
+
+
+def test_files_have_what_the_ranks_wrote(out, tmp_path):
+    folder = tmp_path / "new" / "logs"
+    screen = Screen(out, Kept(), 12, str(folder))
+    screen.write(3, "stdout", b"a\npart")
+    screen.write(11, "stderr", b"\xff")
+    screen.finish(3)
+    screen.close()
+    assert (folder / "rank.03" / "stdout").read_bytes() == b"a\npart"
+    assert (folder / "rank.11" / "stderr").read_bytes() == b"\xff"
+    assert out.data == b"[3]<stdout>:a\n[3]<stdout>:part\n"
+
+
+def test_the_time_goes_first(out):
+    screen = Screen(out, Kept(), 1, with_time=True)
+    screen.write(0, "stdout", b"hi\n")
+    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hi\n", out.data)
+
+
+def test_a_pipe_that_nobody_reads_blocks_nobody():
+    read, write = os.pipe()
+    sink = FdSink(write)
+    sink.write(b"x" * 10)
+    sink.flush()
+    assert sink.waiting == 0
+    assert os.read(read, 100) == b"x" * 10
+    os.close(read)
+    sink.write(b"y")
+    with pytest.raises(BrokenPipeError):
+        sink.flush()
+    sink.mute()
+    sink.write(b"z")
+    assert sink.waiting == 0
+    os.close(write)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4096, 1 << 20])
+def test_frames_come_in_any_pieces(step):
+    sent = [({"a": 1}, b""), ({"b": "\udc80"}, b"\0" * 9_000), ({}, b"end")]
+    data = b"".join(frame(*each) for each in sent)
+    frames = Frames()
+    pieces = [data[begin : begin + step] for begin in range(0, len(data), step)]
+    assert [each for piece in pieces for each in frames.feed(piece)] == sent

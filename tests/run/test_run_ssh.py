@@ -1,0 +1,259 @@
+"""Jobs on two hosts: network namespaces with an sshd each, which the launcher reaches by ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import namespaces
+import pytest
+from launched_jobs import DEADLINE_S, LaunchedJob
+from scripts import ROOT
+
+from torch_ring.run import job as launched_job
+
+HELLO = str(ROOT / "tests" / "rendezvous" / "hello.py")
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
+PORT = "2214"
+
+pytestmark = [
+    pytest.mark.launcher,
+    pytest.mark.netns,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
+    pytest.mark.skipif(SSHD is None, reason="there is no sshd (Debian: openssh-server)"),
+    pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh"),
+]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Three hosts: two with an sshd, from 1 on, and the launcher's, which is the first."""
+
+    hosts: list[namespaces.Host]
+    folder: Path
+
+    def launch(self, *arguments: str, **variables: str) -> LaunchedJob:
+        """Start a job from the first host."""
+        known = f"-F /dev/null -o UserKnownHostsFile={self.folder / 'known_hosts'}"
+        ssh = ("-p", PORT, "-i", str(self.folder / "key"), f"--ssh-args={known}")
+
+        def prepare() -> None:
+            launched_job.FAILURE_GRACE_S = 2.0
+            self.hosts[0].enter()
+
+        return LaunchedJob(*ssh, *arguments, before=prepare, **variables)
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
+        job = self.launch(*arguments, **variables)
+        code = job.wait()
+        job.require_nothing_left()
+        return code, job.stdout, job.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ssh")
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd wants an empty folder there
+    for key in ("key", "host_key"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+        subprocess.run(command, check=True)
+    (folder / "config").write_text(
+        f"Port {PORT}\nHostKey {folder / 'host_key'}\nPidFile none\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile {folder / 'key.pub'}\nPasswordAuthentication no\n"
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = list(stack.enter_context(namespaces.hosts(3)))
+        except OSError as error:
+            if "netns add" not in str(error):
+                raise
+            pytest.skip(f"no network namespaces here: {error}")
+        for host in hosts[1:]:
+            start_sshd(stack, host, folder)
+        yield Cluster(hosts, folder)
+
+
+def start_sshd(stack: contextlib.ExitStack, host: namespaces.Host, folder: Path) -> None:
+    """Start an sshd in the foreground, and wait until it listens; it ends with the stack."""
+    log = stack.enter_context((folder / f"{host.namespace}.log").open("w+"))
+    command = host.command(str(SSHD), "-D", "-e", "-f", str(folder / "config"))
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    stack.callback(server.wait)
+    stack.callback(server.kill)
+    probe = f"import socket; socket.create_connection(('{host.address}', {PORT}))"
+    deadline = time.monotonic() + DEADLINE_S
+    while subprocess.run(
+        host.command(sys.executable, "-Sc", probe), stderr=subprocess.DEVNULL
+    ).returncode:
+        if server.poll() is not None or time.monotonic() > deadline:
+            log.seek(0)
+            pytest.fail(f"sshd does not listen: {log.read()}")
+        time.sleep(0.05)
+
+
+def on(cluster: Cluster, *slots: int) -> tuple[str, str]:
+    """Return the option for so many slots on each host."""
+    named = [f"{host.address}:{n}" for host, n in zip(cluster.hosts, slots, strict=False) if n]
+    return "-H", ",".join(named)
+
+
+@pytest.mark.parametrize("slots", [(1, 1), (0, 1, 2)], ids=["here and there", "there only"])
+def test_ranks_of_two_hosts_train_together(cluster, slots):
+    code, out, errors = cluster.run(
+        *on(cluster, *slots), sys.executable, HELLO, PYTHONPATH=str(ROOT)
+    )
+    assert code == 0, errors
+    size = sum(slots)
+    for rank in range(size):
+        assert f"[{rank}]<stdout>:rank {rank} of {size}: torch" in out
+    # Before that, rank 0 may have said for whom it waits.
+    (line,) = [each for each in errors.splitlines() if f"[torch_ring] {size} ranks" in each]
+    for host, count in zip(cluster.hosts, slots, strict=False):
+        assert (host.address in line) == (count > 0), line
+    assert "without a secret" not in errors  # they have one
+
+
+def test_what_a_rank_on_another_host_gets(cluster, tmp_path):
+    script = (
+        "import os; v = os.environ; "
+        "print(*(v.get(n) for n in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', "
+        "'HOROVOD_CROSS_RANK', 'HOROVOD_CROSS_SIZE', 'MASTER_ADDR', 'GIVEN', 'MINE', 'TERM')))"
+    )
+    line = (*on(cluster, 1, 2, 1), "--env", "GIVEN=a 'b' $c", "--network-interface", "eth0")
+    code, out, _ = cluster.run(*line, sys.executable, "-c", script, MINE="yes", TERM="here")
+    assert code == 0
+    first = cluster.hosts[0].address
+    assert sorted(out.splitlines()) == [
+        f"[0]<stdout>:0 0 1 0 0 3 {first} a 'b' $c yes here",
+        f"[1]<stdout>:1 0 2 1 1 3 {first} a 'b' $c yes None",
+        f"[2]<stdout>:2 1 2 1 0 1 {first} a 'b' $c yes None",
+        f"[3]<stdout>:3 0 1 2 2 3 {first} a 'b' $c yes None",
+    ]
+
+
+def test_ranks_start_in_the_folder_of_the_launcher(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cluster.run(*on(cluster, 1, 1), "pwd")
+    assert code == 0
+    assert sorted(line.partition(":")[2] for line in out.splitlines()) == [str(tmp_path)] * 2
+
+
+def test_a_failing_rank_on_another_host(cluster):
+    script = "if [ $RANK = 2 ]; then sleep 0.5; exit 7; fi; exec sleep 1000"
+    code, _, errors = cluster.run(*on(cluster, 1, 1, 1), "sh", "-c", script)
+    assert code == 7
+    assert f"rank 2 on {cluster.hosts[2].address} failed with exit code 7: the other" in errors
+
+
+STUBBORN = "trap '' TERM INT HUP; setsid sleep 1000 & echo up; while :; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_the_launcher_ends(cluster, number):
+    job = cluster.launch(*on(cluster, 1, 1, 1), "bash", "-c", STUBBORN)
+    job.wait_for("up", 3)
+    job.signal(number)
+    if number != signal.SIGKILL:
+        time.sleep(0.3)
+        job.signal(number)
+    assert job.wait() == (-9 if number == signal.SIGKILL else 128 + number)
+    job.require_nothing_left()
+
+
+def test_a_signal_reaches_ranks_on_another_host(cluster):
+    program = (
+        "import signal, sys, time\n"
+        "def leave(*_): print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    job = cluster.launch(*on(cluster, 0, 1, 1), sys.executable, "-S", "-c", program)
+    job.wait_for("up", 2)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 0
+    assert job.stdout.count("saved") == 2
+    job.require_nothing_left()
+
+
+def test_a_host_whose_connection_is_lost(cluster):
+    job = cluster.launch(*on(cluster, 1, 1), "bash", "-c", STUBBORN)
+    job.wait_for("up", 2)
+    (ssh,) = [pid for pid, command in job.processes().items() if command.startswith("ssh ")]
+    os.kill(ssh, signal.SIGKILL)
+    assert job.wait() == 1
+    job.require_nothing_left()
+    assert f"rank 1 on {cluster.hosts[1].address} is lost with its host" in job.stderr
+
+
+def test_no_secret_is_on_a_command_line(cluster):
+    secret = "a-secret-of-the-user-4712"
+    script = (
+        'test "$TORCH_RING_SECRET" = a-secret-of-the-user-$((4700 + 12)) && echo up; sleep 1000'
+    )
+    job = cluster.launch(
+        *on(cluster, 1, 1), "--verbose", "sh", "-c", script, TORCH_RING_SECRET=secret
+    )
+    job.wait_for("up", 2)
+    commands = [
+        text.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        for text in Path("/proc").glob("[0-9]*/cmdline")
+        if os.access(text, os.R_OK)
+    ]
+    assert any(command.startswith("ssh ") for command in commands)
+    assert not [command for command in commands if secret in command]
+    job.signal(signal.SIGTERM)
+    job.wait()
+    job.require_nothing_left()
+    assert secret not in job.stdout + job.stderr
+
+
+def test_a_secret_is_made_where_the_user_has_none(cluster):
+    code, out, _ = cluster.run(*on(cluster, 1, 1), "sh", "-c", "echo $TORCH_RING_SECRET")
+    assert code == 0
+    secrets = {line.partition(":")[2] for line in out.splitlines()}
+    assert len(secrets) == 1
+    assert len(secrets.pop()) == 64
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-p 2999", "ssh does not reach it"),
+        ("-i /dev/null", "ssh does not reach it"),
+        ("--network-interface no0", "no network interface 'no0'"),
+    ],
+)
+def test_a_host_that_cannot_be_used(cluster, line, message):
+    address = cluster.hosts[1].address
+    code, _, errors = cluster.run("-H", f"{address}:1", *line.split(), "true")
+    assert code in (1, 2)
+    assert errors.startswith(f"torch_ring.run: {address}")
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_a_host_that_does_not_answer(cluster):
+    silent = f"{namespaces.NETWORK}.77"
+    _, here = on(cluster, 1)
+    code, _, errors = cluster.run("-H", f"{here},{silent}:1", "--start-timeout", "2", "true")
+    assert code == 1
+    assert f"{silent} did not answer within 2 s" in errors or (
+        f"{silent} cannot run ranks: ssh does not reach it" in errors  # No route to host
+    )
+
+
+def test_a_python_that_is_only_here(cluster, monkeypatch):
+    """The agent runs with the other host's Python, where this one is not."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python3.99")
+    code, out, _ = cluster.run(*on(cluster, 0, 1), "sh", "-c", "echo hi from $RANK")
+    assert (code, out) == (0, "[0]<stdout>:hi from 0\n")

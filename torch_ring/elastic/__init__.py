@@ -1,0 +1,20 @@
+"""Elastic training: ranks may die, and the others go on with the step that failed.
+
+Horovod's names: ``run``, ``State``, ``ObjectState``, ``TorchState``, ``ElasticSampler``.
+"""
+
+from torch_ring.elastic.object_state import ObjectState, State
+from torch_ring.elastic.retry import run
+from torch_ring.elastic.sampler import ElasticSampler
+from torch_ring.elastic.state import TorchState
+from torch_ring.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+]

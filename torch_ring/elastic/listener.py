@@ -1,0 +1,127 @@
+"""Listener: answers the other processes of an elastic job."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ring.elastic.channel import Channel
+from torch_ring.elastic.member import Member
+from torch_ring.elastic.server import Server
+
+__all__ = ["JoinRequest", "Listener"]
+
+_ALIVE_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A process that waits for this one to lead a regrouping.
+
+    Attributes:
+        member: the process.
+        channel: leads to it; its thread says every moment that this process lives.
+        answer: sends the last message, after which the channel is closed. Thread: any. Errors:
+            OSError.
+    """
+
+    member: Member
+    channel: Channel
+    answer: Callable[[dict[str, object]], None]
+
+
+class Listener:
+    """Where the other processes ask whether this one lives, and to join it.
+
+    Requests of members are put into `requests`, those of processes that want to become members into
+    `newcomers`, until somebody takes them.
+
+    Thread: close() any; the requests are for one thread. Blocking: no.
+
+    Args:
+        host: the address to listen at.
+        key: the key of the job.
+        knows: whether a process belongs to the job; one that does not hears that it was left out.
+            Thread: any.
+        on_newcomer: called when a newcomer has asked. Thread: any.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        knows: Callable[[Member], bool],
+        on_newcomer: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.requests: queue.Queue[JoinRequest] = queue.Queue()
+        self.newcomers: queue.Queue[JoinRequest] = queue.Queue()
+        self.key = key
+        self._knows = knows
+        self._on_newcomer = on_newcomer
+        self._server = Server(host, key, self._answer)
+        self.port = self._server.port
+
+    def close(self) -> None:
+        """Stop listening. Those that wait for an answer find the connection closed."""
+        self._server.close()
+        for waiting in (self.requests, self.newcomers):
+            while not waiting.empty():
+                waiting.get().channel.close()
+
+    def dismiss_strangers(self) -> None:
+        """Tell those that wait, and do not belong to the job any more, that they were left out."""
+        for _ in range(self.requests.qsize()):
+            request = self.requests.get()
+            if self._knows(request.member):
+                self.requests.put(request)
+                continue
+            with contextlib.suppress(OSError):
+                request.answer({"kind": "left out"})
+
+    def take_newcomers(self, most: int) -> list[JoinRequest]:
+        """Return newcomers that still wait, `most` at most."""
+        taken: list[JoinRequest] = []
+        while len(taken) < most and not self.newcomers.empty():
+            request = self.newcomers.get()
+            if not request.channel.is_closed():
+                taken.append(request)
+        return taken
+
+    def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
+        if request["kind"] not in ("join", "newcomer"):
+            channel.send({"kind": "alive"})
+            return
+        member = Member(*request["member"])
+        if request["kind"] == "newcomer":
+            self._hold(member, channel, self.newcomers)
+        elif self._knows(member):
+            self._hold(member, channel, self.requests)
+        else:
+            channel.send({"kind": "left out"})
+
+    def _hold(self, member: Member, channel: Channel, waiting: queue.Queue[JoinRequest]) -> None:
+        """Keep a process that wants to join, and tell it that this one lives, until the answer."""
+        answered = threading.Event()
+        sending = threading.Lock()
+
+        def answer(message: dict[str, object]) -> None:
+            with sending:
+                try:
+                    channel.send(message)
+                finally:
+                    answered.set()  # only now: the thread closes the connection then
+
+        waiting.put(JoinRequest(member, channel, answer))
+        if waiting is self.newcomers:
+            self._on_newcomer()
+        while not answered.wait(_ALIVE_EVERY_S) and not self._server.closed:
+            with sending:
+                if not answered.is_set():
+                    channel.send({"kind": "alive"})

@@ -1,0 +1,85 @@
+"""Member, dial: a process of an elastic job, and how another one reaches it."""
+
+from __future__ import annotations
+
+import enum
+import socket
+from dataclasses import dataclass
+
+from torch_ring.elastic.channel import Channel
+
+__all__ = ["Member", "Reach", "dial", "reach"]
+
+# A kernel accepts connections for its processes, so this is time for the network alone.
+_CONNECT_S = 0.25
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of an elastic job.
+
+    Attributes:
+        id: a name that no other process has, also of those that come later.
+        host, port: where it listens for the others.
+    """
+
+    id: str
+    host: str
+    port: int
+
+    def packed(self) -> tuple[str, str, int]:
+        """Return the member as it is sent: ``Member(*packed)`` is the same."""
+        return self.id, self.host, self.port
+
+
+class Reach(enum.Enum):
+    """How far a process can be reached."""
+
+    ALIVE = "answers"
+    GONE = "has ended"  # nobody listens there, and its host says so
+    CUT_OFF = "its host cannot be reached"
+    SILENT = "does not answer"  # it is stopped, or its host is too busy
+
+
+def dial(member: Member, key: bytes, answer_s: float) -> Channel:
+    """Return a channel to a member.
+
+    Args:
+        member: the process to reach.
+        key: the key of the job.
+        answer_s: seconds that its process has to answer, once its host has.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    connection = socket.create_connection((member.host, member.port), _CONNECT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(answer_s)
+        return Channel(connection, key, accepted=False)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def reach(member: Member, key: bytes, answer_s: float) -> Reach:
+    """Return whether a member lives, as far as this process can tell."""
+    try:
+        connection = socket.create_connection((member.host, member.port), _CONNECT_S)
+    except ConnectionRefusedError:
+        return Reach.GONE
+    except OSError:
+        return Reach.CUT_OFF
+    connection.settimeout(answer_s)
+    channel = None
+    try:
+        channel = Channel(connection, key, accepted=False)
+        channel.send({"kind": "probe"})
+        channel.receive()
+    except TimeoutError:
+        return Reach.SILENT
+    except OSError:  # it has ended meanwhile; or another program listens there now
+        return Reach.GONE
+    finally:
+        connection.close()
+    return Reach.ALIVE

@@ -1,0 +1,307 @@
+"""regroup: the survivors of a world find one another, and agree who makes the next one.
+
+Every process of the job listens (`Listener`), and knows where the others do. After a failure each
+of them asks the lowest process below it that lives to lead; the one that finds none leads. It waits
+until every other process has come or cannot be reached, and tells those that have come who they are
+and where its store is. There they make the next world, in the order of their old ranks.
+
+A leader that dies loses its connections, and those that waited ask the next one. A process that
+dies before the next world is made lets it fail, and all regroup once more: they know the same
+processes as before, until a world has been made.
+
+A process counts as gone if its host refuses the connection; as lost if its host does not answer, or
+if it is stopped for longer than the heartbeat timeout. Lost ones might live, and might form a group
+of their own, so only a majority of those that are not gone goes on; of two halves the one with the
+lowest old rank does.
+
+A newcomer asks rank 0 of the present world. It waits there until the members regroup, and is added
+after the survivors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+from torch_ring.elastic.listener import JoinRequest, Listener
+from torch_ring.elastic.member import Member, Reach, dial, reach
+from torch_ring.errors import RingError, TimeoutError
+
+__all__ = ["Group", "LeftOutError", "Limits", "come", "regroup"]
+
+_LOOK_S = 0.002
+_PROBE_EVERY_S = 0.1
+_PROBERS = 32
+_FIND_EVERY_S = 0.05
+
+
+class LeftOutError(RingError):
+    """The other ranks go on without this one: it was silent for too long, or cut off from them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a regrouping may take, and how few processes may go on.
+
+    Attributes:
+        timeout_s: seconds until it fails.
+        silence_s: seconds of silence after which a process counts as lost.
+        least: the fewest processes that may go on.
+        most: the most processes of a world with newcomers.
+    """
+
+    timeout_s: float
+    silence_s: float
+    least: int = 1
+    most: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of the next world.
+
+    Attributes:
+        members: by rank.
+        store: the address of the store where they meet.
+        generation: how many worlds there were, with this one.
+    """
+
+    members: Sequence[Member]
+    store: tuple[str, int]
+    generation: int
+
+
+def regroup(
+    members: Sequence[Member],
+    generation: int,
+    own: Member,
+    listener: Listener,
+    limits: Limits,
+    serve: Callable[[], tuple[str, int]],
+) -> Group:
+    """Return the group that this process goes on with.
+
+    Args:
+        members: the processes of the last world, by rank.
+        generation: of the last world.
+        own: this process, one of them.
+        listener: this process's.
+        limits: how long to wait, and for how many.
+        serve: serves a new store, and returns its address; called if this process leads.
+
+    Raises:
+        LeftOutError: the other processes go on without this one, or it cannot know that they do
+            not.
+        TimeoutError: the processes did not come in time; names them.
+        RingError: too few processes are left.
+    """
+    deadline = time.monotonic() + limits.timeout_s
+    rank = members.index(own)
+    for candidate in members[:rank]:
+        answer = _ask("join", candidate, own, listener.key, limits, deadline)
+        if answer is not None:
+            return _group_of(answer)
+    return _Leading(members, generation, rank, listener, limits, deadline).run(serve)
+
+
+def come(
+    find_members: Callable[[], Sequence[Member]], own: Member, key: bytes, limits: Limits
+) -> Group:
+    """Return the group into which this process, a newcomer, is let.
+
+    Args:
+        find_members: returns the processes of the present world, by rank; none if there is none.
+        own: this process.
+        key: the key of the job.
+        limits: how long to wait.
+
+    Raises:
+        TimeoutError: nobody has let it in.
+    """
+    deadline = time.monotonic() + limits.timeout_s
+    while time.monotonic() < deadline:
+        for candidate in find_members():  # the first one that lives is, or becomes, rank 0
+            answer = _ask("newcomer", candidate, own, key, limits, deadline)
+            if answer is not None:
+                return _group_of(answer)
+        time.sleep(_FIND_EVERY_S)
+    raise TimeoutError(
+        f"no rank of the job has let this process in within {limits.timeout_s:g} s "
+        "(TORCH_RING_ELASTIC_TIMEOUT): do they call commit(), or check_host_updates()?"
+    )
+
+
+def _ask(
+    kind: str, candidate: Member, own: Member, key: bytes, limits: Limits, deadline: float
+) -> dict[str, Any] | None:
+    """Ask a process to lead; return its answer, or None if it has died or cannot be reached."""
+    try:
+        channel = dial(candidate, key, limits.silence_s)
+    except OSError:
+        return None
+    try:
+        channel.send({"kind": kind, "member": own.packed()})
+        while True:
+            answer = channel.receive(limits.silence_s)
+            if answer["kind"] != "alive":
+                return answer
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the other ranks did not come within {limits.timeout_s:g} s after a failure "
+                    "(TORCH_RING_ELASTIC_TIMEOUT): one of them is busy, in no collective"
+                )
+    except OSError as error:
+        if isinstance(error, RingError):
+            raise
+        return None
+    finally:
+        channel.close()
+
+
+def _group_of(answer: dict[str, Any]) -> Group:
+    if answer["kind"] == "left out":
+        raise LeftOutError(
+            "the other ranks go on without this one, which was silent for too long or cut off from "
+            "them: end this process, or start it anew"
+        )
+    if answer["kind"] == "refused":
+        raise _error_of(answer)
+    host, port = answer["store"]
+    return Group([Member(*each) for each in answer["members"]], (host, port), answer["generation"])
+
+
+def _error_of(answer: dict[str, Any]) -> RingError:
+    kinds = {kind.__name__: kind for kind in (LeftOutError, TimeoutError, RingError)}
+    return kinds[answer["error"]](answer["why"])
+
+
+class _Leading:
+    """The regrouping as its leader sees it."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        generation: int,
+        rank: int,
+        listener: Listener,
+        limits: Limits,
+        deadline: float,
+    ) -> None:
+        self._members = members
+        self._generation = generation
+        self._rank = rank
+        self._listener = listener
+        self._limits = limits
+        self._deadline = deadline
+        self._joined: dict[str, JoinRequest] = {}
+        self._found: dict[str, Reach] = {}  # of those that have not joined
+
+    def run(self, serve: Callable[[], tuple[str, int]]) -> Group:
+        """Wait for the others, and tell them the group."""
+        try:
+            self._gather()
+            survivors = self._survivors()
+            for request in self._listener.take_newcomers(self._limits.most - len(survivors)):
+                self._joined[request.member.id] = request
+                survivors.append(request.member)
+            group = Group(survivors, serve(), self._generation + 1)
+        except RingError as error:
+            answer = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
+            self._tell(answer)
+            raise
+        self._tell(
+            {
+                "kind": "group",
+                "members": [member.packed() for member in group.members],
+                "store": group.store,
+                "generation": group.generation,
+            }
+        )
+        return group
+
+    def _others(self) -> list[Member]:
+        return [member for index, member in enumerate(self._members) if index != self._rank]
+
+    def _missing(self) -> list[Member]:
+        return [member for member in self._others() if member.id not in self._joined]
+
+    def _gather(self) -> None:
+        """Wait until every other process has joined, or is gone or lost."""
+        probes: dict[str, Future[Reach]] = {}
+        next_probe = 0.0
+        probers = ThreadPoolExecutor(_PROBERS, thread_name_prefix="torch_ring regroup")
+        try:
+            while True:
+                self._take_requests()
+                missing = self._missing()
+                for member in missing:
+                    if member.id in probes and probes[member.id].done():
+                        self._found[member.id] = probes.pop(member.id).result()
+                if all(map(self._is_given_up, missing)):
+                    return
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimeoutError(self._too_late(missing))
+                if now < next_probe:
+                    continue
+                next_probe = now + _PROBE_EVERY_S
+                for member in missing:
+                    if member.id not in probes:
+                        probes[member.id] = probers.submit(
+                            reach, member, self._listener.key, self._limits.silence_s
+                        )
+        finally:
+            probers.shutdown(wait=False, cancel_futures=True)
+
+    def _take_requests(self) -> None:
+        with contextlib.suppress(Empty):
+            request = self._listener.requests.get(timeout=_LOOK_S)
+            while True:
+                self._joined[request.member.id] = request  # the latest: it may have asked before
+                request = self._listener.requests.get_nowait()
+        for process, request in list(self._joined.items()):
+            if request.channel.is_closed():  # it has died since
+                del self._joined[process]
+
+    def _is_given_up(self, member: Member) -> bool:
+        return self._found.get(member.id, Reach.ALIVE) is not Reach.ALIVE
+
+    def _survivors(self) -> list[Member]:
+        """Return who goes on, in the old order."""
+        missing = self._missing()
+        survivors = [member for member in self._members if member not in missing]
+        lost = [member for member in missing if self._found[member.id] is not Reach.GONE]
+        living = len(survivors) + len(lost)
+        first = next(member for member in self._members if member in survivors or member in lost)
+        if 2 * len(survivors) < living or (2 * len(survivors) == living and first in lost):
+            raise LeftOutError(
+                f"{len(survivors)} ranks of {living} find one another; {self._names(lost)} may "
+                "live, and go on: these end"
+            )
+        if len(survivors) < self._limits.least:
+            raise RingError(
+                f"{len(survivors)} ranks are left, and TORCH_RING_MIN_RANKS is "
+                f"{self._limits.least}: {self._names(missing)} have ended"
+            )
+        return survivors
+
+    def _too_late(self, missing: Sequence[Member]) -> str:
+        late = [member for member in missing if not self._is_given_up(member)]
+        return (
+            f"after a failure {self._names(late)} did not come within {self._limits.timeout_s:g} s "
+            "(TORCH_RING_ELASTIC_TIMEOUT): busy, in no collective"
+        )
+
+    def _names(self, members: Sequence[Member]) -> str:
+        ranks = [str(self._members.index(member)) for member in members]
+        return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks)}"
+
+    def _tell(self, answer: dict[str, Any]) -> None:
+        for request in self._joined.values():
+            with contextlib.suppress(OSError):  # it has died: the next world fails, all regroup
+                request.answer(answer)

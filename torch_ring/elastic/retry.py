@@ -1,0 +1,98 @@
+"""run: trains on, whatever ranks die."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch_ring.elastic.job import ElasticJob
+from torch_ring.elastic.object_state import ADDED, State
+from torch_ring.elastic.regroup import LeftOutError
+from torch_ring.errors import HostsUpdatedInterrupt, MismatchError, RingError
+from torch_ring.world import current
+
+__all__ = ["run"]
+
+ResultT = TypeVar("ResultT")
+
+# Failures one after the other in which no rank has died: the next one would be no other.
+_MOST_FRUITLESS = 3
+
+
+def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """Make a training function go on when ranks die. Horovod's ``hvd.elastic.run``.
+
+    ``func(state, ...)`` trains from where `state` is. If a rank dies, the survivors make a new
+    world, in the order of their old ranks, bring their states together (`State.resume`) and call
+    it again. So it must begin where the state says::
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                for state.batch in range(state.batch, batches):
+                    step(...)
+                state.batch = 0
+
+    The launcher must let survivors live: see docs/elastic.md.
+
+    Args:
+        func: takes a `State` first.
+
+    Returns:
+        The function; on return all that is written below has happened:
+
+        * `init` is called, if it was not;
+        * before the first call the state of rank 0 is given to all ranks;
+        * errors of `func` that are no RingError, and MismatchErrors, are the caller's.
+
+    Raises:
+        RingError: on calling it: fewer than TORCH_RING_MIN_RANKS live, or the others go on without
+            this rank.
+    """
+
+    @functools.wraps(func)
+    def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
+        current.init()
+        with contextlib.closing(ElasticJob(functools.partial(_note_newcomer, state))) as job:
+            return _train(job, functools.partial(func, state, *args, **kwargs), state)
+
+    return train
+
+
+def _note_newcomer(state: State) -> None:
+    state.on_hosts_updated(time.time(), ADDED)
+
+
+def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
+    prepare: Callable[[], None] | None = state.sync
+    is_newcomer, resets, fruitless = not job.members, False, 0
+    while True:
+        cause: RingError | HostsUpdatedInterrupt
+        try:
+            if is_newcomer:
+                is_newcomer, resets, prepare = False, True, state.resume
+                state.on_arrival()
+                job.regroup(None)
+            if resets:
+                state.on_reset()
+                if job.has_newcomers:  # whose messages the state has dropped
+                    _note_newcomer(state)
+            if prepare is not None:
+                prepare()
+            return func()
+        except (MismatchError, LeftOutError):
+            raise
+        except RingError as error:
+            cause, prepare = error, state.resume
+        except HostsUpdatedInterrupt as interrupt:
+            cause, prepare = interrupt, state.resume
+        before = job.members
+        job.regroup(cause)
+        resets = True
+        is_fruitless = isinstance(cause, RingError) and job.members == before
+        fruitless = fruitless + 1 if is_fruitless else 0
+        if fruitless == _MOST_FRUITLESS:
+            raise cause

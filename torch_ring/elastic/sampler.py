@@ -1,0 +1,87 @@
+"""ElasticSampler: each rank's share of the samples of an epoch that no rank has processed yet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from torch_ring import world
+
+__all__ = ["ElasticSampler"]
+
+
+class ElasticSampler(Sampler[int]):
+    """Deals the rest of an epoch to the ranks there are, with the names of Horovod's sampler.
+
+    Give it to a `TorchState`, call `record_batch` after each step and `set_epoch` at the end of
+    each epoch. After a change of the ranks the samples that were not recorded yet are dealt anew.
+
+    All ranks get the same number of samples: the first ones of the rest are repeated for that, as
+    in Horovod and in torch's DistributedSampler. `torch_ring.data.ShardedSampler` repeats none.
+
+    Args:
+        dataset: a data set with a length.
+        shuffle: whether each epoch has a random order of its own.
+        seed: the seed of the orders; the same on all ranks.
+
+    Attributes:
+        epoch: the current epoch.
+        processed_num: the number of samples of the epoch that all ranks together have processed.
+        num_replicas, rank: the world as it was at the last `reset`.
+        remaining_indices: the samples of the epoch that are left, in order.
+        num_samples: how many of them this rank gets.
+        total_size: how many all ranks get, with those that are repeated.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing is processed. Call it at the end of the one before."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002
+        """Record that each rank has processed a batch of `batch_size` samples."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress: ``epoch`` and ``processed_num``."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a progress, and deal what is left."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal what is left of the epoch to the present ranks."""
+        is_in_world = world.is_initialized()
+        self.num_replicas = world.size() if is_in_world else 1
+        self.rank = world.rank() if is_in_world else 0
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __len__(self) -> int:
+        """Return the number of samples that this rank gets until the end of the epoch."""
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        dealt = list(self.remaining_indices)
+        while 0 < len(dealt) < self.total_size:
+            dealt += dealt[: self.total_size - len(dealt)]
+        return iter(dealt[self.rank : self.total_size : self.num_replicas])

@@ -1,0 +1,153 @@
+"""TorchState: models, optimizers, samplers and plain attributes of an elastic training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_ring import world
+from torch_ring.collectives.objects import allgather_object, broadcast_object
+from torch_ring.elastic.handlers import (
+    StateHandler,
+    get_handler_registry,
+    handler_of,
+    set_handler_registry,
+)
+from torch_ring.elastic.object_state import ObjectState
+from torch_ring.elastic.sampler import ElasticSampler
+
+__all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
+
+
+class TorchState(ObjectState):
+    """The state of a training with torch, for `run`.
+
+    After a death the survivors usually copy nothing. Gradients are averaged before ``step()``, so a
+    failed pass leaves parameters and optimizer as they were before it, and the survivors go on with
+    that step. Where some have taken it already, the others take their state. So at most one step is
+    lost, whenever the last `commit` was.
+
+    That needs to know how far the training is: plain attributes that change, or an ElasticSampler
+    that records a batch, with every step, as in Horovod's examples. If they change only at commits,
+    all ranks go back to the last commit, as in Horovod.
+
+    Args:
+        model: a module, or None.
+        optimizer: an optimizer, wrapped or not, or None.
+        **kwargs: other modules, optimizers and ElasticSamplers, and plain attributes, which must be
+            picklable.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        self._changes = 0  # of plain attributes
+        self._steps = 0  # taken by all optimizers
+        self._progress_at_step: dict[str, Any] = {}  # of each optimizer: at its last step
+        self._several_steps = False  # an optimizer has taken two, or more
+        self._commits_only = False  # ... between which no attribute and no sampler changed
+        plain = {}
+        for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
+            handler = handler_of(value)
+            if handler is not None:
+                self._handlers[name] = handler
+                object.__setattr__(self, name, value)
+                self._count_steps_of(name, value)
+            elif name in kwargs or value is not None:
+                plain[name] = value
+        super().__init__(**plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers:
+            handlers[name].set_value(value)
+            self._count_steps_of(name, value)
+        elif name in self.__dict__.get("_saved_state", {}):
+            self._changes += 1
+        object.__setattr__(self, name, value)
+
+    def save(self) -> None:
+        """See `State`."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """See `State`."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """See `State`."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """See `State`."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def on_arrival(self) -> None:
+        """See `State`."""
+        self._steps = -1
+
+    def resume(self) -> None:
+        """Go on from where the farthest rank is, or from the last commit. Collective."""
+        own = (self._steps, self._changes, self._is_live())
+        ranks = allgather_object(own, name="elastic.progress")
+        if not all(is_live for _, _, is_live in ranks):
+            super().resume()
+        else:
+            self._follow([(steps, changes) for steps, changes, _ in ranks])
+        self._steps = self._changes = 0
+        self._progress_at_step.clear()
+
+    def _follow(self, ranks: list[tuple[int, int]]) -> None:
+        """Take the state of the rank that is farthest, as far as this one's is another."""
+        farthest = max(ranks)
+        root = ranks.index(farthest)
+        some_are_behind = any(steps != farthest[0] for steps, _ in ranks)
+        for handler in self._handlers.values():
+            if some_are_behind or isinstance(handler.value, ElasticSampler):
+                handler.copy_from(root)
+        plain = {name: getattr(self, name) for name in self._saved_state}
+        plain = broadcast_object(plain, root, "elastic.attributes")
+        if world.rank() != root:
+            for name, value in plain.items():
+                setattr(self, name, value)
+
+    def _is_live(self) -> bool:
+        """Return whether the attributes and samplers say how far the training is."""
+        if self._commits_only:
+            return not (self._saved_state or self._samplers())
+        now = self._progress()
+        return self._several_steps or all(now != at for at in self._progress_at_step.values())
+
+    def _progress(self) -> Any:
+        return self._changes, [(each.epoch, each.processed_num) for each in self._samplers()]
+
+    def _samplers(self) -> list[ElasticSampler]:
+        values = [handler.value for handler in self._handlers.values()]
+        return [value for value in values if isinstance(value, ElasticSampler)]
+
+    def _count_steps_of(self, name: str, value: Any) -> None:
+        if not isinstance(value, torch.optim.Optimizer):
+            return
+
+        def after_step(*_: Any) -> None:
+            if self._handlers[name].value is not value:
+                return
+            self._steps += 1
+            before, now = self._progress_at_step.get(name), self._progress()
+            self._several_steps |= before is not None
+            self._commits_only |= before == now
+            self._progress_at_step[name] = now
+
+        value.register_step_post_hook(after_step)

@@ -1,0 +1,309 @@
+"""The agent of a host: starts ranks there, passes on their output, and leaves none behind.
+
+The launcher sends the text of this file to a Python on every host, so it uses the standard library
+only, and of torch_ring what is sent with it. One thread does the work: a loop around poll().
+
+Requests come in frames over standard input, events leave in frames over standard output. The end of
+standard input means that the launcher has died: the agent then ends its ranks, and itself. Every
+process that a rank has started is a descendant of the agent, also one that has left the session of
+its rank and whose parent has ended (the agent is their subreaper), and is ended with the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+from torch_ring.run.frames import GREETING, Frames, frame
+from torch_ring.run.rank_process import RankProcess
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+__all__ = ["Agent", "main"]
+
+_READ_BYTES = 1 << 16
+_MOST_WAITING = 1 << 20  # bytes of events from which on the ranks' output stays in their pipes
+_LAST_READS = 64  # of a rank that has ended: more than its pipe holds
+_LOST_GRACE_S = 5.0  # from SIGTERM to SIGKILL, when the launcher has died
+_KILL_PATIENCE_S = 10.0  # for the kernel to end what has got SIGKILL
+_LOOK_S = 0.1  # between looks at what is left of the ranks, while they are ended
+_PORTS = (10_000, 29_999)  # the system gives these to no connection
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells say it
+
+_libc = ctypes.CDLL(None)
+
+
+class Agent:
+    """Does what the launcher asks, until there is nothing left to do."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, RankProcess] = {}  # by process
+        self._ended: list[RankProcess] = []  # their descendants may still write
+        self._requests = Frames()
+        self._waiting = bytearray(GREETING)
+        self._has_launcher = True
+        self._silence_s = 0.0  # of the launcher, which counts as its end; 0: it may be silent
+        self._heard = time.monotonic()
+        self._kill_at: float | None = None  # not None: the ranks are being ended
+        self._wakes, wake = os.pipe()
+        for fd in (0, 1, self._wakes, wake):
+            os.set_blocking(fd, False)
+        # Handlers, and not SIG_IGN, which the ranks would inherit.
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Popen restores it
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def run(self) -> None:
+        """Return when the launcher has ended the job, or has ended itself, and no rank is left."""
+        while self._kill_at is None or self._descendants():
+            self._turn()
+            now = time.monotonic()
+            if self._has_launcher and 0 < self._silence_s < now - self._heard:
+                self._lose_launcher()
+            if self._kill_at is not None and now >= self._kill_at:
+                self._signal(self._descendants(), signal.SIGKILL)
+                if now >= self._kill_at + _KILL_PATIENCE_S:
+                    break  # whoever started this agent says that something is left
+        self._reap()
+        self._send({"event": "ended", "left": len(self._descendants())})
+        deadline = time.monotonic() + _KILL_PATIENCE_S
+        while self._waiting and self._has_launcher and time.monotonic() < deadline:
+            self._turn()
+
+    def _turn(self) -> None:
+        poll = select.poll()
+        poll.register(self._wakes, select.POLLIN)
+        if self._has_launcher:
+            poll.register(0, select.POLLIN)
+            if self._waiting:
+                poll.register(1, select.POLLOUT)
+        outputs: dict[int, RankProcess] = {}
+        for rank in (*self._ranks.values(), *self._ended):
+            if len(self._waiting) < _MOST_WAITING:
+                outputs |= dict.fromkeys(rank.outputs, rank)
+            if rank.input >= 0:
+                poll.register(rank.input, select.POLLOUT)
+                outputs[rank.input] = rank
+        for fd, rank in outputs.items():
+            if fd != rank.input:
+                poll.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(1000 * self._patience_s())]
+        for fd in ready:
+            if fd == 0:
+                self._receive()
+            elif fd == 1:
+                self._flush()
+            elif fd in outputs:
+                rank = outputs[fd]
+                if fd == rank.input:
+                    rank.feed()
+                else:
+                    self._pass_on(rank, fd)
+        if self._wakes in ready:
+            self._wake()
+
+    def _patience_s(self) -> float:
+        if self._kill_at is not None:
+            return _LOOK_S
+        return max(_LOOK_S, self._silence_s / 4) if self._silence_s else 3600.0
+
+    # --- the launcher
+
+    def _send(self, event: dict[str, Any], payload: bytes = b"") -> None:
+        if self._has_launcher:
+            self._waiting += frame(event, payload)
+
+    def _flush(self) -> None:
+        try:
+            del self._waiting[: os.write(1, self._waiting[:_READ_BYTES])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose_launcher()
+
+    def _receive(self) -> None:
+        try:
+            data = os.read(0, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose_launcher()
+            return
+        self._heard = time.monotonic()
+        for request, payload in self._requests.feed(data):
+            self._do(request, payload)
+
+    def _lose_launcher(self) -> None:
+        self._has_launcher = False
+        self._waiting.clear()
+        self._end(_LOST_GRACE_S)
+
+    def _do(self, request: dict[str, Any], payload: bytes) -> None:
+        kind = request["do"]
+        if kind == "hello":
+            self._hello(request)
+        elif kind == "start":
+            self._start(request, payload)
+        elif kind == "signal":
+            self._signal(self._ranks, request["signal"], whole_groups=True)
+        elif kind == "end":
+            self._end(request["grace_s"])
+
+    def _hello(self, request: dict[str, Any]) -> None:
+        self._silence_s = request["silence_s"]
+        parent = request["parent"]
+        if parent:  # a process of this host; a forked one may hold the other end of our input
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                self._lose_launcher()
+                return
+        facts: dict[str, Any] = {"event": "ready", "port": _free_port(), "interface_address": ""}
+        facts["ssh"] = os.environ.get("SSH_CONNECTION", "")
+        if request["interface"]:
+            try:
+                facts["interface_address"] = _address_of(request["interface"])
+            except OSError:
+                names = ", ".join(name for _, name in socket.if_nameindex())
+                facts["problem"] = (
+                    f"no network interface {request['interface']!r} with an IPv4 address here "
+                    f"(there are {names})"
+                )
+        self._send(facts)
+
+    # --- ranks
+
+    def _start(self, request: dict[str, Any], given: bytes) -> None:
+        if self._kill_at is not None:
+            return
+        folder = request["folder"]
+        if not os.path.isdir(folder):
+            request["folder"] = os.path.expanduser("~")
+            text = f"there is no folder {folder!r} here: rank {request['rank']} starts at home"
+            self._send({"event": "note", "text": text})
+        try:
+            rank = RankProcess(request, given)
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            is_missing = isinstance(error, FileNotFoundError)
+            self._send(
+                {
+                    "event": "unstartable",
+                    "rank": request["rank"],
+                    "code": _NOT_FOUND if is_missing else _NOT_EXECUTABLE,
+                    "text": f"cannot start {request['command'][0]!r}: {error}",
+                }
+            )
+            return
+        self._ranks[rank.pid] = rank
+
+    def _pass_on(self, rank: RankProcess, fd: int) -> bool:
+        name = rank.outputs[fd]
+        data = rank.read(fd)
+        if data:
+            self._send({"event": "output", "rank": rank.rank, "stream": name}, data)
+        return bool(data)
+
+    def _wake(self) -> None:
+        numbers = os.read(self._wakes, _READ_BYTES)
+        if signal.SIGTERM in numbers:  # of the system, or because the launcher has died
+            self._end(_LOST_GRACE_S)
+        self._reap()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._ranks:
+                self._leave(self._ranks.pop(pid), status)
+
+    def _leave(self, rank: RankProcess, status: int) -> None:
+        """Pass on what a rank wrote before its end, and then its exit code."""
+        for fd in list(rank.outputs):
+            reads = 0
+            while fd in rank.outputs and reads < _LAST_READS and self._pass_on(rank, fd):
+                reads += 1
+        if rank.input >= 0:
+            os.close(rank.input)
+            rank.input = -1
+        if rank.outputs:
+            self._ended.append(rank)
+        self._send({"event": "exited", "rank": rank.rank, "code": rank.ended(status)})
+
+    def _end(self, grace_s: float) -> None:
+        """End the ranks and all that they have started: SIGTERM now, SIGKILL after the grace."""
+        kill_at = time.monotonic() + grace_s
+        if self._kill_at is None:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                self._signal(self._descendants(), number)
+        self._kill_at = kill_at if self._kill_at is None else min(kill_at, self._kill_at)
+
+    def _signal(self, pids: Iterable[int], number: int, whole_groups: bool = False) -> None:
+        for pid in list(pids):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # setuid programs
+                (os.killpg if whole_groups else os.kill)(pid, number)
+
+    def _descendants(self) -> list[int]:
+        """Return all processes that come from this one and have not ended."""
+        parents: dict[int, int] = {}
+        for name in os.listdir("/proc"):
+            if name.isdecimal():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
+                    if state not in (b"Z", b"X"):
+                        parents[int(name)] = int(parent)
+        children: dict[int, list[int]] = {}
+        for pid, parent_pid in parents.items():
+            children.setdefault(parent_pid, []).append(pid)
+        found: list[int] = []
+        new = [os.getpid()]
+        while new:
+            new = [child for pid in new for child in children.get(pid, [])]
+            found += new
+        return found
+
+
+def _free_port() -> int:
+    for _ in range(100):
+        port = random.randint(*_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    return 0
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
+
+
+def main() -> None:
+    """Run as the agent of this host."""
+    Agent().run()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""slots_of, secret_of, job_variables: what a job needs, from what users give."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterable, Mapping
+
+from torch_ring.config import SETTINGS, Config
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.rendezvous.launchers import Identity, discover
+from torch_ring.rendezvous.secret_file import read_secret
+from torch_ring.run.assignment import Slot, assign
+from torch_ring.run.cluster import cluster_hosts
+from torch_ring.run.hosts import Host, parse_slots, read_hostfile
+
+__all__ = ["job_variables", "secret_of", "slots_of"]
+
+_OF_ONE_SHELL = ("python", "env", "horovodrun")  # such variables may be left from somewhere
+
+
+def slots_of(
+    size: int | None,
+    hosts: str | Iterable[Host] | None,
+    hostfile: str | None,
+    environment: Mapping[str, str],
+) -> list[Slot]:
+    """Return the slots of a job's ranks.
+
+    Hosts are those that are given, else those of the job of Slurm, Kubernetes, PBS or LSF in which
+    this process runs, else this one.
+
+    Args:
+        size: the number of ranks; None: one for each slot.
+        hosts: as in -H.
+        hostfile: as in --hostfile.
+        environment: of this process.
+
+    Raises:
+        InvalidArgumentError: something is wrong with them, or this process is one of several.
+    """
+    _require_one_launcher()
+    if hosts is not None and hostfile is not None:
+        raise InvalidArgumentError("give hosts or a host file, and not both")
+    where = ""
+    if hosts is not None:
+        found = parse_slots(hosts)
+    elif hostfile is not None:
+        found = read_hostfile(hostfile)
+    else:
+        job = cluster_hosts(environment)
+        if job is None and size is None:
+            raise InvalidArgumentError("how many ranks? Give -np, or hosts and slots with -H")
+        found, where = job or ([Host("localhost", size or 1)], "")
+    try:
+        return assign(found, sum(host.slots for host in found) if size is None else size)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error} ({where})" if where else str(error)) from None
+
+
+def secret_of(environment: Mapping[str, str], variables: Mapping[str, str]) -> str:
+    """Return the secret that the user has chosen, or a new one."""
+    names = ("TORCH_RING_SECRET", "TORCH_RING_SECRET_FILE")
+    given = {name: variables.get(name) or environment.get(name, "") for name in names}
+    chosen = Config.from_environment(given)
+    if chosen.secret_file and not chosen.secret:
+        return read_secret(chosen.secret_file)
+    return chosen.secret or secrets.token_hex(32)
+
+
+def job_variables(
+    wanted: Mapping[str, str | None], environment: Mapping[str, str]
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Return the variables that an option gives the ranks, and those that they must not have.
+
+    Args:
+        wanted: values by name; None: the launcher's own.
+        environment: of the launcher.
+
+    Raises:
+        InvalidArgumentError: a variable without a value is not set here.
+    """
+    variables = {}
+    for name, value in wanted.items():
+        if value is None and name not in environment:
+            raise InvalidArgumentError(f"--env {name}: is not set here: give a value, {name}=...")
+        variables[name] = environment[name] if value is None else value
+    # An option goes before the environment, also before a variable that goes before its own.
+    unset = {
+        setting.variable
+        for setting in SETTINGS
+        if any(alias in variables for alias, _ in setting.aliases)
+    }
+    unset |= {"TORCH_RING_SECRET_FILE"}  # the secret travels; the file may be on this host only
+    return variables, frozenset(unset - variables.keys())
+
+
+def _require_one_launcher() -> None:
+    identity = Identity()
+    with contextlib.suppress(InvalidArgumentError):  # what is left of some launcher
+        identity = discover()
+    if identity.size > 1 and identity.launcher not in _OF_ONE_SHELL:
+        raise InvalidArgumentError(
+            f"{identity.launcher} has started this launcher as rank {identity.rank} of "
+            f"{identity.size}: start it once, or let {identity.launcher} start the ranks"
+        )

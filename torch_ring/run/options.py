@@ -1,0 +1,366 @@
+"""parse_options: the command line of ``python -m torch_ring.run``, which is horovodrun's."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_ring.config import SETTINGS
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.run.config_file import read_config
+
+__all__ = ["Options", "parse_options"]
+
+_DEFAULT_START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user wants.
+
+    Attributes:
+        command: of each rank.
+        size: the number of ranks; None: as many as there are slots.
+        least: the fewest ranks that go on when others have failed; None: none may fail.
+        most: the most ranks to which the job grows again; None: ranks that fail are not replaced.
+        hosts, hostfile: where; None: the hosts of the job in which this process runs, or this one.
+        ssh_port, ssh_identity_file, ssh_arguments: how other hosts are reached.
+        start_timeout_s: for all hosts to be reached.
+        output_folder: where the ranks' output is kept; None: nowhere.
+        interface: the network interface for the ranks, or several with commas; empty: they choose.
+        variables: that the ranks get, with None for the launcher's own.
+        with_time: whether the time goes before each line.
+        is_verbose: whether more is said.
+        shows: "build" or "version" if that is all that is wanted; empty: a job.
+        notes: lines about options that change nothing.
+    """
+
+    command: Sequence[str] = ()
+    size: int | None = None
+    least: int | None = None
+    most: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    ssh_arguments: tuple[str, ...] = ()
+    start_timeout_s: float = _DEFAULT_START_TIMEOUT_S
+    output_folder: str | None = None
+    interface: str = ""
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    with_time: bool = False
+    is_verbose: bool = False
+    shows: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Tunable:
+    """An option that becomes a variable of the ranks.
+
+    `of_value` returns the text of the variable.
+    """
+
+    option: str
+    variable: str
+    kind: Callable[[str], Any] | None  # None: a switch
+    of_value: Callable[[Any], str] = str
+
+
+def _of_switch(value: Any) -> str:
+    return "1" if value else "0"
+
+
+_TUNABLES = (
+    _Tunable(
+        "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", int, lambda mb: str(int(mb) << 20)
+    ),
+    _Tunable("--cycle-time-ms", "HOROVOD_CYCLE_TIME", float),
+    _Tunable("--cache-capacity", "HOROVOD_CACHE_CAPACITY", int),
+    _Tunable("--hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", None, _of_switch),
+    _Tunable("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", None, _of_switch),
+    _Tunable("--autotune", "HOROVOD_AUTOTUNE", None, _of_switch),
+    _Tunable("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str),
+    _Tunable("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int),
+    _Tunable("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int),
+    _Tunable("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int),
+    _Tunable("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", float),
+    _Tunable("--timeline-filename", "HOROVOD_TIMELINE", str),
+    _Tunable("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _of_switch),
+    _Tunable("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", None, _of_switch),
+    _Tunable("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", float),
+    _Tunable("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float),
+    _Tunable("--log-level", "HOROVOD_LOG_LEVEL", str),
+    _Tunable("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", None, lambda on: _of_switch(not on)),
+    _Tunable("--mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", None, _of_switch),
+    _Tunable("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", int),
+    _Tunable("--thread-affinity", "HOROVOD_THREAD_AFFINITY", int),
+    _Tunable("--elastic-timeout", "TORCH_RING_ELASTIC_TIMEOUT", float),
+    _Tunable("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", int),
+)
+_OPPOSITES = {  # the option that switches the other one off
+    "--no-stall-check": ("--stall-check",),
+    "--log-with-timestamp": ("--log-without-timestamp", "--log-hide-timestamp"),
+}
+_SAME = {"--log-with-timestamp": ("--no-log-hide-timestamp",)}
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+_ELASTIC = {
+    "standby": ("--standby",),
+    "host_discovery_script": ("--host-discovery-script",),
+    "slots": ("--slots-per-host", "--slots"),
+    "reset_limit": ("--reset-limit",),
+    "cooldown_range": ("--blacklist-cooldown-range",),
+}
+# Options that choose what torch_ring has only one of.
+_WITHOUT_MEANING = {
+    "--gloo": "the ranks find one another in one way only",
+    "--mpi": "the ranks are started without MPI; mpirun starts them as well",
+    "--jsrun": "the ranks are started by ssh",
+    "--disable-cache": "nothing is cached",
+    "--tcp": "TORCH_RING_TRANSPORT=tcp in --env has that meaning between ranks",
+}
+_WITHOUT_MEANING_VALUED = {
+    "--mpi-args": "the ranks are started without MPI",
+    "--binding-args": "ranks are not bound to cores",
+}
+
+
+def parse_options(
+    arguments: Sequence[str] | None, environment: Mapping[str, str], prog: str
+) -> Options:
+    """Return the options of a command line, and of its configuration file.
+
+    Raises:
+        InvalidArgumentError: an option needs ranks that come later; or the file or a value is
+            wrong.
+        SystemExit: as argparse, after it has told how the command is used.
+    """
+    args = _parser(prog).parse_args(arguments)
+    _refuse_elastic(args)
+    config = read_config(args.config_file) if args.config_file else {}
+    is_verbose = args.verbose or bool(config.pop("verbose", False))
+    values = config | {name: each for name, each in args.tunables.items() if each is not None}
+    variables: dict[str, str | None] = {}
+    notes = [f"{option} changes nothing: {why}" for option, why in args.notes or ()]
+    for tunable in _TUNABLES:
+        value = values.pop(_name(tunable.option), None)
+        if value is None:
+            continue
+        variables[tunable.variable] = _text_of(tunable, value)
+        if not _is_read(tunable.variable) and value is not False:
+            notes.append(f"{tunable.option} changes nothing: torch_ring has no use for it")
+    if values:
+        raise InvalidArgumentError(f"{args.config_file!r}: no option: {', '.join(sorted(values))}")
+    if args.min_np is not None:
+        variables["TORCH_RING_MIN_RANKS"] = str(args.min_np)
+    if args.max_np is not None:
+        variables["TORCH_RING_MAX_RANKS"] = str(args.max_np)
+    variables |= dict(_variable(text) for text in args.env or ())
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return Options(
+        command,
+        args.num_proc,
+        args.min_np,
+        args.max_np,
+        args.hosts,
+        args.hostfile,
+        args.ssh_port,
+        args.ssh_identity_file,
+        tuple(shlex.split(args.ssh_args or "")),
+        args.start_timeout or _start_timeout(environment),
+        args.output_filename,
+        ",".join(dict.fromkeys(name for each in args.nics or () for name in each.split(","))),
+        variables,
+        args.with_time,
+        is_verbose,
+        args.shows or "",
+        tuple(notes),
+    )
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        allow_abbrev=False,
+        description="Starts the ranks of a job on this host and, by ssh, on others. Options are "
+        "those of horovodrun.",
+        epilog="The output of each rank comes with its number in front. If a rank fails, the "
+        "others are ended, and its exit code is that of the job.",
+    )
+    show = parser.add_argument
+    show("-v", "--version", dest="shows", action="store_const", const="version", help="say it")
+    show(
+        *("-cb", "--check-build"),
+        dest="shows",
+        action="store_const",
+        const="build",
+        help="say what torch_ring was built with, and what it can use here",
+    )
+    add = parser.add_argument
+    add("-np", "--num-proc", type=_count, help="ranks; default: as many as there are slots")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "-H", "--hosts", help="host1:4,host2:4: hosts and their slots; default: this one"
+    )
+    where.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="lines such as `host1 slots=4`"
+    )
+    add("-p", "--ssh-port", type=_count, help="of all hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="a private key")
+    add("--ssh-args", metavar="WORDS", help='more for ssh, as in --ssh-args="-o User=me"')
+    add("--start-timeout", type=_seconds, metavar="S", help="to reach all hosts; default: 30")
+    add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
+    add("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all ranks")
+    add(
+        *("--network-interface", "--network-interfaces"),
+        dest="nics",
+        action="append",
+        metavar="NAMES",
+        help="that the ranks use",
+    )
+    add(
+        *("-prefix-timestamp", "--prefix-output-with-timestamp"),
+        dest="with_time",
+        action="store_true",
+        help="put the time in front of each line, too",
+    )
+    add("--config-file", metavar="FILE", help="options in YAML; those given here go first")
+    add("--verbose", action="store_true", help="say which ranks start where, and how")
+    _add_tunables(parser)
+    _add_others(parser)
+    add("command", nargs=argparse.REMAINDER, help="the command of each rank, and its arguments")
+    return parser
+
+
+def _add_tunables(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(tunables={})
+    group = parser.add_argument_group(
+        "settings of the ranks", "They become variables of Horovod, which torch_ring honours."
+    )
+    for tunable in _TUNABLES:
+        name = _name(tunable.option)
+        if tunable.kind is not None:
+            levels = _LEVELS if tunable.option == "--log-level" else None
+            group.add_argument(
+                tunable.option, action=_Set, dest=name, type=tunable.kind, choices=levels
+            )
+            continue
+        on = (tunable.option, *_SAME.get(tunable.option, ()))
+        off = _OPPOSITES.get(tunable.option, (f"--no-{name.replace('_', '-')}",))
+        group.add_argument(*on, action=_Set, dest=name, nargs=0, const=True)
+        group.add_argument(
+            *off, action=_Set, dest=name, nargs=0, const=False, help=argparse.SUPPRESS
+        )
+
+
+def _add_others(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "elastic training", "Hosts cannot come yet: most are refused."
+    )
+    group.add_argument(
+        *("--min-np", "--min-num-proc"),
+        type=_count,
+        help="ranks that go on when others have failed (torch_ring.elastic); default: none",
+    )
+    group.add_argument(
+        *("--max-np", "--max-num-proc"),
+        type=_count,
+        help="with --min-np: ranks that have failed are started again, up to this number of ranks",
+    )
+    for name, options in _ELASTIC.items():
+        nargs = 2 if name == "cooldown_range" else None
+        group.add_argument(*options, dest=name, nargs=nargs)
+    group = parser.add_argument_group("of horovodrun", "These are accepted, and change nothing.")
+    for option in _WITHOUT_MEANING:
+        group.add_argument(option, action=_Remark, dest="notes", nargs=0)
+    for option in _WITHOUT_MEANING_VALUED:
+        group.add_argument(option, action=_Remark, dest="notes")
+
+
+class _Set(argparse.Action):
+    """Puts a value into the dictionary of tunables; of two the last one counts."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        value = self.const if self.nargs == 0 else values
+        namespace.tunables = {**namespace.tunables, self.dest: value}
+
+
+class _Remark(argparse.Action):
+    """Remembers an option that changes nothing."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,  # noqa: ARG002
+        option_string: str | None = None,
+    ) -> None:
+        why = (_WITHOUT_MEANING | _WITHOUT_MEANING_VALUED)[str(option_string)]
+        namespace.notes = [*(namespace.notes or ()), (option_string, why)]
+
+
+def _refuse_elastic(args: argparse.Namespace) -> None:
+    for name, options in _ELASTIC.items():
+        if getattr(args, name) is not None:
+            raise InvalidArgumentError(
+                f"{options[0]} needs hosts that come while a job runs, which torch_ring.run does "
+                "not have yet: leave it out"
+            )
+
+
+def _name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _text_of(tunable: _Tunable, value: Any) -> str:
+    """Return the text of a variable, checked as torch_ring will read it."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+        raise InvalidArgumentError(f"{tunable.option} {value}: must be 0 or more")
+    try:
+        return tunable.of_value(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"{tunable.option} {value!r}: must be a number") from None
+
+
+def _is_read(variable: str) -> bool:
+    return any(variable == alias for setting in SETTINGS for alias, _ in setting.aliases)
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name or "\0" in text:
+        raise InvalidArgumentError(f"--env {text!r}: must be NAME or NAME=VALUE")
+    return name, value if equals else None
+
+
+def _start_timeout(environment: Mapping[str, str]) -> float:
+    text = environment.get("HOROVOD_START_TIMEOUT", "")
+    try:
+        return _seconds(text) if text else _DEFAULT_START_TIMEOUT_S
+    except argparse.ArgumentTypeError as error:
+        raise InvalidArgumentError(f"HOROVOD_START_TIMEOUT={error}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+    return seconds

@@ -1,0 +1,208 @@
+"""Screen: lines of many ranks on one standard output, one standard error, and in files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+__all__ = ["FdSink", "Screen", "Sink", "StreamSink"]
+
+_MOST_LINE = 1 << 20  # bytes; a longer line is cut
+_MOST_WAITING = 1 << 20  # bytes that wait for their reader before more are taken from ranks
+_PIPE_BUF = 4096  # what a pipe that polls as writable takes without blocking (pipe(7))
+_FILE_BYTES = 1 << 20
+
+
+class Sink(Protocol):
+    """Where text goes. Nothing of it blocks."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to poll until it can be written to, while bytes wait; -1: none."""
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that have not been written."""
+
+    def write(self, data: bytes) -> None:
+        """Take bytes."""
+
+    def flush(self) -> None:
+        """Write what can be written at once. Raises OSError if nobody reads it."""
+
+    def mute(self) -> None:
+        """Forget what waits and what comes."""
+
+
+class FdSink:
+    """A sink that is a descriptor, which other processes may share: it stays a blocking one."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._bytes = bytearray()
+        self._is_mute = False
+        self._most = _FILE_BYTES if stat.S_ISREG(os.fstat(fd).st_mode) else _PIPE_BUF
+
+    @property
+    def fd(self) -> int:
+        """The descriptor."""
+        return self._fd
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that have not been written."""
+        return len(self._bytes)
+
+    def write(self, data: bytes) -> None:
+        """Take bytes."""
+        if not self._is_mute:
+            self._bytes += data
+
+    def flush(self) -> None:
+        """Write some of the bytes: call it when the descriptor polls as writable."""
+        with contextlib.suppress(BlockingIOError):
+            del self._bytes[: os.write(self._fd, self._bytes[: self._most])]
+
+    def mute(self) -> None:
+        """Forget what waits and what comes: nobody reads it."""
+        self._bytes.clear()
+        self._is_mute = True
+
+
+class StreamSink:
+    """A sink that is `sys.stdout` or `sys.stderr`, as a notebook or a test has replaced it."""
+
+    fd, waiting = -1, 0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def write(self, data: bytes) -> None:
+        """Write bytes; blocks as the stream does."""
+        stream = getattr(sys, self._name)
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+
+    def flush(self) -> None:
+        """Return: nothing waits."""
+
+    def mute(self) -> None:
+        """Return: a stream of Python tells its user itself."""
+
+
+class Screen:
+    """Puts lines together from what the ranks write, and writes each with its rank in front.
+
+    A line is never mixed with another one. A carriage return, with which a progress bar begins its
+    line anew, ends a line, too; so that the bar stays one line as long as nobody else writes.
+
+    Args:
+        stdout, stderr: where lines go.
+        size: the number of ranks.
+        folder: where each rank's streams are kept without a prefix, as in `rank.3/stdout`.
+        with_time: whether the time goes before each line.
+    """
+
+    def __init__(
+        self,
+        stdout: Sink,
+        stderr: Sink,
+        size: int,
+        folder: str | None = None,
+        with_time: bool = False,
+    ) -> None:
+        self.sinks = {"stdout": stdout, "stderr": stderr}
+        self.pieces = 0  # that have been written: whole lines, one or more
+        self.is_dropping = False  # of what nobody reads in time: the job is being ended
+        self._with_time = with_time
+        self._begun: dict[tuple[int, str], bytearray] = {}  # lines without an end
+        self._last: dict[str, tuple[int, bool]] = {}  # sink -> rank, whether it left a bar
+        self._folder = None if folder is None else Path(folder)
+        self._digits = len(str(max(0, size - 1)))
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits for its reader that no more should be taken from the ranks."""
+        return any(sink.waiting >= _MOST_WAITING for sink in self.sinks.values())
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        """Take what a rank has written; write the lines that are whole.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self._folder is not None:
+            self._file(rank, stream).write(data)
+        begun = self._begun.setdefault((rank, stream), bytearray())
+        begun += data
+        lines = begun.splitlines(keepends=True)
+        rest = bytearray()
+        if lines and not lines[-1].endswith(b"\n"):  # "\r" at the end may be half of "\r\n"
+            rest = lines.pop()
+            if len(rest) >= _MOST_LINE:
+                lines.append(rest + b"\n")
+                rest = bytearray()
+        self._begun[rank, stream] = rest
+        self._write_lines(rank, stream, [line for line in lines if line != b"\r"])
+
+    def finish(self, rank: int) -> None:
+        """End the lines that a rank has begun: it has ended."""
+        for stream in self.sinks:
+            rest = self._begun.pop((rank, stream), None)
+            if rest and rest != b"\r":
+                self._write_lines(rank, stream, [rest + b"\n"])
+            file = self._files.pop((rank, stream), None)
+            if file is not None:
+                file.close()
+
+    def say(self, line: str) -> None:
+        """Write a line of the launcher itself to standard error."""
+        self._write_lines(
+            -1, "stderr", [f"torch_ring.run: {line}\n".encode(errors="surrogateescape")]
+        )
+
+    def mute(self, fd: int) -> None:
+        """Write no more to a descriptor that nobody reads."""
+        for sink in self.sinks.values():
+            if sink.fd == fd:
+                sink.mute()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _write_lines(self, rank: int, stream: str, lines: Sequence[bytes | bytearray]) -> None:
+        sink = self.sinks[stream]
+        if not lines or (self.is_dropping and rank >= 0 and sink.waiting >= _MOST_WAITING):
+            return
+        prefix = b"" if rank < 0 else self._prefix(rank, stream)
+        written = bytearray()
+        last, left_bar = self._last.get(stream, (rank, False))
+        if left_bar and last != rank:
+            written += b"\n"
+        for line in lines:
+            written += prefix + line
+        self.pieces += 1
+        self._last[stream] = (rank, lines[-1].endswith(b"\r"))
+        sink.write(bytes(written))
+
+    def _prefix(self, rank: int, stream: str) -> bytes:
+        when = time.strftime("%a %b %e %H:%M:%S %Y") if self._with_time else ""
+        return f"{when}[{rank}]<{stream}>:".encode()
+
+    def _file(self, rank: int, stream: str) -> BinaryIO:
+        if (rank, stream) not in self._files:
+            assert self._folder is not None
+            folder = self._folder / f"rank.{rank:0{self._digits}d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115
+        return self._files[rank, stream]
