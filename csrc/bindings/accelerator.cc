@@ -148,8 +148,14 @@ class Accelerator final : public Device, public Buffers {
       return view_of(const_cast<void*>(data), count, dtype, device);
     };
     nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
-    device.scale = [view](void* data, std::size_t count, DType dtype, const Scaling& scaling) {
-      scale_result(view(data, count, dtype), scaling);
+    device.scale = [view](void* output, const void* input, std::size_t count, DType dtype,
+                          const Scaling& scaling) {
+      scale(view(output, count, dtype), view(input, count, dtype), scaling);
+    };
+    device.allocate = [this](std::size_t bytes) {
+      const at::Tensor memory = empty(bytes);
+      keep_for_stream(memory);
+      return memory.mutable_data_ptr();
     };
     device.widen = [view](const void* data, std::size_t count, const Reduction& reduction) {
       const at::Tensor wide = widened(view(data, count, reduction.dtype), reduction);

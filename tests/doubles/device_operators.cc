@@ -81,14 +81,16 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
 
 at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
 
-/// Enqueued if it is in place and by a number, as the engine's scaling of a result is: that stands
-/// behind a collective which may never end. Other products wait, as all that on_cpu() runs.
+/// Enqueued if it is by a number, as the engine's scaling is: that of a result stands behind a
+/// collective which may never end. Other products wait, as all that on_cpu() runs.
 at::Tensor& multiply(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
   const c10::DeviceGuard guard(out.device());
-  const at::Tensor& number = out.is_same(self) ? other : self;
-  const bool in_place = out.is_same(self) || out.is_same(other);
-  if (in_place && number.is_cpu() && number.dim() == 0) {
-    enqueue([host = on_host(out), number] { host.mul_(number); });
+  const bool by_number = other.is_cpu() && other.dim() == 0;
+  if (by_number && out.sizes() == self.sizes()) {
+    enqueue([host = on_host(out), source = on_host(self), other] {
+      at::Tensor target = host;
+      at::mul_out(target, source, other);
+    });
     return out;
   }
   synchronize();
