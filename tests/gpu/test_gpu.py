@@ -13,6 +13,7 @@ from typing import Any
 import pool
 import pytest
 import torch
+from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
 from device_jobs import JOBS, lose_a_rank
@@ -75,7 +76,7 @@ def test_a_graph_cannot_have_collectives(size):
 
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
-    "program", [*JOBS, *TRAINING, *DATA, *FLOAT16, *OPERATIONS], ids=lambda program: program.__name__
+    "program", [*JOBS, *TRAINING, *COMPRESSION, *DATA, *FLOAT16, *OPERATIONS], ids=lambda program: program.__name__
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):
