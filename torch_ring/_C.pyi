@@ -31,6 +31,9 @@ def nccl_version(library: str) -> int:
     Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
 
+def device_in_use() -> torch.device | None:
+    """Return the device that this process drives from its first collective on one; None so far."""
+
 def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an uninitialised contiguous tensor with the dtype and device of `like`.
 
