@@ -24,9 +24,8 @@ bool is_captured() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
   const py::object& query =
       storage
-          .call_once_and_store_result([] {
-            return capture_query(c10::DeviceTypeName(type, /*lower_case=*/true).c_str());
-          })
+          .call_once_and_store_result(
+              [] { return capture_query(c10::DeviceTypeName(type, /*lower_case=*/true).c_str()); })
           .get_stored();
   return !query.is_none() && query().template cast<bool>();
 }
@@ -34,9 +33,9 @@ bool is_captured() {
 }  // namespace
 
 std::optional<std::string> capture_problem(c10::Device device, Captured what) {
-  const bool captured = device.is_cuda() ? is_captured<c10::DeviceType::CUDA>()
-                                         : device.is_privateuseone() &&
-                                               is_captured<c10::DeviceType::PrivateUse1>();
+  const bool captured =
+      device.is_cuda() ? is_captured<c10::DeviceType::CUDA>()
+                       : device.is_privateuseone() && is_captured<c10::DeviceType::PrivateUse1>();
   if (!captured) return std::nullopt;
   const char* why = what == Captured::kCollective
                         ? "a collective cannot be captured into a CUDA graph: the ranks agree on "

@@ -292,7 +292,7 @@ void NcclCommunicator::fail(Result result, const char* call) {
                   ". NCCL_DEBUG=WARN tells more");
 }
 
-/// The inputs times their factors: `input` itself, or in `output`, or if that is null in new memory.
+/// The inputs times their factors: `input` itself, or `output`, or new memory if that is null.
 const void* NcclCommunicator::scaled(const void* input, std::size_t count,
                                      const Reduction& reduction, void* output) {
   const Scaling scaling = before(reduction);

@@ -37,9 +37,9 @@ struct Device {
       narrow = {};
 };
 
-/// Whether the factors of a reduction multiply its inputs rather than its result, which rounds alike:
-/// in a Sum of float16 that they make smaller, as an Average does. NCCL adds in float16, so the sum
-/// of the inputs themselves could overflow where the result does not. Pure.
+/// Whether the factors of a reduction multiply its inputs, and not its result: those of a Sum of
+/// float16 that make it smaller, as an Average does. NCCL adds in float16, so the sum of the inputs
+/// themselves could overflow where the result does not. Pure.
 bool scales_inputs(const Reduction& reduction);
 
 /// All calls enqueue on the device's stream and return; results are written when the stream has run

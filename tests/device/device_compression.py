@@ -76,7 +76,9 @@ def compress_as_on_the_host(device: str) -> None:
                     optimizers[place].zero_grad()
                     loss = loss_of(model, mine)
                     (loss * torch.inf if overflow else loss).backward()
-            for here, there in zip(models["cpu"].parameters(), models[device].parameters()):
+            for here, there in zip(
+                models["cpu"].parameters(), models[device].parameters(), strict=True
+            ):
                 assert there.grad is not None
                 assert there.grad.isfinite().all() == (step not in (0, 3, 4))
                 scale = here.grad.abs().amax().item() / 127  # of int8: one code apart

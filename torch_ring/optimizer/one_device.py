@@ -15,7 +15,7 @@ _ON_NO_DEVICE = ("cpu", "meta")
 
 
 def device_problem(parameters: Iterable[Tensor]) -> str | None:
-    """Return why the gradients of the parameters cannot be reduced by one process; None if they can.
+    """Return why one process cannot reduce the gradients of the parameters; None if it can.
 
     One process drives one device, beside the CPU: that of its first collective on a device.
 
