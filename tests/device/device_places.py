@@ -81,7 +81,8 @@ def refuse_a_second_device(device: str) -> None:
         wrapped(parameter(device, 1))
     with pytest.raises(ValueError, match=f"uses {device}:0, and the tensor is on {device}:1"):
         hvd.allreduce(torch.ones(3, device=f"{device}:1"))
-    assert hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum).tolist() == [hvd.size()] * 3
+    there = torch.ones(3, device=f"{device}:0")
+    assert hvd.allreduce(there, op=hvd.Sum).tolist() == [hvd.size()] * 3
 
 
 def use_the_second_device(device: str) -> None:
