@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, device
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 BUILT_FOR_TORCH: str
@@ -30,6 +30,9 @@ def nccl_version(library: str) -> int:
 
     Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
+
+def device_in_use() -> device | None:
+    """Return the device that this process drives from its first collective on one; None so far."""
 
 def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an uninitialised contiguous tensor with the dtype and device of `like`.

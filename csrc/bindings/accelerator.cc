@@ -5,7 +5,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <array>
@@ -13,14 +12,13 @@
 #include <utility>
 
 #include "bindings/dtypes.h"
+#include "bindings/graph_capture.h"
 #include "bindings/scaling.h"
 #include "bindings/streams.h"
 #include "core/clock.h"
 #include "nccl/loader.h"
 #include "nccl/nccl_communicator.h"
 #include "nccl/rendezvous.h"
-
-namespace py = pybind11;
 
 namespace torch_ring {
 
@@ -148,8 +146,14 @@ class Accelerator final : public Device, public Buffers {
       return view_of(const_cast<void*>(data), count, dtype, device);
     };
     nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
-    device.scale = [view](void* data, std::size_t count, DType dtype, const Scaling& scaling) {
-      scale_result(view(data, count, dtype), scaling);
+    device.scale = [view](void* output, const void* input, std::size_t count, DType dtype,
+                          const Scaling& scaling) {
+      scale(view(output, count, dtype), view(input, count, dtype), scaling);
+    };
+    device.allocate = [this](std::size_t bytes) {
+      const at::Tensor memory = empty(bytes);
+      keep_for_stream(memory);
+      return memory.mutable_data_ptr();
     };
     device.widen = [view](const void* data, std::size_t count, const Reduction& reduction) {
       const at::Tensor wide = widened(view(data, count, reduction.dtype), reduction);
@@ -205,19 +209,6 @@ class Accelerator final : public Device, public Buffers {
   at::Tensor buffer_;
 };
 
-/// Whether the current stream is being captured into a CUDA graph. A replayed graph makes no
-/// agreement with the other ranks, so a capture is refused.
-bool is_captured(c10::Device device) {
-  if (!device.is_cuda()) return false;
-  const py::gil_scoped_acquire gil;
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
-  return storage
-      .call_once_and_store_result(
-          [] { return py::module_::import("torch.cuda").attr("is_current_stream_capturing"); })
-      .get_stored()()
-      .cast<bool>();
-}
-
 }  // namespace
 
 std::shared_ptr<DeviceChoice> DeviceChoice::of_process() {
@@ -231,19 +222,23 @@ std::shared_ptr<DeviceChoice> DeviceChoice::of_process() {
 
 void DeviceChoice::use(c10::Device device) {
   if (device.is_cpu()) return;
-  if (is_captured(device)) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "a collective cannot be captured into a CUDA graph: the ranks agree on each before "
-                "they run it. Capture forward and backward only within optimizer.no_sync(), or "
-                "leave the collectives outside of the graph");
+  if (const auto problem = capture_problem(device, Captured::kCollective)) {
+    throw Error(ErrorKind::kInvalidArgument, *problem);
   }
   const std::scoped_lock lock(mutex_);
   if (!device_) device_ = device;
   if (*device_ != device) {
     throw Error(ErrorKind::kInvalidArgument,
                 "this process uses " + device_->str() + ", and the tensor is on " + device.str() +
-                    ": one process drives one device; call torch.cuda.set_device(local_rank())");
+                    ": one process drives one device, from its first collective on. Start a "
+                    "process for each device, and choose it before: "
+                    "torch.cuda.set_device(local_rank())");
   }
+}
+
+std::optional<c10::Device> DeviceChoice::chosen() {
+  const std::scoped_lock lock(mutex_);
+  return device_;
 }
 
 void DeviceChoice::prefer_current() {

@@ -26,6 +26,9 @@ class DeviceChoice {
   /// captured into a CUDA graph.
   void use(c10::Device device);
 
+  /// The chosen device, if there is one.
+  std::optional<c10::Device> chosen();
+
   /// Prefers the thread's current device, for a rank that has no tensor on a device yet.
   void prefer_current();
 

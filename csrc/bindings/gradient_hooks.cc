@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "bindings/graph_capture.h"
+
 namespace torch_ring {
 namespace {
 
@@ -23,6 +25,12 @@ constexpr const char* kSentInVain =
 struct AssertionError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_AssertionError; }
+};
+
+/// A C++ exception that autograd turns into Python's ValueError.
+struct ValueError final : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  PyObject* python_type() override { return PyExc_ValueError; }
 };
 
 bool get(const std::string& bitmap, std::size_t i) {
@@ -136,7 +144,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     std::unique_lock lock(mutex_);
     HookedParameter& parameter = parameters_[index];
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has taken it
-    enter_pass(lock);
+    enter_pass(lock, parameter.variable.device());
     parameter.refresh();
     spare_kept(lock, index);
     follow_streams(parameter);
@@ -148,9 +156,17 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
 }
 
 /// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
-/// would meet another pass's, in another thread or in a bucket that is in flight.
-void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock) {
+/// would meet another pass's, in another thread or in a bucket that is in flight. Throws if the
+/// pass is captured into a graph.
+void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device) {
   const BackwardPass current = BackwardPass::current();
+  if (!pass_) {
+    lock.unlock();
+    if (const auto problem = capture_problem(device, Captured::kBackward)) {
+      throw ValueError(*problem);
+    }
+    lock.lock();
+  }
   if (!pass_) {
     pass_ = current;
     lock.unlock();

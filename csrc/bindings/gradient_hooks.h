@@ -140,7 +140,7 @@ class GradientHooks final : public AccumulationObserver,
   void close_pass(bool failed);
 
   // Under mutex_:
-  void enter_pass(std::unique_lock<std::mutex>& lock);
+  void enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device);
   void expect_in_block(HookedParameter& parameter);
   bool count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient);
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index);

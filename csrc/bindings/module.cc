@@ -5,6 +5,7 @@
 
 #include <system_error>
 
+#include "bindings/accelerator.h"
 #include "bindings/blocking_call.h"
 #include "bindings/gradient_hooks.h"
 #include "bindings/py_control_plane.h"
@@ -61,6 +62,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));
+  module.def("device_in_use", [] { return DeviceChoice::of_process()->chosen(); });
   module.def("empty_result", &empty_result, py::arg("like"), py::arg("shape"));
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));

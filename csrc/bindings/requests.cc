@@ -12,7 +12,6 @@
 
 #include "bindings/dtypes.h"
 #include "bindings/result_allocator.h"
-#include "bindings/scaling.h"
 #include "bindings/streams.h"
 
 namespace torch_ring {
@@ -107,11 +106,10 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
   return fingerprint;
 }
 
-/// The communicator's input for `tensor`. A device has no prescale; Adasum runs on the host.
+/// The communicator's input for `tensor`. Adasum runs on the host.
 at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
   const at::Tensor values = values_of(tensor);
-  if (fingerprint.on_host()) return values.is_cpu() ? values : values.detach().cpu();
-  return fingerprint.prescale == 1.0 ? values : scaled(values.detach(), fingerprint.prescale);
+  return fingerprint.on_host() && !values.is_cpu() ? values.detach().cpu() : values;
 }
 
 std::function<void()> keeper(std::vector<at::Tensor> tensors) {

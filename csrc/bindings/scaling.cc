@@ -1,6 +1,7 @@
 #include "bindings/scaling.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
 
 #include <limits>
 
@@ -28,22 +29,18 @@ bool is_float(const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor scaled(const at::Tensor& tensor, double factor) {
-  if (tensor.scalar_type() == at::kBool) return tensor;
-  if (is_float(tensor)) return tensor * factor;
-  return truncated(tensor.to(at::kDouble) * factor, tensor.scalar_type());
-}
-
-void scale_result(const at::Tensor& tensor, const Scaling& scaling) {
-  if (tensor.scalar_type() == at::kBool) return;
-  const auto divisor = static_cast<double>(scaling.divisor);
-  if (is_float(tensor)) {
-    tensor.mul_(scaling.postscale / divisor);
+void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& scaling) {
+  if (input.scalar_type() == at::kBool) {
+    output.copy_(input);
     return;
   }
-  // An Average of integers comes by narrow(), so there is no divisor.
-  const at::Tensor product = tensor.to(at::kDouble) * scaling.postscale;
-  tensor.copy_(truncated(product, tensor.scalar_type()));
+  const double factor = scaling.prescale * scaling.postscale / static_cast<double>(scaling.divisor);
+  if (is_float(input)) {
+    at::Tensor target = output;
+    at::mul_out(target, input, at::native::wrapped_scalar_tensor(factor));
+  } else {
+    output.copy_(truncated(input.to(at::kDouble) * factor, input.scalar_type()));
+  }
 }
 
 at::Tensor widened(const at::Tensor& tensor, const Reduction& reduction) {
@@ -58,7 +55,7 @@ void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& r
   const Scaling& scaling = reduction.scaling;
   if (!averages_integers(reduction)) {
     output.copy_(wide);  // wraps around, as a sum in the dtype itself
-    if (scaling.postscale != 1.0) scale_result(output, scaling);
+    if (scaling.postscale != 1.0) scale(output, output, {.postscale = scaling.postscale});
     return;
   }
   const at::Scalar ranks(scaling.divisor);

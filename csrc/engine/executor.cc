@@ -90,7 +90,6 @@ Reduction Executor::reduction_of(const Fingerprint& f) const {
     reduction.op = ReduceOp::kSum;
     reduction.scaling.divisor = communicator_.size();
   }
-  if (!f.on_host()) reduction.scaling.prescale = 1.0;  // the bindings have scaled the input
   return reduction;
 }
 

@@ -1,6 +1,7 @@
 #include "nccl/nccl_communicator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -38,6 +39,23 @@ bool needs_widening(const Reduction& reduction) {
   return averages_integers(reduction) || reduction.dtype == DType::kInt16;
 }
 
+bool is_one(const Scaling& scaling) {
+  return scaling.prescale == 1.0 && scaling.postscale == 1.0 && scaling.divisor == 1;
+}
+
+/// The factors of the inputs.
+Scaling before(const Reduction& reduction) {
+  if (reduction.dtype == DType::kBool) return {};
+  if (scales_inputs(reduction)) return reduction.scaling;
+  return {.prescale = reduction.scaling.prescale};
+}
+
+/// The factors of the result.
+Scaling after(const Reduction& reduction) {
+  if (reduction.dtype == DType::kBool || scales_inputs(reduction)) return {};
+  return {.postscale = reduction.scaling.postscale, .divisor = reduction.scaling.divisor};
+}
+
 const std::byte* bytes_at(const void* data, std::size_t bytes) {
   return static_cast<const std::byte*>(data) + bytes;
 }
@@ -48,6 +66,12 @@ bool all_equal(std::span<const std::size_t> values) {
 }
 
 }  // namespace
+
+bool scales_inputs(const Reduction& reduction) {
+  const Scaling& scaling = reduction.scaling;
+  return reduction.dtype == DType::kFloat16 && reduction.op == ReduceOp::kSum &&
+         std::abs(scaling.postscale) < static_cast<double>(scaling.divisor);
+}
 
 /// A group of NCCL calls, which end() starts together. A call that throws leaves the communicator
 /// failed and the group open; the destructor closes it.
@@ -120,6 +144,7 @@ void NcclCommunicator::abort() noexcept {
 
 void NcclCommunicator::allreduce(const void* input, void* output, std::size_t count,
                                  const Reduction& reduction, std::span<const std::int64_t>) {
+  input = scaled(input, count, reduction, output);
   if (needs_widening(reduction)) {
     device_.narrow(output, reduce_widened(input, count, reduction), count, reduction);
     return;
@@ -194,12 +219,13 @@ void NcclCommunicator::alltoall(const void* input, void* output,
 void NcclCommunicator::reducescatter(const void* input, void* output,
                                      std::span<const std::size_t> counts,
                                      const Reduction& reduction) {
+  const auto own = counts.begin() + rank_;
+  const auto earlier = std::accumulate(counts.begin(), own, std::size_t{0});
+  const auto all = std::accumulate(own, counts.end(), earlier);
+  input = scaled(input, all, reduction, nullptr);
   if (needs_widening(reduction)) {  // rare: all ranks get all numbers, and each narrows its own
-    const auto own = counts.begin() + rank_;
-    const auto before = std::accumulate(counts.begin(), own, std::size_t{0});
-    const auto all = std::accumulate(own, counts.end(), before);
     Widened wide = reduce_widened(input, all, reduction);
-    wide.data = bytes_at(wide.data, before * wide.item * size_of(wide.dtype));
+    wide.data = bytes_at(wide.data, earlier * wide.item * size_of(wide.dtype));
     device_.narrow(output, wide, *own, reduction);
     return;
   }
@@ -266,10 +292,21 @@ void NcclCommunicator::fail(Result result, const char* call) {
                   ". NCCL_DEBUG=WARN tells more");
 }
 
+/// The inputs times their factors: `input` itself, or `output`, or new memory if that is null.
+const void* NcclCommunicator::scaled(const void* input, std::size_t count,
+                                     const Reduction& reduction, void* output) {
+  const Scaling scaling = before(reduction);
+  if (count == 0 || is_one(scaling)) return input;
+  if (!output) output = device_.allocate(count * size_of(reduction.dtype));
+  device_.scale(output, input, count, reduction.dtype, scaling);
+  return output;
+}
+
+/// Applies the factors of the result.
 void NcclCommunicator::finish(void* data, std::size_t count, const Reduction& reduction) {
-  const Scaling& scaling = reduction.scaling;
-  if (count == 0 || (scaling.postscale == 1.0 && scaling.divisor == 1)) return;
-  device_.scale(data, count, reduction.dtype, scaling);
+  const Scaling scaling = after(reduction);
+  if (count == 0 || is_one(scaling)) return;
+  device_.scale(data, data, count, reduction.dtype, scaling);
 }
 
 }  // namespace torch_ring::nccl

@@ -23,19 +23,27 @@ struct Widened {
 /// enqueued on the stream, and follows core/reduce.h.
 struct Device {
   Stream stream;
-  /// data[i] = data[i] * scaling.postscale / scaling.divisor. (ncclAvg multiplies by 1/n rounded to
-  /// the dtype of the data.)
-  std::function<void(void* data, std::size_t count, DType, const Scaling&)> scale = {};
+  /// output[i] = input[i] * scaling.prescale * scaling.postscale / scaling.divisor. `output` may be
+  /// `input`. (ncclAvg multiplies by 1/n rounded to the dtype of the data.)
+  std::function<void(void* output, const void* input, std::size_t count, DType, const Scaling&)>
+      scale = {};
+  /// New memory, kept until the stream has run what this thread enqueues for the collective.
+  std::function<void*(std::size_t bytes)> allocate = {};
   /// `count` elements of `data`, in new memory, as numbers whose sums can be narrowed.
   std::function<Widened(const void* data, std::size_t count, const Reduction&)> widen = {};
-  /// output[i] = the scaled reduction of which `data` are the sums (or minima, ...) of numbers.
+  /// output[i] = the reduction of which `data` are the sums (or minima, ...) of numbers, scaled but
+  /// for the prescale, which these have.
   std::function<void(void* output, const Widened& data, std::size_t count, const Reduction&)>
       narrow = {};
 };
 
+/// Whether the factors of a reduction multiply its inputs, and not its result: those of a Sum of
+/// float16 that make it smaller, as an Average does. NCCL adds in float16, so the sum of the inputs
+/// themselves could overflow where the result does not. Pure.
+bool scales_inputs(const Reduction& reduction);
+
 /// All calls enqueue on the device's stream and return; results are written when the stream has run
-/// them. Buffers are device memory that lives until then. A reduction's prescale is 1: the
-/// bindings, which have an allocator, have applied it.
+/// them. Buffers are device memory that lives until then.
 ///
 /// Thread: one at a time; no other thread is inside NCCL. Blocking: until NCCL has accepted the
 /// call, bounded by the timeout; the constructor until all ranks construct theirs.
@@ -74,6 +82,8 @@ class NcclCommunicator final : public Communicator {
 
   void wait(Result result, const char* call);
   [[noreturn]] void fail(Result result, const char* call);
+  const void* scaled(const void* input, std::size_t count, const Reduction& reduction,
+                     void* output);
   void finish(void* data, std::size_t count, const Reduction& reduction);
   Widened reduce_widened(const void* input, std::size_t count, const Reduction& reduction);
 

@@ -2,6 +2,7 @@
 
 #include "nccl/nccl_communicator.h"
 
+#include <cmath>
 #include <cstring>
 #include <deque>
 
@@ -24,12 +25,16 @@ class OnStream final : public HostCommunicator {
     nccl::UniqueId id{};
     if (rank() == 0) CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
     host_->broadcast(&id, sizeof id, 0);
-    const auto scale = [this](void* data, std::size_t count, DType dtype, const Scaling& scaling) {
+    const auto scale = [this](void* output, const void* input, std::size_t count, DType dtype,
+                              const Scaling& scaling) {
       stream_.enqueue([=] {
-        const void* const inputs[] = {data};
-        void* const outputs[] = {data};
+        const void* const inputs[] = {input};
+        void* const outputs[] = {output};
         reduce(outputs, inputs, count, {dtype, ReduceOp::kSum, scaling});
       });
+    };
+    const auto allocate = [this](std::size_t bytes) {
+      return static_cast<void*>(memory_.emplace_back(bytes).data());
     };
     const auto widen = [this](const void* data, std::size_t count, const Reduction& reduction) {
       auto& wide = wide_.emplace_back(count);
@@ -51,8 +56,9 @@ class OnStream final : public HostCommunicator {
         if (count > 0) std::memcpy(output, elements.data(), elements.bytes().size());
       });
     };
-    nccl_ = std::make_unique<NcclCommunicator>(double_api(), id, rank(), size(), abort, timeout,
-                                               nccl::Device{stream_.handle, scale, widen, narrow});
+    nccl_ = std::make_unique<NcclCommunicator>(
+        double_api(), id, rank(), size(), abort, timeout,
+        nccl::Device{stream_.handle, scale, allocate, widen, narrow});
   }
 
   int rank() const override { return host_->rank(); }
@@ -88,6 +94,7 @@ class OnStream final : public HostCommunicator {
  private:
   std::shared_ptr<HostCommunicator> host_;
   std::deque<std::vector<std::int64_t>> wide_;  // the stream's
+  std::deque<std::vector<std::byte>> memory_;   // the stream's
   Stream stream_;
   std::unique_ptr<NcclCommunicator> nccl_;
 };
@@ -114,6 +121,7 @@ void run_on_double(int size, const std::function<void(OnStream&, Abort&)>& fn,
 [[maybe_unused]] const bool added = [] {
   const Layout layout = on_double({1, 2, 3});
   add_for_sizes(layout, "allreduce of every dtype and operator", allreduce_all);
+  add_for_sizes(layout, "allreduce with factors", allreduce_scaled);
   add_for_sizes(layout, "broadcast from every root", broadcast_from_every_root);
   add_for_sizes(layout, "allgather of ragged and empty parts", allgather_ragged);
   add_for_sizes(layout, "reducescatter of every dtype and operator", reducescatter_all);
@@ -146,6 +154,69 @@ TEST(nccl_calls_return_before_the_stream_has_run_them) {
     gate.count_down();
     rank.stream().synchronize();
     CHECK(data == std::vector<float>(kCount, 3.0f));
+  });
+}
+
+TEST(nccl_sums_of_float16_that_shrink_are_scaled_before) {
+  const auto scales = [](DType dtype, ReduceOp op, double postscale, std::int64_t divisor) {
+    return nccl::scales_inputs({dtype, op, {.postscale = postscale, .divisor = divisor}});
+  };
+  CHECK(scales(DType::kFloat16, ReduceOp::kSum, 1, 2));
+  CHECK(scales(DType::kFloat16, ReduceOp::kSum, -0.5, 1));
+  CHECK(!scales(DType::kFloat16, ReduceOp::kSum, 1, 1));
+  CHECK(!scales(DType::kFloat16, ReduceOp::kSum, 2, 2));
+  CHECK(!scales(DType::kFloat16, ReduceOp::kProduct, 0.5, 1));
+  CHECK(!scales(DType::kBFloat16, ReduceOp::kSum, 1, 2));
+  CHECK(!scales(DType::kFloat32, ReduceOp::kSum, 1, 2));
+}
+
+TEST(nccl_average_of_float16_does_not_overflow) {
+  for (const int size : {2, 3, 4}) {
+    run_on_double(size, [size](OnStream& rank, Abort&) {
+      const auto all = kCount * static_cast<std::size_t>(size);
+      const auto values = [](std::size_t count) {
+        return Elements::repeating(DType::kFloat16, count, 1, [](auto) { return 40'000; });
+      };
+      const auto check = [](const Elements& result) {  // a unit of float16 there is 32
+        for (std::size_t i = 0; i < result.count(); ++i) {
+          CHECK(std::fabs(result.at(i) - 40'000) <= 64);
+        }
+      };
+      // The second overflows in the inputs already, unless all factors are one.
+      for (const Scaling& scaling : {Scaling{.divisor = size}, Scaling{4, 0.25, size}}) {
+        const Reduction reduction{DType::kFloat16, ReduceOp::kSum, scaling};
+        Elements input = values(all);
+        Elements output(DType::kFloat16, all);
+        rank.allreduce(input.data(), output.data(), all, reduction, {});
+        check(output);
+        Elements part(DType::kFloat16, kCount);
+        const std::vector<std::size_t> equal(static_cast<std::size_t>(size), kCount);
+        rank.reducescatter(input.data(), part.data(), equal, reduction);
+        check(part);
+        std::vector<std::size_t> ragged(static_cast<std::size_t>(size), 0);
+        ragged.back() = kCount;
+        Elements last(DType::kFloat16, rank.rank() + 1 == size ? kCount : 0);
+        rank.reducescatter(input.data(), last.data(), ragged, reduction);
+        check(last);
+        CHECK(same(input.bytes(), values(all).bytes()));
+        rank.allreduce(input.data(), input.data(), all, reduction, {});
+        check(input);
+      }
+    });
+  }
+}
+
+TEST(nccl_reducescatter_scales_inputs_and_result) {
+  run_on_double(2, [](OnStream& rank, Abort&) {
+    for (const DType dtype : {DType::kFloat32, DType::kInt16, DType::kInt32}) {
+      Elements input = Elements::repeating(dtype, 2 * kCount, 1, [](auto) { return 5; });
+      Elements output(dtype, kCount);
+      const std::vector<std::size_t> counts{kCount, kCount};
+      rank.reducescatter(input.data(), output.data(), counts,
+                         {dtype, ReduceOp::kSum, {.prescale = 2}});
+      for (std::size_t i = 0; i < kCount; ++i) CHECK_EQ(output.at(i), 20);
+      CHECK_EQ(input.at(0), 5);
+    }
   });
 }
 

@@ -41,6 +41,9 @@ class Faults(ctypes.Structure):
     ]
 
 
+_captures = 0  # that are under way in this process
+
+
 @functools.cache
 def load() -> None:
     """Make `DEVICE` a device of torch in this process."""
@@ -63,6 +66,7 @@ def load() -> None:
         manual_seed_all=lambda _seed: None,  # random numbers are the CPU's
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         _is_in_bad_fork=lambda: False,
+        is_current_stream_capturing=lambda: _captures > 0,
     )
     torch._register_device_module(DEVICE, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -108,3 +112,17 @@ def held_stream() -> Iterator[None]:
         yield
     finally:
         torch.ops.ringdouble.open_gate(gate)
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """Pretend that the current streams are captured into a graph until the block ends.
+
+    What it enqueues runs all the same: a stand-in has no graphs.
+    """
+    global _captures
+    _captures += 1
+    try:
+        yield
+    finally:
+        _captures -= 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import device_double
 import pytest
+from device_compression import COMPRESSION
 from device_data import DATA
+from device_float16 import FLOAT16
 from device_jobs import JOBS
 from device_operations import OPERATIONS
+from device_places import PLACES
 from device_runs import run_on_double
 from device_training import TRAINING
 
@@ -15,7 +18,9 @@ pytestmark = device_double.needed
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "program", [*OPERATIONS, *TRAINING, *JOBS, *DATA], ids=lambda program: program.__name__
+    "program",
+    [*OPERATIONS, *FLOAT16, *COMPRESSION, *PLACES, *TRAINING, *JOBS, *DATA],
+    ids=lambda program: program.__name__,
 )
 def test_on_a_stand_in(program, size):
     run_on_double(program, size)

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "counts.h"
 #include "doubles/nccl_double.h"
 
 namespace device_double {
@@ -106,6 +107,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return device_of(std::exchange(current_index, index_of(device)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    count(counts.host_waits);
     Streams::of(device).synchronize();
   }
 
@@ -132,6 +134,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return nccl_double_stream_query(queue_of(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    count(counts.host_waits);
     nccl_double_stream_synchronize(queue_of(stream));
   }
 
@@ -145,7 +148,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || nccl_double_event_query(event); }
   void synchronizeEvent(void* event) const override {
-    if (event) nccl_double_event_synchronize(event);
+    if (!event) return;
+    count(counts.host_waits);
+    nccl_double_event_synchronize(event);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event) nccl_double_event_destroy(event);

@@ -19,9 +19,12 @@
 #include <chrono>
 #include <future>
 #include <memory>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "counts.h"
 #include "device_double.h"
 
 namespace device_double {
@@ -62,6 +65,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     // Keeps `from` until it has been copied, as torch's own allocator of pinned memory does.
     enqueue([source = from.detach(), target = on_host(to)] { target.copy_(source); });
   } else {
+    count(counts.host_waits);
     synchronize();
     on_host(to).copy_(on_host(from));
   }
@@ -81,14 +85,16 @@ at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
 
 at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
 
-/// Enqueued if it is in place and by a number, as the engine's scaling of a result is: that stands
-/// behind a collective which may never end. Other products wait, as all that on_cpu() runs.
+/// Enqueued if it is by a number, as the engine's scaling is: that of a result stands behind a
+/// collective which may never end. Other products wait, as all that on_cpu() runs.
 at::Tensor& multiply(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
   const c10::DeviceGuard guard(out.device());
-  const at::Tensor& number = out.is_same(self) ? other : self;
-  const bool in_place = out.is_same(self) || out.is_same(other);
-  if (in_place && number.is_cpu() && number.dim() == 0) {
-    enqueue([host = on_host(out), number] { host.mul_(number); });
+  const bool by_number = other.is_cpu() && other.dim() == 0;
+  if (by_number && out.sizes() == self.sizes()) {
+    enqueue([host = on_host(out), source = on_host(self), other] {
+      at::Tensor target = host;
+      at::mul_out(target, source, other);
+    });
     return out;
   }
   synchronize();
@@ -100,6 +106,7 @@ at::Tensor& multiply(const at::Tensor& self, const at::Tensor& other, at::Tensor
 
 at::Scalar item(const at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
+  count(counts.host_waits);
   synchronize();
   return at::cpu::_local_scalar_dense(on_host(self));
 }
@@ -121,9 +128,19 @@ c10::Device device_of(const torch::jit::Stack& arguments) {
   return current_device();
 }
 
+/// Whether the host waits for an operator on a GPU: the shape of its result depends on values, or
+/// its result is the host's.
+bool waits_on_gpu(const std::string& name) {
+  static const std::set<std::string> names{"aten::nonzero", "aten::masked_select", "aten::equal",
+                                           "aten::_unique2"};
+  return names.contains(name);
+}
+
 /// Runs an operator on the CPU, after waiting for the current stream (and no other).
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::DeviceGuard guard(device_of(*stack));
+  if (waits_on_gpu(op.schema().name())) count(counts.host_waits);
+  const Uncounted own;
   synchronize();
   at::native::cpu_fallback(op, stack);
 }
@@ -186,6 +203,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 TORCH_LIBRARY(ringdouble, library) {
   library.def("delay(int milliseconds) -> ()", delay);
   library.def("close_gate() -> int", close_gate);
+  library.def("host_waits() -> int", [] { return counts.host_waits.load(); });
   library.def("open_gate(int gate) -> ()", open_gate);
 }
 

@@ -13,10 +13,22 @@ from typing import Any
 import pool
 import pytest
 import torch
+from device_compression import COMPRESSION
 from device_data import DATA
+from device_float16 import FLOAT16
 from device_jobs import JOBS, lose_a_rank
 from device_operations import OPERATIONS
+from device_places import PLACES
 from device_training import TRAINING
+from training import (
+    assert_same_on_all_ranks,
+    assert_same_weights,
+    joined_batches,
+    loss_of,
+    make_model,
+    part,
+    train,
+)
 
 import torch_ring as hvd
 
@@ -67,6 +79,45 @@ def check_that_capture_is_refused(device: str) -> None:
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
 
 
+def check_that_a_captured_backward_is_refused(device: str) -> None:
+    model = make_model().to(device)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.ones(6, 8, device=device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(model, optimizer, [batch] * 3)
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    message = "a replay runs no hooks"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loss_of(model, batch).backward()
+
+
+def train_graphed_callables(device: str) -> None:
+    """The way that the error names: graphs of a module, which autograd calls as one step."""
+    models = [make_model().to(device), make_model().to(device)]
+    batches = [part(batch).to(device) for batch in joined_batches(6)]
+    graphed = torch.cuda.make_graphed_callables(models[1], (batches[0].clone(),))
+    for model in (models[0], graphed):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    assert_same_on_all_ranks(*(p.cpu() for p in models[1].parameters()))
+    assert_same_weights(models[1].cpu(), models[0].cpu())
+
+
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize(
+    "program", [check_that_a_captured_backward_is_refused, train_graphed_callables]
+)
+def test_graphs_of_training(program, size):
+    run(program, size)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_graph_cannot_have_collectives(size):
     run(check_that_capture_is_refused, size)
@@ -74,7 +125,9 @@ def test_a_graph_cannot_have_collectives(size):
 
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
-    "program", [*JOBS, *TRAINING, *DATA, *OPERATIONS], ids=lambda program: program.__name__
+    "program",
+    [*JOBS, *TRAINING, *COMPRESSION, *PLACES, *DATA, *FLOAT16, *OPERATIONS],
+    ids=lambda program: program.__name__,
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):

@@ -53,7 +53,10 @@ class PowerSGDCompressor(ErrorFeedback):
     ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
         """Take one step of the power iteration, and send the projection."""
         matrix = gradient.flatten(1)
-        right = state["right"] if "right" in state else self._first_right(matrix)
+        if "right" in state:  # on another device as an error may be
+            right = state["right"].to(matrix.device, non_blocking=True)
+        else:
+            right = self._first_right(matrix)
         left = torch.linalg.qr((yield Reduce(matrix @ right))).Q
         own_right = matrix.T @ left
         right = yield Reduce(own_right)

@@ -85,7 +85,9 @@ class StatefulCompressor(ABC):
             gradient: this rank's gradient in the shape of the parameter, float32 or float64; a
                 complex one has a last dimension of 2. It may be overwritten: clone it to keep it.
             state: this parameter's state. Changes are kept if the result is finite; otherwise
-                ``GradScaler`` skips the step. So replace tensors, do not write into them.
+                ``GradScaler`` skips the step. So replace tensors, do not write into them. On a
+                device the host waits for the result unless the changes are tensors there, of the
+                same shapes as before.
 
         Returns:
             The mean, in the shape and dtype of `gradient`.
@@ -216,7 +218,8 @@ class ErrorFeedback(StatefulCompressor):
                     f"its state is of shape {list(owed.shape)}, its gradient of "
                     f"{list(gradient.shape)}: load_state_dict() was given another model's"
                 )
-            gradient = gradient + owed
+            # From another device if the state was loaded on the host, or the model has moved.
+            gradient = gradient + owed.to(gradient.device, non_blocking=True)
         mean, sent = yield from self.send(gradient, state)
         state["error"] = gradient - sent
         return mean

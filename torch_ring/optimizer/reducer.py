@@ -15,10 +15,12 @@ from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
+from torch_ring.errors import InvalidArgumentError
 from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
+from torch_ring.optimizer.one_device import device_problem
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import describe_difference
@@ -252,6 +254,9 @@ class Reducer:
                 "parameters have moved to another device, and part of the gradients had been sent "
                 "when a backward pass found that: call zero_grad() after moving a model"
             )
+        problem = device_problem(self._parameters)
+        if problem:
+            self._sync.fail(f"a model has moved: {problem}")
         named = zip(self._names, self._parameters, strict=True)
         self._specs = [_spec(name, parameter) for name, parameter in named]
         self._direct = self._large_ones()
@@ -342,7 +347,8 @@ def _require_same_parameters(
     settings: ReductionSettings,
     groups: Sequence[Sequence[int]],
 ) -> None:
-    lines = [settings.describe()]
+    problem = device_problem(parameters)
+    lines = [problem or settings.describe()]
     group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -353,3 +359,5 @@ def _require_same_parameters(
         line += f" in group {group_of[index]}" if index in group_of else ""
         lines.append(line)
     require_same(lines, "the ranks wrap different optimizers", process_set)
+    if problem:  # on all ranks
+        raise InvalidArgumentError(problem)

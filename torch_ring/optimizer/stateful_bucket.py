@@ -14,6 +14,7 @@ from torch_ring.compression.stateful import Gather, Reduce, Request, State, Stat
 from torch_ring.errors import RingError
 from torch_ring.optimizer.buckets import Bucket
 from torch_ring.optimizer.compressor_round import Collectives, CompressorRound
+from torch_ring.optimizer.compressor_state import state_if_finite
 
 __all__ = ["BucketCompression", "StatefulBucket"]
 
@@ -168,6 +169,8 @@ class _CompressedGradient:
                 f"'{self.name}': reduce() returned {got}, not a tensor of shape "
                 f"{list(self._gradient.shape)}"
             )
-        if mean.abs().amax().isfinite():
-            self._states[self.name] = self._state
+        before = self._states.get(self.name, {})
+        state = state_if_finite(mean, self._state, before)
+        if state or before:
+            self._states[self.name] = state
         self._gradient.copy_(mean if self._scale == 1 else mean * self._scale)

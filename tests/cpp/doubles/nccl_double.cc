@@ -191,7 +191,7 @@ void copy(const void* from, void* to, std::size_t bytes) {
 
 /// A reduction for some ranks. Every rank sends `count` elements of its input, from element
 /// `stride` * r on, to each rank r for which receives(r) holds. Those ranks reduce them in the
-/// order of ranks.
+/// order of ranks, and round each partial result to the dtype, as NCCL does.
 Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, const void* input,
                   void* output, std::size_t count, const Reduction& reduction, Comm comm,
                   Stream stream) {
@@ -218,8 +218,12 @@ Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, 
   }
   call.compute = [=] {
     std::vector<std::byte> result(count * width);  // the output may overlap the input
-    void* const into[] = {result.data()};
-    reduce(into, inputs, count, reduction);
+    copy(inputs[0], result.data(), result.size());
+    for (std::size_t peer = 1; peer < inputs.size(); ++peer) {
+      void* const into[] = {result.data()};
+      const void* const two[] = {result.data(), inputs[peer]};
+      reduce(into, two, count, reduction);
+    }
     copy(result.data(), output, result.size());
     arrived->clear();
   };

@@ -1,0 +1,63 @@
+"""A capture into a CUDA graph is refused: a replay would reduce nothing."""
+
+from __future__ import annotations
+
+import contextlib
+
+import device_double
+import pytest
+import torch
+from device_double import captured
+from device_runs import run_on_double
+from torch.optim import SGD
+from training import assert_same_on_all_ranks, loss_of, make_model
+
+import torch_ring as hvd
+
+pytestmark = device_double.needed
+
+
+def refuse_collectives(device: str) -> None:
+    size, mine = hvd.size(), torch.ones(3, device=device)
+    for collective in (
+        lambda: hvd.allreduce_(mine),
+        lambda: hvd.grouped_allreduce([mine, mine]),
+        lambda: hvd.allgather(mine),
+        lambda: hvd.broadcast(mine, 0),
+        lambda: hvd.alltoall(torch.ones(size, device=device)),
+        lambda: hvd.reducescatter(torch.ones(size, device=device), op=hvd.Sum),
+    ):
+        with captured(), pytest.raises(ValueError, match="collective cannot be captured"):
+            collective()
+    with captured():
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [size] * 3  # of the host
+    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [size] * 3
+
+
+def refuse_backward(device: str) -> None:
+    """Refuse a pass, also one that only accumulates, before anything is sent; then go on."""
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.int8()):
+        model = make_model().to(device)
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1), compression=compression
+        )
+        batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(hvd.rank())).to(device)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step % 2:
+                context = optimizer.no_sync() if step > 2 else contextlib.nullcontext()
+                with captured(), context:
+                    loss = loss_of(model, batch)
+                    with pytest.raises(ValueError, match=r"(?s)no hooks.*make_graphed_callables"):
+                        loss.backward()
+                optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            gradients = [weight.grad for weight in model.parameters()]
+            assert_same_on_all_ranks(*(grad.cpu() for grad in gradients if grad is not None))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("program", [refuse_collectives, refuse_backward])
+def test_a_capture_is_refused(program, size):
+    run_on_double(program, size)
