@@ -173,6 +173,13 @@ class ControlPlane:
     def abandon(self) -> None:
         """In a forked child: close the inherited connections, touch nothing else."""
 
+class LaunchOrder:
+    """The order in which a process's sets use its devices (csrc/engine/launch_order.h)."""
+
+    def __init__(self) -> None: ...
+    def share(self) -> None:
+        """Order them from now on. Call it on all ranks before they agree to make a second set."""
+
 class Engine:
     """Runs the collectives of a process set.
 
@@ -187,6 +194,7 @@ class Engine:
         width: sockets of a connection between hosts.
         memory: of this host; None if no host has several members.
         slots: by member, the offset of the set's memory in the member's part.
+        launch_order: of this process, for all of its sets.
         checksums: whether data between hosts carry checksums.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
@@ -204,6 +212,7 @@ class Engine:
         width: int,
         memory: HostMemory | None,
         slots: Sequence[int],
+        launch_order: LaunchOrder,
         *,
         checksums: bool,
         timeout_s: float,

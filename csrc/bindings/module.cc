@@ -15,6 +15,7 @@
 #include "bindings/store_call.h"
 #include "core/failpoint.h"
 #include "core/limits.h"
+#include "engine/launch_order.h"
 #include "nccl/loader.h"
 
 namespace py = pybind11;
@@ -79,6 +80,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("limit_to_raise", &limit_to_raise, py::arg("error"));
   bind_control_plane(module);
   bind_host_memory(module);
+  py::class_<LaunchOrder, std::shared_ptr<LaunchOrder>>(module, "LaunchOrder")
+      .def(py::init<>())
+      .def("share", &LaunchOrder::share);
   bind_engine(module);
   bind_gradients(module);
   bind_store_call(module);

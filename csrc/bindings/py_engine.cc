@@ -35,7 +35,7 @@ class PyEngine {
  public:
   PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64_t set,
            std::vector<int> members, const EngineConfig& config, NcclSettings settings,
-           py::function log)
+           std::shared_ptr<LaunchOrder> order, py::function log)
       : pid_(::getpid()),
         rank_(world.topology.rank),
         size_(world.topology.size()),
@@ -53,7 +53,7 @@ class PyEngine {
       (*shared_log)(text);
     };
     Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
-                            world.waits, has_other_threads, log_line,     {}};
+                            world.waits, has_other_threads, log_line,     {},  std::move(order)};
     communicator_ = make_communicator(world, config, *abort);
     shared_.emplace(rank_, communicator_, log_line);
     options.make_device = [device = device_, patience = DevicePatience{config, options.log},
@@ -318,10 +318,10 @@ class PyEngine {
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
     bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
-    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots, bool checksums,
-    double timeout_s, double stall_warning_s, double fusion_window_s,
-    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
-    py::function log) {
+    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots,
+    std::shared_ptr<LaunchOrder> launch_order, bool checksums, double timeout_s,
+    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
+    std::string nccl_library, bool nccl_blocking, py::function log) {
   World world;
   world.topology = {rank, std::move(host_of)};
   if (members.size() != world.topology.host_of.size()) {
@@ -345,7 +345,7 @@ std::unique_ptr<PyEngine> make_engine(
   }
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
                                     NcclSettings{std::move(nccl_library), nccl_blocking},
-                                    std::move(log));
+                                    std::move(launch_order), std::move(log));
 }
 
 }  // namespace
@@ -359,8 +359,8 @@ void bind_engine(py::module_& module) {
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
-           py::arg("width"), py::arg("memory"), py::arg("slots"), py::kw_only(),
-           py::arg("checksums"), py::arg("timeout_s"), py::arg("stall_warning_s"),
+           py::arg("width"), py::arg("memory"), py::arg("slots"), py::arg("launch_order"),
+           py::kw_only(), py::arg("checksums"), py::arg("timeout_s"), py::arg("stall_warning_s"),
            py::arg("fusion_window_s"), py::arg("fusion_threshold_bytes"), py::arg("nccl_library"),
            py::arg("nccl_blocking"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <list>
 
 #include "core/at.h"
 #include "core/failpoint.h"
@@ -24,6 +23,9 @@ constexpr microseconds kBlockingSpin{500};
 // they wait for different things: they report mismatches within a second.
 constexpr milliseconds kBlockedAfter{200};
 
+// The time after its own timeout for which a set waits for another one, whose error is the cause.
+constexpr milliseconds kGrace{1000};
+
 // Tenths of a second: enough for a message.
 milliseconds rounded(Clock::duration duration) {
   return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
@@ -44,6 +46,9 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       waits_(std::move(options.waits)),
       log_(std::move(options.log)),
       others_may_submit_(std::move(options.others_may_submit)),
+      launch_order_(options.launch_order ? std::move(options.launch_order)
+                                         : std::make_shared<LaunchOrder>()),
+      set_(options.set),
       agreement_(labels_),
       executor_(communicator, host_buffers_, config_.fusion_threshold_bytes),
       device_(std::move(options.make_device), config_.fusion_threshold_bytes),
@@ -100,7 +105,7 @@ bool Driver::is_blocked(Clock::duration waited) {
 
 /// Posts an entry with as much of the outbox as it can hold: maybe nothing.
 void Driver::announce_outbox(bool blocked) {
-  entry_.clear(blocked);
+  entry_.clear(blocked, launch_order_->is_shared());
   const bool alone = outbox_.size() == 1;
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
@@ -142,48 +147,77 @@ void Driver::run_round() {
   const std::vector<Decision> decisions = agreement_.round(round);
   if (!agreement_.empty() && !others_wait) note_progress(round, Clock::now());
 
-  struct {
-    std::vector<Job> jobs;
-    std::vector<std::shared_ptr<Work>> works;  // null for a stand-in
-  } here, on_device;
-  std::list<StandIn> stand_ins;
+  Batch here;
+  std::vector<const Decision*> on_device;
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
     if (decision.resets_numbering) reset_numbering();
     for (const std::string& group : decision.ended_groups) end_group(group, *decision.mismatch);
-    if (mine == pending_.end() && !decision.for_joined) continue;  // other ranks' mismatch
-    const Fingerprint& fingerprint =
-        mine == pending_.end() ? *decision.for_joined : mine->second.work->request().fingerprint;
-    std::optional<Error> error = decision.mismatch;
-    if (!error && !fingerprint.on_host()) {
-      error = device_.prepare(fingerprint.device, communicator_, abort_);
-    }
-    auto& [jobs, works] = fingerprint.on_host() ? here : on_device;
-    if (error) {
-      if (mine == pending_.end()) continue;
-      fail(*mine->second.work, *error);
-      pending_.erase(mine);
-    } else if (mine != pending_.end()) {
-      jobs.push_back({&mine->second.work->request(), &decision});
-      works.push_back(mine->second.work);
+    if (decision.mismatch) {
+      if (mine != pending_.end()) fail(mine, *decision.mismatch);
+    } else if (fingerprint_of(decision).on_host()) {
+      add(here, decision, host_buffers_);
     } else {
-      Buffers& buffers = fingerprint.on_host() ? host_buffers_ : device_.buffers();
-      jobs.push_back({&stand_ins.emplace_back(fingerprint, buffers).request, &decision});
-      works.push_back(nullptr);
+      on_device.push_back(&decision);
     }
   }
-  const auto run = [&](auto& executor, auto& batch) {
-    executor.run(batch.jobs, [&](std::size_t i) {
-      if (!batch.works[i]) return;
-      const std::string key = batch.works[i]->key_;
-      complete(*batch.works[i]);
-      pending_.erase(key);
-    });
-  };
   run(executor_, here);
-  if (on_device.jobs.empty()) return;
+  if (!on_device.empty()) run_on_device(round, on_device);
+}
+
+/// Runs what the ranks have decided to run on a device: in this set's turn, if a rank has several
+/// sets that use its devices. The set's communicator there is made in a turn, too.
+void Driver::run_on_device(const Round& round, std::span<const Decision* const> decisions) {
+  const bool is_ordered = std::ranges::any_of(
+      round.runs, [](const Run& run) { return EntryReader(run.common, run.own).shares_device(); });
+  std::optional<LaunchOrder::Place> place;
+  if (is_ordered) {
+    place.emplace(*launch_order_, set_, set_name(labels_));
+    place->settle(communicator_);
+    place->wait(abort_, config_.transfer_timeout() + kGrace);
+  }
+  Batch batch;
+  for (const Decision* const decision : decisions) {
+    const std::uint8_t type = fingerprint_of(*decision).device;
+    if (const std::optional<Error>& error = device_.prepare(type, communicator_, abort_)) {
+      const auto mine = pending_.find(decision->key);
+      if (mine != pending_.end()) fail(mine, *error);
+    } else {
+      add(batch, *decision, device_.buffers());
+    }
+  }
+  if (batch.jobs.empty()) return;
   callbacks_.set_device_busy(true);  // before a work is done: close() waits for the device
-  run(device_, on_device);
+  run(device_, batch);
+}
+
+/// The fingerprint of a decision that is no mismatch: this rank has announced it, or has joined.
+const Fingerprint& Driver::fingerprint_of(const Decision& decision) const {
+  const auto mine = pending_.find(decision.key);
+  return mine == pending_.end() ? decision.for_joined.value()
+                                : mine->second.work->request().fingerprint;
+}
+
+/// Adds this rank's work for a decision, or a stand-in in `buffers`.
+void Driver::add(Batch& batch, const Decision& decision, Buffers& buffers) {
+  if (const auto mine = pending_.find(decision.key); mine != pending_.end()) {
+    batch.works.push_back(mine->second.work);
+    batch.jobs.push_back({&mine->second.work->request(), &decision});
+  } else {
+    batch.works.push_back(nullptr);
+    batch.stand_ins.emplace_back(*decision.for_joined, buffers);
+    batch.jobs.push_back({&batch.stand_ins.back().request, &decision});
+  }
+}
+
+template <class AnyExecutor>
+void Driver::run(AnyExecutor& executor, const Batch& batch) {
+  executor.run(batch.jobs, [&](std::size_t i) {
+    if (!batch.works[i]) return;
+    const std::string key = batch.works[i]->key_;
+    complete(*batch.works[i]);
+    pending_.erase(key);
+  });
 }
 
 /// Runs the usual round: nothing was pending, and all ranks have announced the same one request.
@@ -212,6 +246,11 @@ void Driver::complete(Work& work) {
   const Lock lock = queue_.lock();
   queue_.complete(lock, work);
   callbacks_.completed(lock);
+}
+
+void Driver::fail(std::map<std::string, Pending>::iterator pending, const Error& cause) {
+  fail(*pending->second.work, cause);
+  pending_.erase(pending);
 }
 
 void Driver::fail(Work& work, const Error& cause) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,6 +18,7 @@
 #include "engine/agreement.h"
 #include "engine/device.h"
 #include "engine/executor.h"
+#include "engine/launch_order.h"
 #include "engine/request_queue.h"
 #include "engine/watchdog.h"
 
@@ -65,6 +67,9 @@ class Driver {
     /// Whether a thread that has submitted nothing yet may do so. Empty: none may.
     std::function<bool()> others_may_submit;
     DeviceExecutor::Make make_device;
+    /// Of the process; null: no other set uses its devices.
+    std::shared_ptr<LaunchOrder> launch_order = nullptr;
+    std::uint64_t set = 0;  // the process set's number
   };
 
   /// The time after which a waiting thread looks at the clock and lets its caller handle signals.
@@ -110,14 +115,27 @@ class Driver {
     Clock::time_point warned{};  // when its stall was logged last
   };
 
+  /// Agreed works to run, with null in place of this rank's where it has joined.
+  struct Batch {
+    std::vector<Job> jobs;
+    std::vector<std::shared_ptr<Work>> works;
+    std::list<StandIn> stand_ins;
+  };
+
   bool is_blocked(Clock::duration waited);
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
   void run_round();
+  void run_on_device(const Round& round, std::span<const Decision* const> decisions);
+  const Fingerprint& fingerprint_of(const Decision& decision) const;
+  void add(Batch& batch, const Decision& decision, Buffers& buffers);
+  template <class AnyExecutor>
+  void run(AnyExecutor& executor, const Batch& batch);
   bool run_unanimous(const Round& round);
   void reset_numbering();
   void complete(Work& work);
+  void fail(std::map<std::string, Pending>::iterator pending, const Error& cause);
   void fail(Work& work, const Error& cause);
   static void release_tensors(Work& work);
   void end_group(const std::string& group, const Error& cause);
@@ -139,6 +157,8 @@ class Driver {
   const std::shared_ptr<WaitGraph> waits_;
   const Log log_;
   const std::function<bool()> others_may_submit_;
+  const std::shared_ptr<LaunchOrder> launch_order_;
+  const std::uint64_t set_;
 
   Agreement agreement_;
   HostBuffers host_buffers_;

@@ -39,7 +39,8 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
       role_(*communicator_, *abort_, watchdog_, queue_, static_cast<Driver::Callbacks&>(*this),
             Driver::Options{config_, std::move(options.labels), std::move(options.waits),
                             std::move(options.log), std::move(options.others_may_submit),
-                            std::move(options.make_device)}),
+                            std::move(options.make_device), std::move(options.launch_order),
+                            options.set}),
       thread_([this] { run(); }) {}
 
 void Engine::close(Ending ending) {

@@ -48,6 +48,8 @@ class Engine final : private Driver::Callbacks {
     std::function<bool()> others_may_submit;  // see Driver::Options
     Log log;                                  // takes a warning; Thread: any
     DeviceExecutor::Make make_device;         // may be empty
+    /// See Driver::Options.
+    std::shared_ptr<LaunchOrder> launch_order = nullptr;
   };
 
   /// `abort`: the Abort that the communicator's waits see.

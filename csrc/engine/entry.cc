@@ -9,8 +9,6 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::uint32_t kBlocked = 1;
-
 struct EntryHeader {
   std::uint32_t flags;
   std::uint32_t count;
@@ -151,9 +149,11 @@ std::int64_t shared_offset(ByteSpan local, std::size_t before) {
   return offset;
 }
 
-void EntryWriter::clear(bool blocked) {
+void EntryWriter::clear(bool blocked, bool shares_device) {
   count_ = 0;
-  const EntryHeader header{blocked ? kBlocked : 0, 0};
+  const std::uint32_t flags =
+      (blocked ? EntryReader::kBlocked : 0) | (shares_device ? EntryReader::kSharesDevice : 0);
+  const EntryHeader header{flags, 0};
   common_.resize(sizeof header);
   put(common_.data(), &header, sizeof header);
   own_.clear();
@@ -193,7 +193,7 @@ std::size_t EntryWriter::bytes_needed(const Announcement& a) {
 
 EntryReader::EntryReader(ByteSpan common, ByteSpan own) : common_(common), own_(own) {
   const auto header = take<EntryHeader>(common_);
-  blocked_ = (header.flags & kBlocked) != 0;
+  flags_ = header.flags;
   left_ = header.count;
   end_if_last();
 }

@@ -15,7 +15,7 @@ using Bytes = std::vector<std::byte>;
 
 /// One request as its rank announces it. The spans point into the entry, whose parts (board.h) hold
 ///
-///   common:  u32 flags (1: blocked) | u32 count of announcements; for each of them:
+///   common:  u32 flags (1: blocked, 2: shares the device) | u32 count of announcements; for each:
 ///            u32 bytes of the fingerprint | u32 count of rows | u32 flags | u32 0 | fingerprint
 ///   own:     for each announcement: i64 rows... | if it has a payload: u64 bytes | payload
 ///   local:   for each announcement of a buffer in shared memory: i64 its offset
@@ -44,8 +44,8 @@ std::int64_t shared_offset(ByteSpan local, std::size_t before);
 /// An entry under construction.
 class EntryWriter {
  public:
-  /// Begins an entry without announcements. `blocked`: see EntryReader.
-  void clear(bool blocked);
+  /// Begins an entry without announcements. The flags: see EntryReader.
+  void clear(bool blocked, bool shares_device = false);
   void append(const Announcement& announcement);
   static std::size_t bytes_needed(const Announcement& announcement);
 
@@ -67,7 +67,9 @@ class EntryReader {
   EntryReader(ByteSpan common, ByteSpan own);
 
   /// Whether the rank has nothing new, and its only thread waits for a result.
-  bool blocked() const { return blocked_; }
+  bool blocked() const { return (flags_ & kBlocked) != 0; }
+  /// Whether several process sets use the rank's devices: LaunchOrder::is_shared().
+  bool shares_device() const { return (flags_ & kSharesDevice) != 0; }
   /// The announcements that next() has not returned yet.
   std::uint32_t left() const { return left_; }
 
@@ -75,11 +77,15 @@ class EntryReader {
   Announcement next();
 
  private:
+  friend class EntryWriter;
+  static constexpr std::uint32_t kBlocked = 1;
+  static constexpr std::uint32_t kSharesDevice = 2;
+
   void end_if_last() const;
 
   ByteSpan common_;  // what next() has not taken yet
   ByteSpan own_;
-  bool blocked_;
+  std::uint32_t flags_;
   std::uint32_t left_;
 };
 

@@ -33,6 +33,19 @@ TEST(decode_throws_for_shapes_that_no_tensor_has) {
   }
 }
 
+TEST(entry_says_whether_its_rank_is_blocked_and_shares_its_device) {
+  EntryWriter writer;
+  for (const bool blocked : {false, true}) {
+    for (const bool shares : {false, true}) {
+      writer.clear(blocked, shares);
+      const Post post = writer.post();
+      const EntryReader entry(post.common, post.own);
+      CHECK_EQ(entry.blocked(), blocked);
+      CHECK_EQ(entry.shares_device(), shares);
+    }
+  }
+}
+
 TEST(entry_reader_throws_for_truncated_entries) {
   const Parts whole = entry_with({{allreduce("a"), "data", {}, 64}, {allreduce("b"), "", {1, 2}}});
   CHECK_EQ(read(whole).size(), 2u);

@@ -1,61 +1,11 @@
 // Engine with a device: NCCL's double, and host memory whose copies run on the double's streams.
-#include <cstring>
-
-#include "doubles/nccl_streams.h"
 #include "engine_ranks.h"
-#include "nccl/nccl_communicator.h"
-#include "nccl/rendezvous.h"
+#include "stream_device.h"
 
 namespace torch_ring::test {
 namespace {
 
 constexpr std::uint8_t kDevice = 1;
-
-class StreamDevice final : public Device, public Buffers {
- public:
-  StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
-               std::chrono::milliseconds timeout)
-      : api_(rendezvous.api),
-        communicator_(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
-                      {stream_.handle, {}}) {}
-
-  Communicator& communicator() override { return communicator_; }
-  Buffers& buffers() override { return *this; }
-  void use(const std::function<void()>& enqueue) override {
-    enqueue();
-    ++enqueued_;
-    stream_.enqueue([this] { ++done_; });
-  }
-  bool busy() override {
-    communicator_.check();
-    return done_ < enqueued_;
-  }
-  void abort() noexcept override { communicator_.abort(); }
-
-  // Memory lives as long as the stream, which may use it.
-  std::shared_ptr<void> allocate(std::size_t bytes) override {
-    return memory_.emplace_back(std::make_shared<std::byte[]>(bytes));
-  }
-  void* fusion_buffer(std::size_t bytes) override { return allocate(bytes).get(); }
-  void copy(std::span<const Copy> copies, DType dtype) override {
-    for (const Copy& copy : copies) {
-      stream_.enqueue([copy, dtype] {
-        if (copy.count > 0) std::memcpy(copy.to, copy.from, copy.count * size_of(dtype));
-      });
-    }
-  }
-  void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
-    stream_.enqueue([=] { torch_ring::fill_identity(data, count, dtype, op); });
-  }
-
- private:
-  const nccl::Api api_;
-  std::vector<std::shared_ptr<void>> memory_;
-  int enqueued_ = 0;
-  std::atomic<int> done_{0};
-  Stream stream_;
-  nccl::NcclCommunicator communicator_;
-};
 
 /// Runs `fn` on the ranks of one host, whose devices use the NCCL that `load` returns.
 void run_with_device(

@@ -38,6 +38,7 @@ class Faults(ctypes.Structure):
         ("aborted", ctypes.c_int),
         ("destroyed", ctypes.c_int),
         ("hang", ctypes.c_int),
+        ("serial", ctypes.c_int),
     ]
 
 

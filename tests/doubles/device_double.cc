@@ -52,11 +52,11 @@ c10::Device device_of(c10::DeviceIndex index) { return {c10::kPrivateUse1, index
 /// The streams of one device; the first is the default one. They live as long as the process.
 class Streams {
  public:
-  Streams() { add(); }
+  explicit Streams(int gpu) : gpu_(gpu) { add(); }
 
   c10::StreamId add() {
     const std::scoped_lock lock(mutex_);
-    queues_.push_back(nccl_double_stream_create());
+    queues_.push_back(nccl_double_stream_create(gpu_));
     return static_cast<c10::StreamId>(queues_.size()) - 1;
   }
 
@@ -73,11 +73,12 @@ class Streams {
   }
 
   static Streams& of(c10::DeviceIndex device) {
-    static auto* const streams = new std::array<Streams, kDevices>;
+    static auto* const streams = new std::array<Streams, kDevices>{Streams(0), Streams(1)};
     return streams->at(static_cast<std::size_t>(device));
   }
 
  private:
+  const int gpu_;
   std::mutex mutex_;
   std::vector<Queue> queues_;
 };
@@ -292,6 +293,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 [[maybe_unused]] const bool hooked = [] {
+  nccl_double_tell_gpu([]() -> int { return current_index; });
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

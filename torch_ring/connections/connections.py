@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch_ring._C import ControlPlane, HostMemory
+from torch_ring._C import ControlPlane, HostMemory, LaunchOrder
 from torch_ring.connections.peer_info import PeerInfo
 
 __all__ = ["Connections"]
@@ -24,6 +24,7 @@ class Connections:
         plane: who lives and who has left, and connections for data; None in a world of one.
         is_private: whether nobody but the ranks can know the key with which they connect.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
+        launch_order: in which the process sets use this process's devices.
     """
 
     rank: int = 0
@@ -33,6 +34,7 @@ class Connections:
     plane: ControlPlane | None = None
     memory: HostMemory | None = None
     is_private: bool = True
+    launch_order: LaunchOrder = field(default_factory=LaunchOrder)
 
     @property
     def size(self) -> int:

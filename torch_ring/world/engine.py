@@ -47,6 +47,7 @@ def make_engine(
         config.connections,
         None if alone else connections.memory,
         list(slots),
+        connections.launch_order,
         checksums=bool(config.checksum),
         timeout_s=config.timeout_s,
         stall_warning_s=config.stall_warning_s,

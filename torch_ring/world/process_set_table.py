@@ -192,6 +192,8 @@ class ProcessSetTable:
             EngineExchange(engine) as exchange,
             contextlib.ExitStack() as cleanup,
         ):
+            if len(ranks) > 1:  # a set of one rank waits for nobody on a device
+                self._connections.launch_order.share()  # before the ranks agree
             slot, failure = self._reserve_slot(ranks, cleanup)
             slots = self._agree(exchange, f"add_process_set({list(ranks)})", slot)
             if _FAILED in slots:

@@ -32,6 +32,8 @@ namespace {
 
 constexpr std::chrono::microseconds kPause{50};
 
+std::atomic<int (*)()> current_gpu{[] { return 0; }};  // of the calling thread
+
 /// A one-way ring buffer from one rank to another, with the bytes [read, written). Each counter has
 /// one writer; its store releases the written bytes (or the free space) to the other rank.
 struct Mailbox {
@@ -68,6 +70,8 @@ struct OpaqueComm {
   const int rank;
   const int size;
   int in_progress = 0;
+  std::unique_ptr<Gpu::Operation> making;  // in progress; not if GPUs run all at once
+  bool has_joined = false;
   bool finalized = false;
   std::atomic<bool> aborted{false};
   std::atomic<int> running{0};
@@ -149,7 +153,11 @@ Result launch() {
   if (calls->empty()) return Result::kSuccess;
   const Comm comm = calls->front().comm;
   ++comm->running;
-  calls->front().stream->enqueue([comm, calls] {
+  const Stream stream = calls->front().stream;
+  std::shared_ptr<Gpu::Operation> operation;
+  if (nccl_double_faults()->serial) operation = std::make_shared<Gpu::Operation>(stream->gpu);
+  stream->enqueue([comm, calls, operation = std::move(operation)]() mutable {
+    while (operation && !comm->aborted && !operation->is_next(kPause)) continue;
     std::vector<Transfer> transfers;
     for (const Call& call : *calls) {
       transfers.insert(transfers.end(), call.transfers.begin(), call.transfers.end());
@@ -157,6 +165,7 @@ Result launch() {
     if (transfer_all(*comm, transfers)) {
       for (const Call& call : *calls) call.compute();
     }
+    operation.reset();
     --comm->running;
   });
   comm->in_progress = nccl_double_faults()->in_progress;
@@ -235,6 +244,8 @@ Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, 
 
 extern "C" {
 
+void nccl_double_tell_gpu(int (*current)()) { current_gpu = current; }
+
 NcclDoubleFaults* nccl_double_faults() {
   static NcclDoubleFaults faults;
   return &faults;
@@ -271,7 +282,9 @@ Result ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, Confi
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (memory == MAP_FAILED) return static_cast<Result>(2);
   *comm = new OpaqueComm(memory, rank, size);
-  ++(*comm)->world->joined;
+  if (nccl_double_faults()->serial) {
+    (*comm)->making = std::make_unique<Gpu::Operation>(Gpu::of(current_gpu.load()()));
+  }
   return Result::kInProgress;
 }
 
@@ -279,8 +292,13 @@ Result ncclCommGetAsyncError(Comm comm, Result* state) {
   const NcclDoubleFaults& faults = *nccl_double_faults();
   *state = static_cast<Result>(faults.async_error.load());
   if (*state != Result::kSuccess) return Result::kSuccess;
-  const bool incomplete = comm->world->joined < comm->size || faults.init_hangs ||
-                          (comm->finalized && comm->running > 0);
+  if (!comm->has_joined && (!comm->making || comm->making->is_next(kPause))) {
+    comm->has_joined = true;
+    ++comm->world->joined;
+  }
+  const bool is_made = comm->world->joined == comm->size && !faults.init_hangs;
+  if (is_made) comm->making.reset();
+  const bool incomplete = !is_made || (comm->finalized && comm->running > 0);
   if (incomplete || comm->in_progress-- > 0) *state = Result::kInProgress;
   return Result::kSuccess;
 }

@@ -21,10 +21,16 @@ struct NcclDoubleFaults {
   std::atomic<int> aborted{0};    // counts ncclCommAbort
   std::atomic<int> destroyed{0};  // counts ncclCommDestroy
   std::atomic<int> hang{0};       // collectives wait on their stream until they are aborted
+  // A GPU runs one operation of NCCL at a time, in the order of enqueueing, whatever the streams.
+  // To make a communicator is one, since NCCL may wait for the GPU in it. Set it before.
+  std::atomic<int> serial{0};
 };
 NcclDoubleFaults* nccl_double_faults();
 
-torch_ring::nccl::Stream nccl_double_stream_create();
+/// Tells how to ask for the GPU on which the calling thread makes communicators: 0, until told.
+void nccl_double_tell_gpu(int (*current)());
+
+torch_ring::nccl::Stream nccl_double_stream_create(int gpu);
 /// Whether the stream has run all its tasks.
 bool nccl_double_stream_query(torch_ring::nccl::Stream);
 void nccl_double_stream_synchronize(torch_ring::nccl::Stream);

@@ -32,18 +32,30 @@ struct FaultsEnd {
   ~FaultsEnd() {
     faults().version = 22703;
     faults().in_progress = faults().async_error = faults().init_hangs = faults().hang = 0;
+    faults().serial = 0;
   }
 };
 
+/// The GPU on which this thread makes communicators.
+inline thread_local int current_gpu = 0;
+[[maybe_unused]] inline const bool told_gpu = [] {
+  double_symbol<decltype(nccl_double_tell_gpu)>("nccl_double_tell_gpu")([] { return current_gpu; });
+  return true;
+}();
+
 struct Stream {
-  Stream()
-      : handle(double_symbol<decltype(nccl_double_stream_create)>("nccl_double_stream_create")()) {}
+  explicit Stream(int gpu = 0)
+      : handle(
+            double_symbol<decltype(nccl_double_stream_create)>("nccl_double_stream_create")(gpu)) {}
   ~Stream() {
     double_symbol<decltype(nccl_double_stream_destroy)>("nccl_double_stream_destroy")(handle);
   }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
+  bool done() const {
+    return double_symbol<decltype(nccl_double_stream_query)>("nccl_double_stream_query")(handle);
+  }
   void synchronize() const {
     double_symbol<decltype(nccl_double_stream_synchronize)>("nccl_double_stream_synchronize")(
         handle);

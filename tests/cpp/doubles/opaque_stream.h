@@ -8,12 +8,13 @@
 #include <thread>
 #include <utility>
 
+#include "doubles/gpu.h"
 #include "nccl/api.h"
 
 namespace torch_ring::nccl {
 
 struct OpaqueStream {
-  OpaqueStream() : thread([this] { run(); }) {}
+  explicit OpaqueStream(Gpu& gpu) : gpu(gpu), thread([this] { run(); }) {}
   ~OpaqueStream() {
     enqueue(nullptr);
     thread.join();
@@ -50,6 +51,7 @@ struct OpaqueStream {
     }
   }
 
+  Gpu& gpu;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;

@@ -20,7 +20,9 @@ Event& event_of(void* event) { return *static_cast<Event*>(event); }
 
 extern "C" {
 
-Stream nccl_double_stream_create() { return new OpaqueStream; }
+Stream nccl_double_stream_create(int gpu) {
+  return new OpaqueStream(torch_ring::nccl::Gpu::of(gpu));
+}
 bool nccl_double_stream_query(Stream stream) { return stream->done(); }
 void nccl_double_stream_synchronize(Stream stream) { stream->synchronize(); }
 void nccl_double_stream_destroy(Stream stream) { delete stream; }

@@ -1,0 +1,67 @@
+// StreamDevice: a device on NCCL's double, with host memory whose copies run on the double's
+// streams.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "doubles/nccl_streams.h"
+#include "engine/device.h"
+#include "nccl/nccl_communicator.h"
+#include "nccl/rendezvous.h"
+
+namespace torch_ring::test {
+
+class StreamDevice final : public Device, public Buffers {
+ public:
+  StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
+               std::chrono::milliseconds timeout, int gpu = 0)
+      : api_(rendezvous.api),
+        stream_(gpu),
+        communicator_(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
+                      {stream_.handle, {}}) {}
+
+  Communicator& communicator() override { return communicator_; }
+  Buffers& buffers() override { return *this; }
+  void use(const std::function<void()>& enqueue) override {
+    enqueue();
+    ++enqueued_;
+    stream_.enqueue([this] { ++done_; });
+  }
+  bool busy() override {
+    communicator_.check();
+    return done_ < enqueued_;
+  }
+  void abort() noexcept override { communicator_.abort(); }
+
+  // Memory lives as long as the stream, which may use it.
+  std::shared_ptr<void> allocate(std::size_t bytes) override {
+    return memory_.emplace_back(std::make_shared<std::byte[]>(bytes));
+  }
+  void* fusion_buffer(std::size_t bytes) override { return allocate(bytes).get(); }
+  void copy(std::span<const Copy> copies, DType dtype) override {
+    for (const Copy& copy : copies) {
+      stream_.enqueue([copy, dtype] {
+        if (copy.count > 0) std::memcpy(copy.to, copy.from, copy.count * size_of(dtype));
+      });
+    }
+  }
+  void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
+    stream_.enqueue([=] { torch_ring::fill_identity(data, count, dtype, op); });
+  }
+
+  const Stream& stream() const { return stream_; }
+
+ private:
+  const nccl::Api api_;
+  std::vector<std::shared_ptr<void>> memory_;
+  int enqueued_ = 0;
+  std::atomic<int> done_{0};
+  Stream stream_;
+  nccl::NcclCommunicator communicator_;
+};
+
+}  // namespace torch_ring::test
