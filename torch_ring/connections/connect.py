@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def connect(
         meeting.meet(_own_info(identity, shares, tcp, unix).card(), {**config.common(), **common})
         table, fd = _share_memory(meeting, config, rank, size)
         if fd >= 0:
-            cleanup.enter_context(close_in_child(open(fd, "rb", buffering=0)))
+            cleanup.enter_context(close_in_child(FileIO(fd)))
         peers, secret, is_private = parse_table(table, size)
         host_of = topology.host_of(peers, config.transport)
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
@@ -143,13 +144,13 @@ def _bytes_to_share(rank: int, config: Config) -> int:
         finally:
             os.close(memory)
         if not (shares := min(mappable_bytes(), config.address_space_bytes)):
-            raise RingError("no address space is left (`ulimit -v`)")
+            raise RingError("no address space is left: raise `ulimit -v`")
         return shares
     except (OSError, RingError) as error:
-        reason = lacking(error, rank) or error
+        reason = str(lacking(error, rank) or error).removeprefix(f"rank {rank}: ")
         if config.transport == "shm":
             raise RingError(
-                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
+                f"rank {rank}: TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
             ) from error
         _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
         return 0
