@@ -55,8 +55,8 @@ class LongWait {
   LongWait(const LongWait&) = delete;
   LongWait& operator=(const LongWait&) = delete;
 
-  /// It still lasts at `now`; ranks() are those that are waited for. Errors: Error(kPeerLost) if one
-  /// of them has departed, and has been waited for since for too long.
+  /// It still lasts at `now`; ranks() are those that are waited for. Errors: Error(kPeerLost) if
+  /// one of them has departed, and has been waited for since for too long.
   template <class Ranks>
   void lasts(Clock::time_point now, Ranks&& ranks) {
     if (graph_ == nullptr) return;
@@ -83,10 +83,10 @@ class LongWait {
     }
     if (departed_since_ == Clock::time_point{}) departed_since_ = now;
     if (now - departed_since_ < graph_->patience_with_departed()) return;
-    throw Error(ErrorKind::kPeerLost,
-                graph_->label(*departed) + " has left, and what it has sent last has not come for " +
-                    in_seconds(graph_->patience_with_departed()) +
-                    " (TORCH_RING_HEARTBEAT_TIMEOUT): its host is cut off");
+    throw Error(ErrorKind::kPeerLost, graph_->label(*departed) +
+                                          " has left, and what it has sent last has not come for " +
+                                          in_seconds(graph_->patience_with_departed()) +
+                                          " (TORCH_RING_HEARTBEAT_TIMEOUT): its host is cut off");
   }
 
   WaitGraph* const graph_;

@@ -180,8 +180,15 @@ def test_tensors_that_are_wrong(changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"offset": 1}, {"size": (4,)}, {"storage": b"123"}, {"stride": (-1,)}, {"dtype": "uint16"}]
-    + [{"hooks": {1: print}}, {"dtype": torch.uint32}],
+    [
+        {"offset": 1},
+        {"size": (4,)},
+        {"storage": b"123"},
+        {"stride": (-1,)},
+        {"hooks": {1: print}},
+        {"dtype": "uint16"},
+        {"dtype": torch.uint32},
+    ],
     ids=str,
 )
 def test_tensors_of_newer_dtypes_that_are_wrong(changes):

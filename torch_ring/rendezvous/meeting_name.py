@@ -39,7 +39,7 @@ def meeting_name(identity: Identity, environment: Mapping[str, str] = os.environ
 
 
 def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
-    """Return why ranks may miss one another that meet at this name, and at no store; "": unknown."""
+    """Return why ranks that meet at this name, and at no store, may miss others; "": unknown."""
     address = environment.get("MASTER_ADDR", "")
     if is_loopback_name(address) and not identity.on_one_node():
         return (
