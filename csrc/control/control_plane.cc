@@ -36,6 +36,13 @@ class PlaneWaits : public WaitGraph {
   void tell(std::span<const int> ranks) override { loop_.tell_wait(set_, in_world(ranks)); }
   bool is_told() const override { return loop_.somebody_waits(set_); }
   const std::string& label(int rank) const override { return loop_.label(at(members_, rank)); }
+  std::optional<int> departed(std::span<const int> ranks) const override {
+    const std::optional<std::size_t> place = loop_.first_departed(in_world(ranks));
+    return place ? std::optional(ranks[*place]) : std::nullopt;
+  }
+  std::chrono::milliseconds patience_with_departed() const override {
+    return loop_.heartbeat_timeout();
+  }
 
   std::vector<int> ends(std::span<const int> ranks) const override {
     std::vector<int> ends;

@@ -1,6 +1,7 @@
 // ControlLoop: the control plane's thread.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <list>
 #include <mutex>
@@ -48,6 +49,11 @@ class ControlLoop {
   bool somebody_waits(std::uint64_t set) const;
   std::vector<int> ends_of_waits(std::uint64_t set, std::span<const int> ranks) const;
   const std::string& label(int rank) const;
+  std::optional<std::size_t> first_departed(std::span<const int> ranks) const {
+    const std::scoped_lock lock(mutex_);
+    return news_.first_departed(ranks);
+  }
+  std::chrono::milliseconds heartbeat_timeout() const { return options_.heartbeat_timeout; }
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
   std::vector<int> descriptors() const;
 

@@ -1,5 +1,6 @@
 #include "control/news.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/at.h"
@@ -50,6 +51,12 @@ bool News::has_failed(std::uint64_t set) const {
 
 bool News::departed(int rank) const {
   return at(fates_, rank) == Fate::kDeparted || at(fates_, rank) == Fate::kPresumedDeparted;
+}
+
+std::optional<std::size_t> News::first_departed(std::span<const int> ranks) const {
+  const auto found = std::ranges::find_if(ranks, [&](int rank) { return departed(rank); });
+  if (found == ranks.end()) return std::nullopt;
+  return static_cast<std::size_t>(found - ranks.begin());
 }
 
 }  // namespace torch_ring

@@ -1,8 +1,11 @@
 // News: what a rank knows of the others, and which message is new to it. No I/O.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -32,6 +35,8 @@ class News {
 
   bool alive(int rank) const;
   bool departed(int rank) const;
+  /// The place in `ranks` of the first one that has departed.
+  std::optional<std::size_t> first_departed(std::span<const int> ranks) const;
   bool lost(int rank) const;
   /// Whether any rank has given the set up.
   bool has_failed(std::uint64_t set) const;

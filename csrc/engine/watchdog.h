@@ -21,7 +21,8 @@ namespace torch_ring {
 /// A rank that has left is an error only for whoever waits for it. It has told how many rounds of
 /// the board it completed, and a round is complete on one rank only after all have posted. So what
 /// is missing of those rounds is on its way, however long the network takes, and nothing will come
-/// of later ones: no clock is needed to tell. Every rank judges that for itself.
+/// of later ones: no clock is needed to tell. Every rank judges that for itself. A clock ends only
+/// the wait for data that never comes, because the host has been cut off since (LongWait).
 ///
 /// Thread: any, but for stop(), which one thread calls at a time. Blocking: root_cause().
 class Watchdog final : private ControlObserver {

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <chrono>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/clock.h"
+#include "core/error.h"
 
 namespace torch_ring {
 
@@ -31,6 +33,13 @@ class WaitGraph {
   /// The ends of the graph that `ranks` lead to; `ranks` themselves if it has no end there.
   virtual std::vector<int> ends(std::span<const int> ranks) const = 0;
 
+  /// One of `ranks` that has departed from the world, so that its heartbeats have ended.
+  virtual std::optional<int> departed(std::span<const int> ranks) const = 0;
+
+  /// How long a rank waits for what a departed one has sent last: nothing else would end that wait
+  /// if its host were cut off now.
+  virtual std::chrono::milliseconds patience_with_departed() const = 0;
+
   /// "rank 2 (10.0.0.7, pid 4711)"
   virtual const std::string& label(int rank) const = 0;
 };
@@ -46,25 +55,44 @@ class LongWait {
   LongWait(const LongWait&) = delete;
   LongWait& operator=(const LongWait&) = delete;
 
-  /// It still lasts at `now`; ranks() are those that are waited for.
+  /// It still lasts at `now`; ranks() are those that are waited for. Errors: Error(kPeerLost) if
+  /// one of them has departed, and has been waited for since for too long.
   template <class Ranks>
   void lasts(Clock::time_point now, Ranks&& ranks) {
-    if (graph_ == nullptr || told_) return;
+    if (graph_ == nullptr) return;
     if (since_ == Clock::time_point{}) since_ = now;
-    if (now - since_ < graph_->patience() && !graph_->is_told()) return;
-    graph_->tell(ranks());
+    const std::vector<int> awaited = ranks();
+    bear_with_departed(now, awaited);
+    if (told_ || (now - since_ < graph_->patience() && !graph_->is_told())) return;
+    graph_->tell(awaited);
     told_ = true;
   }
 
   void end() {
     if (told_) graph_->tell({});
     told_ = false;
-    since_ = {};
+    since_ = departed_since_ = {};
   }
 
  private:
+  void bear_with_departed(Clock::time_point now, std::span<const int> ranks) {
+    const std::optional<int> departed = graph_->departed(ranks);
+    if (!departed) {
+      departed_since_ = {};
+      return;
+    }
+    if (departed_since_ == Clock::time_point{}) departed_since_ = now;
+    if (now - departed_since_ < graph_->patience_with_departed()) return;
+    throw Error(ErrorKind::kPeerLost, graph_->label(*departed) +
+                                          " has left, and what it has sent last has not come for " +
+                                          in_seconds(graph_->patience_with_departed()) +
+                                          " (TORCH_RING_HEARTBEAT_TIMEOUT): its host is cut off");
+  }
+
   WaitGraph* const graph_;
-  Clock::time_point since_{};  // the first lasts(); the clock's beginning before it
+  // The first lasts(), and the first one with a departed rank; the clock's beginning before them.
+  Clock::time_point since_{};
+  Clock::time_point departed_since_{};
   bool told_ = false;
 };
 

@@ -32,7 +32,7 @@ struct Standstill {
 };
 
 /// Thread: the communicator's progress thread, but for wake(). Blocking: as each function says.
-/// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`.
+/// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`; LongWait's.
 class Waiter {
  public:
   /// `may_spin`: whether every rank on this kernel has a core of its own. `graph`: knows which rank

@@ -51,6 +51,31 @@ def test_tensors(read, dtype):
     assert read(dumps(base)).resize_(100).numel() == 100
 
 
+# Of some torch can make tensors, but do nothing with them.
+NEW_DTYPES = [
+    *(f"uint{bits}" for bits in (1, 2, 3, 4, 5, 6, 7, 16, 32, 64)),
+    *(f"int{bits}" for bits in (1, 2, 3, 4, 5, 6, 7)),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "bits8", "bits16", "complex32"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in NEW_DTYPES if hasattr(torch, name)])
+@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
+def test_tensors_of_newer_dtypes(read, name):
+    base = torch.empty(4, 6, dtype=getattr(torch, name))
+    storage = base.untyped_storage()
+    storage.copy_(torch.arange(storage.nbytes(), dtype=torch.uint8).untyped_storage())
+    for tensor in (base, base.t(), base[1:3, ::2], base[0, 0], base[:0]):
+        got = read(dumps([tensor]))[0]
+        assert (got.dtype, got.shape, got.stride()) == (base.dtype, tensor.shape, tensor.stride())
+        assert got.storage_offset() == tensor.storage_offset()
+        assert bytes(got.untyped_storage()) == bytes(storage)
+    parameter = read(dumps(torch.nn.Parameter(base, requires_grad=False)))
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.dtype == base.dtype
+
+
 @pytest.mark.parametrize("read", [loads_plain, pickle.loads])
 def test_tensors_with_more_than_values(read):
     assert read(dumps(torch.ones(3, requires_grad=True))).requires_grad
@@ -151,6 +176,32 @@ def test_tensors_that_are_wrong(changes):
     assert torch.equal(loads_plain(dumps(reduce_of(torch.ones(3)))), torch.ones(3))
     with pytest.raises(pickle.UnpicklingError):
         loads_plain(dumps(reduce_of(torch.ones(3), **changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 1},
+        {"size": (4,)},
+        {"storage": b"123"},
+        {"stride": (-1,)},
+        {"hooks": {1: print}},
+        {"dtype": "uint16"},
+        {"dtype": torch.uint32},
+    ],
+    ids=str,
+)
+def test_tensors_of_newer_dtypes_that_are_wrong(changes):
+    tensor = torch.tensor([1, 2, 3], dtype=torch.uint16)
+    names = ("storage", "offset", "size", "stride", "requires_grad", "hooks", "dtype")
+    function, arguments = tensor.__reduce_ex__(4)
+    given = dict(zip(names, arguments, strict=True))
+    given["storage"] = torch.storage.TypedStorage(
+        wrap_storage=given["storage"], dtype=torch.uint8, _internal=True
+    )
+    assert loads_plain(dumps(Runs(function, *given.values()))).tolist() == [1, 2, 3]
+    with pytest.raises(pickle.UnpicklingError):
+        loads_plain(dumps(Runs(function, *(given | changes).values())))
 
 
 def test_a_call_of_what_was_not_named_and_setting_attributes_of_functions():

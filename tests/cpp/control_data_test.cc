@@ -2,6 +2,10 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <numeric>
+#include <random>
+
 #include "control/data_connections.h"
 #include "control_recorder.h"
 #include "planes.h"
@@ -195,6 +199,30 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
   // Once there are some, it may be tried again.
   take_all(*high, 0, true);
   take_all(*low, 1, true);
+}
+
+TEST(data_connections_remember_closed_sets_in_little_memory) {
+  ControlOptions options;
+  options.rank = 1;
+  options.host_of = {0, 0, 0};
+  for (const std::uint32_t seed : {1u, 2u, 3u}) {
+    DataConnections data(options);
+    std::vector<std::uint64_t> sets(500);
+    std::iota(sets.begin(), sets.end(), seed - 1);
+    std::ranges::shuffle(sets, std::mt19937(seed));
+    const auto accepts = [&](std::uint64_t set) { return data.accept(Hello{2, 1, set, 1}, Fd()); };
+    for (std::size_t i = 0; i < sets.size(); ++i) {
+      CHECK(accepts(sets[i]));
+      data.close(sets[i]);
+      data.close(sets[i]);
+      for (std::size_t j = 0; j < sets.size(); j += 7) {
+        if (j <= i) CHECK(!accepts(sets[j]));
+      }
+    }
+    CHECK_EQ(data.closed_runs(), 1u);
+    CHECK(accepts(1000));
+    CHECK(data.take(1000, 2, 1).size() == 1);
+  }
 }
 
 TEST(data_connections_are_limited_to_sane_names) {

@@ -54,6 +54,53 @@ TEST(departed_rank_s_last_data_may_be_late_between_hosts) {
   });
 }
 
+// As when a host is cut off after its rank's goodbye: neither a death nor a heartbeat tells.
+const std::string kNeverComes = "data.receive:1:late=60000";
+constexpr std::chrono::seconds kSilence{3};
+const std::string kNotCome =
+    "rank 1 (a thread) has left, and what it has sent last has not come for 3 s";
+
+TEST(departed_rank_s_last_entry_may_never_come) {
+  const Armed armed(kNeverComes);
+  run_engines(
+      {0, 1},
+      [&](Rank& rank) {
+        std::vector<float> values = rank.input(10);
+        if (rank.rank() == 1) {
+          rank.allreduce_now(values);
+        } else {
+          CHECK_THROWS(rank.allreduce_now(values), ErrorKind::kPeerLost, kNotCome);
+        }
+      },
+      patient(), kSilence);
+}
+
+TEST(departed_rank_s_last_data_may_never_come) {
+  const Armed armed("");
+  run_engines(
+      {0, 1},
+      [&](Rank& rank) {
+        // Rank 1 has nothing to wait for, and its rows fit the buffers of a socket.
+        std::vector<float> values(10'000), received;
+        Request request;
+        request.fingerprint.collective = Collective::kAlltoall;
+        request.rows = {rank.rank() == 1 ? 10'000 : 0, 0};
+        request.input = values.data();
+        request.allocate = [&](std::span<const std::int64_t>) -> void* {
+          if (rank.rank() == 0) arm_failpoints(kNeverComes);
+          received.resize(10'000);
+          return received.data();
+        };
+        const auto exchange = [&] { rank.engine().submit_and_wait(request, {}); };
+        if (rank.rank() == 1) {
+          exchange();
+        } else {
+          CHECK_THROWS(exchange(), ErrorKind::kPeerLost, kNotCome);
+        }
+      },
+      patient(), kSilence);
+}
+
 TEST(departure_is_an_error_of_those_who_miss_the_rank_and_of_no_others) {
   for (const Hosts& layout : {Hosts{"", {0, 0, 0}}, Hosts{"", {0, 1, 2}}}) {
     std::atomic<bool> missed{false};

@@ -1,6 +1,7 @@
 // Rank and run_engines(): engines of several ranks, as threads, over every communicator.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -102,9 +103,10 @@ class Rank {
 };
 
 inline void run_engines(const std::vector<int>& host_of, const std::function<void(Rank&)>& fn,
-                        const EngineConfig& config = patient()) {
+                        const EngineConfig& config = patient(),
+                        std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1)) {
   std::vector<World> worlds = make_worlds(host_of);
-  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(host_of);
+  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(host_of, heartbeat_timeout);
   run_ranks(static_cast<int>(host_of.size()), [&](int rank) {
     Rank self(at(worlds, rank), std::move(at(planes, rank)), config);
     fn(self);

@@ -73,6 +73,30 @@ def test_ranks_that_meet_by_their_parent_are_told_so(job):
     assert ("meet only if MASTER_ADDR and MASTER_PORT are set" in text) == (not job)
 
 
+@pytest.mark.parametrize("job", ["", "4711/0"])
+@pytest.mark.parametrize(("address", "local_size"), [("localhost", None), ("127.0.0.1", 1)])
+def test_ranks_with_a_loopback_address_are_told_so(monkeypatch, job, address, local_size):
+    """As an operator does that gives rank 0 its own host as "localhost"."""
+    monkeypatch.setenv("MASTER_ADDR", address)
+    identity = Identity(0, 2, job=job, local_size=local_size)
+    met = Meeting(identity, Deadline(0.3), None, new_name())
+    with pytest.raises(TimeoutError) as raised, contextlib.closing(met), failing_together(met):
+        met.meet(made_up.card(0), {})
+    text = str(raised.value)
+    assert text.startswith("rank 1 of 2 did not arrive within 0.3 s")
+    assert f"? MASTER_ADDR={address} means that all ranks are on this host: if they are not" in text
+    assert "MASTER_PORT" not in text
+
+
+def test_a_loopback_address_is_right_where_the_launcher_says_so(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    identity = Identity(0, 2, job="4711/0", local_size=2)
+    met = Meeting(identity, Deadline(0.3), None, new_name())
+    with pytest.raises(TimeoutError) as raised, contextlib.closing(met), failing_together(met):
+        met.meet(made_up.card(0), {})
+    assert str(raised.value).endswith("and do they call init()?")
+
+
 def test_a_store_that_nobody_serves_does_not_hold_up_the_failure():
     waits = []
 

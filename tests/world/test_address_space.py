@@ -45,6 +45,40 @@ def test_ranks_with_a_limit_share_memory():
     run(init_with_a_limit, RANKS, initialized=False)
 
 
+def init_with_next_to_nothing(spare: int) -> tuple[str, str]:
+    """Rank 1 can map `spare` bytes more: too little for memory, for threads, or for anything."""
+    if int(os.environ["RANK"]) == 1:
+        limit_address_space(spare)
+    outcome = error_of(hvd.init)
+    if outcome[0] == "nothing":
+        outcome = error_of(lambda: hvd.allreduce(torch.ones(1000)))
+    hvd.shutdown()
+    return outcome
+
+
+@pytest.mark.parametrize("transport", ["", "shm"])
+def test_a_rank_without_address_space_fails_all_by_name(transport):
+    failed = 0
+    for spare in (1 << 20, 4 << 20, 20 << 20, 60 << 20):
+        env = {"TORCH_RING_INIT_TIMEOUT": "8"}
+        outcomes = run(
+            init_with_next_to_nothing,
+            RANKS,
+            args=(spare,),
+            transport=transport,
+            initialized=False,
+            env=env,
+        )
+        kinds = {kind for kind, _ in outcomes}
+        assert kinds <= {"nothing", "RingError", "PeerLostError"}, outcomes
+        assert "nothing" not in kinds or len(kinds) == 1, outcomes
+        for kind, text in outcomes:
+            assert kind == "nothing" or "rank 1" in text, outcomes
+            assert kind == "nothing" or "ulimit -" in text, outcomes
+        failed += "nothing" not in kinds
+    assert failed > 0
+
+
 def reduce_more_than_fits() -> None:
     torch.manual_seed(1)
     ones = 1 << 20  # 4 MiB of gradients each, and as much again in a step

@@ -7,6 +7,7 @@ from pool import error_of, run
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring._C import arm_failpoints
 
 
 def come_and_go(rounds: int) -> None:
@@ -21,13 +22,25 @@ def compute() -> None:
         pass
 
 
-def test_worlds_end_in_peace_on_a_loaded_machine():
+@on_both_transports
+def test_worlds_end_in_peace_on_a_loaded_machine(transport, full):
+    """Fifty jobs of 400 rounds with --full: hours."""
+    jobs, rounds = (50, 400) if full else (1, 15)
     context = multiprocessing.get_context("fork")
+    run(come_and_go, 3, args=(1,), transport=transport, initialized=False)  # torch is loaded then
     busy = [context.Process(target=compute, daemon=True) for _ in range(4)]
     for process in busy:
         process.start()
     try:
-        run(come_and_go, 3, args=(15,), transport="tcp", initialized=False)
+        for _ in range(jobs):
+            run(
+                come_and_go,
+                3,
+                args=(rounds,),
+                transport=transport,
+                initialized=False,
+                deadline_s=60 + 2 * rounds,
+            )
     finally:
         for process in busy:
             process.kill()
@@ -46,6 +59,24 @@ def reduce_and_leave() -> None:
 def test_the_last_data_of_a_rank_may_be_late():
     env = {"TORCH_RING_FAIL": "data.receive:2:late=600"}
     run(reduce_and_leave, 3, transport="tcp", env=env, initialized=False)
+
+
+def miss_the_last_data_of_a_rank() -> tuple[str, str]:
+    """As when the host of rank 1 is cut off after its goodbye."""
+    if hvd.rank() == 0:
+        arm_failpoints("data.receive:1:late=60000")
+    outcome = error_of(lambda: hvd.allreduce(torch.ones(3), name="last"))
+    arm_failpoints("")
+    return outcome
+
+
+def test_the_last_data_of_a_rank_may_never_come():
+    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "3", "TORCH_RING_TIMEOUT": "40"}
+    (kind, text), other = run(miss_the_last_data_of_a_rank, 2, transport="tcp", env=env)
+    assert other == ("nothing", "")
+    assert kind == "PeerLostError", text
+    assert "rank 1 (pid " in text
+    assert "has left, and what it has sent last has not come for 3 s" in text
 
 
 def train_until_a_rank_dies() -> tuple[str, str]:

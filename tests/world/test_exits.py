@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_commands import clean_environment
+from launcher_commands import TORCHRUN, clean_environment, output_of, start_program
 
 PROGRAM = Path(__file__).parent / "exits_program.py"
 
@@ -74,6 +74,20 @@ def test_ranks_end_with_a_launcher_that_was_killed(results):
         assert f"[torch_ring] rank {rank} (pid " in output, output
         assert "ends: mpirun (pid " in output, output
         assert "which has started it, has died. TORCH_RING_EXIT_WITH_LAUNCHER=0" in output
+
+
+@pytest.mark.launcher
+def test_ranks_end_with_an_agent_of_torchrun_that_was_killed():
+    program = PROGRAM.with_name("orphaned_rank.py")
+    agent = start_program(
+        [*TORCHRUN, "--nproc-per-node", "2", str(program)], PYTHONPATH=os.pathsep.join(sys.path)
+    )
+    output = output_of(agent)  # when the ranks have ended, too: they hold the other end
+    assert agent.returncode == -signal.SIGKILL, output
+    assert "has outlived its agent" not in output
+    for rank in range(2):
+        assert f"[torch_ring] rank {rank} (pid " in output, output
+    assert output.count(f"torchrun (pid {agent.pid}), which has started it, has died") == 2, output
 
 
 @pytest.mark.parametrize("how", ["mpirun 0", "bash 1"])

@@ -1,5 +1,6 @@
 """Forked children: they know who their parent is, and disturb neither it nor the other ranks."""
 
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from process_set_use import check_process_set
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.connections import connect
 
 
 def fork_a_child() -> None:
@@ -102,6 +104,52 @@ def test_a_forked_worker_does_not_hide_a_death(transport, tmp_path):
         may_die={1},
     )
     assert path.exists()  # the worker, a process of the rank's group, was ended with it
+
+
+def open_sockets() -> set[str]:
+    """Return the sockets and the shared memory that this process has open."""
+    with os.scandir("/proc/self/fd") as listing:
+        names = {os.readlink(entry.path) for entry in listing}
+    return {name for name in names if name.startswith(("socket:", "/memfd:torch_ring"))}
+
+
+def fork_while_joining(stage: str) -> None:
+    """Another thread forks, as a program's data loader may, while this one is in init()."""
+    before = open_sockets()
+    held: list[set[str]] = []
+
+    def fork() -> None:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, json.dumps(list(open_sockets() - before)).encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as report:
+            held.append(set(json.load(report)))
+        assert os.waitpid(child, 0)[1] == 0
+
+    go_on = getattr(connect, stage)
+
+    def fork_first(*arguments: object) -> object:
+        assert open_sockets() - before, "there is nothing to inherit"
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        return go_on(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connect, stage, fork_first)
+        hvd.init()
+    assert held == [set()]
+    assert hvd.allreduce(torch.ones(1000), op=hvd.Sum).eq(hvd.size()).all()
+    hvd.shutdown()
+
+
+@on_both_transports
+@pytest.mark.parametrize("stage", ["_share_memory", "_wait_for_neighbours"])
+def test_a_child_that_is_forked_during_init_holds_nothing(transport, stage):
+    run(fork_while_joining, 3, args=(stage,), transport=transport, initialized=False)
 
 
 class Shard(torch.utils.data.IterableDataset):

@@ -1,5 +1,6 @@
 """Several hosts: network namespaces that veth pairs join to a bridge."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -8,6 +9,7 @@ import threading
 import namespaces
 import pytest
 import torch
+from packet_loss import losing_packets
 from pool import error_of, run
 
 import torch_ring as hvd
@@ -157,6 +159,34 @@ def test_a_cut_link_is_noticed(hosts):
         namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
     assert f"rank 1 ({namespaces.NETWORK}.3, pid " in errors[0]
     assert "has not been heard for 1.5" in errors[0]
+
+
+def leave_while_packets_get_lost() -> None:
+    """Most packets get lost from before the last collective until 3 s later, or the end."""
+    tensor = torch.full((20_000,), float(hvd.rank()))
+    hvd.allreduce(tensor)
+    with contextlib.ExitStack() as until_left:
+        loss = until_left.enter_context(contextlib.ExitStack())
+        loss.enter_context(losing_packets("eth0", 0.6))
+        healing = threading.Timer(3.0, loss.close)
+        healing.start()
+        until_left.callback(healing.join)
+        for count in (20_000, 3):
+            mean = hvd.allreduce(tensor[:count])
+            assert mean.eq((hvd.size() - 1) / 2).all()
+        hvd.shutdown()
+
+
+def test_the_end_of_a_job_survives_packet_loss(hosts, full):
+    """A hundred jobs with --full: a quarter of an hour."""
+    try:
+        with losing_packets("lo", 0.0):
+            pass
+    except OSError as error:
+        pytest.skip(f"no packets can be dropped here: {error}")
+    env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
+    for _ in range(100 if full else 2):
+        run(leave_while_packets_get_lost, 3, transport="", env=env, namespaces=hosts)
 
 
 def leave_while_the_link_is_down() -> tuple[str, str]:

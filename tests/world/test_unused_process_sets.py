@@ -1,7 +1,10 @@
 """Process sets that nobody uses, that some use, and whose memory, ids and connections return."""
 
+import contextlib
 import itertools
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +56,19 @@ def holds_no_more_than(before: tuple[int, int]) -> bool:
     return eventually(lambda: all(a <= b for a, b in zip(resources(), before, strict=True)), 20.0)
 
 
+def more_than(before: tuple[int, int]) -> str:
+    """Return what this process holds, for the message of a failure."""
+    names = []
+    for folder, name_of in (
+        ("fd", os.readlink),
+        ("task", lambda path: Path(path, "comm").read_text()),
+    ):
+        for entry in sorted(os.listdir(f"/proc/self/{folder}"), key=int):
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                names.append(name_of(f"/proc/self/{folder}/{entry}").strip())
+    return f"{resources()}, not {before}, descriptors and threads: {names}"
+
+
 def slots_of(process_set: hvd.ProcessSet) -> list[int]:
     """Return where the members' memory for a set is, by member."""
     record = current.world().process_sets.find(tuple(process_set.ranks or ()))
@@ -70,7 +86,7 @@ def add_and_use_none(count: int) -> None:
     hvd.barrier()
     sets = add_all(ranks)
     hvd.barrier()
-    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+    assert holds_no_more_than(before), more_than(before)
     if connections().memory is None:
         assert all(slots_of(each) == [-1] * each.size() for each in sets)
     else:  # a page each, where huge pages are not forced on shared memory
@@ -89,7 +105,7 @@ def add_and_use_none(count: int) -> None:
     remove_all(sets)
     hvd.barrier()
     assert memory_bytes() <= memory
-    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+    assert holds_no_more_than(before), more_than(before)
 
 
 @on_both_transports
@@ -115,10 +131,10 @@ def use_some_on_some_ranks() -> None:
     threads = resources()[1] - before[1]
     assert threads == len(used)
     if rank == 3:
-        assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+        assert holds_no_more_than(before), more_than(before)
     hvd.barrier()
     remove_all(sets)
-    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+    assert holds_no_more_than(before), more_than(before)
 
 
 @on_both_transports
@@ -189,7 +205,7 @@ def come_and_go(count: int) -> None:
             memory = memory_bytes()
             hvd.barrier()
     hvd.barrier()
-    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+    assert holds_no_more_than(before), more_than(before)
     assert memory_bytes() <= memory
     assert len(offsets) == 1  # -1, or the first slot of everybody
 
@@ -220,7 +236,7 @@ def use_once_more(rounds: int) -> None:
             check_process_set(again, [0, size - 1])
         hvd.remove_process_set(again)
         hvd.barrier()
-    assert holds_no_more_than(before), f"{resources()}, not {before}, descriptors and threads"
+    assert holds_no_more_than(before), more_than(before)
 
 
 @on_both_transports

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.storage import TypedStorage
+from torch.storage import TypedStorage, UntypedStorage
 
 with contextlib.suppress(ImportError):  # torch, too, works without it
     import numpy as np
@@ -79,7 +79,24 @@ class _Pickler(pickle.Pickler):
             local = untyped.cpu()  # type: ignore[no-untyped-call]
             data = ctypes.string_at(local.data_ptr(), local.nbytes())
             return _storage, (data, obj.dtype, str(untyped.device))
+        if type(obj) is Tensor:
+            return _reduced_tensor(obj)
         return _reduced_array(obj) if _HAS_NUMPY else NotImplemented
+
+
+def _reduced_tensor(obj: Tensor) -> Any:
+    """Return torch's own way to make a tensor anew, but one that can be read.
+
+    Those of the newer dtypes (float8, uint16, ...) have an untyped storage in it, whose pickle
+    torch.load refuses.
+    """
+    function, arguments, *rest = obj.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+    if arguments and type(arguments[0]) is UntypedStorage:
+        storage = TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=arguments[0], dtype=torch.uint8, _internal=True
+        )
+        arguments = (storage, *arguments[1:])
+    return function, arguments, *rest
 
 
 _HAS_NUMPY = "numpy" in sys.modules
@@ -142,13 +159,33 @@ def _tensor(
     hooks: object,
 ) -> Tensor:
     """Return a tensor. It lies within its storage, which nothing else would ensure."""
-    if type(storage) is not TypedStorage or not _are_sizes((offset, *size, *stride)) or hooks:
+    if type(storage) is not TypedStorage:
+        raise pickle.UnpicklingError("a tensor that is none")
+    return _tensor_of_new_dtype(storage, offset, size, stride, requires_grad, hooks, storage.dtype)
+
+
+def _tensor_of_new_dtype(
+    storage: TypedStorage,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    hooks: object,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same where the storage does not know the dtype."""
+    if (
+        type(storage) is not TypedStorage
+        or not isinstance(dtype, torch.dtype)
+        or not _are_sizes((offset, *size, *stride))
+        or hooks
+    ):
         raise pickle.UnpicklingError("a tensor that is none")
     untyped = storage._untyped_storage
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if 0 not in size and (last + 1) * storage.dtype.itemsize > untyped.nbytes():
+    if 0 not in size and (last + 1) * dtype.itemsize > untyped.nbytes():
         raise pickle.UnpicklingError("a tensor beyond its storage")
-    tensor = torch.empty(0, dtype=storage.dtype, device=untyped.device)
+    tensor = torch.empty(0, dtype=dtype, device=untyped.device)
     tensor.set_(untyped, offset, size, stride)
     tensor.requires_grad = requires_grad
     return tensor
@@ -194,6 +231,7 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_new_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
     **{(__name__, made.__name__): made for made in (_storage, _array, _scalar, _dtype)},

@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from torch_ring._C import (
 )
 from torch_ring.config import Config
 from torch_ring.connections import topology
-from torch_ring.connections.connections import Connections
+from torch_ring.connections.connections import Connections, abandon_in_child
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import pauses
 from torch_ring.rendezvous.exchange import lacking
+from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import own_address, receive_fds
@@ -80,13 +82,14 @@ def connect(
         meeting.meet(_own_info(identity, shares, tcp, unix).card(), {**config.common(), **common})
         table, fd = _share_memory(meeting, config, rank, size)
         if fd >= 0:
-            cleanup.callback(os.close, fd)
+            cleanup.enter_context(close_in_child(FileIO(fd)))
         peers, secret, is_private = parse_table(table, size)
         host_of = topology.host_of(peers, config.transport)
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
         labels = topology.labels(peers)
         connections = Connections(rank, peers, host_of, labels, is_private=is_private)
+        abandon_in_child(connections)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
             # Otherwise the traceback of the error would keep the memory.
@@ -141,13 +144,13 @@ def _bytes_to_share(rank: int, config: Config) -> int:
         finally:
             os.close(memory)
         if not (shares := min(mappable_bytes(), config.address_space_bytes)):
-            raise RingError("no address space is left (`ulimit -v`)")
+            raise RingError("no address space is left: raise `ulimit -v`")
         return shares
     except (OSError, RingError) as error:
-        reason = lacking(error, rank) or error
+        reason = str(lacking(error, rank) or error).removeprefix(f"rank {rank}: ")
         if config.transport == "shm":
             raise RingError(
-                f"TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
+                f"rank {rank}: TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
             ) from error
         _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
         return 0
@@ -229,11 +232,11 @@ def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> sock
             ) from None
         raise
     listener.setblocking(False)
-    return listener
+    return close_in_child(listener)
 
 
 def _listen_unix() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
+    listener = close_in_child(socket.socket(socket.AF_UNIX))
     listener.bind(f"\0torch_ring/{secrets.token_hex(8)}")
     listener.listen(_BACKLOG)
     listener.setblocking(False)

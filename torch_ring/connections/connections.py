@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from torch_ring._C import ControlPlane, HostMemory, LaunchOrder
 from torch_ring.connections.peer_info import PeerInfo
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "abandon_all_in_child", "abandon_in_child", "before_fork"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Connections:
     """One process's way to the other ranks of its world, for all of its process sets.
 
@@ -57,3 +58,26 @@ class Connections:
             self.plane.abandon()
         if self.memory is not None:
             self.memory.abandon()
+
+
+# Those that nobody has closed, from when they are made: another thread may fork during init().
+_open: WeakSet[Connections] = WeakSet()
+
+
+def abandon_in_child(connections: Connections) -> None:
+    """Let every child that is forked from now on abandon the connections, unless it is too late."""
+    _open.add(connections)
+
+
+def before_fork() -> None:
+    """Take note of what a child is about to inherit."""
+    for connections in list(_open):
+        if connections.plane is not None:
+            connections.plane.before_fork()
+
+
+def abandon_all_in_child() -> None:
+    """Let go of the parent's connections. Call in a forked child."""
+    for connections in list(_open):
+        connections.abandon()
+    _open.clear()

@@ -23,10 +23,6 @@ __all__ = [
 
 _KINDS = ("MismatchError", "PeerLostError", "TimeoutError")  # any other arrives as a RingError
 _NAMED = 16  # ranks of a long list that are named
-_BY_PARENT = (
-    " Ranks that different processes have started meet only if MASTER_ADDR and MASTER_PORT are set:"
-    " to 127.0.0.1 and a free port, if all of them are on this host."
-)
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def missing_ranks(
-    here: Collection[int], size: int, deadline: Deadline, *, by_parent: bool = False
+    here: Collection[int], size: int, deadline: Deadline, advice: str = ""
 ) -> TimeoutError:
     """Return the error of ranks that are not among `here` at the deadline.
 
@@ -85,14 +81,14 @@ def missing_ranks(
         here: those that have come.
         size: the number of ranks.
         deadline: when they had to be here.
-        by_parent: whether ranks find one another by the process that has started them.
+        advice: a sentence on how these ranks find one another.
     """
     missing = sorted(set(range(size)).difference(here))
     if not missing:
         return TimeoutError(f"all {size} ranks have come, but the last of them not {deadline}")
     return TimeoutError(
         f"{name_ranks(missing)} of {size} did not arrive {deadline}: have these processes started, "
-        "and do they call init()?" + (_BY_PARENT if by_parent else "")
+        f"and do they call init()?{advice and ' '}{advice}"
     )
 
 

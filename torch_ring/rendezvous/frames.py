@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.inherited import close_in_child
 
 __all__ = ["Frame", "FrameSocket", "Kind"]
 
@@ -69,7 +70,7 @@ class FrameSocket:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.socket = connection
+        self.socket = close_in_child(connection)
         self._received = bytearray()
         self._fds: list[int] = []
 

@@ -133,7 +133,7 @@ LAUNCHERS: dict[str, Launcher] = {
         node="GROUP_RANK",
         job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"),
         requires="TORCHELASTIC_RUN_ID",
-        daemons=("torchrun", "python", "accelerate"),
+        daemons=("pt_elastic", "torchrun", "python", "accelerate"),
     ),
     "Open MPI": Launcher(
         "OMPI_COMM_WORLD_RANK",

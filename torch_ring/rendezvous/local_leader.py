@@ -14,6 +14,7 @@ from torch_ring.errors import PeerLostError, RingError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.failure import Failure, other_size, two_of_a_rank
 from torch_ring.rendezvous.frames import Frame, FrameSocket, Kind
+from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.local_member import HELLO
 from torch_ring.rendezvous.network import require_same_user
 
@@ -266,7 +267,7 @@ class LocalLeader:
 
 def listen(name: str) -> socket.socket:
     """Listen at the abstract Unix socket `name`. Raises OSError if it is taken."""
-    listener = socket.socket(socket.AF_UNIX)
+    listener = close_in_child(socket.socket(socket.AF_UNIX))
     try:
         listener.bind(name)
         listener.listen(_BACKLOG)

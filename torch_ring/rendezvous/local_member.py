@@ -15,6 +15,7 @@ from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.failure import Failure
 from torch_ring.rendezvous.frames import Frame, FrameSocket, Kind
+from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.network import ForeignUserError, require_same_user
 
 __all__ = ["HELLO", "LocalMember", "connect", "connect_to"]
@@ -157,7 +158,7 @@ def connect(
     name: str, rank: int, size: int, deadline: Deadline, until: Deadline
 ) -> LocalMember | None:
     """Return a connection to the leader that has let this rank in; None: it has not, in time."""
-    connection = socket.socket(socket.AF_UNIX)
+    connection = close_in_child(socket.socket(socket.AF_UNIX))
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(connection.close)
         connection.setblocking(False)

@@ -35,6 +35,7 @@ from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
 from torch_ring.rendezvous.local_meeting import join
 from torch_ring.rendezvous.local_member import LocalMember, connect_to
+from torch_ring.rendezvous.meeting_name import advice_on_missing
 from torch_ring.rendezvous.network import ForeignUserError
 from torch_ring.rendezvous.store import StorePlace
 from torch_ring.rendezvous.store_client import KeyValueStore
@@ -244,8 +245,8 @@ class Meeting:
         late = leader.members.keys() - leader.cards.keys()
         if late or (self._place is None and len(leader.cards) < self.size):
             here = set(range(self.size)) - late if self._place is not None else leader.cards.keys()
-            by_parent = self._place is None and not self._identity.job
-            error = missing_ranks(here, self.size, self.deadline, by_parent=by_parent)
+            advice = "" if self._place is not None else advice_on_missing(self._identity)
+            error = missing_ranks(here, self.size, self.deadline, advice)
             self._relay(Failure.of_all(error))
             raise error
 

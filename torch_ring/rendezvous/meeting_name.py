@@ -21,7 +21,7 @@ from torch_ring.rendezvous.launchers import LAUNCHERS, Identity
 from torch_ring.rendezvous.network import is_loopback_name
 from torch_ring.rendezvous.store_client import KeyValueStore
 
-__all__ = ["meeting_name", "meeting_name_by_store"]
+__all__ = ["advice_on_missing", "meeting_name", "meeting_name_by_store"]
 
 
 def meeting_name(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
@@ -36,6 +36,22 @@ def meeting_name(identity: Identity, environment: Mapping[str, str] = os.environ
     job = identity.job or ("" if address[0] else _starter(identity))
     # Two nodes of torchrun may be on one host: each knows how many of its own will come.
     return _named(os.getuid(), identity.launcher, job, *address, identity.node, identity.part)
+
+
+def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
+    """Return why ranks that meet at this name, and at no store, may miss others; "": unknown."""
+    address = environment.get("MASTER_ADDR", "")
+    if is_loopback_name(address) and not identity.on_one_node():
+        return (
+            f"MASTER_ADDR={address} means that all ranks are on this host: if they are not, set it "
+            "on all of them, also on rank 0, to an address of rank 0's host that the others reach."
+        )
+    if identity.job:
+        return ""
+    return (
+        "Ranks that different processes have started meet only if MASTER_ADDR and MASTER_PORT are "
+        "set: to 127.0.0.1 and a free port, if all of them are on this host."
+    )
 
 
 def meeting_name_by_store(store: KeyValueStore) -> str | None:

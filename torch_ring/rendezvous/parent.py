@@ -9,6 +9,8 @@ from torch_ring.rendezvous.launchers import LAUNCHERS, Identity
 
 __all__ = ["watched_launcher"]
 
+_AGENT = "pt_elastic"  # what torchrun calls its process, since torch 2.5
+
 
 def watched_launcher(identity: Identity) -> tuple[int, str]:
     """Return a pidfd of this process's parent, if that is a launcher, and a line for its end.
@@ -31,6 +33,8 @@ def watched_launcher(identity: Identity) -> tuple[int, str]:
     if os.getppid() != parent:  # another process may have its number
         os.close(fd)
         return -1, ""
+    if name == _AGENT:
+        name = identity.launcher
     return fd, (
         f"[torch_ring] rank {identity.rank} (pid {os.getpid()}) ends: {name} (pid {parent}), which "
         "has started it, has died. TORCH_RING_EXIT_WITH_LAUNCHER=0 lets ranks outlive it"

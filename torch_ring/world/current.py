@@ -17,7 +17,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine, arm_failpoints, await_calls, forget_calls, keep_results
 from torch_ring.config import Config, failpoints, misspelt
+from torch_ring.connections import connections
 from torch_ring.errors import NotInitializedError
+from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
@@ -333,8 +335,7 @@ def disable_in_child(inherited: _Inherited) -> None:
 
 
 def _prepare_fork() -> None:
-    if _world is not None and not _is_parents:
-        _world.process_sets.before_fork()
+    connections.before_fork()
 
 
 def _leave_parents_world() -> None:
@@ -345,6 +346,8 @@ def _leave_parents_world() -> None:
     if _world is not None:
         _world.process_sets.abandon()
         _is_parents = True
+    connections.abandon_all_in_child()
+    rendezvous_inherited.close_all_in_child()
     _changing = threading.RLock()
     forget_calls()
     rendezvous_store.drop_in_child()

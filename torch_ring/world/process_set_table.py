@@ -112,8 +112,9 @@ class ProcessSetRecord:
         self.owned.clear()
         if engine is not None:
             engine.shutdown(removed)
-        elif self._number and self.is_member and self._connections.plane is not None:
-            # Members that have used the set may have connected to this one.
+        elif self._number and self._connections.plane is not None:
+            # Members that have used the set may have connected to this one. A plane that knows of
+            # the end of every set needs no memory for all of their numbers.
             self._connections.plane.close_set(self._number)
 
     def _make_engine(self) -> Engine:
@@ -256,17 +257,11 @@ class ProcessSetTable:
             for record in records:
                 cleanup.callback(record.shutdown)
 
-    def before_fork(self) -> None:
-        """Take note of what a child is about to inherit."""
-        if self._connections.plane is not None:
-            self._connections.plane.before_fork()
-
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
         for record in self.records:
             record.abandon()
-        self._connections.abandon()
 
     def _keep(self, records: Iterable[ProcessSetRecord]) -> None:
         """Make `records` the sets. Readers take no lock, so nothing changes in place."""
