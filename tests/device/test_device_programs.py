@@ -5,6 +5,7 @@ from __future__ import annotations
 import device_double
 import pytest
 from device_data import DATA
+from device_gradients import GRADIENTS
 from device_jobs import JOBS
 from device_operations import OPERATIONS
 from device_runs import run_on_double
@@ -15,7 +16,9 @@ pytestmark = device_double.needed
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "program", [*OPERATIONS, *TRAINING, *JOBS, *DATA], ids=lambda program: program.__name__
+    "program",
+    [*OPERATIONS, *TRAINING, *GRADIENTS, *JOBS, *DATA],
+    ids=lambda program: program.__name__,
 )
 def test_on_a_stand_in(program, size):
     run_on_double(program, size)

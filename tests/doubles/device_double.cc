@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "counts.h"
 #include "doubles/nccl_double.h"
 
 namespace device_double {
@@ -106,6 +107,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return device_of(std::exchange(current_index, index_of(device)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    count(counts.host_waits);
     Streams::of(device).synchronize();
   }
 
@@ -132,20 +134,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return nccl_double_stream_query(queue_of(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    count(counts.host_waits);
     nccl_double_stream_synchronize(queue_of(stream));
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    count(counts.recorded);
     if (!*event) *event = nccl_double_event_create();
     nccl_double_event_record(*event, queue_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) nccl_double_event_wait(event, queue_of(stream));
+    if (!event) return;
+    count(counts.awaited);
+    nccl_double_event_wait(event, queue_of(stream));
   }
   bool queryEvent(void* event) const override { return !event || nccl_double_event_query(event); }
   void synchronizeEvent(void* event) const override {
-    if (event) nccl_double_event_synchronize(event);
+    if (!event) return;
+    count(counts.host_waits);
+    nccl_double_event_synchronize(event);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event) nccl_double_event_destroy(event);
@@ -214,6 +222,7 @@ struct Memory final : c10::Allocator {
     return {data, new Block{data, bytes, current_queue(current_index), {}, {}}, &release, device};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    count(counts.copies);
     enqueue(current_queue(current_index), [=] { std::memcpy(to, from, bytes); });
   }
 };

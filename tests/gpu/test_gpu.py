@@ -14,6 +14,7 @@ import pool
 import pytest
 import torch
 from device_data import DATA
+from device_gradients import GRADIENTS
 from device_jobs import JOBS, lose_a_rank
 from device_operations import OPERATIONS
 from device_training import TRAINING
@@ -74,7 +75,9 @@ def test_a_graph_cannot_have_collectives(size):
 
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
-    "program", [*JOBS, *TRAINING, *DATA, *OPERATIONS], ids=lambda program: program.__name__
+    "program",
+    [*JOBS, *TRAINING, *GRADIENTS, *DATA, *OPERATIONS],
+    ids=lambda program: program.__name__,
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):

@@ -143,11 +143,14 @@ Group& my_group() {
   return groups[std::this_thread::get_id()];
 }
 
+std::atomic<std::int64_t> launches{0};
+
 /// Runs the calls of the group as one.
 Result launch() {
   const auto calls = std::make_shared<std::vector<Call>>(std::exchange(my_group().calls, {}));
   if (calls->empty()) return Result::kSuccess;
   const Comm comm = calls->front().comm;
+  ++launches;
   ++comm->running;
   calls->front().stream->enqueue([comm, calls] {
     std::vector<Transfer> transfers;
@@ -235,6 +238,8 @@ NcclDoubleFaults* nccl_double_faults() {
   static NcclDoubleFaults faults;
   return &faults;
 }
+
+std::int64_t nccl_double_launches() { return launches; }
 
 Result ncclGetVersion(int* version) {
   *version = nccl_double_faults()->version;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 
 #include "nccl/api.h"
 
@@ -23,6 +24,9 @@ struct NcclDoubleFaults {
   std::atomic<int> hang{0};       // collectives wait on their stream until they are aborted
 };
 NcclDoubleFaults* nccl_double_faults();
+
+/// The number of collectives, or groups of them, that this process has put on streams.
+std::int64_t nccl_double_launches();
 
 torch_ring::nccl::Stream nccl_double_stream_create();
 /// Whether the stream has run all its tasks.
