@@ -19,7 +19,7 @@ pytestmark = device_double.needed
 TENSORS_OF_LAUNCH = 64  # as CUDA's, in tests/doubles/device_operators.cc
 GRADIENT_BYTES = 4 * NUMEL  # 16 KiB
 BUCKET_BYTES = 128 * GRADIENT_BYTES  # 2 MiB
-BUCKETS = [128, 128, 128, 52, 64]  # gradients; the last bucket has at most 1 MiB
+BUCKETS = [64, 128, 128, 116, 64]  # gradients; the first and the last have 1 MiB
 ENVIRONMENT = {"TORCH_RING_BUCKET_BYTES": str(BUCKET_BYTES), "TORCH_RING_FUSION_THRESHOLD": "0"}
 
 
