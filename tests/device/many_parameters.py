@@ -29,6 +29,12 @@ def make_parameters(device: str, count: int = PARAMETERS) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(NUMEL, device=device)) for _ in range(count)]
 
 
+def zero_loss(parameters: Sequence[Tensor], value: float = 1.0) -> Tensor:
+    """Return a loss whose backward pass gives each parameter a gradient full of `value`."""
+    loss: Tensor = _Produce.apply(value, *parameters)
+    return loss
+
+
 def backward(parameters: Sequence[Tensor], value: float = 1.0) -> None:
     """Give each parameter a gradient of `value` in every element."""
-    _Produce.apply(value, *parameters).backward()
+    zero_loss(parameters, value).backward()
