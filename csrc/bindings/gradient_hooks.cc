@@ -53,7 +53,10 @@ class GradientHooks::PassEnd {
   ~PassEnd() { close(true); }
 
   void run() {
-    if (const auto hooks = hooks_.lock()) hooks->options_.on_backward_end();
+    if (const auto hooks = hooks_.lock()) {
+      hooks->options_.on_backward_end();
+      hooks->settle();
+    }
     close(false);
   }
 
@@ -90,14 +93,15 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
   const std::scoped_lock lock(mutex_);
   buckets_ = buckets;
   early_ = std::move(early);
-  first_.assign(buckets.size(), 0);
+  members_.assign(buckets.size(), {});
   missing_.assign(buckets.size(), 0);
-  streams_.assign(buckets.size(), std::nullopt);
+  producers_.assign(buckets.size(), {});
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
     parameter.bucket = bucket;
-    if (missing_.at(bucket)++ == 0) first_[bucket] = i;
+    members_.at(bucket).push_back(i);
+    ++missing_[bucket];
     parameter.refresh();
     const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
     if (in_block && parameter.in_block()) continue;
@@ -146,10 +150,15 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     if (!parameter.variable.mutable_grad().defined()) return;  // another hook has taken it
     enter_pass(lock, parameter.variable.device());
     parameter.refresh();
-    spare_kept(lock, index);
-    follow_streams(parameter);
-    bucket_full = count_arrival(index, parameter.on_gradient(gradient), gradient);
     bucket = parameter.bucket;
+    if (!parameter.on_device()) {
+      BatchedCopy none;
+      spare_kept(lock, index, none);
+    } else if (!parameter.has_moved()) {
+      producers_[bucket].add(current_stream(parameter.device));
+    }
+    bucket_full = count_arrival(index, parameter.on_gradient(gradient), gradient);
+    if (bucket_full) fill(lock, bucket);
     sent_ = sent_ || bucket_full;
   }
   if (bucket_full) options_.on_bucket_full(bucket);
@@ -214,18 +223,20 @@ void GradientHooks::close_pass(bool failed) {
   sent_ = false;
   pass_.reset();
   arrived_.clear();
-  streams_.assign(streams_.size(), std::nullopt);
-  std::fill(missing_.begin(), missing_.end(), 0);
-  for (HookedParameter& parameter : parameters_) {
-    parameter.arrived = false;
-    ++missing_[parameter.bucket];
+  for (Producers& producers : producers_) producers.clear();
+  for (std::size_t bucket = 0; bucket < members_.size(); ++bucket) {
+    missing_[bucket] = members_[bucket].size();
   }
+  for (HookedParameter& parameter : parameters_) parameter.arrived = false;
 }
 
 /// Before a gradient is written into its bucket where an earlier one lies that the program keeps:
-/// gives the bucket other memory. The lock is released meanwhile.
-void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index) {
+/// gives the bucket other memory. The lock is released meanwhile. `copies`: those that have been
+/// collected for the earlier memory.
+void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index,
+                               BatchedCopy& copies) {
   if (!parameters_[index].would_overwrite_kept()) return;
+  copies.run();
   const std::size_t bucket = parameters_[index].bucket;
   lock.unlock();
   const at::Tensor memory = options_.new_memory(bucket);
@@ -269,6 +280,7 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
     pending.unready = pending.unready || parameter.has_moved();
     if (!grad.defined()) {  // by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
+      parameter.outside.reset();
       continue;
     }
     const bool ours = grad.is_same(parameter.bucket_view) || grad.is_same(parameter.sparse);
@@ -289,27 +301,30 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
 
 void GradientHooks::move_into_buckets(const Bitmap& touched) {
   std::unique_lock lock(mutex_);
+  BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
-    if (!parameter.arrived) spare_kept(lock, i);
+    if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
       // Its bucket may be in flight already, whatever `grad` was set to since.
+      parameter.bring_in(copies);
       grad = parameter.bucket_view;
     } else if (!grad.defined()) {
-      parameter.make_zero();
+      parameter.make_zero(copies);
     } else {
       if (!parameter.unreduced) rescale_reduced(parameter);
-      parameter.copy_in();
+      parameter.copy_in(copies);
     }
   }
+  copies.run();
 }
 
 at::Tensor GradientHooks::memory(std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
-  HookedParameter& first = parameters_.at(first_.at(bucket));
+  HookedParameter& first = parameters_.at(members_.at(bucket).front());
   if (!first.in_block()) return buckets_[bucket];
   if (!first.view.bucket.defined()) first.view.bucket = flat(first.bucket_view);
   return first.view.bucket;
@@ -332,6 +347,7 @@ void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradi
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
   parameter.variable.mutable_grad() = parameter.sparse = gradient;
+  parameter.outside.reset();
   parameter.unreduced = false;
   parameter.base_reduced = true;
   parameter.version.reset();
@@ -365,6 +381,7 @@ void GradientHooks::reset(bool gradients) {
     if (!gradients) continue;
     parameter.unreduced = parameter.base_reduced = false;
     parameter.sparse.reset();
+    parameter.outside.reset();
   }
 }
 
@@ -379,19 +396,5 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 }
 
 void GradientHooks::disable() { disabled_ = true; }
-
-/// Makes an arrival wait for the one before it in the bucket. A backward pass may run on several
-/// streams; the last arrival sends the bucket, and so must come after the others.
-void GradientHooks::follow_streams(const HookedParameter& parameter) {
-  if (parameter.in_block() || parameter.bucket_view.is_cpu() || parameter.has_moved()) return;
-  const c10::Stream stream = current_stream(parameter.bucket_view.device());
-  std::optional<c10::Stream>& last = streams_[parameter.bucket];
-  if (last && *last != stream) {
-    c10::Event arrived(stream.device_type());
-    arrived.record(*last);
-    arrived.block(stream);
-  }
-  last = stream;
-}
 
 }  // namespace torch_ring

@@ -27,6 +27,10 @@ namespace torch_ring {
 /// From then on autograd accumulates in place, and nothing is copied until `grad` is replaced. A
 /// hook costs tens of nanoseconds besides the copy, and no Python.
 ///
+/// On a device the gradients of a bucket are copied together, when it is full or moved, and those
+/// that are not due yet at the end of the pass. The copy runs on the stream that is current then,
+/// which follows all streams on which gradients of the bucket have arrived.
+///
 /// A sparse gradient stays where it is and fills no bucket: the ranks have to agree first whether
 /// it is reduced as a sparse one (`local_gradient`, `set_sparse_result`) or as a dense one
 /// (`move_into_buckets`).
@@ -143,8 +147,9 @@ class GradientHooks final : public AccumulationObserver,
   void enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device);
   void expect_in_block(HookedParameter& parameter);
   bool count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient);
-  void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index);
-  void follow_streams(const HookedParameter& parameter);
+  void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
+  void fill(std::unique_lock<std::mutex>& lock, std::size_t bucket);
+  void settle();
   void rescale_reduced(HookedParameter& parameter) {
     parameter.rescale_reduced(options_.reduced_scale);
   }
@@ -159,11 +164,11 @@ class GradientHooks final : public AccumulationObserver,
   bool sent_in_vain_ = false;         // ... and the pass has failed
   std::vector<HookedParameter> parameters_;
   std::vector<at::Tensor> buckets_;
-  std::vector<std::size_t> first_;                   // by bucket: its first parameter
-  std::vector<bool> early_;                          // by bucket: whether on_bucket_full is called
-  std::vector<std::size_t> missing_;                 // by bucket: gradients missing in this pass
-  std::vector<std::optional<c10::Stream>> streams_;  // by bucket on a device: the last arrival's
-  std::vector<std::size_t> arrived_;                 // parameters, in order
+  std::vector<std::vector<std::size_t>> members_;  // by bucket: its parameters
+  std::vector<bool> early_;                        // by bucket: whether on_bucket_full is called
+  std::vector<std::size_t> missing_;               // by bucket: gradients missing in this pass
+  std::vector<Producers> producers_;               // by bucket on a device: of this pass
+  std::vector<std::size_t> arrived_;               // parameters, in order
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };

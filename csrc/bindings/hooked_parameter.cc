@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "bindings/streams.h"
+
 namespace older_torch {
 
 /// For a torch without this function, where an idle Python object holds no reference.
@@ -80,10 +82,12 @@ bool HookedParameter::on_gradient(const at::Tensor& gradient) {
     converted = false;
     return true;
   }
-  if (!grad.is_sparse()) return copy_in();
+  BatchedCopy at_once;  // as all copies on the host are
+  if (!grad.is_sparse()) return on_device() ? leave_outside() : copy_in(at_once);
   require_unchanged();
   const bool fresh = !grad.is_same(sparse);
   sparse = grad;
+  outside.reset();
   return fresh;
 }
 
@@ -134,23 +138,46 @@ bool HookedParameter::has_value(const at::Tensor& gradient) const {
   return at::isclose(grad, gradient, 0.0, 0.0, /*equal_nan=*/true).all().item<bool>();
 }
 
-bool HookedParameter::copy_in() {
+bool HookedParameter::copy_in(BatchedCopy& copies) {
   at::Tensor& grad = variable.mutable_grad();
+  const bool known_outside = grad.is_same(std::exchange(outside, {}));
+  const auto stream = std::exchange(outside_stream, std::nullopt);
   sparse.reset();
   if (grad.is_same(bucket_view)) return false;
-  TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '", name,
-                    "' has layout ", grad.layout(), ", which cannot be reduced");
-  require_unchanged();
+  require_reducible();
   ensure_memory();
-  copy_into(bucket_view, grad);
+  copies.copy(bucket_view, grad, known_outside ? stream : std::nullopt);
   grad = bucket_view;
+  return !std::exchange(converted, false) && !known_outside;
+}
+
+/// Leaves a gradient on a device where it is; returns whether the hook did not know it.
+bool HookedParameter::leave_outside() {
+  const at::Tensor& grad = variable.grad();
+  sparse.reset();
+  if (grad.is_same(bucket_view)) {
+    outside.reset();
+    return false;
+  }
+  if (grad.is_same(outside)) return false;
+  require_reducible();
+  outside = grad;
+  outside_stream = current_stream(device);
   return !std::exchange(converted, false);
 }
 
-void HookedParameter::make_zero() {
+void HookedParameter::bring_in(BatchedCopy& copies) {
+  const at::Tensor gradient = std::exchange(outside, {});
+  if (!gradient.defined()) return;
+  copies.copy(bucket_view, gradient, std::exchange(outside_stream, std::nullopt));
+  if (at::Tensor& grad = variable.mutable_grad(); grad.is_same(gradient)) grad = bucket_view;
+}
+
+void HookedParameter::make_zero(BatchedCopy& copies) {
   ensure_memory();
-  bucket_view.zero_();
+  copies.zero(bucket_view);
   sparse.reset();
+  outside.reset();
   variable.mutable_grad() = bucket_view;
 }
 
@@ -165,6 +192,13 @@ void HookedParameter::release_to_grad() {
   known.emplace(bucket_view.getIntrusivePtr());
   bucket_view.reset();
   view.bucket.reset();
+}
+
+void HookedParameter::require_reducible() const {
+  const at::Tensor& grad = variable.grad();
+  TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '", name,
+                    "' has layout ", grad.layout(), ", which cannot be reduced");
+  require_unchanged();
 }
 
 /// Throws if the gradient does not fit its view: the parameter's shape or dtype has changed.

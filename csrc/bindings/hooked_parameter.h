@@ -10,6 +10,7 @@
 #include <string>
 
 #include "bindings/accumulator_hooks.h"
+#include "bindings/batched_copy.h"
 #include "bindings/gradient_allocator.h"
 #include "bindings/gradient_view.h"
 
@@ -19,6 +20,9 @@ namespace torch_ring {
 /// bucket alone, in a block of shared memory. If autograd has computed it in the block, nothing is
 /// copied, and `bucket_view` is the tensor that autograd has made. Between two steps the block
 /// belongs to `grad`, and is freed with it.
+///
+/// A gradient on a device stays where autograd has made it (`outside`) until bring_in() or
+/// copy_in() copies it together with others of its bucket.
 ///
 /// Every use begins with refresh().
 /// Thread: one at a time.
@@ -51,12 +55,16 @@ struct HookedParameter {
   /// Whether the parameter is on another device than the memory of its gradient.
   bool has_moved() const { return variable.device() != device; }
 
-  /// Copies `grad` into the view and makes `grad` a tensor over it; returns whether it was
-  /// elsewhere.
-  bool copy_in();
+  /// Copies `grad` into the view and makes `grad` a tensor over it; returns whether the hook did
+  /// not know it.
+  bool copy_in(BatchedCopy& copies);
+
+  /// Copies the gradient that on_gradient() has left outside, if any, whatever `grad` was set to
+  /// since.
+  void bring_in(BatchedCopy& copies);
 
   /// Makes `grad` a tensor of zeros over the view.
-  void make_zero();
+  void make_zero(BatchedCopy& copies);
 
   /// Drops this object's references to a block, so that `grad` alone owns it.
   void release_to_grad();
@@ -69,6 +77,7 @@ struct HookedParameter {
   void rescale_reduced(double scale);
 
   bool in_block() const { return direct != nullptr; }
+  bool on_device() const { return !device.is_cpu(); }
   std::uint32_t current_version() const;
 
   at::Tensor variable;
@@ -81,7 +90,9 @@ struct HookedParameter {
   GradientView view;               // where the gradient lies
   at::Tensor bucket_view;          // a tensor over `view`, for `grad`; undefined without a block
   at::Tensor sparse;               // the gradient as last left here, if sparse
-  std::unique_ptr<DirectGradient> direct;  // if it fills a bucket alone
+  at::Tensor outside;              // the gradient as last left here, if it waits for its bucket
+  std::optional<c10::Stream> outside_stream;  // to which its memory belongs
+  std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
   // `bucket_view` as it was when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
   int passes = 0;             // since the step began
@@ -94,6 +105,8 @@ struct HookedParameter {
 
  private:
   bool computed_in_block(const at::Tensor& gradient) const;
+  bool leave_outside();
+  void require_reducible() const;
   void ensure_memory();
   void require_unchanged() const;
 };

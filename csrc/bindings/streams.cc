@@ -2,12 +2,38 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torch_ring {
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void record_on_stream(const at::Tensor& tensor, c10::Stream stream) {
+  if (!tensor.has_storage()) return;
+  try {
+    c10::impl::VirtualGuardImpl(stream.device_type())
+        .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  } catch (const c10::Error&) {  // not memory of this device's allocator: its owner keeps it alive
+  }
+}
+
+void Producers::add(c10::Stream stream) {
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+void Producers::join(c10::Stream stream) {
+  for (const c10::Stream other : streams_) {
+    if (other == stream) continue;
+    c10::Event made(stream.device_type());
+    made.record(other);
+    made.block(stream);
+  }
+  streams_.clear();
 }
 
 namespace {
@@ -41,12 +67,7 @@ void OutputEvent::follow(Request& request) {
 void OutputEvent::wait(const at::Tensor& output) const {
   const c10::Stream stream = current_stream(device_);
   event_->block(stream);
-  if (home_ == stream) return;
-  try {
-    c10::impl::VirtualGuardImpl(device_.type())
-        .recordDataPtrOnStream(output.storage().data_ptr(), stream);
-  } catch (const c10::Error&) {  // not memory of this device's allocator: its owner keeps it alive
-  }
+  if (home_ != stream) record_on_stream(output, stream);
 }
 
 }  // namespace torch_ring

@@ -15,6 +15,25 @@ namespace torch_ring {
 /// This thread's current stream on the device.
 c10::Stream current_stream(c10::Device device);
 
+/// Keeps a tensor's memory from being used for others until the stream has done what is on it when
+/// the memory is freed. Does nothing for memory that the device's own allocator does not own.
+void record_on_stream(const at::Tensor& tensor, c10::Stream stream);
+
+/// The streams of one device on which something has been made that one stream will use.
+/// Thread: one at a time.
+class Producers {
+ public:
+  void add(c10::Stream stream);
+
+  /// Makes `stream` wait for what is on the others now, and forgets them.
+  void join(c10::Stream stream);
+
+  void clear() { streams_.clear(); }
+
+ private:
+  std::vector<c10::Stream> streams_;  // each once
+};
+
 /// While this lives, tensors used by device work that this thread enqueues are kept alive in
 /// `kept`.
 class KeepAliveScope {

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import types
 from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,27 @@ def faults() -> Iterator[Faults]:
         yield now
     finally:
         ctypes.memmove(ctypes.byref(now), usual, len(usual))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a GPU was asked for by this process: Counts in tests/doubles/counts.h."""
+
+    kernels: int = 0
+    copies: int = 0
+    recorded: int = 0  # events
+    awaited: int = 0  # events, by a stream
+    host_waits: int = 0
+    collectives: int = 0  # launches of NCCL: calls, or groups of them
+
+    @classmethod
+    def now(cls) -> Counts:
+        """Return what has been counted since the process began."""
+        return cls(*torch.ops.ringdouble.counts())
+
+    def __sub__(self, other: Counts) -> Counts:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Counts(*(mine - earlier for mine, earlier in pairs))
 
 
 def delay(milliseconds: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
+from device_gradients import GRADIENTS
 from device_jobs import JOBS
 from device_operations import OPERATIONS
 from device_places import PLACES
@@ -19,7 +20,7 @@ pytestmark = device_double.needed
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     "program",
-    [*OPERATIONS, *FLOAT16, *COMPRESSION, *PLACES, *TRAINING, *JOBS, *DATA],
+    [*OPERATIONS, *FLOAT16, *COMPRESSION, *PLACES, *TRAINING, *GRADIENTS, *JOBS, *DATA],
     ids=lambda program: program.__name__,
 )
 def test_on_a_stand_in(program, size):

@@ -141,11 +141,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    count(counts.recorded);
     if (!*event) *event = nccl_double_event_create();
     nccl_double_event_record(*event, queue_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) nccl_double_event_wait(event, queue_of(stream));
+    if (!event) return;
+    count(counts.awaited);
+    nccl_double_event_wait(event, queue_of(stream));
   }
   bool queryEvent(void* event) const override { return !event || nccl_double_event_query(event); }
   void synchronizeEvent(void* event) const override {
@@ -220,6 +223,7 @@ struct Memory final : c10::Allocator {
     return {data, new Block{data, bytes, current_queue(current_index), {}, {}}, &release, device};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    count(counts.copies);
     enqueue(current_queue(current_index), [=] { std::memcpy(to, from, bytes); });
   }
 };

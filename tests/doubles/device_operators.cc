@@ -16,16 +16,21 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <set>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "counts.h"
 #include "device_double.h"
+#include "doubles/nccl_double.h"
 
 namespace device_double {
 namespace {
@@ -59,6 +64,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef strides,
 /// all other copies wait.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const c10::DeviceGuard guard(to.is_cpu() ? from.device() : to.device());
+  count(counts.copies);
   if (from.device() == to.device()) {
     enqueue([source = on_host(from), target = on_host(to)] { target.copy_(source); });
   } else if (non_blocking && from.is_cpu() && from.is_pinned()) {
@@ -77,8 +83,55 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return to.copy_(from);
 }
 
+/// Calls `each` with the index of every tensor, on the current stream: in one launch for every
+/// `kTensorsOfLaunch` tensors, as CUDA's multi_tensor_apply for two lists.
+void launch_for_each(std::size_t tensors, const std::function<void(std::size_t)>& each) {
+  constexpr std::size_t kTensorsOfLaunch = 64;
+  for (std::size_t begin = 0; begin < tensors; begin += kTensorsOfLaunch) {
+    count(counts.kernels);
+    enqueue([begin, end = std::min(tensors, begin + kTensorsOfLaunch), each] {
+      for (std::size_t i = begin; i < end; ++i) each(i);
+    });
+  }
+}
+
+/// Whether CUDA would copy all these tensors together; else it does so one by one.
+bool is_batch(at::TensorList to, at::TensorList from) {
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    const bool alike = to[i].device() == to[0].device() && from[i].device() == to[0].device() &&
+                       to[i].scalar_type() == to[0].scalar_type() &&
+                       from[i].scalar_type() == from[0].scalar_type() &&
+                       from[i].sizes() == to[i].sizes() && from[i].strides() == to[i].strides() &&
+                       to[i].is_non_overlapping_and_dense();
+    if (!alike) return false;
+  }
+  return true;
+}
+
+std::vector<at::Tensor> on_host(at::TensorList tensors) {
+  std::vector<at::Tensor> hosts;
+  for (const at::Tensor& tensor : tensors) hosts.push_back(on_host(tensor));
+  return hosts;
+}
+
+void copy_each(at::TensorList to, at::TensorList from, bool non_blocking) {
+  if (!is_batch(to, from)) {
+    for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+    return;
+  }
+  const c10::DeviceGuard guard(to[0].device());
+  launch_for_each(
+      to.size(), [to = on_host(to), from = on_host(from)](std::size_t i) { to[i].copy_(from[i]); });
+}
+
+void zero_each(at::TensorList tensors) {
+  const c10::DeviceGuard guard(tensors[0].device());
+  launch_for_each(tensors.size(), [hosts = on_host(tensors)](std::size_t i) { hosts[i].zero_(); });
+}
+
 at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   const c10::DeviceGuard guard(self.device());
+  count(counts.kernels);
   enqueue([=, host = on_host(self)] { host.fill_(value); });
   return self;
 }
@@ -89,6 +142,7 @@ at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
 /// collective which may never end. Other products wait, as all that on_cpu() runs.
 at::Tensor& multiply(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
   const c10::DeviceGuard guard(out.device());
+  count(counts.kernels);
   const bool by_number = other.is_cpu() && other.dim() == 0;
   if (by_number && out.sizes() == self.sizes()) {
     enqueue([host = on_host(out), source = on_host(self), other] {
@@ -106,6 +160,7 @@ at::Tensor& multiply(const at::Tensor& self, const at::Tensor& other, at::Tensor
 
 at::Scalar item(const at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
+  count(counts.copies);
   count(counts.host_waits);
   synchronize();
   return at::cpu::_local_scalar_dense(on_host(self));
@@ -140,6 +195,7 @@ bool waits_on_gpu(const std::string& name) {
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::DeviceGuard guard(device_of(*stack));
   if (waits_on_gpu(op.schema().name())) count(counts.host_waits);
+  count(counts.kernels);
   const Uncounted own;
   synchronize();
   at::native::cpu_fallback(op, stack);
@@ -161,6 +217,12 @@ void open_gate(std::int64_t gate) {
   owned->set_value();
 }
 
+/// What has been counted in this process: the members of Counts, and the launches of NCCL.
+std::vector<std::int64_t> all_counts() {
+  return {counts.kernels, counts.copies,     counts.recorded,
+          counts.awaited, counts.host_waits, nccl_double_launches()};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   using at::IntArrayRef;
   using at::Tensor;
@@ -171,6 +233,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("fill_.Scalar", fill);
   library.impl("zero_", zero);
   library.impl("mul.out", multiply);
+  library.impl("_foreach_copy_", copy_each);
+  library.impl("_foreach_zero_", zero_each);
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
   library.impl("resize_", TORCH_FN(at::native::resize_));
@@ -205,6 +269,7 @@ TORCH_LIBRARY(ringdouble, library) {
   library.def("close_gate() -> int", close_gate);
   library.def("host_waits() -> int", [] { return counts.host_waits.load(); });
   library.def("open_gate(int gate) -> ()", open_gate);
+  library.def("counts() -> int[]", all_counts);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ import torch
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
+from device_gradients import GRADIENTS
 from device_jobs import JOBS, lose_a_rank
 from device_operations import OPERATIONS
 from device_places import PLACES
@@ -126,7 +127,7 @@ def test_a_graph_cannot_have_collectives(size):
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
     "program",
-    [*JOBS, *TRAINING, *COMPRESSION, *PLACES, *DATA, *FLOAT16, *OPERATIONS],
+    [*JOBS, *TRAINING, *GRADIENTS, *COMPRESSION, *PLACES, *DATA, *FLOAT16, *OPERATIONS],
     ids=lambda program: program.__name__,
 )
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -15,7 +15,7 @@ from torch_ring.optimizer.buckets import (
 )
 
 CPU = torch.device("cpu")
-CAPACITY_BYTES, LAST_BYTES = 1024, 256
+CAPACITY_BYTES, LAST_BYTES, FIRST_BYTES = 1024, 256, 192
 
 specs_and_orders = st.lists(
     st.builds(
@@ -30,7 +30,7 @@ specs_and_orders = st.lists(
 
 def plan_of(case: tuple[list[TensorSpec], list[int]]) -> tuple[Bucket, ...]:
     specs, order = case
-    return plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES)
+    return plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, first_bytes=FIRST_BYTES)
 
 
 def size_bytes(bucket: Bucket) -> int:
@@ -61,8 +61,11 @@ def test_limits_are_kept_unless_one_gradient_breaks_them(case):
     for bucket in buckets:
         assert size_bytes(bucket) <= CAPACITY_BYTES or len(bucket.slots) == 1
     for kind in {(bucket.dtype, bucket.device) for bucket in buckets}:
-        last = [bucket for bucket in buckets if (bucket.dtype, bucket.device) == kind][-1]
+        of_kind = [bucket for bucket in buckets if (bucket.dtype, bucket.device) == kind]
+        first, last = of_kind[0], of_kind[-1]
         assert size_bytes(last) <= LAST_BYTES or len(last.slots) == 1
+        if len(of_kind) > 1 and first.device != CPU:
+            assert size_bytes(first) <= FIRST_BYTES or len(first.slots) == 1
 
 
 @given(specs_and_orders)
@@ -78,7 +81,7 @@ def test_buckets_follow_the_order_of_readiness(case):
 
 @given(specs_and_orders)
 def test_no_two_neighbours_would_fit_into_one_bucket(case):
-    """Buckets are as few as the order allows; the last of a kind is small on purpose."""
+    """Buckets are as few as the order allows; the first and the last are small on purpose."""
     by_kind: dict[object, list[Bucket]] = {}
     for bucket in plan_of(case):
         by_kind.setdefault((bucket.dtype, bucket.device), []).append(bucket)
@@ -87,7 +90,16 @@ def test_no_two_neighbours_would_fit_into_one_bucket(case):
         for bucket, following in pairwise(buckets[:-1]):
             first = specs[following.slots[0].parameter]
             begin = -(-size_bytes(bucket) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            assert begin + first.aligned_bytes > CAPACITY_BYTES
+            is_small = bucket is buckets[0] and bucket.device != CPU
+            assert begin + first.aligned_bytes > (FIRST_BYTES if is_small else CAPACITY_BYTES)
+
+
+def test_the_first_and_the_last_bucket_of_a_device_are_small():
+    """512 KiB each: on a device a first bucket of 1 MiB, on the CPU none."""
+    for device, sizes in ((CPU, [8, 6, 2]), (torch.device("meta"), [2, 8, 4, 2])):
+        specs = [TensorSpec(1 << 17, torch.float32, device)] * 16
+        buckets = plan_buckets(specs, range(16), 4 << 20)
+        assert [len(bucket.slots) for bucket in buckets] == sizes
 
 
 @given(specs_and_orders, st.integers(min_value=0))

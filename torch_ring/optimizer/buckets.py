@@ -14,6 +14,12 @@ __all__ = ["Bucket", "Slot", "TensorSpec", "plan_buckets", "split_evenly"]
 ALIGNMENT_BYTES = 64
 """Every gradient begins on a cache line, so that ranks that write neighbours share no line."""
 
+FIRST_BUCKET_BYTES = 1 << 20
+"""The most bytes of the first bucket on a device: it is sent early in backward. DDP's is as large.
+
+Not on the CPU. Inside a host nothing is sent before backward ends.
+"""
+
 LAST_BUCKET_BYTES = 1 << 20
 """The most bytes of the last bucket: these are left to reduce when backward ends."""
 
@@ -90,13 +96,15 @@ def plan_buckets(
     last_bytes: int = LAST_BUCKET_BYTES,
     groups: Sequence[Sequence[int]] = (),
     alone: Collection[int] = (),
+    first_bytes: int = FIRST_BUCKET_BYTES,
 ) -> tuple[Bucket, ...]:
     """Pack gradients into buckets in the order in which they become ready.
 
     A bucket holds one dtype on one device. The gradients that are ready last get a bucket of at
-    most `last_bytes`; a gradient that is larger than a limit gets a bucket of its own. A group of
-    gradients gets a bucket of its own for each dtype and device, whatever its size. So does each
-    gradient of `alone`.
+    most `last_bytes`, on a device those that are ready first one of at most `first_bytes`: a
+    transfer begins early, and little is left at the end. A gradient that is larger than a limit
+    gets a bucket of its own. A group of gradients gets a bucket of its own for each dtype and
+    device, whatever its size. So does each gradient of `alone`.
 
     Args:
         specs: the gradients, by parameter index.
@@ -105,6 +113,7 @@ def plan_buckets(
         last_bytes: the most bytes of the last bucket, if that is less.
         groups: parameters that stay together; each is in one group or in none.
         alone: parameters that share a bucket with no other; in no group.
+        first_bytes: the most bytes of the first bucket on a device, if that is less.
 
     Returns:
         The buckets, in the order in which they become full.
@@ -122,9 +131,11 @@ def plan_buckets(
         spec = specs[parameter]
         kind = (spec.dtype, spec.device, group_of.get(parameter))
         kinds.setdefault(kind, []).append(parameter)
-    for (_, _, group_index), parameters in kinds.items():
+    for (_, device, group_index), parameters in kinds.items():
         if group_index is None:
-            parts += _split(specs, parameters, capacity_bytes, min(last_bytes, capacity_bytes))
+            first = capacity_bytes if device.type == "cpu" else min(first_bytes, capacity_bytes)
+            last = min(last_bytes, capacity_bytes)
+            parts += _split(specs, parameters, first, capacity_bytes, last)
         else:
             parts.append(parameters)
     ready_at = {parameter: position for position, parameter in enumerate(order)}
@@ -139,14 +150,19 @@ def split_evenly(count: int, parts: int) -> list[range]:
 
 
 def _split(
-    specs: Sequence[TensorSpec], parameters: Sequence[int], capacity_bytes: int, last_bytes: int
+    specs: Sequence[TensorSpec],
+    parameters: Sequence[int],
+    first_bytes: int,
+    capacity_bytes: int,
+    last_bytes: int,
 ) -> list[list[int]]:
     """Cut `parameters`, all of one kind, into parts that fit the limits."""
     tail = _fitting([specs[parameter] for parameter in reversed(parameters)], last_bytes)
     body, last = parameters[: len(parameters) - tail], parameters[len(parameters) - tail :]
     parts: list[list[int]] = []
     while body:
-        count = _fitting([specs[parameter] for parameter in body], capacity_bytes)
+        limit = capacity_bytes if parts else first_bytes
+        count = _fitting([specs[parameter] for parameter in body], limit)
         parts.append(list(body[:count]))
         body = body[count:]
     return [*parts, list(last)]

@@ -147,11 +147,14 @@ Group& my_group() {
   return groups[std::this_thread::get_id()];
 }
 
+std::atomic<std::int64_t> launches{0};
+
 /// Runs the calls of the group as one.
 Result launch() {
   const auto calls = std::make_shared<std::vector<Call>>(std::exchange(my_group().calls, {}));
   if (calls->empty()) return Result::kSuccess;
   const Comm comm = calls->front().comm;
+  ++launches;
   ++comm->running;
   const Stream stream = calls->front().stream;
   std::shared_ptr<Gpu::Operation> operation;
@@ -250,6 +253,8 @@ NcclDoubleFaults* nccl_double_faults() {
   static NcclDoubleFaults faults;
   return &faults;
 }
+
+std::int64_t nccl_double_launches() { return launches; }
 
 Result ncclGetVersion(int* version) {
   *version = nccl_double_faults()->version;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 
 #include "nccl/api.h"
 
@@ -29,6 +30,9 @@ NcclDoubleFaults* nccl_double_faults();
 
 /// Tells how to ask for the GPU on which the calling thread makes communicators: 0, until told.
 void nccl_double_tell_gpu(int (*current)());
+
+/// The number of collectives, or groups of them, that this process has put on streams.
+std::int64_t nccl_double_launches();
 
 torch_ring::nccl::Stream nccl_double_stream_create(int gpu);
 /// Whether the stream has run all its tasks.

@@ -1,0 +1,39 @@
+// How GradientHooks brings the gradients of a device into their buckets, many at once.
+#include "bindings/gradient_hooks.h"
+
+namespace torch_ring {
+
+/// Completes a bucket all of whose gradients have arrived: on a device they are copied now.
+void GradientHooks::fill(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
+  const c10::Device device = parameters_[members_[bucket].front()].device;
+  if (device.is_cpu()) return;
+  producers_[bucket].join(current_stream(device));
+  BatchedCopy copies;
+  for (const std::size_t i : members_[bucket]) {
+    parameters_[i].refresh();
+    spare_kept(lock, i, copies);
+    parameters_[i].bring_in(copies);
+  }
+  copies.run();
+}
+
+/// Copies the gradients that this pass leaves outside their buckets, as they are not due yet, so
+/// that only the buckets' memory is in use until they are. The pass has ended, and autograd has
+/// made the current stream follow all others of the pass.
+void GradientHooks::settle() {
+  std::unique_lock lock(mutex_);
+  BatchedCopy copies;
+  for (const std::size_t i : arrived_) {
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    if (!parameter.outside.defined() || parameter.has_moved()) continue;
+    if (parameter.variable.mutable_grad().is_same(parameter.outside)) {
+      spare_kept(lock, i, copies);
+      parameter.bring_in(copies);
+    }
+    parameter.outside.reset();
+  }
+  copies.run();
+}
+
+}  // namespace torch_ring

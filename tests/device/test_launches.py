@@ -1,0 +1,80 @@
+"""What a backward pass asks of a device: launches, events and host waits, by bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import device_double
+import torch
+from device_double import Counts
+from device_runs import run_on_double
+from many_parameters import NUMEL, backward, make_parameters
+from torch import nn
+
+import torch_ring as hvd
+
+pytestmark = device_double.needed
+
+TENSORS_OF_LAUNCH = 64  # as CUDA's, in tests/doubles/device_operators.cc
+GRADIENT_BYTES = 4 * NUMEL  # 16 KiB
+BUCKET_BYTES = 128 * GRADIENT_BYTES  # 2 MiB
+BUCKETS = [64, 128, 128, 116, 64]  # gradients; the first and the last have 1 MiB
+ENVIRONMENT = {"TORCH_RING_BUCKET_BYTES": str(BUCKET_BYTES), "TORCH_RING_FUSION_THRESHOLD": "0"}
+
+
+def counted(run: Callable[[], object]) -> Counts:
+    """Return what `run` asks of the device, on this rank."""
+    hvd.barrier()  # what came before has been enqueued
+    before = Counts.now()
+    run()
+    hvd.barrier()
+    return Counts.now() - before
+
+
+def of_a_pass(parameters: list[nn.Parameter], zero: Callable[[], object]) -> Counts:
+    """Return what a backward pass asks of the device once the buckets are planned."""
+
+    def one() -> None:
+        zero()
+        backward(parameters, hvd.rank() + 1.0)
+
+    for _ in range(3):
+        one()
+    return counted(one)
+
+
+def check_launches(device: str) -> None:
+    """Compare passes with those of plain torch: once with new gradients, once in place."""
+    alone, parameters = make_parameters(device), make_parameters(device)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    check_added(
+        of_a_pass(parameters, optimizer.zero_grad) - of_a_pass(alone, lambda: drop(alone)),
+        copies_in=sum(math.ceil(bucket / TENSORS_OF_LAUNCH) for bucket in BUCKETS),
+    )
+    assert all(p.grad.eq((hvd.size() + 1) / 2).all() for p in parameters)
+    check_added(
+        of_a_pass(parameters, lambda: optimizer.zero_grad(set_to_none=False))
+        - of_a_pass(alone, lambda: torch.optim.SGD(alone).zero_grad(set_to_none=False)),
+        copies_in=0,
+    )
+
+
+def drop(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def check_added(added: Counts, copies_in: int) -> None:
+    buckets = len(BUCKETS)
+    assert added.copies == 0, added
+    assert added.host_waits == 0, added
+    assert added.collectives == buckets, added
+    assert added.kernels == copies_in + buckets, added  # each is divided by the number of ranks
+    # Before and after each; and the end of what was enqueued together.
+    assert 2 * buckets < added.recorded <= 3 * buckets, added
+    assert added.awaited == 2 * buckets, added
+
+
+def test_a_pass_launches_by_bucket_and_not_by_parameter():
+    run_on_double(check_launches, 2, **ENVIRONMENT)
