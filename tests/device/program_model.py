@@ -7,6 +7,7 @@ zero; a gradient that exists on none stays as it is. It knows nothing of torch_r
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -59,12 +60,15 @@ def pattern(program_shape: tuple[int, ...], index: int, dtype: torch.dtype) -> T
 
 
 def clip(group: Group, optimizer: torch.optim.Optimizer) -> None:
-    """Clip the gradients of an optimizer, in a way that does not depend on an order of addition."""
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    """Clip the gradients of an optimizer; by a norm, to a power of two, so that it is exact."""
+    parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     if group.clips == "value":
         nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
-    elif group.clips == "norm":
-        nn.utils.clip_grad_norm_(parameters, CLIP_NORM, norm_type=torch.inf)
+    elif group.clips == "norm" and parameters:
+        norm = max(p.grad.abs().max().item() for p in parameters)
+        if CLIP_NORM < norm < math.inf:
+            for p in parameters:
+                p.grad.mul_(2.0 ** math.floor(math.log2(CLIP_NORM / norm)))
 
 
 class Model:

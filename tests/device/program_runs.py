@@ -8,7 +8,7 @@ import gc
 import inspect
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from program_model import (
     fresh_scaler,
     pattern,
 )
-from random_programs import LATE, Group, Pass, Program, make_program
+from random_programs import LATE, Group, Pass, Program
 from torch import Tensor
 
 import torch_ring as hvd
@@ -32,11 +32,13 @@ PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a secon
 LATER_S = 0.02  # that a rank comes later than the others
 
 
-def run_programs(device: str, seeds: Sequence[int], reports: str, run_ahead: bool) -> None:
+def run_programs(
+    device: str, programs: Sequence[Callable[[int], Program]], reports: str, run_ahead: bool
+) -> None:
     """Run programs and compare them with the model.
 
     Args:
-        seeds: of the programs.
+        programs: make each program from the number of ranks.
         reports: the folder where each rank writes what it is at: what is there after a hang is the
             program, and the stacks.
         run_ahead: the argument of DistributedOptimizer.
@@ -44,15 +46,15 @@ def run_programs(device: str, seeds: Sequence[int], reports: str, run_ahead: boo
     Raises:
         AssertionError: a program went wrong; the message has it.
     """
-    for seed in seeds:
-        program = make_program(seed, hvd.size())
-        with told(program, Path(reports)):
+    for make in programs:
+        program = make(hvd.size())
+        with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
             check(program, device, run_ahead)
         gc.collect()
 
 
 @contextlib.contextmanager
-def told(program: Program, reports: Path) -> Iterator[None]:
+def told(program: str, reports: Path) -> Iterator[None]:
     """Make every failure of a program name it; a hang ends the process at the deadline."""
     with open(reports / f"rank-{hvd.rank()}", "w") as report:
         print(program, file=report, flush=True)

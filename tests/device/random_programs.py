@@ -96,7 +96,7 @@ class Program:
     def __str__(self) -> str:
         head = {name: value for name, value in vars(self).items() if name != "groups"}
         lines = [f"    {number}: {group}" for number, group in enumerate(self.groups)]
-        return "\n".join([f"program {head}", *lines])
+        return "\n".join([f"program: {head}", *lines])
 
 
 def make_program(seed: int, size: int, kind: str | None = None) -> Program:
