@@ -1,8 +1,7 @@
 """Programs written to break what lets the hosts run ahead: who has which gradients, and when.
 
-Each is a function from the number of ranks to a program as `random_programs` makes them. Parameter 0
-always has a gradient on every rank, others where the program says. Where nothing else is said, a
-gradient that only some ranks have for the first time may count a few passes later.
+Each is a function from the number of ranks to a program as `random_programs` makes them. Parameter
+0 always has a gradient on every rank with data, others where the program says.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ def fresh_optimizers(program: Program, parameters: Sequence[nn.Parameter]) -> li
 
 def fresh_scaler(program: Program, device: str) -> torch.amp.GradScaler:
     """Return a scaler that changes its scale often, by powers of two."""
-    return torch.amp.GradScaler(
-        device, init_scale=4.0, growth_interval=3, enabled=program.scales
-    )
+    return torch.amp.GradScaler(device, init_scale=4.0, growth_interval=3, enabled=program.scales)
 
 
 @functools.cache
@@ -62,7 +60,7 @@ def pattern(program_shape: tuple[int, ...], index: int, dtype: torch.dtype) -> T
 def clip(group: Group, optimizer: torch.optim.Optimizer) -> None:
     """Clip the gradients of an optimizer; by a norm, to a power of two, so that it is exact."""
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    if group.clips == "value":
+    if group.clips == "value" and parameters:
         nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
     elif group.clips == "norm" and parameters:
         norm = max(p.grad.abs().max().item() for p in parameters)
@@ -125,9 +123,7 @@ class Model:
         scale = self.scaler.get_scale() if self.program.scales else 1.0
         for rank, uses in enumerate(each.uses):
             for index, factor in (uses or {}).items():
-                ones = pattern(
-                    self.program.shapes[index], index, dtype_of(self.program, index)
-                )
+                ones = pattern(self.program.shapes[index], index, dtype_of(self.program, index))
                 gradient = ones * (factor * scale)
                 if each.overflowing == rank:
                     gradient = gradient * torch.inf

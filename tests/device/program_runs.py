@@ -7,9 +7,9 @@ import faulthandler
 import gc
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from device_operations import busy
@@ -56,16 +56,17 @@ def run_programs(
 @contextlib.contextmanager
 def told(program: str, reports: Path) -> Iterator[None]:
     """Make every failure of a program name it; a hang ends the process at the deadline."""
-    with open(reports / f"rank-{hvd.rank()}", "w") as report:
+    path = reports / f"rank-{hvd.rank()}"
+    with open(path, "w") as report:
         print(program, file=report, flush=True)
         faulthandler.dump_traceback_later(PROGRAM_DEADLINE_S, exit=True, file=report)
         try:
             yield
         except Exception as error:
-            print(traceback.format_exc(), file=report)
             raise AssertionError(f"{type(error).__name__}: {error}\n{program}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
+            path.unlink()
 
 
 def check(program: Program, device: str, run_ahead: bool) -> None:
@@ -93,6 +94,12 @@ def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
         )
 
 
+def options_of(run_ahead: bool) -> dict[str, Any]:
+    """Return the arguments of DistributedOptimizer."""
+    known = "run_ahead" in inspect.signature(hvd.DistributedOptimizer).parameters
+    return {"run_ahead": run_ahead} if known else {}
+
+
 class Player:
     """Plays a program on this rank. It makes the host wait for nothing that a user would not."""
 
@@ -100,9 +107,6 @@ class Player:
         self.program, self.device = program, device
         self.parameters = fresh_parameters(program, device)
         self.names = [(f"weight.{index}", p) for index, p in enumerate(self.parameters)]
-        options = {"run_ahead": run_ahead}
-        if "run_ahead" not in inspect.signature(hvd.DistributedOptimizer).parameters:
-            options = {}
         self.optimizers = [
             hvd.DistributedOptimizer(
                 optimizer,
@@ -112,7 +116,7 @@ class Player:
                 op=hvd.Sum if program.is_sum else hvd.Average,
                 gradient_predivide_factor=program.predivide,
                 groups=program.bucket_groups,
-                **options,
+                **options_of(run_ahead),
             )
             for optimizer in fresh_optimizers(program, self.parameters)
         ]
