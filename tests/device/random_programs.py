@@ -4,10 +4,11 @@ Gradients do not depend on weights: the loss is a sum of parameters times small 
 multiples of the number of ranks. So every sum and every average is exact, in whatever order it is
 added, and weights can be compared bit by bit.
 
-A program is of one of two kinds. In a STEADY one, every gradient that exists on any rank existed on
-some rank in the first steps, or it comes for the first time on all ranks at once. In a LATE one,
-branches are used for the first time by some ranks and not by others; it ends with steps in which
-every rank has all gradients.
+A program is of one of three kinds. In a STEADY one, every gradient that exists on any rank existed
+on some rank in the first steps, or it comes for the first time on all ranks at once. In a LATE one,
+branches are used for the first time by some ranks and not by others; weights are sums of gradients
+and of nothing else, and in its last steps every rank has all gradients. A WILD one is late and has
+all the rest: what a step does depends on what was averaged before it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-STEADY, LATE = "steady", "late"
+STEADY, LATE, WILD = "steady", "late", "wild"
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (7, 3), (40,), (16, 8), (300,)]
 FIRST_GROUPS = 4  # in which every gradient of a steady program exists on some rank
-LAST_GROUPS = 12  # of a late program, in which every gradient exists on every rank
+LAST_GROUPS = 12  # of other programs, in which every gradient exists on every rank
 # What the user calls on the side, and waits for. After the passes only where all ranks have ended
 # one: if a rank has skipped it, the others wait for its step.
 BEFORE = ["host allreduce", "device allreduce", "device allgather", "evaluate", "host async"]
@@ -102,12 +103,12 @@ class Program:
 def make_program(seed: int, size: int, kind: str | None = None) -> Program:
     """Return the program of a seed for a number of ranks."""
     rng = random.Random(f"{seed} of {size}")
-    kind = kind or rng.choice([STEADY, STEADY, LATE])
+    kind = kind or rng.choice([STEADY, STEADY, LATE, WILD])
     count = rng.randint(3, 8)
     optimizers = rng.choice([1, 1, 2])
     owners = [index % optimizers for index in range(count)]
     rng.shuffle(owners)
-    is_steady = kind == STEADY
+    is_sum_of_gradients = kind == LATE
     is_sum = rng.random() < 0.15
     program = Program(
         seed,
@@ -117,11 +118,11 @@ def make_program(seed: int, size: int, kind: str | None = None) -> Program:
         {index for index in range(count) if rng.random() < 0.15},
         owners,
         passes_per_step=rng.choice([1, 1, 1, 2]),
-        momentum=rng.choice([0.0, 0.5]) if is_steady else 0.0,
+        momentum=0.0 if is_sum_of_gradients else rng.choice([0.0, 0.5]),
         is_sum=is_sum,
         predivide=2.0 if not is_sum and rng.random() < 0.1 else 1.0,
         casts=rng.random() < 0.2,
-        scales=is_steady and rng.random() < 0.3,
+        scales=not is_sum_of_gradients and rng.random() < 0.3,
         bucket_groups=rng.choice([0, 0, 0, 2]),
     )
     program.groups = list(_Author(program, rng).groups())
@@ -233,11 +234,11 @@ class _Author:
         is_plain = is_plain and program.passes_per_step == 1
         clears = self._clears()
         steps = list(range(program.optimizers))
-        if program.kind == STEADY and len(steps) == 2 and rng.random() < 0.3:
+        if program.kind != LATE and len(steps) == 2 and rng.random() < 0.3:
             steps = [rng.choice(steps)]  # as a GAN's optimizers do in turn
         rng.shuffle(steps)
         self.all_stepped = len(steps) == program.optimizers
-        clips = rng.choice(["", "value", "norm"]) if program.kind == STEADY else ""
+        clips = rng.choice(["", "value", "norm"]) if program.kind != LATE else ""
         reads = bool(clips) or program.scales
         return Group(
             changes,
