@@ -4,18 +4,18 @@ Gradients do not depend on weights: the loss is a sum of parameters times small 
 multiples of the number of ranks. So every sum and every average is exact, in whatever order it is
 added, and weights can be compared bit by bit.
 
-A program is of one of three kinds. In a STEADY one, every gradient that exists on any rank existed
-on some rank in the first steps, or it comes for the first time on all ranks at once. In a LATE one,
-branches are used for the first time by some ranks and not by others; weights are sums of gradients
-and of nothing else, and in its last steps every rank has all gradients. A WILD one is late and has
-all the rest: what a step does depends on what was averaged before it.
+A program is of one of three kinds. In a STEADY one, every gradient exists on some rank in every
+pass but two, or it comes for the first time on all ranks at once: the ranks know what to expect. In
+a LATE one, branches are used for the first time by some ranks and not by others; weights are sums
+of gradients and of nothing else, and in its last steps every rank has all gradients. A WILD one is
+late and has all the rest: what a step does depends on what was averaged before it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 STEADY, LATE, WILD = "steady", "late", "wild"
 
@@ -144,6 +144,7 @@ class _Author:
         self.new = set(rng.sample(rest, min(count, len(rest))))
         self.trainable = [set(self.parameters) - self.new for _ in self.ranks]
         self.all_stepped = True
+        self.may_lack = 2  # passes of a steady program in which a gradient is missing everywhere
         # A rank that uses all of its parameters and one that skips some: how much ranks differ.
         self.density = rng.choice([0.3, 0.6, 0.9, 1.0])
 
@@ -157,7 +158,7 @@ class _Author:
             yield from self._late_groups()
 
     def _steady_groups(self) -> Iterator[Group]:
-        length = self.rng.randint(4, 7)  # no gradient may be missing in too many passes
+        length = self.rng.choice([4, 8, 16])
         unfreezing = self.rng.randrange(length)
         for number in range(length):
             if number == unfreezing and self.new:
@@ -165,14 +166,22 @@ class _Author:
                 self._apply(changes)
                 yield self._full_group(changes)
             yield self._any_group(self._changes(steady=True))
+            yield from self._quiet_groups()
 
     def _late_groups(self) -> Iterator[Group]:
-        for _ in range(self.rng.choice([5, 10, 10, 30])):
+        for _ in range(self.rng.choice([5, 10, 10, 20])):
             yield self._any_group(self._changes(steady=False))
+            yield from self._quiet_groups()
         changes = tuple((rank, i, True) for rank in self.ranks for i in self.parameters)
         self._apply(changes)
         for number in range(LAST_GROUPS):
             yield self._full_group(changes if number == 0 else ())
+
+    def _quiet_groups(self) -> Iterator[Group]:
+        """Return, now and then, groups that are all alike: hosts begin to run ahead."""
+        if self.rng.random() < 0.25:
+            for _ in range(self.rng.choice([4, 6, 10])):
+                yield self._full_group(())
 
     def _apply(self, changes: tuple[tuple[int, int, bool], ...]) -> None:
         for rank, index, requires_grad in changes:
@@ -192,8 +201,13 @@ class _Author:
             for rank in whose
             if requires_grad or len(self.trainable[rank]) > 1
         )
+        if steady and not requires_grad and len(self._owners(index)) <= len(changes):
+            return ()  # a gradient that no rank would have any more
         self._apply(changes)
         return changes
+
+    def _owners(self, index: int) -> list[int]:
+        return [rank for rank in self.ranks if index in self.trainable[rank]]
 
     def _uses(self, rank: int, density: float) -> Uses:
         mine = sorted(self.trainable[rank])
@@ -269,14 +283,34 @@ class _Author:
         rng, passes_per_step = self.rng, self.program.passes_per_step
         if passes_per_step > 1:
             count = rng.choice([passes_per_step, passes_per_step, 1])
-            return tuple(self._pass(may_skip=True) for _ in range(count))
+            passes = [self._pass(may_skip=True) for _ in range(count)]
+            return self._complete(passes)
         way = rng.choice(["one", "one", "one", "one", "many", "no_sync", "only no_sync"])
         if way == "one":
-            return (self._pass(may_skip=True),)
+            return self._complete([self._pass(may_skip=True)])
         if way == "many":
-            return tuple(self._pass(may_skip=False) for _ in range(rng.randint(2, 3)))
-        held = tuple(self._pass(may_skip=True, synchronizes=False) for _ in range(2))
-        return held if way == "only no_sync" else (*held, self._pass(may_skip=True))
+            several = [self._pass(may_skip=False) for _ in range(rng.randint(2, 3))]
+            return tuple(self._complete([each])[0] for each in several)
+        passes = [self._pass(may_skip=True, synchronizes=False) for _ in range(2)]
+        if way == "no_sync":
+            passes.append(self._pass(may_skip=True))
+        return self._complete(passes)
+
+    def _complete(self, passes: list[Pass]) -> tuple[Pass, ...]:
+        """Give the gradients that no rank has in these passes to some rank, if it is steady."""
+        used = {index for each in passes for uses in each.uses for index in uses or ()}
+        missing = set(self.parameters) - self.new - used
+        if self.program.kind != STEADY or not missing:
+            return tuple(passes)
+        if self.may_lack and self.rng.random() < 0.1:
+            self.may_lack -= 1
+            return tuple(passes)
+        *before, last = passes
+        uses = [dict(each) if each is not None else None for each in last.uses]
+        for index in sorted(missing):
+            rank = self.rng.choice(self._owners(index))
+            uses[rank] = {**(uses[rank] or {}), index: self._factor()}
+        return (*before, replace(last, uses=tuple(uses)))
 
     def _pass(self, *, may_skip: bool, synchronizes: bool = True) -> Pass:
         rng = self.rng
