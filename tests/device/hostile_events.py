@@ -77,7 +77,7 @@ class Trainer:
         size = hvd.size()
         self.steps(lambda rank: {i: size * (rank + i + 1) for i in range(len(self.weights))}, 12)
         found = [weight.detach().cpu().tolist() for weight in self.weights]
-        assert found == [[wanted] * 8 for wanted in self.wanted]
+        assert found == [[wanted] * 8 for wanted in self.wanted], (found, self.wanted)
 
 
 def first(rank: int) -> Factors:
@@ -167,6 +167,17 @@ def add_optimizers(device: str, run_ahead: bool) -> None:
         del other
     trainer.steps(first, 6)
     trainer.settle()
+
+
+def train_in_turn(device: str, run_ahead: bool) -> None:
+    """Two optimizers have a pass each in turn, as a GAN's; a late gradient waits for its own."""
+    for branch_at in (8, 9):
+        one, other = Trainer(device, run_ahead), Trainer(device, run_ahead)
+        for number in range(20):
+            one.step(first)
+            other.step(with_branch(number % 2, 1) if number in (branch_at, 15) else first)
+        one.settle()
+        other.settle()
 
 
 def read_and_keep_gradients(device: str, run_ahead: bool) -> None:
@@ -329,6 +340,7 @@ EVENTS: list[Callable[[str, bool], None]] = [
     add_a_process_set,
     add_parameters,
     add_optimizers,
+    train_in_turn,
     read_and_keep_gradients,
     clear_without_the_optimizer,
     fail_before_any_gradient,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from device_operations import busy
 from program_model import (
@@ -28,6 +29,17 @@ from torch import Tensor
 
 import torch_ring as hvd
 
+CAN_RUN_AHEAD = "run_ahead" in inspect.signature(hvd.DistributedOptimizer).parameters
+both_ways = pytest.mark.parametrize(
+    "run_ahead",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(not CAN_RUN_AHEAD, reason="hosts do not run ahead yet")
+        ),
+    ],
+    ids=["agreed", "ahead"],
+)
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
 LATER_S = 0.02  # that a rank comes later than the others
 
@@ -46,11 +58,28 @@ def run_programs(
     Raises:
         AssertionError: a program went wrong; the message has it.
     """
-    for make in programs:
-        program = make(hvd.size())
-        with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
-            check(program, device, run_ahead)
-        gc.collect()
+    with counted_passes() as planned:
+        for make in programs:
+            program = make(hvd.size())
+            with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
+                check(program, device, run_ahead)
+            gc.collect()
+    if len(programs) > 1:
+        assert bool(planned) == run_ahead, "no pass was planned, or one that should not be"
+
+
+@contextlib.contextmanager
+def counted_passes() -> Iterator[list[int]]:
+    """Yield a list that gets the number of each pass whose end no host waits for."""
+    planned: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if CAN_RUN_AHEAD:
+            from torch_ring.optimizer.run_ahead import RunAhead
+
+            run = RunAhead._run
+            counted = lambda self, *told: (planned.append(told[0]), run(self, *told))[1]  # noqa: E731
+            patch.setattr(RunAhead, "_run", counted)
+        yield planned
 
 
 @contextlib.contextmanager
@@ -96,9 +125,8 @@ def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
 
 
 def options_of(run_ahead: bool) -> dict[str, Any]:
-    """Return the arguments of DistributedOptimizer."""
-    known = "run_ahead" in inspect.signature(hvd.DistributedOptimizer).parameters
-    return {"run_ahead": run_ahead} if known else {}
+    """Return the arguments of DistributedOptimizer that choose whether hosts run ahead."""
+    return {"run_ahead": run_ahead} if CAN_RUN_AHEAD else {}
 
 
 class Player:

@@ -8,11 +8,12 @@ import device_double
 import pytest
 from device_runs import run_on_double
 from hostile_events import EVENTS
+from program_runs import both_ways
 
 pytestmark = device_double.needed
 
 
-@pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
+@both_ways
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
 def test_an_event(event, size, run_ahead):

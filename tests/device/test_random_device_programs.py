@@ -15,7 +15,7 @@ import pool
 import pytest
 from device_runs import run_on_double
 from hostile_programs import HOSTILE
-from program_runs import run_programs
+from program_runs import both_ways, run_programs
 from random_programs import Program, make_program
 
 pytestmark = device_double.needed
@@ -23,8 +23,6 @@ pytestmark = device_double.needed
 PROGRAMS = int(os.environ.get("RANDOM_PROGRAMS", "40"))
 ALONE = os.environ.get("RANDOM_PROGRAM")
 A_PROGRAM_S = 5.0  # a slow machine's, on average: the deadline of each of them is in program_runs
-
-both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 
 
 def run_all(
