@@ -61,6 +61,7 @@ def run_programs(
     with counted_passes() as planned:
         for make in programs:
             program = make(hvd.size())
+            hvd.join()  # hosts forget that earlier programs did not repeat themselves
             with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
                 check(program, device, run_ahead)
             gc.collect()
