@@ -379,7 +379,9 @@ void GradientHooks::reset(bool gradients) {
     if (parameter.bucket_view.defined()) parameter.version = parameter.current_version();
     parameter.release_to_grad();
     if (!gradients) continue;
-    parameter.unreduced = parameter.base_reduced = false;
+    // Zeros that stay where only this rank had a gradient: the others must get them too.
+    parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
+    parameter.base_reduced = false;
     parameter.sparse.reset();
     parameter.outside.reset();
   }

@@ -21,7 +21,11 @@ def call_on_double(program: Callable[[str], object]) -> object:
 
 
 def run_on_double(
-    program: Callable[[str], object], size: int, transport: str = "shm", **env: str
+    program: Callable[[str], object],
+    size: int,
+    transport: str = "shm",
+    deadline_s: float = pool.DEADLINE_S,
+    **env: str,
 ) -> Any:
     """Call ``program(device)`` on `size` ranks that had the device before they used autograd.
 
@@ -33,6 +37,7 @@ def run_on_double(
         args=(program,),
         transport=transport,
         env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY), **env},
+        deadline_s=deadline_s,
         initialized=False,
         kind=DEVICE,
     )

@@ -128,3 +128,26 @@ def accumulate_unevenly() -> None:
 
 def test_ranks_accumulate_unevenly():
     run(accumulate_unevenly, 2)
+
+
+def drop_in_place(backward_first: bool) -> None:
+    """zero_grad() leaves zeros of a gradient that only rank 0 had, which was never averaged."""
+    x, y = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0, momentum=0.5))
+    (x + 8 * y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        (x + y if hvd.rank() == 0 else x).backward()
+    optimizer.zero_grad(set_to_none=False)
+    if backward_first:
+        (2 * x).backward()
+    optimizer.step()
+    assert grads(parameters) == [2.0 * backward_first, 0]
+    assert y.item() == 1 - 8 - 4, "the step with zeros, as in one process"
+
+
+@pytest.mark.parametrize("backward_first", [False, True])
+@on_both_transports
+def test_zeros_of_one_rank_are_zeros_everywhere(transport, backward_first):
+    run(drop_in_place, 2, args=(backward_first,), transport=transport)

@@ -1,0 +1,248 @@
+"""Runs random programs on ranks, with torch_ring, and compares what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_operations import busy
+from program_model import (
+    Model,
+    Snapshot,
+    clip,
+    dtype_of,
+    fresh_optimizers,
+    fresh_parameters,
+    fresh_scaler,
+    pattern,
+)
+from random_programs import LATE, STEADY, Group, Pass, Program
+from torch import Tensor
+
+import torch_ring as hvd
+
+CAN_RUN_AHEAD = "run_ahead" in inspect.signature(hvd.DistributedOptimizer).parameters
+both_ways = pytest.mark.parametrize(
+    "run_ahead",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(not CAN_RUN_AHEAD, reason="hosts do not run ahead yet")
+        ),
+    ],
+    ids=["agreed", "ahead"],
+)
+PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
+LATER_S = 0.02  # that a rank comes later than the others
+
+
+def run_programs(
+    device: str, programs: Sequence[Callable[[int], Program]], reports: str, run_ahead: bool
+) -> None:
+    """Run programs and compare them with the model.
+
+    Args:
+        programs: make each program from the number of ranks.
+        reports: the folder where each rank writes what it is at: what is there after a hang is the
+            program, and the stacks.
+        run_ahead: the argument of DistributedOptimizer.
+
+    Raises:
+        AssertionError: a program went wrong; the message has it.
+    """
+    with counted_passes() as planned:
+        for make in programs:
+            program = make(hvd.size())
+            hvd.join()  # hosts forget that earlier programs did not repeat themselves
+            with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
+                check(program, device, run_ahead)
+            gc.collect()
+    if len(programs) > 1:
+        assert bool(planned) == run_ahead, "no pass was planned, or one that should not be"
+
+
+@contextlib.contextmanager
+def counted_passes() -> Iterator[list[int]]:
+    """Yield a list that gets the number of each pass whose end no host waits for."""
+    planned: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if CAN_RUN_AHEAD:
+            from torch_ring.optimizer.run_ahead import RunAhead
+
+            run = RunAhead._run
+            counted = lambda self, *told: (planned.append(told[0]), run(self, *told))[1]  # noqa: E731
+            patch.setattr(RunAhead, "_run", counted)
+        yield planned
+
+
+@contextlib.contextmanager
+def told(program: str, reports: Path) -> Iterator[None]:
+    """Make every failure of a program name it; a hang ends the process at the deadline."""
+    path = reports / f"rank-{hvd.rank()}"
+    with open(path, "w") as report:
+        print(program, file=report, flush=True)
+        faulthandler.dump_traceback_later(PROGRAM_DEADLINE_S, exit=True, file=report)
+        try:
+            yield
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}\n{program}") from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            path.unlink()
+
+
+def check(program: Program, device: str, run_ahead: bool) -> None:
+    """Run a program; compare its weights with the model's, and with those of all other ranks.
+
+    Where some ranks alone have a new gradient, it counts a few passes later if they run ahead: the
+    sum of all steps is the same, and so are the weights in the end.
+    """
+    found = Player(program, device, run_ahead).play()
+    wanted = Model(program).play()
+    may_be_late = run_ahead and program.kind != STEADY
+    for number in range(len(wanted)):
+        is_settled = program.kind == LATE and number == len(wanted) - 1
+        if not may_be_late or is_settled:
+            compare(found[number], wanted[number], f"the model after group {number}")
+    for rank, others in enumerate(hvd.allgather_object(found if may_be_late else [])):
+        for number, theirs in enumerate(others):
+            compare(found[number], theirs, f"rank {rank} after group {number}")
+
+
+def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
+    for index, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(mine, theirs), (
+            f"parameter {index} is not that of {whose}: {mine.flatten()[:8].tolist()}, "
+            f"not {theirs.flatten()[:8].tolist()}"
+        )
+
+
+def options_of(run_ahead: bool) -> dict[str, Any]:
+    """Return the arguments of DistributedOptimizer that choose whether hosts run ahead."""
+    return {"run_ahead": run_ahead} if CAN_RUN_AHEAD else {}
+
+
+class Player:
+    """Plays a program on this rank. It makes the host wait for nothing that a user would not."""
+
+    def __init__(self, program: Program, device: str, run_ahead: bool) -> None:
+        self.program, self.device = program, device
+        self.parameters = fresh_parameters(program, device)
+        self.names = [(f"weight.{index}", p) for index, p in enumerate(self.parameters)]
+        self.optimizers = [
+            hvd.DistributedOptimizer(
+                optimizer,
+                self.names,
+                compression=hvd.Compression.fp16 if program.casts else hvd.Compression.none,
+                backward_passes_per_step=program.passes_per_step,
+                op=hvd.Sum if program.is_sum else hvd.Average,
+                gradient_predivide_factor=program.predivide,
+                groups=program.bucket_groups,
+                **options_of(run_ahead),
+            )
+            for optimizer in fresh_optimizers(program, self.parameters)
+        ]
+        self.scaler = fresh_scaler(program, device)
+        self.patterns = [
+            pattern(shape, index, dtype_of(program, index)).to(device)
+            for index, shape in enumerate(program.shapes)
+        ]
+        self.zero = torch.zeros((), device=device)
+        self.number = -1  # of the group
+
+    def play(self) -> list[Snapshot]:
+        """Return the weights after each group, on the host."""
+        snapshots = [self._play(group) for group in self.program.groups]
+        return [[weight.cpu() for weight in snapshot] for snapshot in snapshots]
+
+    def _play(self, group: Group) -> Snapshot:
+        self.number += 1
+        for rank, index, requires_grad in group.changes:
+            if rank == hvd.rank():
+                self.parameters[index].requires_grad_(requires_grad)
+        for optimizer, set_to_none in zip(self.optimizers, group.clears, strict=True):
+            if set_to_none is not None:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        pending = [self._call(what) for what in group.before]
+        for each in group.passes:
+            self._pass(each)
+        for what in group.after:
+            self._call(what)
+        if "host async" in group.before and hvd.rank() % 2:
+            pending.append(self._start(torch.ones(3)))
+        self._step(group)
+        for handle in pending:
+            if handle is not None:
+                assert handle.wait().tolist() == [float(hvd.size())] * 3
+        return [p.detach().clone() for p in self.parameters]
+
+    def _pass(self, each: Pass) -> None:
+        if each.sleeper == hvd.rank():
+            time.sleep(LATER_S)
+            busy(self.device, int(1000 * LATER_S))
+        uses = each.uses[hvd.rank()]
+        if uses is None:
+            return
+        loss = self.zero
+        for index, factor in uses.items():
+            loss = loss + (self.patterns[index] * factor * self.parameters[index]).sum().float()
+        if each.overflowing == hvd.rank():
+            loss = loss * torch.inf
+        with contextlib.ExitStack() as stack:
+            if not each.synchronizes:
+                for optimizer in self.optimizers:
+                    stack.enter_context(optimizer.no_sync())
+            self.scaler.scale(loss).backward()
+
+    def _step(self, group: Group) -> None:
+        scales, has_scaled = self.program.scales, False
+        if group.reduces:
+            for number in group.steps:
+                self.optimizers[number].synchronize()
+        for number in group.steps:
+            optimizer = self.optimizers[number]
+            weights = [p for each in optimizer.param_groups for p in each["params"]]
+            has_gradient = any(weight.grad is not None for weight in weights)
+            if scales and has_gradient:
+                self.scaler.unscale_(optimizer)
+            clip(group, optimizer)
+            with optimizer.skip_synchronize() if group.reduces else contextlib.nullcontext():
+                if scales and has_gradient:
+                    self.scaler.step(optimizer)
+                    has_scaled = True
+                else:
+                    optimizer.step()
+        if has_scaled:
+            self.scaler.update()
+
+    def _call(self, what: str) -> hvd.Handle | None:
+        """Do something on the side; return what is to be waited for after the step."""
+        if what == "host async":
+            return None if hvd.rank() % 2 else self._start(torch.ones(3))
+        if what == "host allreduce":
+            assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [float(hvd.size())] * 3
+        elif what == "device allreduce":
+            return self._start(torch.ones(3, device=self.device))
+        elif what == "device allgather":
+            mine = torch.full((hvd.rank() + 1,), float(hvd.rank()), device=self.device)
+            got = hvd.allgather(mine).cpu()
+            assert len(got) == sum(range(1, hvd.size() + 1))
+        elif what == "evaluate":
+            with torch.no_grad():
+                sum(p.double().sum() for p in self.parameters).item()
+        else:
+            assert hvd.broadcast_object(self.number, root_rank=0) == self.number
+        return None
+
+    def _start(self, ones: Tensor) -> hvd.Handle:
+        """Start an allreduce; on the host some ranks do so before the passes, others after them."""
+        name = f"side {self.number} on {ones.device.type}"
+        return hvd.allreduce_async(ones, op=hvd.Sum, name=name)

@@ -1,0 +1,21 @@
+"""Events in the middle of training on a stand-in for a device, with hosts that run ahead or not."""
+
+from __future__ import annotations
+
+import functools
+
+import device_double
+import pytest
+from device_runs import run_on_double
+from hostile_events import EVENTS
+from program_runs import both_ways
+
+pytestmark = device_double.needed
+
+
+@both_ways
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
+def test_an_event(event, size, run_ahead):
+    program = functools.partial(event, run_ahead=run_ahead)
+    run_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")

@@ -1,0 +1,60 @@
+"""Random training programs on a stand-in for a device: weights as a simple model expects.
+
+RANDOM_PROGRAMS=1000 runs more of them, RANDOM_PROGRAM=17 the one with that seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import device_double
+import pool
+import pytest
+from device_runs import run_on_double
+from hostile_programs import HOSTILE
+from program_runs import both_ways, run_programs
+from random_programs import Program, make_program
+
+pytestmark = device_double.needed
+
+PROGRAMS = int(os.environ.get("RANDOM_PROGRAMS", "40"))
+ALONE = os.environ.get("RANDOM_PROGRAM")
+A_PROGRAM_S = 5.0  # a slow machine's, on average: the deadline of each of them is in program_runs
+
+
+def run_all(
+    programs: Sequence[Callable[[int], Program]],
+    size: int,
+    reports: Path,
+    run_ahead: bool,
+    **env: str,
+) -> None:
+    """Run programs; a failure shows what each rank was at, which a hang's does not tell else."""
+    on_device = functools.partial(
+        run_programs, programs=programs, reports=str(reports), run_ahead=run_ahead
+    )
+    deadline_s = pool.DEADLINE_S + A_PROGRAM_S * len(programs)
+    try:
+        run_on_double(on_device, size, deadline_s=deadline_s, **env)
+    except pool.RanksFailed as failure:
+        texts = [f"--- {path.name} was at ---\n{path.read_text()}" for path in reports.iterdir()]
+        raise pool.RanksFailed("\n".join([str(failure), *texts])) from None
+
+
+# Many buckets, and one for each dtype.
+@both_ways
+@pytest.mark.parametrize(("size", "bucket_bytes", "part"), [(2, "64", 0), (3, "512", 1)])
+def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path):
+    count = PROGRAMS if run_ahead else PROGRAMS // 4
+    seeds = [int(ALONE)] if ALONE else range(part, count, 2)
+    programs = [functools.partial(make_program, seed) for seed in seeds]
+    run_all(programs, size, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES=bucket_bytes)
+
+
+@both_ways
+@pytest.mark.parametrize("size", [2, 3])
+def test_hostile_programs(size, run_ahead, tmp_path):
+    run_all(HOSTILE, size, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES="64")
