@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <list>
 
 #include "core/at.h"
 #include "core/failpoint.h"
@@ -46,7 +45,8 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       others_may_submit_(std::move(options.others_may_submit)),
       agreement_(labels_),
       executor_(communicator, host_buffers_, config_.fusion_threshold_bytes),
-      device_(std::move(options.make_device), config_.fusion_threshold_bytes),
+      device_(std::move(options.make_device), config_.fusion_threshold_bytes, abort,
+              config_.transfer_timeout()),
       wait_(waits_.get()),
       progress_(labels_.size()) {}
 
@@ -84,7 +84,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (round_open_) wait_.lasts(now, [&] { return board_.missing(); });
     blocked = target != nullptr && is_blocked(now - std::max(*since, last_submission_));
     // The engine must know while progress is made for long: close() waits for the device.
-    if (device_.exists()) callbacks_.set_device_busy(device_.busy());
+    poll_device();
     callbacks_.pause(interrupt);
   }
 }
@@ -105,7 +105,8 @@ void Driver::announce_outbox(bool blocked) {
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
     const Request& request = work.request();
-    const Announcement announcement = announce(request, alone, communicator_, fingerprint_);
+    Announcement announcement = announce(request, alone, communicator_, fingerprint_);
+    announcement.launches = work.launches_;
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
     // One that is alone in its entry may be longer than the others: usually it is the same
     // everywhere.
@@ -167,8 +168,7 @@ void Driver::run_round() {
       jobs.push_back({&mine->second.work->request(), &decision});
       works.push_back(mine->second.work);
     } else {
-      Buffers& buffers = fingerprint.on_host() ? host_buffers_ : device_.buffers();
-      jobs.push_back({&stand_ins.emplace_back(fingerprint, buffers).request, &decision});
+      jobs.push_back({&add_stand_in(stand_ins, fingerprint).request, &decision});
       works.push_back(nullptr);
     }
   }
@@ -184,6 +184,13 @@ void Driver::run_round() {
   if (on_device.jobs.empty()) return;
   callbacks_.set_device_busy(true);  // before a work is done: close() waits for the device
   run(device_, on_device);
+}
+
+/// Adds this rank's stand-in, which has joined, for a request of the others.
+StandIn& Driver::add_stand_in(std::list<StandIn>& stand_ins, const Fingerprint& fingerprint) {
+  if (fingerprint.on_host()) return stand_ins.emplace_back(fingerprint, host_buffers_);
+  const DeviceGate::Pass pass = device_.enter_or_throw();
+  return stand_ins.emplace_back(fingerprint, device_.buffers());
 }
 
 /// Runs the usual round: nothing was pending, and all ranks have announced the same one request.

@@ -6,6 +6,7 @@ import device_double
 import pytest
 from device_data import DATA
 from device_jobs import JOBS
+from device_launches import LAUNCHES
 from device_operations import OPERATIONS
 from device_runs import run_on_double
 from device_training import TRAINING
@@ -15,7 +16,7 @@ pytestmark = device_double.needed
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "program", [*OPERATIONS, *TRAINING, *JOBS, *DATA], ids=lambda program: program.__name__
+    "program", [*OPERATIONS, *LAUNCHES, *TRAINING, *JOBS, *DATA], ids=lambda program: program.__name__
 )
 def test_on_a_stand_in(program, size):
     run_on_double(program, size)

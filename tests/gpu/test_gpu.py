@@ -15,6 +15,7 @@ import pytest
 import torch
 from device_data import DATA
 from device_jobs import JOBS, lose_a_rank
+from device_launches import LAUNCHES
 from device_operations import OPERATIONS
 from device_training import TRAINING
 
@@ -74,7 +75,7 @@ def test_a_graph_cannot_have_collectives(size):
 
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
-    "program", [*JOBS, *TRAINING, *DATA, *OPERATIONS], ids=lambda program: program.__name__
+    "program", [*JOBS, *TRAINING, *DATA, *LAUNCHES, *OPERATIONS], ids=lambda program: program.__name__
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):
