@@ -21,7 +21,7 @@ PyLaunch launch_allreduce(std::shared_ptr<Engine> engine, const at::Tensor& tens
         [&](Communicator& communicator, Buffers&) {
           request.begin();
           communicator.allreduce(request.input, request.output, request.fingerprint.count(),
-                                 reduction_of(request.fingerprint, size));
+                                 reduction_of(request.fingerprint, communicator));
           request.finish();
         },
         kCheckSignals);

@@ -1,7 +1,6 @@
 // DeviceGate: one thread at a time uses a device.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -13,8 +12,8 @@
 namespace torch_ring {
 
 /// A mutex for a device, whose calls may take long: a wait for it has a deadline, and ends when the
-/// job does. Whoever has passed may lock the engine's mutex (request_queue.h), not the other way
-/// round.
+/// job does. A thread that has passed may lock the engine's mutex (request_queue.h), not the other
+/// way round.
 /// Thread: any. Errors: none.
 class DeviceGate {
   struct Leave {
@@ -22,52 +21,23 @@ class DeviceGate {
   };
 
  public:
-  /// The right to use the device, as long as it lives. Null: the gate was closed.
+  /// The right to use the device, as long as it lives. Null: another thread has it.
   using Pass = std::unique_ptr<DeviceGate, Leave>;
 
-  Pass try_enter() {
-    const std::scoped_lock lock(mutex_);
-    return take();
-  }
+  Pass try_enter();
 
-  /// Blocking: until the gate is open, for `patience` at most.
-  Pass enter(Clock::duration patience) {
-    std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, patience, [&] { return !taken_; });
-    return take();
-  }
+  /// Blocking: until no other thread has the pass, for `patience` at most.
+  Pass enter(Clock::duration patience);
 
-  /// The same, but not after `abort` is raised.
-  Pass enter(Clock::duration patience, const Abort& abort) {
-    const auto deadline = Clock::now() + patience;
-    std::unique_lock lock(mutex_);
-    while (taken_ && !abort.raised() && Clock::now() < deadline) {
-      changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook));
-    }
-    return take();
-  }
+  /// The same, but no longer than until `abort` is raised.
+  Pass enter(Clock::duration patience, const Abort& abort);
 
-  /// How long the thread that has passed has been inside; 0 if there is none.
-  Clock::duration held_for() {
-    const std::scoped_lock lock(mutex_);
-    return taken_ ? Clock::now() - since_ : Clock::duration{0};
-  }
+  /// How long the thread that has the pass has had it; 0 if none has it.
+  Clock::duration held_for();
 
  private:
-  static constexpr std::chrono::milliseconds kLook{50};  // between looks at the abort
-
-  Pass take() {
-    if (taken_) return nullptr;
-    taken_ = true;
-    since_ = Clock::now();
-    return Pass(this);
-  }
-
-  void leave() {
-    const std::scoped_lock lock(mutex_);
-    taken_ = false;
-    changed_.notify_one();
-  }
+  Pass take();
+  void leave();
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

@@ -24,8 +24,8 @@ struct StandIn {
   std::shared_ptr<void> data;
 };
 
-/// The reduction of a request among `size` ranks, as its communicator runs it.
-Reduction reduction_of(const Fingerprint& fingerprint, int size);
+/// The reduction of a request, as `communicator` runs it.
+Reduction reduction_of(const Fingerprint& fingerprint, const Communicator& communicator);
 
 /// A decision and this rank's request for it.
 struct Job {
@@ -77,7 +77,7 @@ class Executor {
  private:
   static bool fuses(const Job& job);
   Reduction reduction_of(const Fingerprint& fingerprint) const {
-    return torch_ring::reduction_of(fingerprint, communicator_.size());
+    return torch_ring::reduction_of(fingerprint, communicator_);
   }
   void run_one(const Job& job);
   void run_inline(const Request& request, const Decision& decision);

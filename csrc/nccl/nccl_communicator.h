@@ -1,10 +1,12 @@
 // NcclCommunicator: collectives over device memory, with NCCL.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string>
 
 #include "collective/communicator.h"
 #include "core/abort.h"
@@ -31,21 +33,25 @@ struct Device {
   /// output[i] = the scaled reduction of which `data` are the sums (or minima, ...) of numbers.
   std::function<void(void* output, const Widened& data, std::size_t count, const Reduction&)>
       narrow = {};
+  /// Calls a function while the device is the calling thread's current one. Thread: any.
+  std::function<void(const std::function<void()>&)> use = {};
+  std::function<void(const std::string&)> log = {};  // takes a warning
 };
 
 /// All calls enqueue on the device's stream and return; results are written when the stream has run
 /// them. Buffers are device memory that lives until then. A reduction's prescale is 1: the
 /// bindings, which have an allocator, have applied it.
 ///
-/// Thread: one at a time; no other thread is inside NCCL. Blocking: until NCCL has accepted the
-/// call, bounded by the timeout; the constructor until all ranks construct theirs.
-/// Errors: as Communicator's. After one, or abort(), the destructor waits for nothing.
+/// Thread: one at a time; no other thread is inside NCCL, but for abort(). Blocking: until NCCL has
+/// accepted the call, bounded by the timeout; the constructor until all ranks construct theirs;
+/// close() for some seconds.
+/// Errors: as Communicator's. After one, or abort(), the destructor waits for no work.
 class NcclCommunicator final : public Communicator {
  public:
   /// `timeout` bounds each wait.
   NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size, const Abort& abort,
                    std::chrono::milliseconds timeout, Device device);
-  ~NcclCommunicator() override;
+  ~NcclCommunicator() override { close(); }
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
@@ -66,14 +72,23 @@ class NcclCommunicator final : public Communicator {
   /// Throws the asynchronous error of the device or of another rank, if there is one.
   void check();
 
-  /// Aborts the work on the stream that waits for other ranks. No call may follow.
+  /// Aborts the work on the stream that waits for other ranks. No call may follow. A call that
+  /// hangs in another thread is no reason not to call this: it may wait for that work.
   void abort() noexcept;
 
+  /// Ends as the destructor does: waits for running work, unless something has failed. Returns
+  /// whether NCCL has let go of the stream and the buffers. If not, it hangs: its thread has been
+  /// left behind, with a warning.
+  bool close() noexcept;
+
  private:
+  using End = void(const Api& api, Comm comm, std::chrono::milliseconds patience);
+
   class Group;  // calls that NCCL starts together
 
   void wait(Result result, const char* call);
   [[noreturn]] void fail(Result result, const char* call);
+  void end(End* function, const char* name, std::chrono::milliseconds patience) noexcept;
   void finish(void* data, std::size_t count, const Reduction& reduction);
   Widened reduce_widened(const void* input, std::size_t count, const Reduction& reduction);
 
@@ -83,8 +98,9 @@ class NcclCommunicator final : public Communicator {
   const Abort& abort_;
   const std::chrono::milliseconds timeout_;
   const Device device_;
-  Comm comm_ = nullptr;
-  bool failed_ = false;
+  std::atomic<Comm> comm_{nullptr};  // null: ended. It orders nothing: threads exchange it.
+  std::atomic<bool> failed_{false};
+  bool left_behind_ = false;
 };
 
 }  // namespace torch_ring::nccl

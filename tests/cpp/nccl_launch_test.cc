@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 
 EngineConfig impatient() {
   EngineConfig config = patient();
-  config.timeout = milliseconds(300);
+  config.timeout = milliseconds(1000);  // of the first agreement, too
   return config;
 }
 
@@ -207,7 +207,7 @@ TEST(launching_threads_of_two_ranks_take_turns) {
 }
 
 TEST(engine_closes_while_a_thread_launches) {
-  for (int repeat = 0; repeat < 5; ++repeat) {
+  for (int repeat = 0; repeat < 2; ++repeat) {
     run_launches(
         2,
         [&](Rank& rank, Tensors& tensors) {
@@ -280,7 +280,7 @@ TEST(launch_that_nccl_does_not_take_has_a_deadline) {
         agree(rank, values, "first");
         faults().in_progress = 1'000'000'000;
         CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
-                     "ncclAllReduce was not taken within 0.3");
+                     "ncclAllReduce was not taken within 1 s");
         faults().in_progress = 0;
         CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
                      "this world has ended: ncclAllReduce");
@@ -380,7 +380,7 @@ TEST(launch_that_hangs_inside_the_device_ends_the_job_after_the_timeout) {
         std::vector<float> values(3);
         launch(rank, values);  // hangs until the engine's thread aborts
         CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
-                     "a thread's call of the device has not returned within 0.3");
+                     "a thread's call of the device has not returned within 1 s");
       },
       impatient());
 }

@@ -38,6 +38,8 @@ class Faults(ctypes.Structure):
         ("aborted", ctypes.c_int),
         ("destroyed", ctypes.c_int),
         ("hang", ctypes.c_int),
+        ("end_hangs", ctypes.c_int),
+        ("freed", ctypes.c_int),
     ]
 
 
@@ -87,7 +89,7 @@ def faults() -> Iterator[Faults]:
     address = nccl().nccl_double_faults
     address.restype = ctypes.POINTER(Faults)
     now: Faults = address().contents
-    now.aborted = now.destroyed = 0
+    now.aborted = now.destroyed = now.freed = 0
     usual = bytes(now)
     try:
         yield now

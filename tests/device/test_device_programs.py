@@ -16,7 +16,9 @@ pytestmark = device_double.needed
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "program", [*OPERATIONS, *LAUNCHES, *TRAINING, *JOBS, *DATA], ids=lambda program: program.__name__
+    "program",
+    [*OPERATIONS, *LAUNCHES, *TRAINING, *JOBS, *DATA],
+    ids=lambda program: program.__name__,
 )
 def test_on_a_stand_in(program, size):
     run_on_double(program, size)

@@ -75,7 +75,9 @@ def test_a_graph_cannot_have_collectives(size):
 
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
-    "program", [*JOBS, *TRAINING, *DATA, *LAUNCHES, *OPERATIONS], ids=lambda program: program.__name__
+    "program",
+    [*JOBS, *TRAINING, *DATA, *LAUNCHES, *OPERATIONS],
+    ids=lambda program: program.__name__,
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):

@@ -21,6 +21,8 @@ struct NcclDoubleFaults {
   std::atomic<int> aborted{0};    // counts ncclCommAbort
   std::atomic<int> destroyed{0};  // counts ncclCommDestroy
   std::atomic<int> hang{0};       // collectives wait on their stream until they are aborted
+  std::atomic<int> end_hangs{0};  // ncclCommFinalize, ncclCommDestroy and ncclCommAbort
+  std::atomic<int> freed{0};      // counts communicators that have ended
 };
 NcclDoubleFaults* nccl_double_faults();
 

@@ -32,6 +32,7 @@ struct FaultsEnd {
   ~FaultsEnd() {
     faults().version = 22703;
     faults().in_progress = faults().async_error = faults().init_hangs = faults().hang = 0;
+    faults().end_hangs = 0;
   }
 };
 
