@@ -253,6 +253,20 @@ class Engine:
         In place, it bumps the tensor's version, so that autograd notices.
         """
 
+    def launch_allreduce(
+        self, tensor: Tensor, op: int, prescale: float, postscale: float
+    ) -> Launch:
+        """Reduce a tensor on a device in place, at once, without an agreement (`Engine::launch`).
+
+        All ranks launch the same tensors in the same order; the device has reduced something by
+        `allreduce` before. Neither this rank's host nor another one waits. The reduction comes
+        after what is on the current stream.
+
+        Raises:
+            InvalidArgumentError: the tensor is not on a device, or cannot be reduced so.
+            RingError: nothing was reduced on the device before; the fatal cause.
+        """
+
     def broadcast(
         self, tensor: Tensor, output: Tensor, root: int, name: str, blocking: bool = False
     ) -> Work: ...
@@ -364,6 +378,13 @@ class Work:
 
     def received_splits(self) -> list[int]:
         """Return the rows received from each rank by an allgather or alltoall."""
+
+class Launch:
+    """A reduction on a device that was launched without an agreement."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> Tensor:
+        """Make the current stream wait for the result, not the host, and return the tensor."""
 
 class BlockPool:
     """Blocks of shared memory for large gradients (csrc/memory/block_pool.h)."""

@@ -72,8 +72,10 @@ class Accelerator final : public Device, public Buffers {
 
   ~Accelerator() override {
     const StreamScope now(stream_);
-    communicator_.reset();
-    batches_.clear();
+    if (communicator_->close()) return;
+    // NCCL hangs, and may yet write: what it uses is left behind with it.
+    new std::deque<Batch>(std::move(batches_));
+    new at::Tensor(std::move(buffer_));
   }
 
   Communicator& communicator() override { return *communicator_; }
@@ -146,6 +148,11 @@ class Accelerator final : public Device, public Buffers {
       return view_of(const_cast<void*>(data), count, dtype, device);
     };
     nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
+    device.use = [stream = stream_](const std::function<void()>& call) {
+      const StreamScope now(stream);
+      call();
+    };
+    device.log = patience_.log;
     device.scale = [view](void* output, const void* input, std::size_t count, DType dtype,
                           const Scaling& scaling) {
       scale(view(output, count, dtype), view(input, count, dtype), scaling);

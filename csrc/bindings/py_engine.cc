@@ -6,7 +6,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
-#include <cmath>
 #include <memory>
 
 #include "bindings/accelerator.h"
@@ -14,7 +13,9 @@
 #include "bindings/finalize_dense.h"
 #include "bindings/py_control_plane.h"
 #include "bindings/py_host_memory.h"
+#include "bindings/py_launch.h"
 #include "bindings/py_work.h"
+#include "bindings/py_world.h"
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
 #include "bindings/shared_tensors.h"
@@ -26,10 +27,6 @@ namespace py = pybind11;
 namespace torch_ring {
 
 namespace {
-
-std::chrono::milliseconds milliseconds_of(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000.0)));
-}
 
 class PyEngine {
  public:
@@ -99,6 +96,12 @@ class PyEngine {
       tensor.unsafeGetTensorImpl()->bump_version();  // autograd then refuses a stale saved tensor
     }
     return *output;
+  }
+
+  PyLaunch launch_allreduce(const at::Tensor& tensor, int op, double prescale,
+                            double postscale) const {
+    device_->use(tensor.device());
+    return torch_ring::launch_allreduce(running(), tensor, op, prescale, postscale, size_);
   }
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
@@ -318,31 +321,15 @@ class PyEngine {
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
     bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
-    const std::shared_ptr<PyHostMemory>& memory, std::vector<std::int64_t> slots,
+    const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
     std::shared_ptr<LaunchOrder> launch_order, bool checksums, double timeout_s,
     double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
     std::string nccl_library, bool nccl_blocking, py::function log) {
-  World world;
-  world.topology = {rank, std::move(host_of)};
-  if (members.size() != world.topology.host_of.size()) {
-    throw py::value_error("host_of does not name every rank");
-  }
-  world.labels = std::move(labels);
-  world.may_spin = may_spin;
-  world.width = static_cast<std::size_t>(width);
-  world.checksums = checksums;
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
-  if (memory) memory->use(world, members, slots);
-  EngineConfig config;
-  config.timeout = milliseconds_of(timeout_s);
-  config.stall_warning = milliseconds_of(stall_warning_s);
-  config.fusion_window =
-      std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
-  config.fusion_threshold_bytes = fusion_threshold_bytes;
-  if (control) {
-    world.sockets = sockets_of(control, set, members, width);
-    world.waits = waits_of(control, set, members, config.patience());
-  }
+  const EngineConfig config =
+      engine_config_of(timeout_s, stall_warning_s, fusion_window_s, fusion_threshold_bytes);
+  World world = world_of(rank, members, std::move(host_of), std::move(labels), may_spin, control,
+                         set, width, memory, slots, checksums, config);
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
                                     NcclSettings{std::move(nccl_library), nccl_blocking},
                                     std::move(launch_order), std::move(log));
@@ -355,6 +342,7 @@ void bind_engine(py::module_& module) {
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait)
       .def("received_splits", &PyWork::received_splits);
+  py::class_<PyLaunch>(module, "Launch").def("done", &PyLaunch::done).def("wait", &PyLaunch::wait);
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
@@ -367,6 +355,8 @@ void bind_engine(py::module_& module) {
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
       .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
+      .def("launch_allreduce", &PyEngine::launch_allreduce, py::arg("tensor"), py::arg("op"),
+           py::arg("prescale"), py::arg("postscale"))
       .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
            py::arg("name"), py::arg("blocking") = false)
       .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),

@@ -186,8 +186,9 @@ void Agreement::announce(const Run& run, const Announcement& a, std::size_t shar
     pending.since = announcements_++;
     pending.by_rank.resize(static_cast<std::size_t>(size_));
   }
-  const auto announced = std::make_shared<const Announced>(Announced{
-      copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows), a.is_shared, a.is_inline});
+  const auto announced = std::make_shared<const Announced>(
+      Announced{copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows), a.launches,
+                a.is_shared, a.is_inline});
   for (int rank = run.first; rank < end; ++rank) {
     auto& place = at(pending.by_rank, rank);
     if (place) throw twice();
@@ -247,16 +248,27 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
       all_shared = all_inline = false;
       continue;
     }
+    const auto reference_name = [&] {
+      return name_of_rank(static_cast<std::size_t>(reference - pending.by_rank.begin()));
+    };
     if (!decision.mismatch && a != *reference && !equal(first, a->fingerprint)) {
       const Fingerprint one = decode(first);
       const Fingerprint other = decode(a->fingerprint);
       if (one.group != other.group) decision.ended_groups = {group_of(one), group_of(other)};
+      decision.mismatch.emplace(ErrorKind::kMismatch,
+                                "the ranks disagree: " + reference_name() + ": " + one.describe() +
+                                    "; " + name_of_rank(rank) + ": " + other.describe() + ". " +
+                                    kAllRanksMustCall +
+                                    ", with the same shapes, dtypes and arguments");
+    }
+    if (!decision.mismatch && a->launches != (*reference)->launches) {
       decision.mismatch.emplace(
           ErrorKind::kMismatch,
-          "the ranks disagree: " +
-              name_of_rank(static_cast<std::size_t>(reference - pending.by_rank.begin())) + ": " +
-              one.describe() + "; " + name_of_rank(rank) + ": " + other.describe() + ". " +
-              kAllRanksMustCall + ", with the same shapes, dtypes and arguments");
+          "the ranks have run ahead of it differently: " + reference_name() + " has launched " +
+              std::to_string((*reference)->launches) + " reductions on its device before it, " +
+              name_of_rank(rank) + " " + std::to_string(a->launches) +
+              ". With run_ahead=False (or TORCH_RING_RUN_AHEAD=0) they agree on each pass, and an "
+              "error names the first difference");
     }
     append_rows(decision.rows, a->rows);
     all_shared = all_shared && a->is_shared;

@@ -75,6 +75,7 @@ class Agreement {
     Bytes fingerprint;
     Bytes payload;
     Bytes rows;
+    std::uint32_t launches;
     bool is_shared;
     bool is_inline;
   };

@@ -51,7 +51,8 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       set_(options.set),
       agreement_(labels_),
       executor_(communicator, host_buffers_, config_.fusion_threshold_bytes),
-      device_(std::move(options.make_device), config_.fusion_threshold_bytes),
+      device_(std::move(options.make_device), config_.fusion_threshold_bytes, abort,
+              config_.transfer_timeout()),
       wait_(waits_.get()),
       progress_(labels_.size()) {}
 
@@ -89,7 +90,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (round_open_) wait_.lasts(now, [&] { return board_.missing(); });
     blocked = target != nullptr && is_blocked(now - std::max(*since, last_submission_));
     // The engine must know while progress is made for long: close() waits for the device.
-    if (device_.exists()) callbacks_.set_device_busy(device_.busy());
+    poll_device();
     callbacks_.pause(interrupt);
   }
 }
@@ -110,7 +111,8 @@ void Driver::announce_outbox(bool blocked) {
   while (!outbox_.empty()) {
     Work& work = *outbox_.front();
     const Request& request = work.request();
-    const Announcement announcement = announce(request, alone, communicator_, fingerprint_);
+    Announcement announcement = announce(request, alone, communicator_, fingerprint_);
+    announcement.launches = work.launches_;
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
     // One that is alone in its entry may be longer than the others: usually it is the same
     // everywhere.
@@ -183,6 +185,7 @@ void Driver::run_on_device(const Round& round, std::span<const Decision* const> 
       const auto mine = pending_.find(decision->key);
       if (mine != pending_.end()) fail(mine, *error);
     } else {
+      const DeviceGate::Pass pass = device_.enter_or_throw();
       add(batch, *decision, device_.buffers());
     }
   }

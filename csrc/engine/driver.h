@@ -45,7 +45,7 @@ class Driver {
     /// A work is done, or has failed: threads may wait for it. With the lock.
     virtual void completed(const Lock& lock) = 0;
 
-    /// `busy`: enqueued work has not run yet.
+    /// `busy`: enqueued work has not run yet. It is idle only while no thread can launch.
     virtual void set_device_busy(bool busy) = 0;
 
     /// Whether the engine's thread must stop: another thread can make progress, or none should.
@@ -99,15 +99,20 @@ class Driver {
   /// before fail_all(): from then on they are the program's.
   void isolate_buffers() noexcept;
 
-  /// Whether enqueued work has not run yet. Errors: the device's.
-  bool device_is_busy() { return device_.busy(); }
+  /// Asks the device whether enqueued work has not run yet, and tells the engine. Errors: the
+  /// device's.
+  void poll_device() {
+    if (device_.exists()) device_.poll([&](bool busy) { callbacks_.set_device_busy(busy); });
+  }
 
-  /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards. Only the
-  /// progress thread may call it: then no thread is inside NCCL.
+  /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards.
   void abort_device() noexcept { device_.abort(); }
 
   /// Frees the device.
   void reset_device() { device_.reset(); }
+
+  /// For launches. Thread: any, as DeviceExecutor says.
+  DeviceExecutor& device() { return device_; }
 
  private:
   struct Pending {

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <limits>
 #include <utility>
 
 #include "core/at.h"
@@ -13,6 +14,9 @@ using std::chrono::milliseconds;
 
 // The time after the timeout that close() gives a device: the waits of its calls end with that.
 constexpr milliseconds kFarewell{1000};
+
+// A launch needs all ranks: one that has left, after however many rounds, explains its failure.
+constexpr std::uint64_t kAnyRound = std::numeric_limits<std::uint64_t>::max();
 
 /// The exception of an Interrupt, on its way through the driver to the caller of wait().
 struct Interrupted {
@@ -115,15 +119,59 @@ void Engine::require_world() const {
   }
 }
 
-void Engine::end(const Error& cause) {
-  fail({cause, false});
+void Engine::end(const Error& cause) { end(Watchdog::Cause{cause, false}); }
+
+void Engine::end(const Watchdog::Cause& cause) {
+  fail(cause);
   {
     const Lock lock = queue_.lock();
     changed_.notify_all();
     board_.wake();
   }
   require_world();
-  throw cause;  // for the compiler: the abort is raised
+  throw cause.error;  // for the compiler: the abort is raised
+}
+
+void Engine::launch(const Enqueue& enqueue, const Interrupt& interrupt) {
+  bool begun = false;
+  try {
+    while (const std::shared_ptr<Work> earlier = try_launch(enqueue, begun)) {
+      try {
+        wait(*earlier, interrupt);
+      } catch (const Error&) {  // the work's: its own waiter hears of it
+        if (!earlier->done()) throw;
+      }
+    }
+  } catch (const Error& error) {
+    if (!begun) throw;
+    end(watchdog_.root_cause(error, kAnyRound));
+  } catch (const std::exception& error) {
+    if (!begun) throw;
+    end(Error(ErrorKind::kInternal, error.what()));
+  }
+}
+
+/// Launches, if no earlier request on the device has still to be enqueued; returns one that has.
+/// `begun` becomes true when the ranks are out of step if this fails.
+std::shared_ptr<Work> Engine::try_launch(const Enqueue& enqueue, bool& begun) {
+  DeviceExecutor& device = role_.device();
+  const DeviceGate::Pass pass = device.enter();
+  {
+    const Lock lock = queue_.lock();
+    require_world();
+    if (!pass) throw Error(ErrorKind::kTimeout, name_ + ": another thread's launch hangs");
+    if (auto earlier = queue_.first_on_device(lock)) return earlier;
+    if (!device.exists()) {
+      throw Error(ErrorKind::kInternal,
+                  name_ + ": a launch needs an agreed operation on the device before it");
+    }
+    queue_.count_launch(lock);
+    begun = true;
+    // From now on the engine's thread polls; it finds the device idle only after the launch.
+    if (!std::exchange(device_busy_, true)) changed_.notify_all();
+  }
+  device.use(enqueue);
+  return nullptr;
 }
 
 void Engine::wait(Work& work, const Interrupt& interrupt) {
@@ -158,7 +206,12 @@ void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
 void Engine::run() {
   Lock lock = queue_.lock();
   while (!closing_) {
-    const auto due = [&] { return closing_ || (waiters_ == 0 && needs_progress(lock)); };
+    const auto due = [&] {
+      if (closing_) return true;
+      // A device without work is aborted, too: its memory and connections are of no more use.
+      if (abort_->raised() && !ended_ && !role_.is_taken(lock)) return true;
+      return waiters_ == 0 && needs_progress(lock);
+    };
     changed_.wait(lock, [&] { return device_busy_ || due(); });
     if (device_busy_ && !changed_.wait_for(lock, Driver::kPollInterval, due)) {
       // Only the device is busy: progress_exclusively() asks whether it still is.
@@ -183,7 +236,6 @@ void Engine::run() {
 
 void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt) {
   std::exception_ptr interrupted;
-  bool device_busy = false;
   {
     const ProgressRole::Turn turn(role_, lock);
     Driver& driver = turn.driver();
@@ -191,10 +243,9 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
       driver.take_submitted(lock);
       lock.unlock();
       driver.make_progress(target, interrupt);
-      device_busy = driver.device_is_busy();
+      driver.poll_device();
     } catch (const Interrupted& caught) {
       interrupted = caught.cause;
-      device_busy = true;  // it may be: nobody has asked the device
     } catch (const Error& error) {
       fail(watchdog_.root_cause(error, driver.rounds() + 1));
     } catch (const std::exception& error) {  // such as bad_alloc: the ranks are out of step
@@ -205,17 +256,15 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
       const bool aborts_device = !closing_;  // close() does it itself
       lock.unlock();
       // Otherwise the stream waits for other ranks for ever, and so do threads that wait for it.
-      if (aborts_device) {
-        driver.abort_device();
-        device_busy = false;
-      }
+      if (aborts_device) driver.abort_device();
       driver.isolate_buffers();
       lock.lock();
+      device_busy_ = false;
+      ended_ = true;
       fail_all(lock, driver);
     }
   }
-  const bool device_changed = std::exchange(device_busy_, device_busy) != device_busy;
-  if (waiters_ > 0 || needs_progress(lock) || closing_ || device_changed) changed_.notify_all();
+  if (waiters_ > 0 || needs_progress(lock) || closing_) changed_.notify_all();
   if (interrupted) {
     lock.unlock();
     std::rethrow_exception(interrupted);

@@ -28,9 +28,10 @@ namespace torch_ring {
 ///
 ///   RequestQueue   submitted works, names in flight, and the mutex     any thread
 ///   Driver         announced works, the agreement, the executors       the progress thread
+///   DeviceExecutor the device, behind a gate: agreed jobs, launches    one thread at a time
 ///   Engine         which thread makes progress, and when               any thread
 ///
-/// Thread: any. Blocking: wait(), submit_and_wait() and close() only.
+/// Thread: any. Blocking: wait(), submit_and_wait(), launch() and close() only.
 /// Errors: a failed collective is its work's error. After a fatal one (Error::fatal()) every
 /// pending and every later request fails with the same cause.
 class Engine final : private Driver::Callbacks {
@@ -83,6 +84,19 @@ class Engine final : private Driver::Callbacks {
   /// microseconds.
   void submit_and_wait(Request request, const Interrupt& interrupt);
 
+  /// Enqueues work on the set's device at once, without an agreement: for ranks that know what the
+  /// others launch. `enqueue` is called while the device and its stream are the thread's current
+  /// ones; it must not launch or submit. All ranks launch the same in the same order. The host
+  /// waits for no other rank; it waits until this rank's earlier requests on the device are
+  /// enqueued. So launches and agreed requests come in one order on all ranks, or else in a
+  /// MismatchError: an agreed request carries the number of earlier launches.
+  /// Thread: any, without what the freeing of tensors needs (Python's GIL). Blocking: until the
+  /// device has taken the work, bounded by the transfer timeout and by the job's end; before that
+  /// as wait(), if there are such requests.
+  /// Errors: the fatal cause; Error(kInternal) before the first agreed request on a device;
+  /// whatever the interrupt throws. An error of `enqueue` ends the job.
+  void launch(const Enqueue& enqueue, const Interrupt& interrupt = {});
+
   /// Ends the job on all ranks with this cause, or the first one there was, and throws it.
   [[noreturn]] void end(const Error& cause);
 
@@ -94,6 +108,8 @@ class Engine final : private Driver::Callbacks {
  private:
   using Lock = RequestQueue::Lock;
 
+  std::shared_ptr<Work> try_launch(const Enqueue& enqueue, bool& begun);
+  [[noreturn]] void end(const Watchdog::Cause& cause);
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void require_world() const;
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
@@ -118,11 +134,12 @@ class Engine final : private Driver::Callbacks {
   const bool is_world_;     // and not a process set of it
   Board& board_;
 
-  RequestQueue queue_;  // its mutex also guards the role and the next four members
+  RequestQueue queue_;  // its mutex also guards the role and the next five members
   // Signals that a work is done, or that another thread has to look at the queue or at the role.
   std::condition_variable changed_;
   int waiters_ = 0;           // threads that wait for the progress thread
   bool device_busy_ = false;  // enqueued work has not run yet
+  bool ended_ = false;        // works have failed, and the device is aborted, after an abort
   bool closing_ = false;
   // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
   // this once, after it has raised the abort; check() loads it before it looks at the abort. A

@@ -22,7 +22,7 @@ struct AnnouncementHeader {
   std::uint32_t fingerprint_bytes;
   std::uint32_t row_count;
   std::uint32_t flags;
-  std::uint32_t zero;
+  std::uint32_t launches;
 };
 
 // The begin of an encoded fingerprint; the shape and the name follow. All padding is explicit and
@@ -165,7 +165,7 @@ void EntryWriter::append(const Announcement& a) {
                               (a.is_shared ? kShared : 0);
   const AnnouncementHeader header{static_cast<std::uint32_t>(a.fingerprint.size()),
                                   static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)),
-                                  flags, 0};
+                                  flags, a.launches};
   std::byte* at = grow(common_, sizeof header + padded(a.fingerprint.size()));
   at = put(at, &header, sizeof header);
   put(at, a.fingerprint.data(), a.fingerprint.size());
@@ -206,6 +206,7 @@ Announcement EntryReader::next() {
   if (header.row_count > 0) {
     announcement.rows = take(own_, header.row_count * sizeof(std::int64_t));
   }
+  announcement.launches = header.launches;
   announcement.is_inline = (header.flags & kInline) != 0;
   if ((header.flags & kPayload) != 0) {
     const auto bytes = take<std::uint64_t>(own_);

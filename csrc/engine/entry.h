@@ -16,7 +16,8 @@ using Bytes = std::vector<std::byte>;
 /// One request as its rank announces it. The spans point into the entry, whose parts (board.h) hold
 ///
 ///   common:  u32 flags (1: blocked, 2: shares the device) | u32 count of announcements; for each:
-///            u32 bytes of the fingerprint | u32 count of rows | u32 flags | u32 0 | fingerprint
+///            u32 bytes of the fingerprint | u32 count of rows | u32 flags | u32 launches |
+///            fingerprint
 ///   own:     for each announcement: i64 rows... | if it has a payload: u64 bytes | payload
 ///   local:   for each announcement of a buffer in shared memory: i64 its offset
 ///
@@ -26,6 +27,7 @@ struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
   ByteSpan payload;                 // the bytes of an inline tensor, else empty
   ByteSpan rows;                    // std::int64_t each: Request::rows
+  std::uint32_t launches = 0;       // on a device: the rank's earlier launches, modulo 2^32
   bool is_shared = false;           // whether it reduces a buffer in shared memory in place,
   std::int64_t shared_offset = -1;  // ... which lies here; left out by EntryReader
   bool is_inline = false;           // whether its data is the payload (which may be empty)

@@ -84,11 +84,11 @@ bool Executor::fuses(const Job& job) {
          !job.decision->is_inline && job.decision->shared_offsets.empty();
 }
 
-Reduction Executor::reduction_of(const Fingerprint& f) const {
+Reduction reduction_of(const Fingerprint& f, const Communicator& communicator) {
   Reduction reduction{f.dtype, f.op, {f.prescale, f.postscale, 1}};
   if (f.op == ReduceOp::kAverage) {
     reduction.op = ReduceOp::kSum;
-    reduction.scaling.divisor = communicator_.size();
+    reduction.scaling.divisor = communicator.size();
   }
   return reduction;
 }

@@ -24,6 +24,9 @@ struct StandIn {
   std::shared_ptr<void> data;
 };
 
+/// The reduction of a request, as `communicator` runs it.
+Reduction reduction_of(const Fingerprint& fingerprint, const Communicator& communicator);
+
 /// A decision and this rank's request for it.
 struct Job {
   const Request* request;
@@ -73,7 +76,9 @@ class Executor {
 
  private:
   static bool fuses(const Job& job);
-  Reduction reduction_of(const Fingerprint& fingerprint) const;
+  Reduction reduction_of(const Fingerprint& fingerprint) const {
+    return torch_ring::reduction_of(fingerprint, communicator_);
+  }
   void run_one(const Job& job);
   void run_inline(const Request& request, const Decision& decision);
   void allgather(const Request& request, const Decision& decision);

@@ -10,7 +10,7 @@
 namespace torch_ring {
 
 /// At most one thread at a time has the role. It takes the role by making a Turn, and only a Turn
-/// gives access to the driver.
+/// gives access to the driver, but for its device.
 ///
 /// The progress thread *pauses* in an interrupt: it keeps the role, and nothing is half done. Then
 /// it may take another turn inside its own.
@@ -36,6 +36,9 @@ class ProgressRole {
 
   /// Whether the role is free though the driver has works left.
   bool is_needed(const Lock&) const { return !taken_ && !driver_.idle(); }
+
+  /// The part of the driver that other threads reach, too, to launch. Needs no lock.
+  DeviceExecutor& device() { return driver_.device(); }
 
   /// Calls `interrupt` as a pause of this turn. Thread: the progress thread, without the lock.
   template <class Interrupt>

@@ -121,7 +121,8 @@ class Work {
   }
 
   Request request_;
-  std::string key_;  // by which the ranks match the request: see key_of()
+  std::string key_;             // by which the ranks match the request: see key_of()
+  std::uint32_t launches_ = 0;  // on a device: this rank's earlier launches, modulo 2^32
   Clock::time_point submitted_;
   std::optional<Error> error_;
   std::atomic<bool> done_{false};

@@ -45,6 +45,7 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
   }
   for (const auto& work : works) {
     const Fingerprint& fingerprint = work->request_.fingerprint;
+    if (!fingerprint.on_host()) add_on_device(work);
     works_.push_back(work);
     bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
   }
@@ -52,6 +53,25 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
   const auto self = std::this_thread::get_id();
   if (submitter_ == std::thread::id()) submitter_ = self;
   has_several_submitters_ = has_several_submitters_ || submitter_ != self;
+}
+
+/// Takes note of a work on a device, and of what the other ranks must have launched before it.
+void RequestQueue::add_on_device(const std::shared_ptr<Work>& work) {
+  const auto is_over = [](const std::weak_ptr<Work>& earlier) {
+    const auto alive = earlier.lock();
+    return !alive || alive->done();
+  };
+  while (!on_device_.empty() && is_over(on_device_.front())) on_device_.pop_front();
+  work->launches_ = launches_;
+  on_device_.push_back(work);
+}
+
+std::shared_ptr<Work> RequestQueue::first_on_device(const Lock&) {
+  for (; !on_device_.empty(); on_device_.pop_front()) {
+    auto work = on_device_.front().lock();
+    if (work && !work->done()) return work;
+  }
+  return nullptr;
 }
 
 void RequestQueue::take(const Lock&, std::deque<std::shared_ptr<Work>>& works) {

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -70,7 +71,15 @@ class RequestQueue {
   /// Begins to number anew: all ranks wait for the same thing now.
   void reset_numbering(const Lock&) { names_.renew(); }
 
+  /// A work on a device that is not done, which means not enqueued; null if there is none.
+  std::shared_ptr<Work> first_on_device(const Lock& lock);
+
+  /// Counts a launch (Engine::launch): works on a device that are added from now on come after it.
+  void count_launch(const Lock&) { ++launches_; }
+
  private:
+  void add_on_device(const std::shared_ptr<Work>& work);
+
   void free_name(const Work& work) {
     if (!in_flight_.empty()) in_flight_.erase(work.key_);
   }
@@ -87,8 +96,10 @@ class RequestQueue {
   std::unordered_map<std::string, Work*> in_flight_;  // by key; without numbered works: no two have
                                                       // the same number
   Names names_;
-  std::thread::id submitter_;            // the first thread that submitted anything
-  bool has_several_submitters_ = false;  // another thread has done so too
+  std::deque<std::weak_ptr<Work>> on_device_;  // all that are not done, and some that are
+  std::uint32_t launches_ = 0;                 // of this rank, modulo 2^32
+  std::thread::id submitter_;                  // the first thread that submitted anything
+  bool has_several_submitters_ = false;        // another thread has done so too
 };
 
 }  // namespace torch_ring

@@ -10,6 +10,7 @@
 #include "core/at.h"
 #include "core/clock.h"
 #include "core/error.h"
+#include "nccl/bounded_call.h"
 
 namespace torch_ring::nccl {
 
@@ -17,7 +18,7 @@ namespace {
 
 constexpr std::chrono::microseconds kShortestSleep{10};
 constexpr std::chrono::microseconds kLongestSleep{1000};
-// How long the destructor waits for running work before it aborts it.
+// How long close() waits for running work before it aborts it, and how long for NCCL to end.
 constexpr std::chrono::milliseconds kFarewell{5000};
 
 RedOp red_op_of(const Reduction& reduction) {
@@ -63,6 +64,21 @@ std::byte* bytes_at(void* data, std::size_t bytes) { return static_cast<std::byt
 
 bool all_equal(std::span<const std::size_t> values) {
   return std::all_of(values.begin(), values.end(), [&](auto value) { return value == values[0]; });
+}
+
+/// Ends a communicator when its work has run; aborts it if that takes longer than `patience`.
+void finalize(const Api& api, Comm comm, std::chrono::milliseconds patience) {
+  Result result = api.comm_finalize(comm);
+  const auto deadline = Clock::now() + patience;
+  while (result == Result::kInProgress && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kLongestSleep);
+    if (api.comm_get_async_error(comm, &result) != Result::kSuccess) break;
+  }
+  if (result == Result::kSuccess) {
+    api.comm_destroy(comm);
+  } else {
+    api.comm_abort(comm);
+  }
 }
 
 }  // namespace
@@ -114,32 +130,52 @@ NcclCommunicator::NcclCommunicator(const Api& api, const UniqueId& id, int rank,
       device_(std::move(device)) {
   Config config;
   try {
-    wait(api_.comm_init_rank_config(&comm_, size, id, rank, &config), "ncclCommInitRankConfig");
+    Comm comm = nullptr;
+    const Result result = api_.comm_init_rank_config(&comm, size, id, rank, &config);
+    comm_ = comm;
+    wait(result, "ncclCommInitRankConfig");
   } catch (const Error&) {
     this->abort();
     throw;
   }
 }
 
-NcclCommunicator::~NcclCommunicator() {
-  if (!failed_) {
-    Result result = api_.comm_finalize(comm_);
-    const auto deadline = Clock::now() + std::min(timeout_, kFarewell);
-    while (result == Result::kInProgress && Clock::now() < deadline) {
-      std::this_thread::sleep_for(kLongestSleep);
-      if (api_.comm_get_async_error(comm_, &result) != Result::kSuccess) break;
-    }
-    if (result == Result::kSuccess) {
-      api_.comm_destroy(comm_);
-      return;
-    }
+bool NcclCommunicator::close() noexcept {
+  if (failed_) {
+    abort();
+  } else {
+    failed_ = true;
+    const auto patience = std::min(timeout_, kFarewell);
+    end(&finalize, "ncclCommFinalize", 2 * patience);  // it aborts after one half
   }
-  abort();
+  return !left_behind_;
 }
 
 void NcclCommunicator::abort() noexcept {
   failed_ = true;
-  if (comm_) api_.comm_abort(std::exchange(comm_, nullptr));
+  const auto abort = [](const Api& api, Comm comm, std::chrono::milliseconds) {
+    api.comm_abort(comm);
+  };
+  end(abort, "ncclCommAbort", std::min(timeout_, kFarewell));
+}
+
+/// Ends the communicator by a function that may hang inside NCCL, or has ended it before.
+void NcclCommunicator::end(End* function, const char* name,
+                           std::chrono::milliseconds patience) noexcept {
+  Comm const comm = comm_.exchange(nullptr);
+  if (comm == nullptr) return;
+  const auto call = [=, api = api_, use = device_.use] {
+    const auto now = [&] { function(api, comm, patience / 2); };
+    use ? use(now) : now();
+  };
+  if (call_bounded(call, patience)) return;
+  left_behind_ = true;
+  if (!device_.log) return;
+  try {
+    device_.log("rank " + std::to_string(rank_) + ": " + name + " has not returned within " +
+                in_seconds(patience) + "; its thread, and what it uses, are left behind");
+  } catch (...) {  // the log's own failure: there is nobody to tell
+  }
 }
 
 void NcclCommunicator::allreduce(const void* input, void* output, std::size_t count,
@@ -253,9 +289,10 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
 }
 
 void NcclCommunicator::check() {
-  if (!comm_) return;
+  Comm const comm = comm_;
+  if (comm == nullptr) return;
   Result state = Result::kSuccess;
-  const Result asked = api_.comm_get_async_error(comm_, &state);
+  const Result asked = api_.comm_get_async_error(comm, &state);
   if (asked != Result::kSuccess) fail(asked, "ncclCommGetAsyncError");
   if (state != Result::kSuccess && state != Result::kInProgress) fail(state, "NCCL");
 }
@@ -283,7 +320,8 @@ void NcclCommunicator::wait(Result result, const char* call) {
 
 void NcclCommunicator::fail(Result result, const char* call) {
   failed_ = true;
-  const char* detail = comm_ ? api_.get_last_error(comm_) : nullptr;
+  Comm const comm = comm_;
+  const char* detail = comm ? api_.get_last_error(comm) : nullptr;
   const bool remote = result == Result::kRemoteError;
   throw Error(remote ? ErrorKind::kPeerLost : ErrorKind::kInternal,
               std::string(call) + ": " + api_.get_error_string(result) +

@@ -1,10 +1,12 @@
 // NcclCommunicator: collectives over device memory, with NCCL.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string>
 
 #include "collective/communicator.h"
 #include "core/abort.h"
@@ -35,6 +37,9 @@ struct Device {
   /// for the prescale, which these have.
   std::function<void(void* output, const Widened& data, std::size_t count, const Reduction&)>
       narrow = {};
+  /// Calls a function while the device is the calling thread's current one. Thread: any.
+  std::function<void(const std::function<void()>&)> use = {};
+  std::function<void(const std::string&)> log = {};  // takes a warning
 };
 
 /// Whether the factors of a reduction multiply its inputs, and not its result: those of a Sum of
@@ -45,15 +50,16 @@ bool scales_inputs(const Reduction& reduction);
 /// All calls enqueue on the device's stream and return; results are written when the stream has run
 /// them. Buffers are device memory that lives until then.
 ///
-/// Thread: one at a time; no other thread is inside NCCL. Blocking: until NCCL has accepted the
-/// call, bounded by the timeout; the constructor until all ranks construct theirs.
-/// Errors: as Communicator's. After one, or abort(), the destructor waits for nothing.
+/// Thread: one at a time; no other thread is inside NCCL, but for abort(). Blocking: until NCCL has
+/// accepted the call, bounded by the timeout; the constructor until all ranks construct theirs;
+/// close() for some seconds.
+/// Errors: as Communicator's. After one, or abort(), the destructor waits for no work.
 class NcclCommunicator final : public Communicator {
  public:
   /// `timeout` bounds each wait.
   NcclCommunicator(const Api& api, const UniqueId& id, int rank, int size, const Abort& abort,
                    std::chrono::milliseconds timeout, Device device);
-  ~NcclCommunicator() override;
+  ~NcclCommunicator() override { close(); }
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
@@ -74,16 +80,25 @@ class NcclCommunicator final : public Communicator {
   /// Throws the asynchronous error of the device or of another rank, if there is one.
   void check();
 
-  /// Aborts the work on the stream that waits for other ranks. No call may follow.
+  /// Aborts the work on the stream that waits for other ranks. No call may follow. A call that
+  /// hangs in another thread is no reason not to call this: it may wait for that work.
   void abort() noexcept;
 
+  /// Ends as the destructor does: waits for running work, unless something has failed. Returns
+  /// whether NCCL has let go of the stream and the buffers. If not, it hangs: its thread has been
+  /// left behind, with a warning.
+  bool close() noexcept;
+
  private:
+  using End = void(const Api& api, Comm comm, std::chrono::milliseconds patience);
+
   class Group;  // calls that NCCL starts together
 
   void wait(Result result, const char* call);
   [[noreturn]] void fail(Result result, const char* call);
   const void* scaled(const void* input, std::size_t count, const Reduction& reduction,
                      void* output);
+  void end(End* function, const char* name, std::chrono::milliseconds patience) noexcept;
   void finish(void* data, std::size_t count, const Reduction& reduction);
   Widened reduce_widened(const void* input, std::size_t count, const Reduction& reduction);
 
@@ -93,8 +108,9 @@ class NcclCommunicator final : public Communicator {
   const Abort& abort_;
   const std::chrono::milliseconds timeout_;
   const Device device_;
-  Comm comm_ = nullptr;
-  bool failed_ = false;
+  std::atomic<Comm> comm_{nullptr};  // null: ended. It orders nothing: threads exchange it.
+  std::atomic<bool> failed_{false};
+  bool left_behind_ = false;
 };
 
 }  // namespace torch_ring::nccl

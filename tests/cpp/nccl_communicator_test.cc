@@ -8,6 +8,7 @@
 
 #include "communicator_suite.h"
 #include "doubles/nccl_streams.h"
+#include "planes.h"
 
 using namespace torch_ring;
 using namespace torch_ring::test;
@@ -278,6 +279,53 @@ TEST(nccl_wait_throws_the_abort_cause) {
     abort.raise(Error(ErrorKind::kPeerLost, "rank 7 is lost"));
     CHECK_THROWS(sum(rank, of_rank[rank.rank()]), ErrorKind::kPeerLost, "rank 7 is lost");
   });
+}
+
+/// A communicator of one rank, which adds its warnings to `log`.
+std::unique_ptr<NcclCommunicator> alone(const Stream& stream, const Abort& abort,
+                                        std::string& log) {
+  nccl::UniqueId id{};
+  CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
+  nccl::Device device{stream.handle};
+  device.log = [&log](const std::string& line) { log += line + "\n"; };
+  return std::make_unique<NcclCommunicator>(double_api(), id, 0, 1, abort,
+                                            std::chrono::milliseconds(100), device);
+}
+
+TEST(nccl_that_hangs_in_an_abort_is_left_behind) {
+  const FaultsEnd end;
+  const Stream stream;
+  const Abort abort;
+  std::string log;
+  std::vector<float> data = ones();
+  const auto communicator = alone(stream, abort, log);
+  faults().hang = 1;
+  communicator->allreduce(data.data(), data.data(), kCount, {DType::kFloat32, ReduceOp::kSum, {}});
+  faults().end_hangs = 1;
+  const int freed = faults().freed;
+  communicator->abort();
+  CHECK_EQ(log,
+           "rank 0: ncclCommAbort has not returned within 0.1 s; its thread, and what it uses, are "
+           "left behind\n");
+  CHECK(!communicator->close());
+  CHECK_EQ(faults().freed, freed);
+  faults().end_hangs = 0;
+  stream.synchronize();
+  wait_until([&] { return faults().freed == freed + 1; }, "the thread goes on");
+}
+
+TEST(nccl_that_hangs_at_the_end_is_left_behind) {
+  const FaultsEnd end;
+  const Stream stream;
+  const Abort abort;
+  std::string log;
+  auto communicator = alone(stream, abort, log);
+  faults().end_hangs = 1;
+  const int freed = faults().freed;
+  communicator.reset();
+  CHECK(log.starts_with("rank 0: ncclCommFinalize has not returned within 0.2 s;"));
+  faults().end_hangs = 0;
+  wait_until([&] { return faults().freed == freed + 1; }, "the thread goes on");
 }
 
 TEST(nccl_load_refuses_missing_and_old_libraries) {

@@ -1,40 +1,8 @@
 // Engine with a device: NCCL's double, and host memory whose copies run on the double's streams.
-#include "engine_ranks.h"
-#include "stream_device.h"
+#include "nccl_ranks.h"
 
 namespace torch_ring::test {
 namespace {
-
-constexpr std::uint8_t kDevice = 1;
-
-/// Runs `fn` on the ranks of one host, whose devices use the NCCL that `load` returns.
-void run_with_device(
-    int size, const std::function<void(Rank&)>& fn, const EngineConfig& config = patient(),
-    const std::function<nccl::Api(int rank)>& load = [](int) { return double_api(); }) {
-  std::vector<World> worlds = make_worlds(one_host(size));
-  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(one_host(size));
-  run_ranks(size, [&](int rank) {
-    World& world = at(worlds, rank);
-    const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
-                                                 const Abort& abort) -> std::unique_ptr<Device> {
-      const auto rendezvous = nccl::rendezvous(host, labels, [&] { return load(host.rank()); });
-      return std::make_unique<StreamDevice>(host, abort, rendezvous, config.timeout);
-    };
-    Rank self(world, std::move(at(planes, rank)), config, make);
-    fn(self);
-  });
-}
-
-std::shared_ptr<Work> submit(Rank& rank, std::vector<float>& values, const std::string& name,
-                             std::atomic<bool>& finished) {
-  Request request;
-  request.fingerprint.device = kDevice;
-  request.fingerprint.name = name;
-  request.fingerprint.shape = {static_cast<std::int64_t>(values.size())};
-  request.input = request.output = values.data();
-  request.finish = [&] { finished = true; };
-  return rank.engine().submit(std::move(request), Engine::Mode::kAsynchronous);
-}
 
 TEST(device_and_host_requests_are_matched_by_name) {
   for (const int size : {1, 2, 3}) {

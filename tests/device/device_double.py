@@ -40,6 +40,8 @@ class Faults(ctypes.Structure):
         ("destroyed", ctypes.c_int),
         ("hang", ctypes.c_int),
         ("serial", ctypes.c_int),
+        ("end_hangs", ctypes.c_int),
+        ("freed", ctypes.c_int),
     ]
 
 
@@ -93,7 +95,7 @@ def faults() -> Iterator[Faults]:
     address = nccl().nccl_double_faults
     address.restype = ctypes.POINTER(Faults)
     now: Faults = address().contents
-    now.aborted = now.destroyed = 0
+    now.aborted = now.destroyed = now.freed = 0
     usual = bytes(now)
     try:
         yield now

@@ -9,6 +9,7 @@ from device_data import DATA
 from device_float16 import FLOAT16
 from device_gradients import GRADIENTS
 from device_jobs import JOBS
+from device_launches import LAUNCHES
 from device_operations import OPERATIONS
 from device_places import PLACES
 from device_runs import run_on_double
@@ -20,7 +21,17 @@ pytestmark = device_double.needed
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     "program",
-    [*OPERATIONS, *FLOAT16, *COMPRESSION, *PLACES, *TRAINING, *GRADIENTS, *JOBS, *DATA],
+    [
+        *OPERATIONS,
+        *LAUNCHES,
+        *FLOAT16,
+        *COMPRESSION,
+        *PLACES,
+        *TRAINING,
+        *GRADIENTS,
+        *JOBS,
+        *DATA,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_on_a_stand_in(program, size):

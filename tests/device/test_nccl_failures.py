@@ -95,6 +95,28 @@ def test_an_error_inside_nccl_ends_the_job_and_another_can_begin():
     assert "the double's error" in text
 
 
+def hang_while_ending(device: str) -> tuple[str, str]:
+    """NCCL hangs when it is aborted: the error comes all the same, and a new init() works."""
+    mine = torch.ones(3, device=device)
+    hvd.allreduce(mine)
+    with device_double.faults() as faults:
+        faults.end_hangs = 1
+        faults.async_error = 3 * (hvd.rank() == 1)
+        failure = error_of(lambda: [hvd.allreduce(mine, name="x") for _ in range(1000)])
+        hvd.shutdown()
+        assert faults.freed == 0  # NCCL hangs on
+        faults.async_error = faults.end_hangs = 0
+        assert pool.eventually(lambda: faults.freed == 1, 20)
+    hvd.init()
+    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
+    return failure
+
+
+def test_nccl_that_hangs_in_its_abort_is_left_behind():
+    failures = run_on_double(hang_while_ending, 2, TORCH_RING_TIMEOUT="1")
+    assert all("the double's error" in text for _, text in failures), failures
+
+
 def lose_a_rank(device: str) -> tuple[str, str]:
     """Rank 1 dies while the streams of all ranks wait for one another."""
     hvd.allreduce(torch.ones(3, device=device))

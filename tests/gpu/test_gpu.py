@@ -18,6 +18,7 @@ from device_data import DATA
 from device_float16 import FLOAT16
 from device_gradients import GRADIENTS
 from device_jobs import JOBS, lose_a_rank
+from device_launches import LAUNCHES
 from device_operations import OPERATIONS
 from device_places import PLACES
 from device_training import TRAINING
@@ -127,7 +128,17 @@ def test_a_graph_cannot_have_collectives(size):
 # The stacked decorators make the size the outer loop: the longest tests come last.
 @pytest.mark.parametrize(
     "program",
-    [*JOBS, *TRAINING, *GRADIENTS, *COMPRESSION, *PLACES, *DATA, *FLOAT16, *OPERATIONS],
+    [
+        *JOBS,
+        *TRAINING,
+        *GRADIENTS,
+        *COMPRESSION,
+        *PLACES,
+        *DATA,
+        *FLOAT16,
+        *LAUNCHES,
+        *OPERATIONS,
+    ],
     ids=lambda program: program.__name__,
 )
 @pytest.mark.parametrize("size", [1, 2, 4])

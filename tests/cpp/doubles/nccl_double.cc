@@ -62,7 +62,10 @@ static_assert(std::atomic<int>::is_always_lock_free);
 struct OpaqueComm {
   OpaqueComm(void* memory, int rank, int size)
       : world(static_cast<World*>(memory)), rank(rank), size(size) {}
-  ~OpaqueComm() { munmap(world, World::bytes(size)); }
+  ~OpaqueComm() {
+    munmap(world, World::bytes(size));
+    ++nccl_double_faults()->freed;
+  }
 
   Mailbox& mail(int from, int to) const { return world->mail()[from * size + to]; }
 
@@ -242,6 +245,10 @@ Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, 
   return add(std::move(call));
 }
 
+void hang_if_told() {
+  while (nccl_double_faults()->end_hangs) std::this_thread::sleep_for(kPause);
+}
+
 }  // namespace
 }  // namespace torch_ring::nccl
 
@@ -309,11 +316,13 @@ Result ncclCommGetAsyncError(Comm comm, Result* state) {
 }
 
 Result ncclCommFinalize(Comm comm) {
+  hang_if_told();
   comm->finalized = true;
   return Result::kInProgress;
 }
 
 Result ncclCommDestroy(Comm comm) {
+  hang_if_told();
   ++nccl_double_faults()->destroyed;
   delete comm;
   return Result::kSuccess;
@@ -321,6 +330,7 @@ Result ncclCommDestroy(Comm comm) {
 
 Result ncclCommAbort(Comm comm) {
   ++nccl_double_faults()->aborted;
+  hang_if_told();
   comm->aborted = true;
   while (comm->running > 0) std::this_thread::sleep_for(kPause);
   delete comm;

@@ -25,6 +25,8 @@ struct NcclDoubleFaults {
   // A GPU runs one operation of NCCL at a time, in the order of enqueueing, whatever the streams.
   // To make a communicator is one, since NCCL may wait for the GPU in it. Set it before.
   std::atomic<int> serial{0};
+  std::atomic<int> end_hangs{0};  // ncclCommFinalize, ncclCommDestroy and ncclCommAbort
+  std::atomic<int> freed{0};      // counts communicators that have ended
 };
 NcclDoubleFaults* nccl_double_faults();
 

@@ -33,6 +33,7 @@ struct FaultsEnd {
     faults().version = 22703;
     faults().in_progress = faults().async_error = faults().init_hangs = faults().hang = 0;
     faults().serial = 0;
+    faults().end_hangs = 0;
   }
 };
 

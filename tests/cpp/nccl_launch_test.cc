@@ -1,0 +1,389 @@
+// Engine::launch: work on a device without an agreement, on NCCL's double.
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <latch>
+#include <random>
+#include <thread>
+
+#include "nccl_ranks.h"
+
+namespace torch_ring::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+EngineConfig impatient() {
+  EngineConfig config = patient();
+  config.timeout = milliseconds(1000);  // of the first agreement, too
+  return config;
+}
+
+/// Tensors of a rank that outlive its engine, whose stream may use them to the end.
+using Tensors = std::deque<std::vector<float>>;
+
+void run_launches(int size, const std::function<void(Rank&, Tensors&)>& fn,
+                  const EngineConfig& config = patient()) {
+  std::vector<Tensors> tensors(static_cast<std::size_t>(size));
+  run_with_device(size, [&](Rank& rank) { fn(rank, at(tensors, rank.rank())); }, config);
+}
+
+Enqueue sum_of(std::vector<float>& values) {
+  return [&values](Communicator& communicator, Buffers&) {
+    communicator.allreduce(values.data(), values.data(), values.size(),
+                           {DType::kFloat32, ReduceOp::kSum, {}});
+  };
+}
+
+void launch(Rank& rank, std::vector<float>& values) { rank.engine().launch(sum_of(values)); }
+
+/// An agreed allreduce on the device, enqueued: it makes the device.
+void agree(Rank& rank, std::vector<float>& values, const std::string& name) {
+  std::atomic<bool> finished{false};
+  rank.wait(submit(rank, values, name, finished));
+}
+
+TEST(launches_and_agreed_requests_run_in_the_program_s_order) {
+  for (const int size : {1, 2, 3}) {
+    run_launches(size, [](Rank& rank, Tensors& tensors) {
+      constexpr std::size_t kCount = 120;
+      std::mt19937 random(7);  // the same program on all ranks
+      std::vector<std::atomic<bool>> finished(kCount);
+      std::vector<std::shared_ptr<Work>> works;
+      for (std::size_t i = 0; i < kCount; ++i) {
+        auto& values = tensors.emplace_back(rank.input(100 + 7 * i));  // a wrong order shows
+        switch (i == 0 ? 1 : random() % 4) {
+          case 0:
+            works.push_back(submit(rank, values, "", finished[i]));
+            break;
+          case 1:
+            agree(rank, values, "now");
+            break;
+          default:
+            launch(rank, values);
+        }
+      }
+      for (const auto& work : works) rank.wait(work);
+      rank.engine().close();  // waits for the stream
+      for (const auto& values : tensors) {
+        CHECK(values == Rank::sums(values.size(), rank.size()));
+      }
+    });
+  }
+}
+
+TEST(launch_comes_after_this_rank_s_earlier_requests) {
+  run_launches(2, [](Rank& rank, Tensors& tensors) {
+    auto& first = tensors.emplace_back(3, 1.0f);
+    agree(rank, first, "first");
+    auto& values = tensors.emplace_back(rank.input(500));
+    auto& launched = tensors.emplace_back(rank.input(300));
+    std::atomic<bool> finished{false};
+    if (rank.rank() == 1) std::this_thread::sleep_for(milliseconds(200));
+    const auto work = submit(rank, values, "earlier", finished);
+    launch(rank, launched);
+    CHECK(work->done() && !work->failed());
+    rank.engine().close();
+    CHECK(values == Rank::sums(500, 2));
+    CHECK(launched == Rank::sums(300, 2));
+  });
+}
+
+TEST(launch_after_an_earlier_request_that_fails_runs_all_the_same) {
+  run_launches(2, [](Rank& rank, Tensors& tensors) {
+    auto& first = tensors.emplace_back(3, 1.0f);
+    agree(rank, first, "first");
+    auto& different = tensors.emplace_back(rank.rank() == 0 ? 3 : 4, 1.0f);
+    auto& launched = tensors.emplace_back(rank.input(300));
+    std::atomic<bool> finished{false};
+    const auto work = submit(rank, different, "m", finished);
+    launch(rank, launched);
+    CHECK(work->done());
+    CHECK_THROWS(rank.wait(work), ErrorKind::kMismatch, "rank 0: allreduce 'm' float32 [3]");
+    rank.engine().close();
+    CHECK(launched == Rank::sums(300, 2));
+  });
+}
+
+TEST(late_rank_delays_no_launch_of_another) {
+  std::latch launched(1);
+  run_launches(2, [&](Rank& rank, Tensors& tensors) {
+    constexpr std::size_t kLaunches = 200;
+    agree(rank, tensors.emplace_back(rank.input(50)), "first");
+    if (rank.rank() == 1) launched.wait();  // for ever, if rank 0's host waited for this one
+    for (std::size_t i = 0; i < kLaunches; ++i) {
+      launch(rank, tensors.emplace_back(rank.input(50)));
+    }
+    if (rank.rank() == 0) launched.count_down();
+    rank.engine().close();
+    for (const auto& values : tensors) CHECK(values == Rank::sums(50, 2));
+  });
+}
+
+TEST(launch_needs_a_device_and_an_open_engine) {
+  run_launches(2, [](Rank& rank, Tensors& tensors) {
+    auto& values = tensors.emplace_back(3, 1.0f);
+    CHECK_THROWS(launch(rank, values), ErrorKind::kInternal,
+                 "a launch needs an agreed operation on the device before it");
+    agree(rank, values, "first");
+    launch(rank, values);
+    rank.engine().close();
+    CHECK_THROWS(launch(rank, values), ErrorKind::kInternal, "torch_ring was shut down");
+    CHECK(values == std::vector<float>(3, 4.0f));
+  });
+}
+
+TEST(ranks_that_have_launched_differently_get_a_mismatch) {
+  run_launches(
+      3,
+      [](Rank& rank, Tensors& tensors) {
+        auto& agreed = tensors.emplace_back(3, 1.0f);
+        agree(rank, agreed, "first");
+        for (int i = 0; i < (rank.rank() == 1 ? 1 : 3); ++i) {
+          launch(rank, tensors.emplace_back(5, 1.0f));
+        }
+        for (int repeat = 0; repeat < 2; ++repeat) {
+          std::atomic<bool> finished{false};
+          const auto work = submit(rank, agreed, "next", finished);
+          CHECK_THROWS(rank.wait(work), ErrorKind::kMismatch,
+                       "rank 0 has launched 3 reductions on its device before it, rank 1 1. With "
+                       "run_ahead=False");
+        }
+        auto& here = tensors.emplace_back(rank.input(5));  // the host's requests count nothing
+        rank.wait(rank.allreduce(here, "here"));
+        CHECK(here == Rank::sums(5, rank.size()));
+      },
+      impatient());
+}
+
+TEST(launches_of_several_threads_are_one_after_the_other) {
+  run_launches(1, [](Rank& rank, Tensors& tensors) {
+    constexpr int kThreads = 4;
+    constexpr int kLaunches = 200;
+    auto& values = tensors.emplace_back(3, 1.0f);
+    agree(rank, values, "first");
+    int inside = 0;  // no atomic: one thread at a time is inside
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < kThreads; ++thread) {
+      threads.emplace_back([&] {
+        for (int i = 0; i < kLaunches; ++i) {
+          rank.engine().launch([&](Communicator& communicator, Buffers&) {
+            ++inside;
+            communicator.allreduce(values.data(), values.data(), values.size(),
+                                   {DType::kFloat32, ReduceOp::kSum, {}});
+          });
+        }
+      });
+    }
+    auto& mine = tensors.emplace_back(3, 1.0f);
+    for (int i = 0; i < 50; ++i) agree(rank, mine, "mine");
+    for (std::thread& thread : threads) thread.join();
+    rank.engine().close();
+    CHECK_EQ(inside, kThreads * kLaunches);
+  });
+}
+
+TEST(launching_threads_of_two_ranks_take_turns) {
+  run_launches(2, [](Rank& rank, Tensors& tensors) {
+    constexpr int kThreads = 3;
+    constexpr int kLaunches = 60;
+    for (std::size_t i = 0; i < kLaunches; ++i) tensors.push_back(rank.input(10 + i));
+    agree(rank, tensors.emplace_back(rank.input(3)), "first");
+    std::atomic<int> next{0};  // the launch that comes next
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < kThreads; ++thread) {
+      threads.emplace_back([&, thread] {
+        for (int i = thread; i < kLaunches; i += kThreads) {
+          while (next < i) std::this_thread::yield();
+          launch(rank, tensors[static_cast<std::size_t>(i)]);
+          ++next;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    rank.engine().close();
+    for (const auto& values : tensors) CHECK(values == Rank::sums(values.size(), 2));
+  });
+}
+
+TEST(engine_closes_while_a_thread_launches) {
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    run_launches(
+        2,
+        [&](Rank& rank, Tensors& tensors) {
+          auto& values = tensors.emplace_back(3, 0.0f);
+          agree(rank, values, "first");
+          std::latch launched(1);
+          std::thread thread([&] {
+            const auto for_ever = [&] {
+              for (int i = 0;; ++i) {
+                launch(rank, values);
+                if (i == 10) launched.count_down();
+              }
+            };
+            CHECK_THROWS(for_ever(), ErrorKind::kInternal, "rank");  // this one's or another's end
+          });
+          launched.wait();
+          rank.engine().close();
+          thread.join();
+        },
+        impatient());
+  }
+}
+
+TEST(launches_wait_for_no_rank_that_has_failed) {
+  const FaultsEnd end;
+  faults().aborted = 0;
+  std::latch both(2);
+  run_launches(2, [&](Rank& rank, Tensors& tensors) {
+    auto& first = tensors.emplace_back(3, 1.0f);
+    agree(rank, first, "first");
+    auto& values = tensors.emplace_back(3, 1.0f);
+    // Nothing else: only the engine's thread can hear of rank 1.
+    if (rank.rank() == 0) launch(rank, values);
+    both.arrive_and_wait();  // an end would overtake an agreement
+    if (rank.rank() == 1) {
+      CHECK_THROWS(rank.engine().end(Error(ErrorKind::kInternal, "out of luck")),
+                   ErrorKind::kInternal, "out of luck");
+    }
+    wait_until([&] { return faults().aborted == 2; }, "both devices are aborted");
+    if (rank.rank() == 0) {
+      CHECK_THROWS(launch(rank, values), ErrorKind::kPeerLost,
+                   "this world has ended: rank 1 (a thread) failed: out of luck");
+    }
+  });
+}
+
+TEST(device_without_work_is_aborted_when_a_rank_fails) {
+  const FaultsEnd end;
+  faults().aborted = 0;
+  std::latch both(2);
+  run_launches(2, [&](Rank& rank, Tensors& tensors) {
+    auto& values = tensors.emplace_back(3, 1.0f);
+    agree(rank, values, "first");
+    both.arrive_and_wait();                          // an end would overtake an agreement
+    std::this_thread::sleep_for(milliseconds(200));  // the engine's thread has found it idle
+    if (rank.rank() == 1) {
+      CHECK_THROWS(rank.engine().end(Error(ErrorKind::kInternal, "out of luck")),
+                   ErrorKind::kInternal, "out of luck");
+    }
+    wait_until([&] { return faults().aborted == 2; }, "both devices are aborted");
+  });
+}
+
+TEST(launch_that_nccl_does_not_take_has_a_deadline) {
+  const FaultsEnd end;
+  run_launches(
+      1,
+      [](Rank& rank, Tensors& tensors) {
+        auto& values = tensors.emplace_back(3, 1.0f);
+        agree(rank, values, "first");
+        faults().in_progress = 1'000'000'000;
+        CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
+                     "ncclAllReduce was not taken within 1 s");
+        faults().in_progress = 0;
+        CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
+                     "this world has ended: ncclAllReduce");
+      },
+      impatient());
+}
+
+TEST(launch_ends_when_the_job_does) {
+  const FaultsEnd end;
+  run_launches(1, [](Rank& rank, Tensors& tensors) {
+    auto& values = tensors.emplace_back(3, 1.0f);
+    agree(rank, values, "first");
+    faults().in_progress = 1'000'000'000;
+    std::thread thread([&] {
+      std::this_thread::sleep_for(milliseconds(50));
+      CHECK_THROWS(rank.engine().end(Error(ErrorKind::kPeerLost, "rank 7 is lost")),
+                   ErrorKind::kPeerLost, "rank 7 is lost");
+    });
+    CHECK_THROWS(launch(rank, values), ErrorKind::kPeerLost, "rank 7 is lost");
+    thread.join();
+  });
+}
+
+TEST(error_of_a_launch_ends_the_job) {
+  std::latch both(2);
+  run_launches(2, [&](Rank& rank, Tensors& tensors) {
+    auto& values = tensors.emplace_back(3, 1.0f);
+    agree(rank, values, "first");
+    both.arrive_and_wait();  // an end would overtake an agreement
+    if (rank.rank() == 0) {
+      const auto broken = [](Communicator&, Buffers&) { throw std::runtime_error("no memory"); };
+      CHECK_THROWS(rank.engine().launch(broken), ErrorKind::kInternal, "no memory");
+    }
+    auto& here = tensors.emplace_back(3);
+    const auto kind = rank.rank() == 0 ? ErrorKind::kInternal : ErrorKind::kPeerLost;
+    const auto use = [&] { rank.wait(rank.allreduce(here, "here")); };
+    CHECK_THROWS(use(), kind, "no memory");
+  });
+}
+
+/// A device whose call hangs, as that of a stream whose queue is full, until the device is aborted.
+class HangingDevice final : public Device {
+ public:
+  HangingDevice(Communicator& host, std::latch& hangs) : host_(host), hangs_(hangs) {}
+
+  Communicator& communicator() override { return host_; }
+  Buffers& buffers() override { return buffers_; }
+  void use(const std::function<void()>& enqueue) override {
+    enqueue();
+    if (!std::exchange(used_, true)) return;
+    hangs_.count_down();
+    aborted_.wait();
+  }
+  bool busy() override { return false; }
+  void abort() noexcept override {
+    if (!std::exchange(is_aborted_, true)) aborted_.count_down();
+  }
+
+ private:
+  Communicator& host_;
+  HostBuffers buffers_;
+  std::latch& hangs_;
+  std::latch aborted_{1};
+  bool used_ = false;
+  bool is_aborted_ = false;  // the progress thread's
+};
+
+void run_with_hanging_device(const std::function<void(Rank&, std::latch& hangs)>& fn,
+                             const EngineConfig& config) {
+  std::vector<World> worlds = make_worlds({0});
+  std::latch hangs(1);
+  Rank self(worlds.front(), nullptr, config,
+            [&](std::uint8_t, Communicator& host, const Abort&) -> std::unique_ptr<Device> {
+              return std::make_unique<HangingDevice>(host, hangs);
+            });
+  std::vector<float> values(3);
+  agree(self, values, "first");
+  fn(self, hangs);
+}
+
+TEST(launch_that_hangs_inside_the_device_is_freed_by_its_abort) {
+  run_with_hanging_device(
+      [](Rank& rank, std::latch& hangs) {
+        std::vector<float> values(3);
+        std::thread thread([&] { launch(rank, values); });
+        hangs.wait();
+        CHECK_THROWS(rank.engine().end(Error(ErrorKind::kPeerLost, "rank 7 is lost")),
+                     ErrorKind::kPeerLost, "rank 7 is lost");
+        thread.join();
+      },
+      impatient());
+}
+
+TEST(launch_that_hangs_inside_the_device_ends_the_job_after_the_timeout) {
+  run_with_hanging_device(
+      [](Rank& rank, std::latch&) {
+        std::vector<float> values(3);
+        launch(rank, values);  // hangs until the engine's thread aborts
+        CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
+                     "a thread's call of the device has not returned within 1 s");
+      },
+      impatient());
+}
+
+}  // namespace
+}  // namespace torch_ring::test
