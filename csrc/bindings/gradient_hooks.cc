@@ -25,10 +25,6 @@ struct AssertionError final : torch::PyTorchError {
   PyObject* python_type() override { return PyExc_AssertionError; }
 };
 
-bool get(const std::string& bitmap, std::size_t i) {
-  return (static_cast<unsigned char>(bitmap.at(i / 8)) >> (i % 8)) & 1;
-}
-
 void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
 }
@@ -82,14 +78,13 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
   const std::scoped_lock lock(mutex_);
   buckets_ = buckets;
   early_ = std::move(early);
-  first_.assign(buckets.size(), 0);
-  missing_.assign(buckets.size(), 0);
+  first_.assign(buckets.size(), parameters_.size());
   streams_.assign(buckets.size(), std::nullopt);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
     parameter.bucket = bucket;
-    if (missing_.at(bucket)++ == 0) first_[bucket] = i;
+    first_.at(bucket) = std::min(first_[bucket], i);
     parameter.refresh();
     const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
     if (in_block && parameter.in_block()) continue;
@@ -104,6 +99,7 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
       parameter.lie_in(GradientView::in(buckets[bucket], offset, parameter.variable));
     }
   }
+  count_missing();
 }
 
 void GradientHooks::expect_in_block(HookedParameter& parameter) {
@@ -122,15 +118,17 @@ bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
-  if (disabled_) return;
+  if (disabled_ || (options_.reduced_scale == 1.0 && !has_plan_)) return;
   const std::scoped_lock lock(mutex_);
   parameters_[index].refresh();
+  keep_base(index);
   rescale_reduced(parameters_[index]);
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
   if (disabled_) return;
   bool bucket_full = false;
+  bool is_planned = false;
   std::size_t bucket = 0;
   {
     std::unique_lock lock(mutex_);
@@ -143,8 +141,10 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     bucket_full = count_arrival(index, parameter.on_gradient(gradient), gradient);
     bucket = parameter.bucket;
     sent_ = sent_ || bucket_full;
+    is_planned = planned_.has_value();
   }
-  if (bucket_full) options_.on_bucket_full(bucket);
+  if (!bucket_full) return;
+  is_planned ? options_.run_ahead->bucket_full(*this, bucket) : options_.on_bucket_full(bucket);
 }
 
 /// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
@@ -180,6 +180,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   }
   ++parameter.passes;
   parameter.unreduced = true;
+  if (planned_ && !get(*planned_, index)) return false;
   if (std::exchange(parameter.arrived, true)) {
     TORCH_CHECK(!early_.at(parameter.bucket) || missing_[parameter.bucket] > 0, "'", parameter.name,
                 "' got another gradient in a backward pass that had already sent ",
@@ -188,7 +189,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   }
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
-  if (parameter.has_moved()) return false;
+  if (parameter.has_moved() || (!planned_ && !aside_.empty())) return false;
   return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
@@ -199,11 +200,8 @@ void GradientHooks::close_pass(bool failed) {
   pass_.reset();
   arrived_.clear();
   streams_.assign(streams_.size(), std::nullopt);
-  std::fill(missing_.begin(), missing_.end(), 0);
-  for (HookedParameter& parameter : parameters_) {
-    parameter.arrived = false;
-    ++missing_[parameter.bucket];
-  }
+  for (HookedParameter& parameter : parameters_) parameter.arrived = false;
+  count_missing();
 }
 
 /// Before a gradient is written into its bucket where an earlier one lies that the program keeps:
@@ -212,6 +210,7 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
   if (!parameters_[index].would_overwrite_kept()) return;
   const std::size_t bucket = parameters_[index].bucket;
   lock.unlock();
+  if (options_.run_ahead) options_.run_ahead->wait_for(*this, bucket);
   const at::Tensor memory = options_.new_memory(bucket);
   lock.lock();
   auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
@@ -229,11 +228,13 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
 
 void GradientHooks::refuse_others_pass() {
   bool is_beside = false;
+  bool sent_in_vain = false;
   {
     const std::scoped_lock lock(mutex_);
     is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    sent_in_vain = sent_in_vain_;
   }
-  if (is_beside) options_.fail(kTwoThreads);
+  if (is_beside || sent_in_vain) options_.fail(is_beside ? kTwoThreads : kSentInVain);
 }
 
 bool GradientHooks::parameters_moved() {
@@ -242,10 +243,12 @@ bool GradientHooks::parameters_moved() {
                      [](const HookedParameter& parameter) { return parameter.has_moved(); });
 }
 
-GradientHooks::Pending GradientHooks::pending(bool everything) {
+GradientHooks::Pending GradientHooks::pending(Due which) {
   const std::scoped_lock lock(mutex_);
+  const bool everything = which == Due::kEverything;
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
-  Pending pending{none, none, false, pass_ && pass_->is_beside(BackwardPass::current())};
+  const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+  Pending pending{none, none, false, is_beside || (everything && sent_in_vain_)};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
@@ -261,7 +264,8 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
       parameter.base_reduced = false;
     }
     if (!parameter.unreduced && (!everything || ours)) continue;
-    if (everything || (synchronizing_ && due(parameter))) {
+    const bool started = which == Due::kStarted;
+    if (everything || (synchronizing_ && (started || due(parameter)))) {
       set(pending.due, i);
       if (grad.is_sparse()) set(pending.sparse, i);
     } else {
@@ -350,6 +354,7 @@ void GradientHooks::reset(bool gradients) {
     parameter.unreduced = parameter.base_reduced = false;
     parameter.sparse.reset();
   }
+  if (gradients) bases_.clear();
 }
 
 void GradientHooks::set_passes_per_step(int passes) {

@@ -6,6 +6,7 @@
 #include "core/at.h"
 #include "core/failpoint.h"
 #include "engine/announce.h"
+#include "engine/backward_messages.h"
 
 namespace torch_ring {
 
@@ -26,6 +27,14 @@ constexpr milliseconds kBlockedAfter{200};
 // Tenths of a second: enough for a message.
 milliseconds rounded(Clock::duration duration) {
   return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
+}
+
+/// Tells a join of a pass that the others have entered, if that is what they have done. They run
+/// ahead there: nobody else tells the rank that it has to launch something.
+void tell_of_pass(const Request& join, const Fingerprint& entered) {
+  const auto number = planned_pass(entered.name);
+  const auto pass = static_cast<std::int64_t>(number.value_or(0));
+  if (number && join.allocate) join.allocate({&pass, 1});
 }
 
 }  // namespace
@@ -155,6 +164,10 @@ void Driver::run_round() {
     if (mine == pending_.end() && !decision.for_joined) continue;  // other ranks' mismatch
     const Fingerprint& fingerprint =
         mine == pending_.end() ? *decision.for_joined : mine->second.work->request().fingerprint;
+    const auto join = pending_.find(kJoinKey);
+    if (mine == pending_.end() && join != pending_.end()) {
+      tell_of_pass(join->second.work->request(), fingerprint);
+    }
     std::optional<Error> error = decision.mismatch;
     if (!error && !fingerprint.on_host()) {
       error = device_.prepare(fingerprint.device, communicator_, abort_);
