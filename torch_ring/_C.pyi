@@ -343,6 +343,9 @@ class Engine:
         If an interrupted call has sent a report, that one counts and not this.
         """
 
+    def run_ahead(self) -> RunAhead:
+        """Return what launches the set's planned passes: the same object for each call."""
+
     def end(self, why: str) -> NoReturn:
         """End the job on all ranks, and raise RingError."""
 
@@ -389,6 +392,56 @@ class Launch:
 class BlockPool:
     """Blocks of shared memory for large gradients (csrc/memory/block_pool.h)."""
 
+class PlannedBucket:
+    """One bucket of a plan (csrc/bindings/run_ahead.h)."""
+
+    def __init__(
+        self,
+        hooks: GradientHooks,
+        bucket: int,
+        runs: Sequence[tuple[int, int]],
+        memory: Tensor,
+        cast: bool,
+        op: int,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Take a bucket of `hooks`, and (begin, end) of what is sent of it, in elements.
+
+        `memory` has the size, dtype and device of what is sent; with `cast` it is sent itself.
+        """
+
+class RunAhead:
+    """Launches the buckets of planned backward passes (csrc/bindings/run_ahead.h)."""
+
+    def set_plan(self, first: int, passes: Sequence[Sequence[PlannedBucket]]) -> None:
+        """Take a plan: a cycle of passes that begins with pass `first`."""
+
+    def open(self, number: int) -> None:
+        """Begin a pass: its buckets are launched when they are full."""
+
+    def close(self) -> None:
+        """Drop the plan."""
+
+    def has_launched(self) -> bool:
+        """Return whether a bucket has been launched in this pass."""
+
+    def launch_rest(self) -> None:
+        """Launch what is left of the pass."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for the pass; write the results into the buckets."""
+
+class Due:
+    """Which gradients `GradientHooks.pending` calls due."""
+
+    now: Due
+    """Those after backward_passes_per_step passes, outside of no_sync()."""
+    started: Due
+    """All outside of no_sync()."""
+    everything: Due
+    """All; also those that were assigned or written by hand."""
+
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/bindings/gradient_hooks.h).
 
@@ -404,6 +457,7 @@ class GradientHooks:
         new_memory: returns other memory for a bucket, whose gradients the program keeps.
         fail: called if two backward passes get in each other's way; ends the job, and raises.
         agreement: of the process set.
+        run_ahead: of the process set; None: no pass will be planned.
         blocks: memory of gradients that fill a bucket alone.
     """
 
@@ -419,6 +473,7 @@ class GradientHooks:
         fail: Callable[[str], None],
         blocks: BlockPool | None,
         agreement: PassAgreement,
+        run_ahead: RunAhead | None,
     ) -> None: ...
     def set_buckets(
         self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
@@ -429,7 +484,7 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, everything: bool) -> tuple[bytes, bytes, bool, bool]:
+    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool]:
         """Return bitmaps of due gradients, and of sparse ones; whether others accumulate.
 
         The last element: whether refuse_others_pass() and, if parameters_moved(), set_buckets()
@@ -437,7 +492,7 @@ class GradientHooks:
         """
 
     def refuse_others_pass(self) -> None:
-        """Call `fail` if another thread's backward pass is producing gradients now."""
+        """Call `fail` if another thread's pass runs now, or if one has failed in the middle."""
 
     def parameters_moved(self) -> bool:
         """Return whether a parameter is on another device than its bucket."""
@@ -447,6 +502,21 @@ class GradientHooks:
 
     def memory(self, bucket: int) -> Tensor:
         """Return a bucket's memory, after all its gradients have arrived or been moved there."""
+
+    def expect(self, planned: bytes | None) -> None:
+        """Plan the next passes, which reduce these gradients; None: the ranks agree on them."""
+
+    def fill(self, planned: bytes, due: bytes) -> None:
+        """Move planned gradients into buckets; remember those that are not due as they were."""
+
+    def restore(self, nowhere: bytes) -> None:
+        """Give gradients back as they were before fill(), and forget the others."""
+
+    def put_aside(self, extra: bytes) -> None:
+        """Take gradients aside; `grad` is as it was before they came."""
+
+    def take_up_aside(self) -> None:
+        """Add what was put aside to the gradients, where it is due."""
 
     def bucket_view(self, index: int) -> Tensor:
         """Return a new tensor over a parameter's part of a bucket."""
@@ -481,6 +551,9 @@ class PassAgreement:
 
     is_open: bool
     """Whether an agreement is under way; read-only."""
+
+    is_reducing: bool
+    """Whether gradients are being reduced, or an interrupt has ended that; read-only."""
 
     def __init__(self) -> None: ...
     def begin_reduction(self) -> None:

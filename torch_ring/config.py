@@ -41,6 +41,7 @@ class Config:
     kept_result_bytes: int = 256 << 20
     address_space_bytes: int = 32 << 40
     check_every: int = 0
+    run_ahead: bool = False
     interface: str = ""
     connections: int = 1
     checksum: int = 0
@@ -323,6 +324,14 @@ SETTINGS = (
         _count(0, 10**9),
         "number of steps after each of which a DistributedOptimizer checks that its parameters and "
         "its state are the same on all ranks; 0: never",
+        common=True,
+    ),
+    Setting(
+        "run_ahead",
+        "TORCH_RING_RUN_AHEAD",
+        _switch,
+        "1: backward passes on GPUs end without waiting for other hosts once they repeat "
+        "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
         common=True,
     ),
     Setting(

@@ -10,6 +10,7 @@
 
 #include "bindings/finalize_dense.h"
 #include "bindings/gradient_hooks.h"
+#include "bindings/run_ahead.h"
 #include "engine/backward_messages.h"
 
 namespace torch_ring {
@@ -42,21 +43,43 @@ std::function<Result(Args...)> callback(py::object function) {
 
 void bind_gradients(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<PlannedBucket>(module, "PlannedBucket")
+      .def(py::init([](const std::shared_ptr<GradientHooks>& hooks, std::size_t bucket,
+                       std::vector<std::pair<std::int64_t, std::int64_t>> runs, at::Tensor memory,
+                       bool cast, int op, double prescale, double postscale) {
+             return PlannedBucket{hooks, bucket, std::move(runs), std::move(memory),
+                                  cast,  op,     prescale,        postscale};
+           }),
+           py::arg("hooks"), py::arg("bucket"), py::arg("runs"), py::arg("memory"), py::arg("cast"),
+           py::arg("op"), py::arg("prescale"), py::arg("postscale"));
+  py::class_<RunAhead, std::shared_ptr<RunAhead>>(module, "RunAhead")
+      .def("set_plan", &RunAhead::set_plan, py::arg("first"), py::arg("passes"), Release())
+      .def("open", &RunAhead::open, py::arg("number"), Release())
+      .def("close", &RunAhead::close, Release())
+      .def("has_launched", &RunAhead::has_launched, Release())
+      .def("launch_rest", &RunAhead::launch_rest, Release())
+      .def("wait", &RunAhead::wait, Release());
+  py::enum_<GradientHooks::Due>(module, "Due")
+      .value("now", GradientHooks::Due::kNow)
+      .value("started", GradientHooks::Due::kStarted)
+      .value("everything", GradientHooks::Due::kEverything);
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
                        py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
-                       std::shared_ptr<PassAgreement> agreement) {
-             return GradientHooks::make(std::move(parameters), std::move(names),
-                                        {reduced_scale, callback<void>(std::move(on_backward_end)),
-                                         callback<void, std::size_t>(std::move(on_bucket_full)),
-                                         callback<at::Tensor, std::size_t>(std::move(new_memory)),
-                                         callback<void, const std::string&>(std::move(fail)),
-                                         std::move(blocks), std::move(agreement)});
+                       std::shared_ptr<PassAgreement> agreement,
+                       std::shared_ptr<RunAhead> run_ahead) {
+             return GradientHooks::make(
+                 std::move(parameters), std::move(names),
+                 {reduced_scale, callback<void>(std::move(on_backward_end)),
+                  callback<void, std::size_t>(std::move(on_bucket_full)),
+                  callback<at::Tensor, std::size_t>(std::move(new_memory)),
+                  callback<void, const std::string&>(std::move(fail)), std::move(blocks),
+                  std::move(agreement), std::move(run_ahead)});
            }),
            py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
            py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),
-           py::arg("fail"), py::arg("blocks"), py::arg("agreement"))
+           py::arg("fail"), py::arg("blocks"), py::arg("agreement"), py::arg("run_ahead"))
       .def(
           "set_buckets",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -69,16 +92,16 @@ void bind_gradients(py::module_& module) {
           py::arg("buckets"), py::arg("slots"), py::arg("early"), Release())
       .def(
           "pending",
-          [](GradientHooks& hooks, bool everything) {
+          [](GradientHooks& hooks, GradientHooks::Due which) {
             GradientHooks::Pending pending;
             {
               const py::gil_scoped_release release;
-              pending = hooks.pending(everything);
+              pending = hooks.pending(which);
             }
             return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
                               pending.accumulating, pending.unready);
           },
-          py::arg("everything"))
+          py::arg("which"))
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
       .def("parameters_moved", &GradientHooks::parameters_moved, Release())
       .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
@@ -96,6 +119,11 @@ void bind_gradients(py::module_& module) {
       .def("set_sparse_result", &GradientHooks::set_sparse_result, py::arg("index"),
            py::arg("gradient"), Release())
       .def("mark_reduced", &GradientHooks::mark_reduced, py::arg("touched"), Release())
+      .def("expect", &GradientHooks::expect, py::arg("planned"), Release())
+      .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), Release())
+      .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
+      .def("put_aside", &GradientHooks::put_aside, py::arg("extra"), Release())
+      .def("take_up_aside", &GradientHooks::take_up_aside, Release())
       .def("ready_order", &GradientHooks::ready_order, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
@@ -107,6 +135,7 @@ void bind_gradients(py::module_& module) {
       .def(py::init())
       .def_property_readonly("number", &PassAgreement::number)
       .def_property_readonly("is_open", &PassAgreement::is_open)
+      .def_property_readonly("is_reducing", &PassAgreement::is_reducing)
       .def("begin_reduction", &PassAgreement::begin_reduction)
       .def("finish", &PassAgreement::finish)
       .def("restart", &PassAgreement::restart, py::arg("number"))

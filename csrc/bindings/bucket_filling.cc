@@ -1,10 +1,10 @@
-// How GradientHooks brings the gradients of a device into their buckets, many at once.
+// How GradientHooks brings gradients into their buckets, those on a device many at once.
 #include "bindings/gradient_hooks.h"
 
 namespace torch_ring {
 
 /// Completes a bucket all of whose gradients have arrived: on a device they are copied now.
-void GradientHooks::fill(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
+void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
   const c10::Device device = parameters_[members_[bucket].front()].device;
   if (device.is_cpu()) return;
   producers_[bucket].join(current_stream(device));
@@ -13,6 +13,29 @@ void GradientHooks::fill(std::unique_lock<std::mutex>& lock, std::size_t bucket)
     parameters_[i].refresh();
     spare_kept(lock, i, copies);
     parameters_[i].bring_in(copies);
+  }
+  copies.run();
+}
+
+void GradientHooks::move_into_buckets(const Bitmap& touched) {
+  std::unique_lock lock(mutex_);
+  BatchedCopy copies;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!get(touched, i)) continue;
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
+    at::Tensor& grad = parameter.variable.mutable_grad();
+    if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
+      // Its bucket may be in flight already, whatever `grad` was set to since.
+      parameter.bring_in(copies);
+      grad = parameter.bucket_view;
+    } else if (!grad.defined()) {
+      parameter.make_zero(copies);
+    } else {
+      if (!parameter.unreduced) rescale_reduced(parameter);
+      parameter.copy_in(copies);
+    }
   }
   copies.run();
 }

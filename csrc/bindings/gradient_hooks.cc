@@ -33,10 +33,6 @@ struct ValueError final : torch::PyTorchError {
   PyObject* python_type() override { return PyExc_ValueError; }
 };
 
-bool get(const std::string& bitmap, std::size_t i) {
-  return (static_cast<unsigned char>(bitmap.at(i / 8)) >> (i % 8)) & 1;
-}
-
 void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
 }
@@ -94,14 +90,12 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
   buckets_ = buckets;
   early_ = std::move(early);
   members_.assign(buckets.size(), {});
-  missing_.assign(buckets.size(), 0);
   producers_.assign(buckets.size(), {});
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
     parameter.bucket = bucket;
     members_.at(bucket).push_back(i);
-    ++missing_[bucket];
     parameter.refresh();
     const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
     if (in_block && parameter.in_block()) continue;
@@ -116,6 +110,7 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
       parameter.lie_in(GradientView::in(buckets[bucket], offset, parameter.variable));
     }
   }
+  count_missing();
 }
 
 void GradientHooks::expect_in_block(HookedParameter& parameter) {
@@ -134,15 +129,17 @@ bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
-  if (disabled_) return;
+  if (disabled_ || (options_.reduced_scale == 1.0 && !has_plan_)) return;
   const std::scoped_lock lock(mutex_);
   parameters_[index].refresh();
+  keep_base(index);
   rescale_reduced(parameters_[index]);
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
   if (disabled_) return;
   bool bucket_full = false;
+  bool is_planned = false;
   std::size_t bucket = 0;
   {
     std::unique_lock lock(mutex_);
@@ -158,10 +155,12 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
       producers_[bucket].add(current_stream(parameter.device));
     }
     bucket_full = count_arrival(index, parameter.on_gradient(gradient), gradient);
-    if (bucket_full) fill(lock, bucket);
+    if (bucket_full) complete(lock, bucket);
     sent_ = sent_ || bucket_full;
+    is_planned = planned_.has_value();
   }
-  if (bucket_full) options_.on_bucket_full(bucket);
+  if (!bucket_full) return;
+  is_planned ? options_.run_ahead->bucket_full(*this, bucket) : options_.on_bucket_full(bucket);
 }
 
 /// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
@@ -205,6 +204,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   }
   ++parameter.passes;
   parameter.unreduced = true;
+  if (planned_ && !get(*planned_, index)) return false;
   if (std::exchange(parameter.arrived, true)) {
     TORCH_CHECK(!early_.at(parameter.bucket) || missing_[parameter.bucket] > 0, "'", parameter.name,
                 "' got another gradient in a backward pass that had already sent ",
@@ -213,7 +213,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   }
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
-  if (parameter.has_moved()) return false;
+  if (parameter.has_moved() || (!planned_ && !aside_.empty())) return false;
   return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
@@ -224,10 +224,8 @@ void GradientHooks::close_pass(bool failed) {
   pass_.reset();
   arrived_.clear();
   for (Producers& producers : producers_) producers.clear();
-  for (std::size_t bucket = 0; bucket < members_.size(); ++bucket) {
-    missing_[bucket] = members_[bucket].size();
-  }
   for (HookedParameter& parameter : parameters_) parameter.arrived = false;
+  count_missing();
 }
 
 /// Before a gradient is written into its bucket where an earlier one lies that the program keeps:
@@ -239,6 +237,7 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
   copies.run();
   const std::size_t bucket = parameters_[index].bucket;
   lock.unlock();
+  if (options_.run_ahead) options_.run_ahead->wait_for(*this, bucket);
   const at::Tensor memory = options_.new_memory(bucket);
   lock.lock();
   auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
@@ -256,11 +255,13 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
 
 void GradientHooks::refuse_others_pass() {
   bool is_beside = false;
+  bool sent_in_vain = false;
   {
     const std::scoped_lock lock(mutex_);
     is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    sent_in_vain = sent_in_vain_;
   }
-  if (is_beside) options_.fail(kTwoThreads);
+  if (is_beside || sent_in_vain) options_.fail(is_beside ? kTwoThreads : kSentInVain);
 }
 
 bool GradientHooks::parameters_moved() {
@@ -269,10 +270,12 @@ bool GradientHooks::parameters_moved() {
                      [](const HookedParameter& parameter) { return parameter.has_moved(); });
 }
 
-GradientHooks::Pending GradientHooks::pending(bool everything) {
+GradientHooks::Pending GradientHooks::pending(Due which) {
   const std::scoped_lock lock(mutex_);
+  const bool everything = which == Due::kEverything;
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
-  Pending pending{none, none, false, pass_ && pass_->is_beside(BackwardPass::current())};
+  const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+  Pending pending{none, none, false, is_beside || (everything && sent_in_vain_)};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
@@ -289,7 +292,8 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
       parameter.base_reduced = false;
     }
     if (!parameter.unreduced && (!everything || ours)) continue;
-    if (everything || (synchronizing_ && due(parameter))) {
+    const bool started = which == Due::kStarted;
+    if (everything || (synchronizing_ && (started || due(parameter)))) {
       set(pending.due, i);
       if (grad.is_sparse()) set(pending.sparse, i);
     } else {
@@ -297,29 +301,6 @@ GradientHooks::Pending GradientHooks::pending(bool everything) {
     }
   }
   return pending;
-}
-
-void GradientHooks::move_into_buckets(const Bitmap& touched) {
-  std::unique_lock lock(mutex_);
-  BatchedCopy copies;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(touched, i)) continue;
-    HookedParameter& parameter = parameters_[i];
-    parameter.refresh();
-    if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
-    at::Tensor& grad = parameter.variable.mutable_grad();
-    if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
-      // Its bucket may be in flight already, whatever `grad` was set to since.
-      parameter.bring_in(copies);
-      grad = parameter.bucket_view;
-    } else if (!grad.defined()) {
-      parameter.make_zero(copies);
-    } else {
-      if (!parameter.unreduced) rescale_reduced(parameter);
-      parameter.copy_in(copies);
-    }
-  }
-  copies.run();
 }
 
 at::Tensor GradientHooks::memory(std::size_t bucket) {
@@ -385,6 +366,7 @@ void GradientHooks::reset(bool gradients) {
     parameter.sparse.reset();
     parameter.outside.reset();
   }
+  if (gradients) bases_.clear();
 }
 
 void GradientHooks::set_passes_per_step(int passes) {

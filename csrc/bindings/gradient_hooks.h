@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -17,10 +18,16 @@
 #include "bindings/backward_pass.h"
 #include "bindings/hooked_parameter.h"
 #include "bindings/pass_agreement.h"
+#include "bindings/run_ahead.h"
 #include "bindings/streams.h"
 #include "memory/block_pool.h"
 
 namespace torch_ring {
+
+/// Whether bit i % 8 of byte i / 8 is set.
+inline bool get(const std::string& bitmap, std::size_t i) {
+  return (static_cast<unsigned char>(bitmap.at(i / 8)) >> (i % 8)) & 1;
+}
 
 /// The hooks of one optimizer's parameters. After autograd has accumulated a parameter's gradient,
 /// its hook moves it into the parameter's part of a bucket and makes `grad` a view of that memory.
@@ -47,6 +54,7 @@ namespace torch_ring {
 /// callback runs. Callers do not hold the GIL, because dropping a gradient may take it.
 /// Blocking: no. Errors: a hook's come out of backward().
 class GradientHooks final : public AccumulationObserver,
+                            public BucketMemory,
                             public std::enable_shared_from_this<GradientHooks> {
  public:
   using Bitmap = std::string;
@@ -75,6 +83,7 @@ class GradientHooks final : public AccumulationObserver,
     std::function<void(const std::string& why)> fail;          // ends the job: it throws
     std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
     std::shared_ptr<PassAgreement> agreement;                  // of the process set
+    std::shared_ptr<RunAhead> run_ahead;                       // of the process set
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
@@ -86,12 +95,19 @@ class GradientHooks final : public AccumulationObserver,
   void set_buckets(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
                    std::vector<bool> early);
 
-  /// The gradients that are due or accumulating. A gradient is due after `passes_per_step` passes.
-  /// With `everything` all are due, also a `grad` that was assigned by hand, or written to since
-  /// the step began and never reduced.
-  Pending pending(bool everything);
+  /// Which gradients pending() calls due.
+  enum class Due {
+    kNow,         // those after `passes_per_step` passes, outside of no_sync()
+    kStarted,     // all outside of no_sync()
+    kEverything,  // all; also a `grad` that was assigned by hand, or written to since the step
+                  // began and never reduced
+  };
 
-  /// Fails the job if another thread's backward pass is producing gradients now.
+  /// The gradients that are due or accumulating.
+  Pending pending(Due which);
+
+  /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
+  /// failed after a part of it was sent.
   void refuse_others_pass();
 
   /// Whether a parameter is on another device than its bucket: set_buckets() comes before anything
@@ -102,8 +118,7 @@ class GradientHooks final : public AccumulationObserver,
   /// outside its bucket moves there, a missing one becomes zero.
   void move_into_buckets(const Bitmap& touched);
 
-  /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
-  at::Tensor memory(std::size_t bucket);
+  at::Tensor memory(std::size_t bucket) override;
 
   /// A new tensor over a parameter's part of a bucket, with the gradient's shape, strides and
   /// (complex) dtype. Not for a gradient that lies in a block.
@@ -118,6 +133,27 @@ class GradientHooks final : public AccumulationObserver,
   /// Records that the buckets hold the reduced gradients of `touched`.
   void mark_reduced(const Bitmap& touched);
 
+  // Planned passes (run_ahead.h); in planned_gradients.cc.
+
+  /// The next passes are planned ones, until it is called again: a bucket goes to RunAhead when all
+  /// its gradients of `planned` are there. Without a bitmap: the ranks agree on the next passes.
+  void expect(std::optional<Bitmap> planned);
+
+  /// As move_into_buckets(), at the end of a planned pass. Remembers the gradients that are not
+  /// `due` as they were.
+  void fill(const Bitmap& planned, const Bitmap& due);
+
+  /// Gives the gradients of `nowhere` back as they were before fill(): no rank had them. Forgets
+  /// the others.
+  void restore(const Bitmap& nowhere);
+
+  /// Takes this rank's gradients of `extra` aside, which are not planned: `grad` is as it was
+  /// before they came.
+  void put_aside(const Bitmap& extra);
+
+  /// Adds what was put aside to `grad`, where it is due. Call before the ranks agree on a pass.
+  void take_up_aside();
+
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
 
@@ -131,7 +167,7 @@ class GradientHooks final : public AccumulationObserver,
   void disable();
 
   // For the hooks, in a thread of autograd; as AccumulationObserver says.
-  bool rescales() const override { return options_.reduced_scale != 1.0; }
+  bool rescales() const override { return options_.reduced_scale != 1.0 || options_.run_ahead; }
   void before_accumulation(std::size_t index) override;
   void after_accumulation(std::size_t index, const at::Tensor& gradient) override;
   bool follow(std::size_t index, const Accumulator& accumulator) override;
@@ -139,16 +175,30 @@ class GradientHooks final : public AccumulationObserver,
  private:
   class PassEnd;  // the callback at the end of a backward pass
 
+  /// A gradient before something was done to it.
+  struct Before {
+    at::Tensor grad;   // undefined: there was none
+    at::Tensor value;  // a copy of it
+    bool in_bucket;    // whether it was a tensor over the bucket
+    bool unreduced;
+    bool base_reduced;
+    std::optional<std::uint32_t> writes;  // to the gradient, since the step began
+  };
+
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
   void close_pass(bool failed);
 
   // Under mutex_:
+  void count_missing();
+  Before before(const HookedParameter& parameter) const;
+  void give_back(HookedParameter& parameter, const Before& before);
+  void keep_base(std::size_t index);
   void enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device);
   void expect_in_block(HookedParameter& parameter);
   bool count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient);
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
-  void fill(std::unique_lock<std::mutex>& lock, std::size_t bucket);
+  void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
   void rescale_reduced(HookedParameter& parameter) {
     parameter.rescale_reduced(options_.reduced_scale);
@@ -157,6 +207,8 @@ class GradientHooks final : public AccumulationObserver,
 
   const Options options_;
   std::atomic<bool> disabled_{false};  // set by the only thread of a forked child
+
+  std::atomic<bool> has_plan_{false};  // whether planned_ has a value; guards no other data
 
   std::mutex mutex_;                  // guards the members below
   std::optional<BackwardPass> pass_;  // the pass that has brought gradients and not ended
@@ -169,6 +221,10 @@ class GradientHooks final : public AccumulationObserver,
   std::vector<std::size_t> missing_;               // by bucket: gradients missing in this pass
   std::vector<Producers> producers_;               // by bucket on a device: of this pass
   std::vector<std::size_t> arrived_;               // parameters, in order
+  std::optional<Bitmap> planned_;                  // in a planned pass: the gradients it reduces
+  std::map<std::size_t, Before> filled_;           // by parameter: for restore()
+  std::map<std::size_t, Before> bases_;            // by parameter: before an unplanned gradient
+  std::map<std::size_t, at::Tensor> aside_;        // by parameter: what was put aside
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };

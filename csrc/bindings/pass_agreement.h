@@ -39,6 +39,9 @@ class PassAgreement {
   /// The ranks begin to reduce what they have agreed on.
   void begin_reduction() { reducing_ = true; }
 
+  /// Whether they have not finished: if a pass begins, the one before was interrupted there.
+  bool is_reducing() const { return reducing_; }
+
   /// The gradients are reduced: the next agreement is another one.
   void finish() { restart(number_ + 1); }
 

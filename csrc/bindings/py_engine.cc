@@ -18,6 +18,7 @@
 #include "bindings/py_world.h"
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
+#include "bindings/run_ahead.h"
 #include "bindings/shared_tensors.h"
 #include "collective/make_communicator.h"
 #include "engine/engine.h"
@@ -141,7 +142,9 @@ class PyEngine {
   PyWork join() const {
     device_->prefer_current();
     auto result = std::make_shared<Result>();
-    return submit(join_request(result), result, at::kCPU, true);
+    Request request = join_request(result);
+    request.allocate = standing_in(run_ahead_);
+    return submit(std::move(request), result, at::kCPU, true);
   }
 
   std::vector<PyWork> grouped_allreduce(const std::vector<at::Tensor>& tensors,
@@ -225,6 +228,11 @@ class PyEngine {
       gathered = agreement.gather(*engine, report, kCheckSignals);
     }
     return {gathered};
+  }
+
+  std::shared_ptr<RunAhead> run_ahead() {
+    if (!run_ahead_) run_ahead_ = std::make_shared<RunAhead>(engine_, size_);
+    return run_ahead_;
   }
 
   void end(const std::string& why) const {
@@ -316,6 +324,7 @@ class PyEngine {
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::optional<SharedTensors> shared_;
+  std::shared_ptr<RunAhead> run_ahead_;
 };
 
 std::unique_ptr<PyEngine> make_engine(
@@ -378,6 +387,7 @@ void bind_engine(py::module_& module) {
            py::arg("postscale"), py::arg("blocking") = false)
       .def("finalize_dense", &PyEngine::finalize_dense)
       .def("gather_reports", &PyEngine::gather_reports)
+      .def("run_ahead", &PyEngine::run_ahead)
       .def("end", &PyEngine::end, py::arg("why"))
       .def("empty_shared", &PyEngine::empty_shared, py::arg("shape"), py::arg("dtype"))
       .def("gradient_blocks", &PyEngine::gradient_blocks)

@@ -8,6 +8,7 @@ namespace {
 
 constexpr std::string_view kBackward = "backward.";
 constexpr std::string_view kGradients = "gradients.";
+constexpr std::string_view kAhead = ".ahead";
 
 /// Takes `prefix` off the front of `text`; returns whether it was there.
 bool take(std::string_view& text, std::string_view prefix) {
@@ -31,6 +32,12 @@ std::string backward_name(std::uint64_t number) {
   return std::string(kBackward).append(std::to_string(number));
 }
 
+std::optional<std::uint64_t> planned_pass(std::string_view name) {
+  if (!take(name, kBackward)) return std::nullopt;
+  const auto number = take_number(name);
+  return name == kAhead ? number : std::nullopt;
+}
+
 std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
                         std::int64_t begin) {
   std::string name(kGradients);
@@ -46,6 +53,7 @@ std::optional<std::string> in_words(std::string_view name) {
   if (take(name, kBackward)) {
     const auto number = take_number(name);
     if (number && name.empty()) return "averaging the gradients of " + pass(*number);
+    if (number && name == kAhead) return "comparing " + pass(*number) + " with the other ranks";
     if (number && name == ".weights") return "comparing the ranks' weights in " + pass(*number);
     return std::nullopt;
   }

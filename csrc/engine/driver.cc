@@ -6,6 +6,7 @@
 #include "core/at.h"
 #include "core/failpoint.h"
 #include "engine/announce.h"
+#include "engine/backward_messages.h"
 
 namespace torch_ring {
 
@@ -29,6 +30,14 @@ constexpr milliseconds kGrace{1000};
 // Tenths of a second: enough for a message.
 milliseconds rounded(Clock::duration duration) {
   return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
+}
+
+/// Tells this rank's join of a pass that the others have entered, if that is what they have done.
+/// They run ahead there: nobody else tells the rank that it has to launch something.
+void tell_of_pass(const auto& pending, const Fingerprint& entered) {
+  const auto join = pending.find(kJoinKey);
+  const auto pass = static_cast<std::int64_t>(planned_pass(entered.name).value_or(0));
+  if (pass > 0 && join != pending.end()) join->second.work->request().allocate({&pass, 1});
 }
 
 }  // namespace
@@ -155,6 +164,7 @@ void Driver::run_round() {
     const auto mine = pending_.find(decision.key);
     if (decision.resets_numbering) reset_numbering();
     for (const std::string& group : decision.ended_groups) end_group(group, *decision.mismatch);
+    if (mine == pending_.end() && decision.for_joined) tell_of_pass(pending_, *decision.for_joined);
     if (decision.mismatch) {
       if (mine != pending_.end()) fail(mine, *decision.mismatch);
     } else if (fingerprint_of(decision).on_host()) {

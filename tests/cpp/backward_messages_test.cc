@@ -12,6 +12,7 @@ std::string words(const std::string& name) { return in_words(name).value_or("(no
 TEST(names_of_gradients_in_words) {
   CHECK_EQ(words(backward_name(2)), "averaging the gradients of backward pass 3");
   CHECK_EQ(words(backward_name(2) + ".weights"), "comparing the ranks' weights in backward pass 3");
+  CHECK_EQ(words(backward_name(2) + ".ahead"), "comparing backward pass 3 with the other ranks");
   const std::string bucket = "averaging the gradients of backward pass 18 (optimizer 1, bucket 3)";
   CHECK_EQ(words(bucket_name(1, 17, 3, 64)), bucket);
   CHECK_EQ(words(bucket_name(1, 17, 3, 64) + ".0.header"), bucket);
@@ -26,6 +27,14 @@ TEST(other_names_stay) {
         "gradients.0.1", "gradients.0.1.2", "gradients.weight.0.1.2", "gradients.0.1.bias.0",
         "backward.99999999999999999999"}) {
     CHECK(!in_words(name));
+  }
+}
+
+TEST(passes_that_nobody_waits_for_are_known_by_their_names) {
+  CHECK(planned_pass("backward.17.ahead") == 17u);
+  for (const char* name : {"backward.17", "backward.17.weights", "backward..ahead", "17.ahead",
+                           "backward.17.ahead.1", "gradients.0.17.0.0", ""}) {
+    CHECK(!planned_pass(name));
   }
 }
 

@@ -102,9 +102,13 @@ def train_in_buckets_of_many_sizes(device: str) -> None:
 
 
 def send_buckets_during_backward(device: str) -> None:
-    """All buckets start before backward ends: the device computes and sends at once."""
+    """All buckets start before backward ends: the device computes and sends at once.
+
+    In passes on which the ranks agree: in planned ones, C++ sends them.
+    """
     hvd.shutdown()
     os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
+    os.environ["TORCH_RING_RUN_AHEAD"] = "0"
     hvd.init()
     sent: list[int] = []
     start_bucket, start = Reducer.start_bucket, Reducer.start

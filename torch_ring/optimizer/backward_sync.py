@@ -4,80 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from torch_ring._C import (
-    DenseFinalizer,
-    Engine,
-    PassAgreement,
-    all_sent,
-    backward_name,
-    in_words,
-)
-from torch_ring.errors import MismatchError, RingError
+from torch_ring._C import Engine, PassAgreement, all_sent, backward_name, in_words
+from torch_ring.errors import RingError
 from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
-from torch_ring.optimizer.uneven_batches import explained
+from torch_ring.optimizer.participant import Participant, participant_of
+from torch_ring.optimizer.run_ahead import RunAhead
+from torch_ring.optimizer.uneven_batches import explained, require_same_steps
 from torch_ring.optimizer.weight_comparison import summary_of
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
 from torch_ring.world.process_set_table import ProcessSetRecord
 
-__all__ = ["BackwardSync", "FastPath", "Participant", "backward_sync_of"]
-
-
-class FastPath(NamedTuple):
-    """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
-
-    finalizer: DenseFinalizer
-    report: GradientReport  # which all ranks send then
-
-
-class Participant(Protocol):
-    """One optimizer's side of backward synchronisation (`torch_ring.optimizer.reducer.Reducer`)."""
-
-    nothing_pending: bool
-    """Whether the last agreement left nothing to reduce before the step, on any rank."""
-
-    fast_path: FastPath | None
-    """The fast path, once the buckets are in their final order and where there is one."""
-
-    weights_compared: bool
-    """Whether the ranks have compared their weights since the start, or since join()."""
-
-    steps: int
-    """Steps that the optimizer has taken since then."""
-
-    def report(self, everything: bool) -> GradientReport | None:
-        """Return which gradients are due here, or with `everything` which exist; None: none."""
-
-    def start(self, touched: int, sparse: int, number: int) -> None:
-        """Start to reduce parameters.
-
-        Args:
-            touched: those that have a gradient on some rank, as a bitmap.
-            sparse: those of them whose gradients are sparse wherever there is one.
-            number: the agreement's, a part of the names of the operations.
-        """
-
-    def start_bucket(self, bucket: int) -> None:
-        """Start to reduce a bucket during the pass."""
-
-    def new_memory(self, bucket: int) -> Tensor:
-        """Return other memory for a bucket."""
-
-    def finish(self, order: Sequence[int]) -> None:
-        """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
-
-    def weight_digests(self) -> Tensor:
-        """Return a number for the weights of each parameter, int64 on the CPU."""
-
-    def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
-        """Warn if these digests, int64 [rank, parameter], differ between the ranks."""
+__all__ = ["BackwardSync", "backward_sync_of"]
 
 
 @dataclass
@@ -112,6 +56,7 @@ class BackwardSync:
         engine: the set's.
         size: the number of ranks.
         agreement: the next agreement of the ranks, or the one under way.
+        run_ahead: passes that end without an agreement.
         steps: steps that the optimizers have taken, all together.
 
     Agreements and steps are counted since the start, or since join().
@@ -121,6 +66,7 @@ class BackwardSync:
     engine: Engine = field(init=False)
     size: int = field(init=False)
     agreement: PassAgreement = field(default_factory=PassAgreement)
+    run_ahead: RunAhead = field(init=False)
     steps: int = 0
     _since: str = ""  # how errors say since when
     _rank: int = field(default_factory=current.rank)
@@ -135,8 +81,13 @@ class BackwardSync:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
         self._record = membership(self.process_set)
+        self.run_ahead = RunAhead(
+            self.engine, self.agreement, self.size, self._participants, self._raise_explained
+        )
         if self._record.id == 0:  # no other set can be joined
-            current.world().on_rejoin.append(self.resynchronize)
+            world = current.world()
+            world.on_rejoin.append(self.resynchronize)
+            self.run_ahead.watch(world)
 
     def on_backward_end(self) -> None:
         """End a backward pass on all process sets. Autograd calls it for each optimizer.
@@ -168,6 +119,7 @@ class BackwardSync:
 
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
+        self.run_ahead.stop()
         index = self._registered
         self._participants[index] = participant
         self._registered += 1
@@ -194,6 +146,8 @@ class BackwardSync:
         self._begin_ending()
         try:
             if len(self._participants) == 1 and self._finalize_dense(*self._participants.values()):
+                return
+            if self.run_ahead.ends_pass(self.steps):
                 return
             reports = self._reports()
             for report in reports:
@@ -241,6 +195,8 @@ class BackwardSync:
         self._begin_ending()
         try:
             while not participant.nothing_pending:
+                if self.run_ahead.ends_pass(self.steps, participant):
+                    continue
                 self._agree(self._reports(stepping=participant))
         finally:
             self.agreement.stop_ending()
@@ -248,6 +204,7 @@ class BackwardSync:
     def resynchronize(self) -> None:
         """Reset what the ranks may have counted differently: join() returns on all of them."""
         self.agreement.restart(0)
+        self.run_ahead.forget()
         self.steps = 0
         self._since = " since join()"
         for participant in self._participants.values():
@@ -262,6 +219,7 @@ class BackwardSync:
 
     def _agree(self, reports: tuple[GradientReport, ...]) -> None:
         """Tell the other ranks, and reduce the gradients that are due on any of them."""
+        reports = self._with_aside(reports)
         report = BackwardReport(self.steps, tuple(map(self._with_digest, reports)))
         own = report.encode()
         goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
@@ -278,6 +236,18 @@ class BackwardSync:
             for rest in self._reports():  # of which the earlier report did not know
                 self._participants[rest.participant].nothing_pending = False
 
+    def _with_aside(self, reports: tuple[GradientReport, ...]) -> tuple[GradientReport, ...]:
+        """Return the reports with the gradients that planned passes have put aside."""
+        if not self.run_ahead.take_up_aside({report.participant for report in reports}):
+            return reports
+        # With all others of the step: only then does `stepping` have everything.
+        added = {report.participant: report for report in self._reports()}
+        merged = [
+            replace(report, due=report.due | added.pop(report.participant, report).due)
+            for report in reports
+        ]
+        return tuple(sorted([*merged, *added.values()], key=lambda report: report.participant))
+
     def _reduce_all(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce, and end the agreement; Ctrl-C waits for that."""
         with interrupt_deferred():
@@ -293,9 +263,9 @@ class BackwardSync:
         """Return the messages of all ranks that have not joined, one after the other."""
         return self.engine.allgather(message, name, blocking=True, joinable=True).wait()
 
-    def _raise_explained(self, error: RingError) -> None:
+    def _raise_explained(self, error: RingError, name: str = "") -> None:
         """Raise the error of an agreement with what its user may have done wrong, if that helps."""
-        purpose = f"rank {self._rank}: {in_words(backward_name(self.number))}"
+        purpose = f"rank {self._rank}: {in_words(name or backward_name(self.number))}"
         done = f"{self.number} backward pass{'es' if self.number != 1 else ''}{self._since}"
         better = explained(error, purpose, done)
         if better is not None:
@@ -303,7 +273,7 @@ class BackwardSync:
 
     def _with_digest(self, report: GradientReport) -> GradientReport:
         """Return the report with a digest of the weights, if these are the first gradients."""
-        participant = self._participant(report.participant)
+        participant = participant_of(self._participants, report.participant)
         if participant.weights_compared or not report.due:
             return report
         return replace(report, digest=summary_of(participant.weight_digests()))
@@ -315,7 +285,7 @@ class BackwardSync:
             digests.setdefault(report.participant, []).append(report.digest)
         if not digests:
             return
-        participants = [self._participant(index) for index in sorted(digests)]
+        participants = [participant_of(self._participants, index) for index in sorted(digests)]
         if any(found != found[:1] * len(ranks) for found in digests.values()):
             # They differ, or a rank has no gradients yet and has sent none.
             self._find_difference(participants, f"{backward_name(number)}.weights")
@@ -334,7 +304,8 @@ class BackwardSync:
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number = self.number
-        self._check_steps([rank.steps for rank in ranks])
+        self.run_ahead.look()
+        require_same_steps([rank.steps for rank in ranks], self.size)
         self._compare_weights(ranks, number)
         touched: dict[int, int] = {}
         dense: dict[int, int] = {}
@@ -346,34 +317,16 @@ class BackwardSync:
         # A rank that has joined does not hear of an order, and must keep the same plan.
         everybody = len(ranks) == self.size
         orders = {r.participant: r.order for r in ranks[0].gradients} if everybody else {}
-        participants = [(index, self._participant(index)) for index in sorted(touched)]
+        participants = [
+            (index, participant_of(self._participants, index)) for index in sorted(touched)
+        ]
         for index, participant in participants:
             participant.start(touched[index], touched[index] & ~dense[index], number)
         for index, participant in participants:
             participant.finish(orders.get(index, ()))
             participant.nothing_pending = index not in accumulating
-
-    def _check_steps(self, steps: Sequence[int]) -> None:
-        who = "rank" if len(steps) == self.size else "of the ranks that have not joined, number"
-        for rank, other in enumerate(steps):
-            if other != steps[0]:
-                raise MismatchError(
-                    f"the ranks are in different steps: {who} 0 has taken {steps[0]} optimizer "
-                    f"steps, {who} {rank} {other}. Every rank must call step() equally often, and "
-                    "backward() equally often between two steps (a rank without data may leave "
-                    "it out). If an exception like KeyboardInterrupt was caught on a rank, it may "
-                    "have left a step out, and its weights differ: call shutdown() and init(), and "
-                    "go on from a checkpoint"
-                )
-
-    def _participant(self, index: int) -> Participant:
-        participant = self._participants.get(index)
-        if participant is None:
-            raise RingError(
-                f"another rank has gradients for the wrapped optimizer {index}, which does "
-                "not exist here (any more): wrap and drop optimizers alike on all ranks"
-            )
-        return participant
+        is_steady = everybody and not accumulating and dense == touched
+        self.run_ahead.learn(number, touched if is_steady else {})
 
 
 def backward_sync_of(process_set: ProcessSet) -> BackwardSync:

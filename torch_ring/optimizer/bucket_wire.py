@@ -38,6 +38,13 @@ Allreduce = Callable[[str, Tensor, bool], Work]
 class BucketWire(Protocol):
     """How one bucket is reduced in place."""
 
+    is_launchable: bool
+    """Whether that is one allreduce of the bucket's values, or of `buffer` with them."""
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """Memory that is sent in place of the bucket, of the same size and another dtype."""
+
     def start(
         self, name: Callable[[int], str], memory: Tensor, touched: int, *, blocking: bool
     ) -> list[FinishStage]:
@@ -57,6 +64,9 @@ WireMaker = Callable[[Bucket, GradientHooks], BucketWire]
 
 class _RunBucket(ABC):
     """A bucket each of whose runs of touched gradients is sent on its own."""
+
+    is_launchable = True
+    buffer: Tensor | None = None
 
     def __init__(self, bucket: Bucket, allreduce: Allreduce) -> None:
         self._bucket = bucket
@@ -97,10 +107,10 @@ class CastBucket(_RunBucket):
 
     def __init__(self, bucket: Bucket, allreduce: Allreduce, buffer: Tensor) -> None:
         super().__init__(bucket, allreduce)
-        self._buffer = buffer
+        self.buffer: Tensor = buffer
 
     def _send(self, name: str, memory: Tensor, run: slice, blocking: bool) -> FinishStage:
-        part, buffer = self._part(memory, run), self._part(self._buffer, run)
+        part, buffer = self._part(memory, run), self._part(self.buffer, run)
         buffer.copy_(part)
         work = self._allreduce(name, buffer, blocking)
 
@@ -113,6 +123,8 @@ class CastBucket(_RunBucket):
 
 class CompressedBucket(_RunBucket):
     """A bucket that a compressor without a state compresses anew in each pass."""
+
+    is_launchable = False
 
     def __init__(self, bucket: Bucket, allreduce: Allreduce, compressor: Compressor) -> None:
         super().__init__(bucket, allreduce)

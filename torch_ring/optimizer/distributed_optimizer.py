@@ -41,6 +41,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    run_ahead: bool | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
@@ -89,6 +90,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
         process_set: the ranks that train this model together; by default all. On other ranks the
             wrapped optimizer steps with its own gradients.
+        run_ahead: whether backward passes on GPUs end without waiting for other hosts once they
+            repeat themselves (docs/gpu.md). False: the ranks agree on each pass. None: as
+            TORCH_RING_RUN_AHEAD says, which means no. The same on all ranks.
 
     Returns:
         `optimizer`.
@@ -128,6 +132,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         current.config().bucket_bytes,
         current.config().direct_gradient_bytes,
         sparse_as_dense,
+        current.config().run_ahead if run_ahead is None else bool(run_ahead),
     )
     groups = check_groups(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set, current.config().check_every)

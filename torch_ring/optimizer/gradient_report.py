@@ -51,6 +51,11 @@ class BackwardReport:
     # participant, flags, bytes of due and of sparse, elements of order
     _REPORT = struct.Struct("<IBIII")
 
+    @property
+    def due(self) -> dict[int, int]:
+        """The parameters to reduce now, by optimizer."""
+        return {report.participant: report.due for report in self.gradients}
+
     def encode(self) -> bytes:
         """Return the bytes that `decode_all` decodes."""
         body = bytearray()
@@ -69,9 +74,15 @@ class BackwardReport:
     def decode_all(cls, data: memoryview) -> Iterator[BackwardReport]:
         """Yield the reports of all ranks, which follow one another in `data`."""
         while data:
-            total, steps, count = cls._HEADER.unpack_from(data)
-            yield cls(steps, tuple(cls._decode_reports(data[cls._HEADER.size : total], count)))
-            data = data[total:]
+            report, data = cls.decode(data)
+            yield report
+
+    @classmethod
+    def decode(cls, data: memoryview) -> tuple[BackwardReport, memoryview]:
+        """Return the first report in `data`, and what follows it."""
+        total, steps, count = cls._HEADER.unpack_from(data)
+        reports = cls._decode_reports(data[cls._HEADER.size : total], count)
+        return cls(steps, tuple(reports)), data[total:]
 
     @classmethod
     def _decode_reports(cls, data: memoryview, count: int) -> Iterator[GradientReport]:

@@ -9,19 +9,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, GradientHooks, bucket_name
+from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket, bucket_name
 from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.optimizer.backward_sync import BackwardSync, FastPath
+from torch_ring.optimizer.backward_sync import BackwardSync
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.one_device import device_problem
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
+from torch_ring.optimizer.participant import FastPath
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.world import current
@@ -91,6 +92,7 @@ class Reducer:
             fail=sync.fail,
             blocks=blocks,
             agreement=sync.agreement,
+            run_ahead=sync.run_ahead.hooks,
         )
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
@@ -121,7 +123,7 @@ class Reducer:
         self.nothing_pending = False
         self.hooks.reset(gradients=True)
         if self.hooks.parameters_moved():
-            self._follow_parameters()
+            self.follow_parameters()
 
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, reduced as the gradients are."""
@@ -134,11 +136,12 @@ class Reducer:
 
     def report(self, everything: bool) -> GradientReport | None:
         """See `Participant`."""
-        due, sparse, accumulating, unready = self.hooks.pending(everything)
+        which = Due.everything if everything else Due.now
+        due, sparse, accumulating, unready = self.hooks.pending(which)
         if unready:
             self.hooks.refuse_others_pass()
-            self._follow_parameters()
-            due, sparse, accumulating, _ = self.hooks.pending(everything)
+            self.follow_parameters()
+            due, sparse, accumulating, _ = self.hooks.pending(which)
         bitmap = int.from_bytes(due, "little")
         if not (bitmap or accumulating or everything):
             return None
@@ -186,7 +189,7 @@ class Reducer:
             )
         touched ^= sparse
         self._touched = touched
-        self.hooks.move_into_buckets(self._bitmap(touched))
+        self.hooks.move_into_buckets(self.bitmap(touched))
         for index in range(len(self._plan)):
             started = self._started.pop(index, None)
             if started is None:
@@ -208,7 +211,7 @@ class Reducer:
         unfinished, self._unfinished = self._unfinished, []
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
-        self.hooks.mark_reduced(self._bitmap(self._touched))
+        self.hooks.mark_reduced(self.bitmap(self._touched))
         self._finish_sparse()
         if order and not self._order_is_real:
             self._order_is_real = True
@@ -231,7 +234,7 @@ class Reducer:
         everything = (1 << len(self._specs)) - 1
         arguments = self._settings.arguments(self._sync.size)
         finalizer = DenseFinalizer(
-            self.hooks, self.index, self._bitmap(everything), buckets, *arguments
+            self.hooks, self.index, self.bitmap(everything), buckets, *arguments
         )
         return FastPath(finalizer, GradientReport(self.index, everything))
 
@@ -244,12 +247,44 @@ class Reducer:
             assert gradient is not None, "it has just been reduced"
             self.hooks.set_sparse_result(parameter, gradient.to_sparse(1))
 
-    def _bitmap(self, touched: int) -> bytes:
-        return touched.to_bytes((len(self._specs) + 7) // 8, "little")
+    def bitmap(self, parameters: int) -> bytes:
+        """See `Participant`."""
+        return parameters.to_bytes((len(self._specs) + 7) // 8, "little")
 
-    def _follow_parameters(self) -> None:
-        """Give the parameters that have moved to another device memory there."""
-        if self._started:
+    @property
+    def runs_ahead(self) -> bool:
+        """See `Participant`."""
+        return (
+            self._settings.run_ahead
+            and self._order_is_real
+            and all(bucket.device.type != "cpu" for bucket in self._plan)
+            and all(wire.is_launchable for wire in self._wires)
+        )
+
+    def planned_buckets(self, touched: int) -> list[PlannedBucket]:
+        """See `Participant`."""
+        arguments = self._settings.arguments(self._sync.size)
+        buckets = []
+        for index, (bucket, wire) in enumerate(zip(self._plan, self._wires, strict=True)):
+            runs = [run for run in bucket.runs(touched) if run[0] < run[1]]
+            if runs and touched & bucket.parameters:
+                buffer = wire.buffer
+                memory = self.hooks.memory(index).new_empty(1).expand(bucket.numel)
+                buckets.append(
+                    PlannedBucket(
+                        self.hooks,
+                        index,
+                        runs,
+                        memory if buffer is None else buffer,
+                        buffer is not None,
+                        *arguments,
+                    )
+                )
+        return buckets
+
+    def follow_parameters(self) -> None:
+        """See `Participant`."""
+        if self._started or self._sync.run_ahead.has_launched:
             self._sync.fail(
                 "parameters have moved to another device, and part of the gradients had been sent "
                 "when a backward pass found that: call zero_grad() after moving a model"
@@ -257,6 +292,7 @@ class Reducer:
         problem = device_problem(self._parameters)
         if problem:
             self._sync.fail(f"a model has moved: {problem}")
+        self._sync.run_ahead.stop()
         named = zip(self._names, self._parameters, strict=True)
         self._specs = [_spec(name, parameter) for name, parameter in named]
         self._direct = self._large_ones()

@@ -24,6 +24,7 @@ class ReductionSettings:
             into the memory in which it is reduced, if it is in no group and not compressed; 0: no
             gradient.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
+        run_ahead: whether passes on devices may end without an agreement (`run_ahead`).
     """
 
     op: ReduceOp
@@ -32,6 +33,7 @@ class ReductionSettings:
     bucket_bytes: int
     direct_bytes: int = 0
     sparse_as_dense: bool = False
+    run_ahead: bool = False
 
     def __post_init__(self) -> None:
         kind = self.compression
@@ -58,5 +60,5 @@ class ReductionSettings:
         return (
             f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "
             f"bucket_bytes={self.bucket_bytes}, direct_bytes={self.direct_bytes}, "
-            f"sparse_as_dense={self.sparse_as_dense}"
+            f"sparse_as_dense={self.sparse_as_dense}, run_ahead={self.run_ahead}"
         )

@@ -48,6 +48,9 @@ class StatefulBucket:
         hooks: of the optimizer's parameters.
     """
 
+    is_launchable = False
+    buffer: Tensor | None = None
+
     def __init__(
         self, compression: BucketCompression, bucket: Bucket, hooks: GradientHooks
     ) -> None:

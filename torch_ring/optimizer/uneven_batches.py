@@ -6,9 +6,11 @@ rank then waits in backward() while another one has left, or has gone on to some
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 
-__all__ = ["explained"]
+__all__ = ["explained", "require_same_steps"]
 
 _REMEDY = (
     "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
@@ -37,6 +39,29 @@ def explained(error: RingError, purpose: str, done: str) -> RingError | None:
     if "this world has ended" not in text:  # if it has, another operation's error says why
         text += _hint(error, done)
     return type(error)(text) if text != str(error) else None
+
+
+def require_same_steps(steps: Sequence[int], size: int) -> None:
+    """Check that ranks are in the same step.
+
+    Args:
+        steps: optimizer steps that each rank has taken; without the ranks that have joined.
+        size: the number of all ranks.
+
+    Raises:
+        MismatchError: they are not; names two ranks.
+    """
+    who = "rank" if len(steps) == size else "of the ranks that have not joined, number"
+    for rank, other in enumerate(steps):
+        if other != steps[0]:
+            raise MismatchError(
+                f"the ranks are in different steps: {who} 0 has taken {steps[0]} optimizer "
+                f"steps, {who} {rank} {other}. Every rank must call step() equally often, and "
+                "backward() equally often between two steps (a rank without data may leave "
+                "it out). If an exception like KeyboardInterrupt was caught on a rank, it may "
+                "have left a step out, and its weights differ: call shutdown() and init(), and "
+                "go on from a checkpoint"
+            )
 
 
 def _hint(error: RingError, done: str) -> str:

@@ -168,8 +168,12 @@ def _leave(why: str) -> None:
     global _world, _is_parents
     if _world is not None:
         old, _world = _world, None
-        _is_parents = False
-        old.process_sets.close(why)
+        was_parents, _is_parents = _is_parents, False
+        try:
+            for callback in () if why or was_parents else old.on_leave:
+                callback()
+        finally:
+            old.process_sets.close(why)
         keep_results(0)
 
 

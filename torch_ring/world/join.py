@@ -59,6 +59,7 @@ class World:
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
         on_rejoin: called when the collective join() returns, on all ranks alike.
+        on_leave: called by shutdown() first, unless the program has failed.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class World:
     engine: Engine
     process_sets: ProcessSetTable
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
+    on_leave: list[Callable[[], None]] = field(default_factory=list)
 
 
 def join_world(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch_ring._C import Engine
@@ -158,6 +158,7 @@ class ProcessSetTable:
     Attributes:
         everyone: set 0, of all ranks.
         records: all sets, by id.
+        on_change: called when a set has been added or removed, on all ranks alike.
     """
 
     records: tuple[ProcessSetRecord, ...]
@@ -169,6 +170,7 @@ class ProcessSetTable:
         self.everyone = ProcessSetRecord(
             0, tuple(range(self._size)), connections, config, number=0, slots=[0] * self._size
         )
+        self.on_change: list[Callable[[], None]] = []
         self._numbers = 0  # the last number given
         self._keep([self.everyone])
         self._closed = False
@@ -219,7 +221,9 @@ class ProcessSetTable:
                 )
                 self._keep([*self.records, record])
             cleanup.pop_all()
-            return record
+        for callback in self.on_change:
+            callback()
+        return record
 
     def remove(self, ranks: Ranks) -> bool:
         """End a set and fail its operations in flight. Return whether it existed; set 0 stays.
@@ -238,7 +242,9 @@ class ProcessSetTable:
             record.shutdown(removed=True)
             exchange.numbers(0)  # now no member reads or writes its memory any more
             record.release_slot()
-            return True
+        for callback in self.on_change:
+            callback()
+        return True
 
     def close(self, why: str = "") -> None:
         """Shut down the engines of all sets, the world's last, and leave.

@@ -1,0 +1,23 @@
+#include "bindings/launcher.h"
+
+#include "bindings/requests.h"
+
+namespace torch_ring {
+
+Launched Launcher::allreduce(const at::Tensor& tensor, int op, double prescale,
+                             double postscale) const {
+  std::shared_ptr<Engine> engine = engine_.lock();
+  if (!engine) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
+  Request request = allreduce_request(tensor, tensor, "launched", op, prescale, postscale, size_);
+  OutputEvent written(tensor.device());
+  written.follow(request);
+  engine->launch([&](Communicator& communicator, Buffers&) {
+    request.begin();
+    communicator.allreduce(request.input, request.output, request.fingerprint.count(),
+                           reduction_of(request.fingerprint, size_));
+    request.finish();
+  });
+  return {std::move(engine), tensor, std::move(written)};
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,148 @@
+#include "bindings/run_ahead.h"
+
+#include <ATen/ATen.h>
+
+#include "bindings/streams.h"
+
+namespace torch_ring {
+
+namespace {
+
+/// Elements [begin, end) of a flat tensor.
+at::Tensor part_of(const at::Tensor& flat, const std::pair<std::int64_t, std::int64_t>& run) {
+  const bool is_whole = run.first == 0 && run.second == flat.numel();
+  return is_whole ? flat : flat.narrow(0, run.first, run.second - run.first);
+}
+
+at::Tensor zeros_for(const PlannedBucket& planned) {
+  return at::zeros({planned.memory.numel()}, planned.memory.options());
+}
+
+}  // namespace
+
+void RunAhead::set_plan(std::uint64_t first, std::vector<std::vector<PlannedBucket>> passes) {
+  const std::scoped_lock lock(mutex_);
+  states_.clear();  // they point into the old plan
+  first_ = first;
+  passes_ = std::move(passes);
+}
+
+void RunAhead::open(std::uint64_t number) {
+  const std::scoped_lock lock(mutex_);
+  states_.clear();
+  next_ = 0;
+  error_ = nullptr;
+  for (const PlannedBucket& planned : passes_.at((number - first_) % passes_.size())) {
+    states_.push_back({&planned, false, std::nullopt, {}});
+  }
+}
+
+void RunAhead::close() { set_plan(0, {}); }
+
+void RunAhead::bucket_full(const BucketMemory& optimizer, std::size_t bucket) {
+  const std::scoped_lock lock(mutex_);
+  State* const state = find(optimizer, bucket);
+  if (state == nullptr) return;
+  state->full = true;
+  if (state == &states_[next_]) {
+    launch_full();
+  } else {  // another thread, on another stream, may launch it
+    const c10::Stream stream = current_stream(state->planned->memory.device());
+    state->ready.emplace(stream.device_type()).record(stream);
+  }
+}
+
+void RunAhead::wait_for(const BucketMemory& optimizer, std::size_t bucket) {
+  const std::scoped_lock lock(mutex_);
+  const State* const state = find(optimizer, bucket);
+  if (state == nullptr) return;
+  for (const Launched& launched : state->launched) launched.wait();
+}
+
+bool RunAhead::has_launched() {
+  const std::scoped_lock lock(mutex_);
+  return next_ > 0 || error_;
+}
+
+void RunAhead::launch_rest() {
+  const std::scoped_lock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+  for (; next_ < states_.size(); ++next_) launch(states_[next_]);
+}
+
+void RunAhead::wait() {
+  const std::scoped_lock lock(mutex_);
+  const at::NoGradGuard no_grad;
+  for (State& state : states_) {
+    const PlannedBucket& planned = *state.planned;
+    for (const Launched& launched : state.launched) launched.wait();
+    const auto optimizer = planned.optimizer.lock();
+    if (!optimizer || !planned.cast) continue;
+    const at::Tensor memory = optimizer->memory(planned.bucket);
+    for (const auto& run : planned.runs) part_of(memory, run).copy_(part_of(planned.memory, run));
+  }
+  states_.clear();
+  next_ = 0;
+}
+
+void RunAhead::stand_in(std::uint64_t number) {
+  const std::scoped_lock lock(mutex_);
+  if (passes_.empty()) return;
+  for (const PlannedBucket& planned : passes_.at((number - first_) % passes_.size())) {
+    const at::Tensor zeros = zeros_for(planned);
+    for (const auto& run : planned.runs) {
+      launcher_.allreduce(part_of(zeros, run), planned.op, planned.prescale, planned.postscale);
+    }
+  }
+}
+
+RunAhead::State* RunAhead::find(const BucketMemory& optimizer, std::size_t bucket) {
+  for (State& state : states_) {
+    const bool is_it =
+        state.planned->bucket == bucket && state.planned->optimizer.lock().get() == &optimizer;
+    if (is_it) return &state;
+  }
+  return nullptr;
+}
+
+/// Launches the buckets that are full, up to the first one that is not.
+void RunAhead::launch_full() {
+  try {
+    for (; !error_ && next_ < states_.size() && states_[next_].full; ++next_) {
+      launch(states_[next_]);
+    }
+  } catch (...) {  // torch would make a RuntimeError of it
+    error_ = std::current_exception();
+  }
+}
+
+void RunAhead::launch(State& state) {
+  const at::NoGradGuard no_grad;
+  const PlannedBucket& planned = *state.planned;
+  if (state.ready) state.ready->block(current_stream(planned.memory.device()));
+  const auto optimizer = planned.optimizer.lock();
+  at::Tensor memory;
+  if (!optimizer) {
+    memory = zeros_for(planned);  // its optimizer is gone
+  } else if (planned.cast) {
+    const at::Tensor bucket = optimizer->memory(planned.bucket);
+    for (const auto& run : planned.runs) part_of(planned.memory, run).copy_(part_of(bucket, run));
+    memory = planned.memory;
+  } else {
+    memory = optimizer->memory(planned.bucket);
+  }
+  for (const auto& run : planned.runs) {
+    state.launched.push_back(
+        launcher_.allreduce(part_of(memory, run), planned.op, planned.prescale, planned.postscale));
+  }
+}
+
+std::function<void*(std::span<const std::int64_t>)> standing_in(
+    std::shared_ptr<RunAhead> run_ahead) {
+  return [run_ahead = std::move(run_ahead)](std::span<const std::int64_t> pass) -> void* {
+    if (run_ahead) run_ahead->stand_in(static_cast<std::uint64_t>(pass[0]));
+    return nullptr;
+  };
+}
+
+}  // namespace torch_ring

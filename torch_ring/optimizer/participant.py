@@ -1,0 +1,118 @@
+"""Participant: one optimizer's side of backward synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket
+from torch_ring.errors import RingError
+from torch_ring.optimizer.gradient_report import GradientReport
+
+__all__ = ["FastPath", "Participant", "participant_of", "started_gradients"]
+
+
+class FastPath(NamedTuple):
+    """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
+
+    finalizer: DenseFinalizer
+    report: GradientReport  # which all ranks send then
+
+
+class Participant(Protocol):
+    """One optimizer's side of backward synchronisation (`torch_ring.optimizer.reducer.Reducer`)."""
+
+    nothing_pending: bool
+    """Whether the last agreement left nothing to reduce before the step, on any rank."""
+
+    fast_path: FastPath | None
+    """The fast path, once the buckets are in their final order and where there is one."""
+
+    weights_compared: bool
+    """Whether the ranks have compared their weights since the start, or since join()."""
+
+    steps: int
+    """Steps that the optimizer has taken since then."""
+
+    hooks: GradientHooks
+    """Those of the optimizer's parameters."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its buckets can be reduced without an agreement."""
+
+    def bitmap(self, parameters: int) -> bytes:
+        """Return a bitmap as the hooks take it."""
+
+    def planned_buckets(self, touched: int) -> list[PlannedBucket]:
+        """Return how to reduce these parameters without an agreement. Only if `runs_ahead`."""
+
+    def follow_parameters(self) -> None:
+        """Give the parameters that have moved to another device memory there."""
+
+    def report(self, everything: bool) -> GradientReport | None:
+        """Return which gradients are due here, or with `everything` which exist; None: none."""
+
+    def start(self, touched: int, sparse: int, number: int) -> None:
+        """Start to reduce parameters.
+
+        Args:
+            touched: those that have a gradient on some rank, as a bitmap.
+            sparse: those of them whose gradients are sparse wherever there is one.
+            number: the agreement's, a part of the names of the operations.
+        """
+
+    def start_bucket(self, bucket: int) -> None:
+        """Start to reduce a bucket during the pass."""
+
+    def new_memory(self, bucket: int) -> Tensor:
+        """Return other memory for a bucket."""
+
+    def finish(self, order: Sequence[int]) -> None:
+        """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
+
+    def weight_digests(self) -> Tensor:
+        """Return a number for the weights of each parameter, int64 on the CPU."""
+
+    def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
+        """Warn if these digests, int64 [rank, parameter], differ between the ranks."""
+
+
+def participant_of(participants: Mapping[int, Participant], index: int) -> Participant:
+    """Return the participant that another rank's report names.
+
+    Raises:
+        RingError: there is none.
+    """
+    participant = participants.get(index)
+    if participant is None:
+        raise RingError(
+            f"another rank has gradients for the wrapped optimizer {index}, which does "
+            "not exist here (any more): wrap and drop optimizers alike on all ranks"
+        )
+    return participant
+
+
+def started_gradients(
+    participants: Mapping[int, Participant],
+    pending: Mapping[int, tuple[bytes, bytes, bool, bool]],
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the gradients that a planned pass takes: those that are due, or accumulate.
+
+    Args:
+        participants: the optimizers, by index.
+        pending: what their hooks' `pending()` has returned.
+
+    Returns:
+        Bitmaps of the gradients by optimizer, and of those that are sparse.
+    """
+    gradients, sparse = {}, {}
+    for index, (due, sparse_ones, accumulating, _) in pending.items():
+        if accumulating:
+            due, sparse_ones, _, _ = participants[index].hooks.pending(Due.started)
+        if any(due):
+            gradients[index] = int.from_bytes(due, "little")
+            sparse[index] = int.from_bytes(sparse_ones, "little")
+    return gradients, sparse

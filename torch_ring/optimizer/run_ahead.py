@@ -1,0 +1,399 @@
+"""RunAhead: backward passes on devices that end without an agreement of the ranks' hosts.
+
+Agreed passes come first: the ranks gather reports of their gradients at the end of each pass, and
+then reduce (`BackwardSync`). When the last passes had the same gradients, on whichever ranks, or
+went round in a cycle (a GAN), all ranks make the same *plan* after the same pass: which gradients
+each of the next passes reduces. In a *planned* pass no host waits:
+
+1. C++ launches each bucket when its gradients are there, in the plan's order; the end of the pass
+   launches the rest, with zeros (or the old value) for gradients that this rank does not have.
+2. The rank submits a report of the gradients that it really had, for which nobody waits: an
+   allgather that all ranks read later.
+3. It reads the reports that are complete. It waits only for the one of `AHEAD` passes ago.
+
+**No rank hangs.** Passes are numbered: a rank's next pass with due gradients, or its next step()
+without one, is pass N. It launches all of a planned pass before it waits for anything, and waits
+only for reports of passes that it has entered: the others need nothing from it to get there.
+
+**No ranks differ.** All that decides what a pass reduces follows from the reports, which are the
+same on all ranks. A rank has read the report of pass N before it begins pass N + `AHEAD` + 1. So a
+report that needs a change takes effect in that pass, on all ranks, without a word more: that pass
+is agreed, and a new plan follows when the passes repeat themselves again. How late a rank was, or
+which of two reports it saw first, changes nothing: the same program gives the same bits.
+
+What a rank does when its gradients are not those of the plan:
+
+- It *lacks* some. It waits for the pass's reports. If no rank has had them, ``grad`` is again what
+  it was (None, say); else the mean is there.
+- It has *extra* ones. It waits for the pass's reports, too. If every rank has extra ones (a layer
+  was unfrozen), the ranks reduce these at once, in this pass. If only some have, nobody else could
+  know: they keep theirs aside, ``grad`` is as it was before, and they add them to their gradients
+  in the next agreed pass, at most `AHEAD` + 1 passes later.
+
+If all ranks deviated in a pass, all have read its report before the next one, which can be the
+agreed one already. Extra gradients, and gradients that nobody has had in several passes, end the
+plan. Each time that a plan ends early, the next one needs twice as many equal passes.
+
+Special cases:
+
+- *A rank without data* enters the pass in step(), as it enters an agreement. It counts as zeros.
+- *Accumulation.* When a gradient is due after ``backward_passes_per_step`` passes, a planned pass
+  takes all that have begun. Ranks that left gradients for step() in agreed passes make no plan.
+- *Steps.* Reports have the number of steps. If they differ, every rank raises MismatchError when
+  it reads them, and the next agreed pass raises it again.
+- *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
+  that pass (csrc/bindings/run_ahead.h). The others see that it is gone, as of any other change.
+- *New optimizers, other process sets, moved models* change the next pass to an agreed one. All
+  ranks do these together, between the same passes.
+- *Ctrl-C* waits for the end of a planned pass. While a host waits for the report of `AHEAD` passes
+  ago, it ends the wait, and the next pass goes on with that before it launches anything; but
+  usually a thread of autograd waits there, and Python raises when backward() returns.
+- *An exception during backward().* If part of the pass was launched, no later pass can be right:
+  the next one, or step(), ends the job on all ranks. Otherwise that is this pass.
+- *A dead rank* ends the world, and so all waits; the device is aborted.
+- *shutdown()* waits until the other ranks have entered the passes that this one has.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch_ring._C import Due, Engine, PassAgreement
+from torch_ring._C import RunAhead as NativeRunAhead
+from torch_ring.errors import MismatchError, RingError
+from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
+from torch_ring.optimizer.participant import Participant, participant_of, started_gradients
+from torch_ring.optimizer.pass_history import Gradients, PassHistory, union_of, without
+from torch_ring.optimizer.planned_reports import Entered, PlannedReports
+from torch_ring.optimizer.uneven_batches import require_same_steps
+from torch_ring.world.join import World
+
+__all__ = ["AHEAD", "RunAhead"]
+
+_log = logging.getLogger("torch_ring")
+
+AHEAD = 4
+"""Passes that a host may have finished before the slowest rank's host begins the first of them.
+
+Their queued work keeps a device busy. More would make errors and extra gradients come later."""
+
+_REPEATS = 2  # of a cycle, before it becomes a plan
+_MOST_REPEATS = 256
+_LONG_LIVED = 64  # passes after which the end of a plan is no sign of a changing program
+_TOLERATED = 3  # passes of a plan in which all ranks deviate, before it ends
+_NEVER = sys.maxsize
+
+
+class RunAhead:
+    """The planned passes of a process set. Only the world has some.
+
+    Thread: the one that runs backward(). Blocking: as above says. Errors: RingError.
+
+    Args:
+        engine: of the process set.
+        agreement: numbers the passes, planned or agreed.
+        size: the number of ranks.
+        participants: the wrapped optimizers, by index.
+        explain: raises an error of the operation of this name again, with what its user may have
+            done wrong.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        agreement: PassAgreement,
+        size: int,
+        participants: Mapping[int, Participant],
+        explain: Callable[[RingError, str], None],
+    ) -> None:
+        self._native = engine.run_ahead()
+        self._engine = engine
+        self._agreement = agreement
+        self._size = size
+        self._participants = participants
+        self._reports = PlannedReports(engine, explain)
+        self._world: World | None = None
+        self._history = PassHistory()
+        self._repeats = _REPEATS
+        self._plan: Sequence[Gradients] = ()
+        self._first = 0  # the first pass of the plan
+        self._end = _NEVER  # the pass before which the plan ends
+        self._open = -1  # the pass for which hooks may launch
+        self._tolerated = 0
+        self._known_from = 0  # the first pass that the history may have
+        self._has_aside = False
+        self._difference: MismatchError | None = None
+
+    @property
+    def hooks(self) -> NativeRunAhead | None:
+        """What the hooks of an optimizer need; None: no pass will ever be planned."""
+        return None if self._world is None else self._native
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether a part of the pass that is under way has been launched."""
+        return self._native.has_launched()
+
+    def watch(self, world: World) -> None:
+        """Let this object, which is of the world, make plans."""
+        self._world = world
+        world.on_leave.append(self._await_others)
+        world.process_sets.on_change.append(self.stop)
+
+    def ends_pass(self, steps: int, stepping: Participant | None = None) -> bool:
+        """End a backward pass, or begin a step, if the pass is planned; return whether it is.
+
+        Args:
+            steps: of all optimizers on this rank.
+            stepping: the optimizer that is about to step.
+
+        Raises:
+            MismatchError: the ranks were in different steps in a pass before.
+        """
+        number = self._agreement.number
+        if not self._plan or self._agreement.is_open:
+            return False
+        self.look(number - AHEAD - 1)  # goes on where Ctrl-C has ended the wait
+        if number >= self._end:
+            self._end_plan(number)
+            return False
+        if self._agreement.is_reducing:
+            self._engine.end("a backward pass was interrupted while its gradients were launched")
+        pending = {
+            index: participant.hooks.pending(Due.everything if participant is stepping else Due.now)
+            for index, participant in sorted(self._participants.items())
+        }
+        if any(unready for _, _, _, unready in pending.values()):
+            for participant in self._participants.values():
+                participant.hooks.refuse_others_pass()
+                participant.follow_parameters()
+            return False
+        reduced_before = {i: each.nothing_pending for i, each in self._participants.items()}
+        for index, (due, _, accumulating, _) in pending.items():
+            if any(due) or accumulating:
+                self._participants[index].nothing_pending = False
+        if stepping is None and not any(any(due) for due, _, _, _ in pending.values()):
+            return True
+        self._open_pass(number)
+        gradients, sparse = started_gradients(self._participants, pending)
+        with interrupt_deferred():
+            self._agreement.begin_reduction()
+            aside = self._run(number, steps, gradients, sparse)
+            for index in aside:  # nothing is left of them on this rank
+                self._participants[index].nothing_pending = reduced_before[index]
+            if stepping is not None:
+                stepping.nothing_pending = True
+            self._agreement.finish()
+        # A pass that is not as planned has waited for its reports already.
+        self.look(number if gradients != self._planned(number) else number - AHEAD)
+        if number + 1 < self._end:
+            self._open_pass(number + 1)
+        else:
+            self._end_plan(number + 1)
+        self._raise_difference()
+        return True
+
+    def learn(self, number: int, gradients: Gradients) -> None:
+        """Take note of an agreed pass, and make a plan if the last passes repeat themselves.
+
+        Args:
+            number: the pass's.
+            gradients: which any rank had; empty if a plan cannot have such a pass.
+        """
+        self._history.add({index: bitmap for index, bitmap in gradients.items() if bitmap})
+        self._raise_difference()
+        plan = self._history.cycle(self._repeats)
+        if not plan or not self._is_possible(plan):
+            return
+        passes = [
+            [
+                bucket
+                for index, touched in sorted(gradients.items())
+                for bucket in self._participants[index].planned_buckets(touched)
+            ]
+            for gradients in plan
+        ]
+        if not all(passes):
+            return
+        self._native.set_plan(number + 1, passes)
+        self._plan, self._first, self._end, self._tolerated = plan, number + 1, _NEVER, 0
+        self._open_pass(number + 1)
+
+    def look(self, through: int = _NEVER) -> None:
+        """Read the reports that are complete, and wait for those up to pass `through`."""
+        for entered, ranks in self._reports.unread(through):
+            self._judge(entered, ranks)
+
+    def stop(self) -> None:
+        """Agree on the next pass, and make no plan before the passes have repeated themselves.
+
+        All ranks call it between the same passes.
+        """
+        number = self._agreement.number
+        if self._plan:
+            self.look(number - AHEAD - 1)
+            if number >= self._end:
+                self._end_plan(number)
+        self._drop_plan()
+        self._history.clear()
+        self._known_from = number  # other ranks may not have read all reports before it
+
+    def forget(self) -> None:
+        """Forget all passes: all ranks have joined."""
+        self._reports.forget()
+        self.stop()
+        self._repeats = _REPEATS
+        self._difference = None
+
+    def take_up_aside(self, indices: Iterable[int]) -> bool:
+        """Add the gradients that these optimizers have put aside; return whether any has some.
+
+        Those of other optimizers wait for a pass of theirs: in this one they would be averaged, and
+        dropped by the zero_grad() before their step().
+        """
+        if not self._has_aside:
+            return False
+        for index in indices:
+            self._participants[index].hooks.take_up_aside()
+        return True
+
+    # --- plans
+
+    def _is_possible(self, plan: Sequence[Gradients]) -> bool:
+        """Return whether planned passes are possible; all ranks come to the same answer."""
+        if self._world is None:
+            return False
+        others = (record for record in self._world.process_sets.records if record.id != 0)
+        if any(len(record.ranks) > 1 for record in others):
+            return False  # NCCL needs one order of all communicators
+        # Other optimizers may be gone on some ranks only, until Python collects garbage.
+        used = {index for gradients in plan for index in gradients}
+        found = [self._participants.get(index) for index in used]
+        return all(participant is not None and participant.runs_ahead for participant in found)
+
+    def _end_plan(self, number: int) -> None:
+        """End the plan before a pass because of what a report said."""
+        is_long_lived = number - self._first >= _LONG_LIVED
+        self._repeats = _REPEATS if is_long_lived else min(2 * self._repeats, _MOST_REPEATS)
+        self._drop_plan()
+
+    def _drop_plan(self) -> None:
+        if not self._plan:
+            return
+        self._plan, self._end, self._open = (), _NEVER, -1
+        self._native.close()
+        for participant in self._participants.values():
+            participant.hooks.expect(None)
+
+    def _planned(self, number: int) -> Gradients:
+        return self._plan[(number - self._first) % len(self._plan)]
+
+    def _open_pass(self, number: int) -> None:
+        """Let the hooks launch pass `number`, unless they may already."""
+        if self._open == number:
+            return
+        self._open = number
+        self._native.open(number)
+        planned = self._planned(number)
+        for index, participant in self._participants.items():
+            participant.hooks.expect(participant.bitmap(planned.get(index, 0)))
+
+    # --- a planned pass
+
+    def _run(
+        self,
+        number: int,
+        steps: int,
+        gradients: dict[int, int],
+        sparse: dict[int, int],
+    ) -> Iterable[int]:
+        """Launch pass `number`, report it, and wait for the reports if it is not as planned.
+
+        Return the optimizers outside the plan whose gradients are put aside.
+        """
+        planned = self._planned(number)
+        for index, bitmap in planned.items():
+            participant = self._participants.get(index)
+            if participant is not None:
+                due = gradients.get(index, 0) & bitmap
+                participant.hooks.fill(participant.bitmap(bitmap), participant.bitmap(due))
+        self._native.launch_rest()
+        reports = (GradientReport(i, due, sparse[i]) for i, due in gradients.items())
+        entered = self._reports.send(number, planned, BackwardReport(steps, tuple(reports)))
+        self._native.wait()
+        deviates = gradients != planned
+        ranks = self._reports.of(entered) if deviates else [entered.report]
+        union = union_of(rank.due for rank in ranks) if deviates else planned
+        for index, bitmap in planned.items():
+            participant = self._participants.get(index)
+            if participant is None:
+                continue
+            nowhere = bitmap & ~union.get(index, 0)
+            participant.hooks.restore(participant.bitmap(nowhere))
+            participant.hooks.mark_reduced(participant.bitmap(bitmap & ~nowhere))
+            participant.nothing_pending |= nowhere != bitmap
+        extra = without(gradients, planned)
+        if extra and all(without(rank.due, planned) for rank in ranks):
+            self._reduce_extra(number, without(union, planned), ranks)
+            return ()
+        self._put_aside(extra)
+        return extra.keys() - planned.keys()
+
+    def _reduce_extra(self, number: int, extra: Gradients, ranks: Sequence[BackwardReport]) -> None:
+        """Reduce gradients outside the plan, as in an agreed pass: all ranks have some."""
+        sparse = union_of({r.participant: r.sparse for r in rank.gradients} for rank in ranks)
+        dense = union_of(
+            {r.participant: r.due & ~r.sparse for r in rank.gradients} for rank in ranks
+        )
+        touched = sorted(extra.items())
+        for index, bitmap in touched:
+            only_sparse = sparse.get(index, 0) & ~dense.get(index, 0) & bitmap
+            participant_of(self._participants, index).start(bitmap, only_sparse, number)
+        for index, _ in touched:
+            self._participants[index].finish(())
+            self._participants[index].nothing_pending = True
+
+    def _put_aside(self, extra: Gradients) -> None:
+        for index, bitmap in extra.items():
+            participant = self._participants[index]
+            participant.hooks.put_aside(participant.bitmap(bitmap))
+            self._has_aside = True
+
+    def _judge(self, entered: Entered, ranks: Sequence[BackwardReport]) -> None:
+        """Draw the conclusions of a report, which are the same on all ranks."""
+        planned = entered.planned
+        found = [rank.due for rank in ranks]
+        union = union_of(found)
+        all_deviate = all(gradients != planned for gradients in found)
+        is_usual = len(ranks) == self._size and not any(
+            report.sparse for rank in ranks for report in rank.gradients
+        )
+        try:
+            require_same_steps([rank.steps for rank in ranks], self._size)
+        except MismatchError as difference:
+            self._difference = self._difference or difference
+            is_usual = False
+        if entered.number >= self._known_from:
+            self._history.add(union if is_usual else {})
+        self._tolerated += all_deviate
+        if not is_usual or without(union, planned) or self._tolerated > _TOLERATED:
+            # If all ranks have deviated, all have waited for this report before the next pass.
+            self._end = min(self._end, entered.number + (1 if all_deviate else AHEAD + 1))
+
+    def _raise_difference(self) -> None:
+        difference, self._difference = self._difference, None
+        if difference is not None:
+            raise difference
+
+    def _await_others(self) -> None:
+        """Before this rank leaves: wait until the others have entered the passes that it has."""
+        try:
+            self.look()
+            self._raise_difference()
+        except RingError as error:  # there is no pass any more to raise it
+            _log.error("the last backward passes: %s", error)
+        finally:
+            self._reports.forget()
