@@ -14,7 +14,7 @@ Launched Launcher::allreduce(const at::Tensor& tensor, int op, double prescale,
   engine->launch([&](Communicator& communicator, Buffers&) {
     request.begin();
     communicator.allreduce(request.input, request.output, request.fingerprint.count(),
-                           reduction_of(request.fingerprint, size_));
+                           reduction_of(request.fingerprint, communicator));
     request.finish();
   });
   return {std::move(engine), tensor, std::move(written)};

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 
 import device_double
+import device_runs
 import pytest
 import torch
 from ahead_programs import PROGRAMS, Program, planned_passes, same_branches
-from device_runs import run_on_double
 from training import assert_same_on_all_ranks
 
 pytestmark = device_double.needed
+run_on_double = functools.partial(device_runs.run_on_double, TORCH_RING_RUN_AHEAD="1")
 on_worlds = pytest.mark.parametrize("size", [2, 3])
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import device_double
+import device_runs
 import pool
 import pytest
 import torch
 from ahead_programs import Branches, batch_of, planned_passes, weights_of, wrapped
-from device_runs import call_on_double, run_on_double
+from device_runs import call_on_double
 from pool import error_of, eventually
 from torch.optim import SGD
 from training import assert_same_on_all_ranks
@@ -25,6 +26,7 @@ from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.run_ahead import AHEAD
 
 pytestmark = device_double.needed
+run_on_double = functools.partial(device_runs.run_on_double, TORCH_RING_RUN_AHEAD="1")
 on_worlds = pytest.mark.parametrize("size", [2, 3])
 
 DEADLINE_S = 30.0

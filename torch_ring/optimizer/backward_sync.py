@@ -119,7 +119,7 @@ class BackwardSync:
 
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
-        self.run_ahead.stop()
+        self.run_ahead.begin_anew()
         index = self._registered
         self._participants[index] = participant
         self._registered += 1

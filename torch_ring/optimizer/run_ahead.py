@@ -241,18 +241,21 @@ class RunAhead:
         self._history.clear()
         self._known_from = number  # other ranks may not have read all reports before it
 
+    def begin_anew(self) -> None:
+        """As stop(), where a new optimizer makes what passes did before say less."""
+        self.stop()
+        self._repeats = _REPEATS
+
     def forget(self) -> None:
         """Forget all passes: all ranks have joined."""
         self._reports.forget()
-        self.stop()
-        self._repeats = _REPEATS
+        self.begin_anew()
         self._difference = None
 
     def take_up_aside(self, indices: Iterable[int]) -> bool:
         """Add the gradients that these optimizers have put aside; return whether any has some.
 
-        Those of other optimizers wait for a pass of theirs: in this one they would be averaged, and
-        dropped by the zero_grad() before their step().
+        Others wait for a pass of theirs: here, their next zero_grad() would drop the mean.
         """
         if not self._has_aside:
             return False
