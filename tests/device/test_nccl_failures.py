@@ -16,6 +16,7 @@ from device_runs import call_on_double, run_on_double
 from pool import error_of
 
 import torch_ring as hvd
+from torch_ring.world import current
 
 pytestmark = device_double.needed
 
@@ -132,12 +133,30 @@ def lose_a_rank(device: str) -> tuple[str, str]:
         return error_of(lambda: hvd.allreduce(mine, name="next"))
 
 
+def lose_a_rank_that_has_not_launched(device: str) -> tuple[str, str]:
+    """Rank 1 dies while the others have launched without it, and ask for nothing."""
+    mine = torch.ones(3, device=device)
+    hvd.allreduce(mine)
+    hvd.barrier()
+    engine = current.engine()
+    if hvd.rank() == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    launched = engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0)
+    mine.cpu()  # the current stream waits for nothing
+    while not launched.done():
+        time.sleep(0.01)  # for ever, if the device were not aborted
+    assert error_of(launched.wait)[0] == "PeerLostError"
+    return error_of(lambda: engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("lose", [lose_a_rank, lose_a_rank_that_has_not_launched])
 @pytest.mark.parametrize("size", [2, 3])
-def test_streams_do_not_wait_for_a_dead_rank(size):
+def test_streams_do_not_wait_for_a_dead_rank(size, lose):
     results = pool.run(
         call_on_double,
         size,
-        args=(lose_a_rank,),
+        args=(lose,),
         env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)},
         may_die={1},
     )

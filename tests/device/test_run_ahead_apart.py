@@ -299,7 +299,10 @@ def test_a_dead_rank(size):
         call_on_double,
         size,
         args=(die,),
-        env={"TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY)},
+        env={
+            "TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY),
+            "TORCH_RING_RUN_AHEAD": "1",
+        },
         initialized=False,
         kind=device_double.DEVICE,
         may_die=[1],

@@ -76,9 +76,7 @@ __all__ = ["AHEAD", "RunAhead"]
 _log = logging.getLogger("torch_ring")
 
 AHEAD = 4
-"""Passes that a host may have finished before the slowest rank's host begins the first of them.
-
-Their queued work keeps a device busy. More would make errors and extra gradients come later."""
+"""Passes that a host may finish before the slowest one begins the first. More would delay errors."""
 
 _REPEATS = 2  # of a cycle, before it becomes a plan
 _MOST_REPEATS = 256
