@@ -1,6 +1,7 @@
 #include "bindings/run_ahead.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "bindings/streams.h"
 
