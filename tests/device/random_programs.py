@@ -121,7 +121,8 @@ def make_program(seed: int, size: int, kind: str | None = None) -> Program:
         momentum=0.0 if is_sum_of_gradients else rng.choice([0.0, 0.5]),
         is_sum=is_sum,
         predivide=2.0 if not is_sum and rng.random() < 0.1 else 1.0,
-        casts=rng.random() < 0.2,
+        # A device divides float16 before it adds: a third would be rounded.
+        casts=rng.random() < 0.2 and size in (1, 2, 4),
         scales=not is_sum_of_gradients and rng.random() < 0.3,
         bucket_groups=rng.choice([0, 0, 0, 2]),
     )
