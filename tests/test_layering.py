@@ -115,7 +115,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"collectives", "errors", "state", "world"},
     "mpi_ops": {"capabilities", "collectives", "compression", "errors", "world"},
     "functions": {"collectives", "state"},
-    "elastic": {"collectives", "errors", "optimizer", "state", "world"},
+    "elastic": {"collectives", "errors", "optimizer", "rendezvous", "state", "world"},
     "self_test": {"_C", "collectives", "config", "errors", "rendezvous", "world"},
     "run": {"capabilities", "config", "elastic", "errors", "rendezvous"},
     "__main__": {"self_test"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import pool
@@ -198,6 +199,7 @@ def resume_apart(behind: int) -> tuple[float, int, float]:
     model = model_of(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.sync()
     for state.step in range(4):
         model(torch.zeros(1, 2)).sum().backward()
         if rank == behind and state.step == 3:
@@ -215,3 +217,66 @@ def resume_apart(behind: int) -> tuple[float, int, float]:
 def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int) -> None:
     results = pool.run(resume_apart, 3, args=(behind,))
     assert results == [(-6.125, 3, 1.875)] * 3
+
+
+def resume_without_a_state(arrived: Sequence[int]) -> tuple[float, int]:
+    """Ranks whose first sync failed, or that have come, have nothing that others may take."""
+    rank = hvd.rank()
+    model = model_of(float(rank))
+    state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), step=rank)
+    if arrived:
+        state.sync()
+        state.step = 5
+        torch.nn.init.constant_(model.bias, 5.0)
+    if rank in arrived:
+        state.on_arrival()
+        state.step = 9
+    state.resume()
+    return model.bias.item(), state.step
+
+
+@pytest.mark.parametrize("arrived", [[], [1], [0, 2]])
+def test_a_state_comes_from_a_rank_that_has_one(arrived: list[int]) -> None:
+    wanted = (5.0, 5) if arrived else (0.0, 0)
+    assert pool.run(resume_without_a_state, 3, args=(arrived,)) == [wanted] * 3
+
+
+def order_of_a_reset() -> list[str]:
+    """A callback comes after the states are one: what it changes stays."""
+    name, seen = hvd.rank(), []
+    model = model_of(0.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    def on_reset() -> None:
+        seen.append(f"{hvd.size()} ranks in step {state.step}")
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    state.register_reset_callbacks([on_reset])
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, 4):
+            optimizer.zero_grad()
+            if (name, state.step) == (0, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.zeros(1, 2)).sum().backward()
+            optimizer.step()
+
+    train(state)
+    return [*seen, str(model.bias.item())]
+
+
+def test_callbacks_come_last() -> None:
+    assert pool.run(order_of_a_reset, 2, may_die=[0])[1] == ["1 ranks in step 2", "-3.0"]
+
+
+def wrap_adasum() -> None:
+    optimizer = torch.optim.SGD(model_of(0.0).parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
+    with pytest.raises(ValueError, match="Adasum"):
+        hvd.elastic.TorchState(optimizer=optimizer)
+
+
+def test_adasum_is_refused() -> None:
+    pool.run(wrap_adasum, 2)

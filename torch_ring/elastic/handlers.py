@@ -10,6 +10,7 @@ import torch
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.sampler import ElasticSampler
+from torch_ring.optimizer.adasum_optimizer import AdasumOptimizer
 from torch_ring.optimizer.distributed_optimizer import follow_world
 from torch_ring.state import broadcast_optimizer_state, broadcast_parameters
 
@@ -80,6 +81,8 @@ class OptimizerStateHandler(StateHandler):
     """Handles an optimizer, wrapped or not."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, AdasumOptimizer):  # takes a step of its own before it fails
+            raise ValueError("elastic training does not go with op=Adasum")
         super().__init__(optimizer)
         self.save()
 

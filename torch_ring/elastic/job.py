@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.directory import ask_directory, tell_directory
 from torch_ring.elastic.listener import Listener
 from torch_ring.elastic.member import Member
-from torch_ring.elastic.regroup import Group, Limits, come, regroup
-from torch_ring.errors import RingError
+from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
+from torch_ring.errors import MismatchError, PeerLostError, RingError, first_line
+from torch_ring.rendezvous.network import own_address
 from torch_ring.world import current
 
 __all__ = ["ElasticJob", "key_of"]
@@ -24,6 +27,7 @@ __all__ = ["ElasticJob", "key_of"]
 _log = logging.getLogger("torch_ring")
 
 _KEY_BYTES = 32
+_STORE_S = 5.0  # for the store of ranks that were alive a moment ago
 
 
 def key_of(secret: str) -> bytes:
@@ -49,9 +53,12 @@ class ElasticJob:
         config = self._config = current.config()
         self.members: Sequence[Member] = ()
         self._generation = 1
-        self._store: TCPStore | None = None  # served here, for the present world
+        self._store: TCPStore | None = None  # of the present world
+        self._serves: tuple[str, int] | None = None  # the address of the last store served here
         key = key_of(config.secret) if config.secret else self._common_key()
         host = current.world().address
+        if config.is_newcomer:  # alone so far: as the ranks will find it, as far as it can know
+            host = own_address(config.interface, config.directory.rpartition(":")[0])
         self._listener = Listener(host, key, self._knows, on_newcomer)
         self._own = Member(secrets.token_hex(8), host, self._listener.port)
         self._limits = Limits(
@@ -60,7 +67,8 @@ class ElasticJob:
         if config.is_newcomer:
             return
         try:
-            self.members = allgather_object(self._own, name="elastic.members")
+            packed = allgather_object(self._own.packed(), name="elastic.members")
+            self.members = [Member(*each) for each in packed]
             self._tell_directory()
         except BaseException:
             self.close()
@@ -88,15 +96,19 @@ class ElasticJob:
         began = time.monotonic()
         current.shutdown()
         before = len(self.members)
+        limits = self._limits
         while True:
-            group = self._next_group()
+            group = self._next_group(limits)
             try:
                 self._join(group)
                 break
-            except RingError as error:  # another one has died meanwhile
-                if time.monotonic() - began > self._limits.timeout_s:
+            except RingError as error:  # another one has died meanwhile, or a newcomer is different
+                has_newcomers = any(member not in self.members for member in group.members)
+                is_ours = isinstance(error, MismatchError) and not has_newcomers
+                if is_ours or time.monotonic() - began > self._limits.timeout_s:
                     raise
-                _log.debug("the next world was not made: %s", error)
+                limits = replace(limits, most=0)
+                _log.warning("the next world was not made: %s", first_line(error))
         self.members, self._generation = group.members, group.generation
         self._listener.dismiss_strangers()
         self._tell_directory()
@@ -106,11 +118,11 @@ class ElasticJob:
                 *(len(self.members), before, 1e3 * (time.monotonic() - began), cause),
             )
 
-    def _next_group(self) -> Group:
+    def _next_group(self, limits: Limits) -> Group:
         if self.members:
             return regroup(
                 *(self.members, self._generation, self._own),
-                *(self._listener, self._limits, self._serve),
+                *(self._listener, limits, self._serve),
             )
         directory, key = self._config.directory, self._listener.key
         return come(lambda: ask_directory(directory, key), self._own, key, self._limits)
@@ -122,30 +134,43 @@ class ElasticJob:
     def _tell_directory(self) -> None:
         if self._config.directory and current.rank() == 0:
             key = self._listener.key
-            tell_directory(self._config.directory, key, self._generation, self.members)
+            try:
+                tell_directory(self._config.directory, key, self._generation, self.members)
+            except RingError as error:
+                _log.warning("newcomers cannot find the ranks: %s", error)
 
     def _knows(self, process: Member) -> bool:
         return process in self.members
 
     def _serve(self) -> tuple[str, int]:
         """Serve a store for the next world; return its address."""
-        self._store = TCPStore(
-            self._own.host,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._config.init_timeout_s),
-        )
-        return self._own.host, self._store.port
+        host = self._own.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port: int = listener.getsockname()[1]
+        self._store = self._tcp_store(host, port, master_listen_fd=listener.detach())
+        self._serves = (host, port)
+        return host, port
 
     def _join(self, group: Group) -> None:
         """Make the next world with the others."""
+        if self._own not in group.members:
+            raise LeftOutError("the other ranks go on without this one")
         rank = list(group.members).index(self._own)
-        if self._store is None or group.store != (self._own.host, self._store.port):
-            self._store = TCPStore(
-                *group.store,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._config.init_timeout_s),
-            )
+        if group.store != self._serves:
+            self._store = self._tcp_store(*group.store)
+        assert self._store is not None
         current.rejoin(rank, len(group.members), self._store, self._listener.key.hex())
+
+    def _tcp_store(self, host: str, port: int, master_listen_fd: int | None = None) -> TCPStore:
+        try:
+            return TCPStore(
+                host,
+                port,
+                is_master=master_listen_fd is not None,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=min(_STORE_S, self._config.init_timeout_s)),
+                master_listen_fd=master_listen_fd,
+            )
+        except DistError as error:
+            raise PeerLostError(f"the store of the next world: {first_line(error)}") from None

@@ -10,8 +10,9 @@ from torch_ring.elastic.channel import Channel
 
 __all__ = ["Member", "Reach", "dial", "reach"]
 
-# A kernel accepts connections for its processes, so this is time for the network alone.
-_CONNECT_S = 0.25
+# A kernel accepts connections for its processes, so this is time for the network alone. One lost
+# packet is sent again after a second.
+_CONNECT_S = 1.5
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ class State(ABC):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to a new world. Called by `run`, on all ranks."""
+        """Call the reset callbacks: the ranks are others, and have one state. Called by `run`."""
         self._host_messages = queue.Queue()
-        self.reset()
         for callback in self._reset_callbacks:
             callback()
 
@@ -90,7 +89,7 @@ class State(ABC):
         """Give all ranks the saved state of rank 0. Collective."""
 
     def reset(self) -> None:  # noqa: B027  most need nothing
-        """Adapt what depends on the world."""
+        """Adapt what depends on the world; called before `resume`."""
 
 
 class ObjectState(State):

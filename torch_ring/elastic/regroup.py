@@ -102,11 +102,29 @@ def regroup(
     """
     deadline = time.monotonic() + limits.timeout_s
     rank = members.index(own)
-    for candidate in members[:rank]:
-        answer = _ask("join", candidate, own, listener.key, limits, deadline)
+    while True:
+        answer = _first_answer(members[:rank], own, listener.key, limits, deadline)
+        try:
+            if answer is not None:
+                return _group_of(answer)
+            return _Leading(members, generation, rank, listener, limits, deadline).run(serve)
+        except _ElsewhereError:  # a lower one lives after all: ask it again
+            time.sleep(_FIND_EVERY_S)
+
+
+class _ElsewhereError(Exception):
+    """Another process leads."""
+
+
+def _first_answer(
+    candidates: Sequence[Member], own: Member, key: bytes, limits: Limits, deadline: float
+) -> dict[str, Any] | None:
+    """Return the answer of the first process that lives; None: none does."""
+    for candidate in candidates:
+        answer = _ask("join", candidate, own, key, limits, deadline)
         if answer is not None:
-            return _group_of(answer)
-    return _Leading(members, generation, rank, listener, limits, deadline).run(serve)
+            return answer
+    return None
 
 
 def come(
@@ -169,6 +187,8 @@ def _group_of(answer: dict[str, Any]) -> Group:
             "the other ranks go on without this one, which was silent for too long or cut off from "
             "them: end this process, or start it anew"
         )
+    if answer["kind"] == "elsewhere":
+        raise _ElsewhereError
     if answer["kind"] == "refused":
         raise _error_of(answer)
     host, port = answer["store"]
@@ -210,6 +230,9 @@ class _Leading:
                 self._joined[request.member.id] = request
                 survivors.append(request.member)
             group = Group(survivors, serve(), self._generation + 1)
+        except _ElsewhereError:
+            self._tell({"kind": "elsewhere"})
+            raise
         except RingError as error:
             answer = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
             self._tell(answer)
@@ -242,6 +265,9 @@ class _Leading:
                 for member in missing:
                     if member.id in probes and probes[member.id].done():
                         self._found[member.id] = probes.pop(member.id).result()
+                lower = self._members[: self._rank]
+                if any(self._found.get(member.id) is Reach.ALIVE for member in lower):
+                    raise _ElsewhereError
                 if all(map(self._is_given_up, missing)):
                     return
                 now = time.monotonic()

@@ -20,6 +20,7 @@ ResultT = TypeVar("ResultT")
 
 # Failures one after the other in which no rank has died: the next one would be no other.
 _MOST_FRUITLESS = 3
+_SOON_S = 60.0  # after a failure: a later one has another cause
 
 
 def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
@@ -68,7 +69,7 @@ def _note_newcomer(state: State) -> None:
 
 def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
     prepare: Callable[[], None] | None = state.sync
-    is_newcomer, resets, fruitless = not job.members, False, 0
+    is_newcomer, resets, fruitless, failed_at = not job.members, False, 0, 0.0
     while True:
         cause: RingError | HostsUpdatedInterrupt
         try:
@@ -77,11 +78,13 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
                 state.on_arrival()
                 job.regroup(None)
             if resets:
+                state.reset()
+            if prepare is not None:
+                prepare()
+            if resets:
                 state.on_reset()
                 if job.has_newcomers:  # whose messages the state has dropped
                     _note_newcomer(state)
-            if prepare is not None:
-                prepare()
             return func()
         except (MismatchError, LeftOutError):
             raise
@@ -93,6 +96,8 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
         job.regroup(cause)
         resets = True
         is_fruitless = isinstance(cause, RingError) and job.members == before
-        fruitless = fruitless + 1 if is_fruitless else 0
+        is_soon = time.monotonic() - failed_at < _SOON_S
+        failed_at = time.monotonic()
+        fruitless = (fruitless if is_soon else 0) + 1 if is_fruitless else 0
         if fruitless == _MOST_FRUITLESS:
             raise cause

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch_ring.elastic.object_state import ObjectState
 from torch_ring.elastic.sampler import ElasticSampler
 
 __all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
+
+_log = logging.getLogger("torch_ring")
 
 
 class TorchState(ObjectState):
@@ -48,6 +51,7 @@ class TorchState(ObjectState):
         self._handlers: dict[str, StateHandler] = {}
         self._changes = 0  # of plain attributes
         self._steps = 0  # taken by all optimizers
+        self._is_whole = False  # nothing of another state is mixed into this one
         self._progress_at_step: dict[str, Any] = {}  # of each optimizer: at its last step
         self._several_steps = False  # an optimizer has taken two, or more
         self._commits_only = False  # ... between which no attribute and no sampler changed
@@ -85,9 +89,11 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """See `State`."""
+        self._is_whole = False
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+        self._is_whole = True
 
     def reset(self) -> None:
         """See `State`."""
@@ -96,32 +102,56 @@ class TorchState(ObjectState):
 
     def on_arrival(self) -> None:
         """See `State`."""
-        self._steps = -1
+        self._is_whole = False
 
     def resume(self) -> None:
-        """Go on from where the farthest rank is, or from the last commit. Collective."""
-        own = (self._steps, self._changes, self._is_live())
+        """Go on from where the farthest rank is, or from the last commit. Collective.
+
+        Only a rank whose state is whole counts: one that has come, or that a failure has kept from
+        taking a whole state, has none.
+        """
+        own = (self._is_whole, self._steps, self._changes, self._is_live())
         ranks = allgather_object(own, name="elastic.progress")
-        if not all(is_live for _, _, is_live in ranks):
-            super().resume()
+        if not any(is_whole for is_whole, *_ in ranks):
+            self.sync()  # the first sync failed: as at the start
+        elif any(is_whole and not is_live for is_whole, _, _, is_live in ranks):
+            self._go_back(ranks)
         else:
-            self._follow([(steps, changes) for steps, changes, _ in ranks])
-        self._steps = self._changes = 0
+            self._follow([(whole, steps, changes) for whole, steps, changes, _ in ranks])
         self._progress_at_step.clear()
 
-    def _follow(self, ranks: list[tuple[int, int]]) -> None:
+    def _go_back(self, ranks: list[tuple[bool, int, int, bool]]) -> None:
+        """Go on from the last commit of the first rank that has one."""
+        if world.rank() == 0:
+            _log.warning("all ranks go back to the last commit: the state changes at commits only")
+        root = [is_whole for is_whole, *_ in ranks].index(True)
+        if self._is_whole:
+            self.restore()
+        self._copy_from(root, models=True)
+        self.save()
+
+    def _follow(self, ranks: list[tuple[bool, int, int]]) -> None:
         """Take the state of the rank that is farthest, as far as this one's is another."""
         farthest = max(ranks)
-        root = ranks.index(farthest)
-        some_are_behind = any(steps != farthest[0] for steps, _ in ranks)
+        _, steps, changes = farthest
+        some_are_behind = any(rank[:2] != farthest[:2] for rank in ranks)
+        if some_are_behind and self._is_whole and self._steps != steps:
+            self.save()  # to go back there, should the root die
+        self._copy_from(ranks.index(farthest), models=some_are_behind)
+        self._steps, self._changes = steps, changes
+
+    def _copy_from(self, root: int, *, models: bool) -> None:
+        """Take attributes and samplers of the root's, and with `models` everything."""
+        self._is_whole = self._is_whole and not (models and world.rank() != root)
         for handler in self._handlers.values():
-            if some_are_behind or isinstance(handler.value, ElasticSampler):
+            if models or isinstance(handler.value, ElasticSampler):
                 handler.copy_from(root)
         plain = {name: getattr(self, name) for name in self._saved_state}
         plain = broadcast_object(plain, root, "elastic.attributes")
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)
+        self._is_whole = True
 
     def _is_live(self) -> bool:
         """Return whether the attributes and samplers say how far the training is."""

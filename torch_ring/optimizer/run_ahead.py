@@ -76,7 +76,7 @@ __all__ = ["AHEAD", "RunAhead"]
 _log = logging.getLogger("torch_ring")
 
 AHEAD = 4
-"""Passes that a host may finish before the slowest one begins the first. More would delay errors."""
+"""Passes that a host may finish before the slowest one begins the first. More delay errors."""
 
 _REPEATS = 2  # of a cycle, before it becomes a plan
 _MOST_REPEATS = 256

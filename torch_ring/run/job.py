@@ -240,8 +240,8 @@ class Job:
 
     def _replace(self, facts: JobFacts) -> None:
         """Start ranks again that have failed, where it is time."""
-        if self._signal or self._close_at is not None or not self._running:
-            return
+        if self._signal or self._close_at is not None or not self._running or self._done:
+            return  # where ranks have finished, nobody would let one in
         for slot in self._replacements.take(time.monotonic()):
             if self._supervisor.connections[slot.host].is_open:
                 self._start(slot, facts, is_newcomer=True)
