@@ -20,6 +20,7 @@ GLOBAL_BATCH = 64  # samples of all ranks together, however many they are
 def train(state: hvd.elastic.TorchState, dataset: TensorDataset, options) -> None:
     for state.epoch in range(state.epoch, options.epochs):  # 2: from where the state is
         loader = DataLoader(dataset, GLOBAL_BATCH // hvd.size(), sampler=state.sampler)
+        loss = None  # of an epoch that had ended, but for its number, when a rank died
         for batch, (images, labels) in enumerate(loader):
             state.optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(state.model(images), labels)
@@ -28,7 +29,7 @@ def train(state: hvd.elastic.TorchState, dataset: TensorDataset, options) -> Non
             state.sampler.record_batch(batch, len(images))  # 4: what all ranks have done
             state.check_host_updates()  # 5: lets processes in that the launcher has started
             time.sleep(options.pause)
-        if hvd.rank() == 0:
+        if hvd.rank() == 0 and loss is not None:
             print(f"epoch {state.epoch} on {hvd.size()} ranks: loss {loss.item():.4f}", flush=True)
         state.sampler.set_epoch(state.epoch + 1)
     state.epoch = options.epochs

@@ -75,6 +75,7 @@ def test_what_needs_hosts_that_come_later_is_refused(line):
 def test_options_of_elastic_training():
     options = parse("-np", "4", "--min-np", "2", "--elastic-timeout", "5", "true")
     assert options.least == 2
+    assert not options.notes
     assert options.variables == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_ELASTIC_TIMEOUT": "5.0"}
     assert parse("--min-num-proc", "1", "true").least == 1
     assert parse("true").least is None

@@ -332,7 +332,10 @@ def _text_of(tunable: _Tunable, value: Any) -> str:
 
 
 def _is_read(variable: str) -> bool:
-    return any(variable == alias for setting in SETTINGS for alias, _ in setting.aliases)
+    return any(
+        variable in (setting.variable, *(alias for alias, _ in setting.aliases))
+        for setting in SETTINGS
+    )
 
 
 def _variable(text: str) -> tuple[str, str | None]:

@@ -27,8 +27,8 @@ class ProcessSet:
     Its ranks identify the set: two objects with the same ranks are equal and mean the same set, and
     an object that was pickled, or used in an earlier world, can be used again.
 
-    Operations of two sets may be in flight in any order, except on GPUs if the sets share ranks:
-    NCCL needs one order of its communicators on a device, so finish one set's operations first.
+    Operations of two sets may be in flight in any order, on GPUs too: there all ranks enqueue them
+    in one order.
 
     Args:
         ranks_or_comm: ranks in any order, or an mpi4py communicator of them.

@@ -1,0 +1,189 @@
+"""Planned passes that end badly: a dead rank, Ctrl-C, an exception in the middle, shutdown()."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import device_double
+import pool
+import pytest
+import torch
+from ahead_programs import Branches, weights_of, wrapped
+from ahead_training import (
+    DEADLINE_S,
+    PLANNED,
+    Quiet,
+    Training,
+    on_worlds,
+    run_ahead_on_double,
+    wait_for,
+)
+from device_runs import call_on_double
+from pool import error_of, eventually
+from training import assert_same_on_all_ranks
+
+import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.optimizer.run_ahead import AHEAD
+
+pytestmark = device_double.needed
+
+
+def die(device: str) -> tuple[str, str] | None:
+    training = Training(device)
+    training.steps(PLANNED + 2)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: training.steps(AHEAD + 4))
+
+
+@on_worlds
+def test_a_dead_rank(size):
+    results = pool.run(
+        call_on_double,
+        size,
+        args=(die,),
+        env={
+            "TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY),
+            "TORCH_RING_RUN_AHEAD": "1",
+        },
+        initialized=False,
+        kind=device_double.DEVICE,
+        may_die=[1],
+    )
+    for rank in {*range(size)} - {1}:
+        kind, text = results[rank]
+        assert kind == "PeerLostError"
+        assert "rank 1" in text
+
+
+@contextlib.contextmanager
+def pressing_ctrl_c(when: Callable[[], bool], pressed: Path) -> Iterator[None]:
+    """Send SIGINT to this process once `when()` holds, from another thread."""
+
+    def press() -> None:
+        if eventually(when, DEADLINE_S):
+            os.kill(os.getpid(), signal.SIGINT)
+            pressed.touch()
+
+    thread = threading.Thread(target=press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        yield
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_a_rank_without_data(folder: Path, device: str) -> None:
+    """Ctrl-C comes while rank 1 waits for rank 0's report; the pass ends, and rank 1 goes on."""
+    training = Training(device)
+    training.steps(PLANNED + 2)
+    pressed = folder / "pressed"
+    agreement = backward_sync_of(hvd.global_process_set).agreement
+    if hvd.rank() == 0:
+        wait_for(pressed)
+        training.step()
+    elif hvd.rank() == 1:
+        training.optimizer.zero_grad()
+        with (
+            pressing_ctrl_c(lambda: agreement.is_reducing, pressed),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            training.optimizer.step()
+        training.optimizer.step()
+        training.done += 1
+    else:
+        training.step()
+    training.steps(AHEAD + 3)
+    assert_same_on_all_ranks(*weights_of(training.model))
+
+
+@on_worlds
+def test_an_interrupt_of_a_rank_without_data(size, tmp_path):
+    run_ahead_on_double(functools.partial(interrupt_a_rank_without_data, tmp_path), size)
+
+
+def fail_in_backward(after_part: bool, device: str) -> tuple[str, str]:
+    """A hook of the program raises once on rank 1; it goes on with step()."""
+    training = Training(device)
+    training.steps(PLANNED + 2)
+
+    def go_on() -> None:
+        if hvd.rank() == 1:
+            training.optimizer.zero_grad()
+            training.optimizer.step()
+            training.done += 1
+        else:
+            training.step()
+        training.steps(AHEAD + 4)
+
+    if hvd.rank() == 1:
+        where = training.model.trunk if after_part else training.model.branches[0]
+
+        def refuse(_: torch.Tensor) -> None:
+            raise ValueError("refused")
+
+        hook = where.weight.register_hook(refuse)
+        with pytest.raises(ValueError, match="refused"):
+            training.backward()
+        hook.remove()
+    failure = error_of(go_on)
+    if not after_part:
+        assert_same_on_all_ranks(*weights_of(training.model))
+    return failure
+
+
+@on_worlds
+def test_an_exception_before_anything_is_launched(size):
+    program = functools.partial(fail_in_backward, False)
+    assert run_ahead_on_double(program, size) == [("nothing", "")] * size
+
+
+@on_worlds
+def test_an_exception_after_a_bucket_was_launched(size):
+    program = functools.partial(fail_in_backward, True)
+    failures = run_ahead_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")
+    for rank, (kind, text) in enumerate(failures):
+        assert kind == ("RingError" if rank == 1 else "PeerLostError")
+        assert "after part of its gradients had been sent" in text.replace("\n", " ")
+
+
+def leave_late(folder: Path, device: str) -> None:
+    """Rank 0 leaves while the others still have passes to enter."""
+    training = Quiet(device)
+    training.steps(PLANNED + 2)
+    if hvd.rank() == 0:
+        training.steps(AHEAD)
+        (folder / "finished").touch()
+    else:
+        wait_for(folder / "finished")
+        training.steps(AHEAD)
+    size = hvd.size()
+    hvd.shutdown()
+    expected = training.done - 1 + (size - 1) / 2
+    assert training.weights[0][0].item() == pytest.approx(expected)
+
+
+@on_worlds
+def test_shutdown_with_passes_under_way(size, tmp_path):
+    run_ahead_on_double(functools.partial(leave_late, tmp_path), size)
+
+
+def differ(device: str) -> tuple[str, str]:
+    return error_of(lambda: wrapped(Branches(device), hvd.rank() == 0))
+
+
+def test_ranks_with_other_settings():
+    for kind, text in run_ahead_on_double(differ, 2):
+        assert kind == "MismatchError"
+        assert "run_ahead=True" in text
+        assert "run_ahead=False" in text
