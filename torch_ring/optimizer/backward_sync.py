@@ -197,7 +197,7 @@ class BackwardSync:
             while not participant.nothing_pending:
                 if self.run_ahead.ends_pass(self.steps, participant):
                     continue
-                self._agree(self._reports(stepping=participant))
+                self._agree(self._reports(participant), participant)
         finally:
             self.agreement.stop_ending()
 
@@ -217,9 +217,11 @@ class BackwardSync:
         reports = [participant.report(participant is stepping) for participant in participants]
         return tuple(report for report in reports if report)
 
-    def _agree(self, reports: tuple[GradientReport, ...]) -> None:
+    def _agree(
+        self, reports: tuple[GradientReport, ...], stepping: Participant | None = None
+    ) -> None:
         """Tell the other ranks, and reduce the gradients that are due on any of them."""
-        reports = self._with_aside(reports)
+        reports = self._with_aside(reports, stepping)
         report = BackwardReport(self.steps, tuple(map(self._with_digest, reports)))
         own = report.encode()
         goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
@@ -236,17 +238,20 @@ class BackwardSync:
             for rest in self._reports():  # of which the earlier report did not know
                 self._participants[rest.participant].nothing_pending = False
 
-    def _with_aside(self, reports: tuple[GradientReport, ...]) -> tuple[GradientReport, ...]:
-        """Return the reports with the gradients that planned passes have put aside."""
-        if not self.run_ahead.take_up_aside({report.participant for report in reports}):
-            return reports
-        # With all others of the step: only then does `stepping` have everything.
-        added = {report.participant: report for report in self._reports()}
-        merged = [
-            replace(report, due=report.due | added.pop(report.participant, report).due)
+    def _with_aside(
+        self, reports: tuple[GradientReport, ...], stepping: Participant | None
+    ) -> tuple[GradientReport, ...]:
+        """Return the reports with what planned passes have put aside, for optimizers in use now.
+
+        Another one's gradients would not live until it steps: its zero_grad() may come first.
+        """
+        used = [
+            report.participant
             for report in reports
+            if report.due or self._participants[report.participant] is stepping
         ]
-        return tuple(sorted([*merged, *added.values()], key=lambda report: report.participant))
+        taken = [index for index in used if self.run_ahead.take_up_aside(index)]
+        return self._reports(stepping) if taken else reports
 
     def _reduce_all(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce, and end the agreement; Ctrl-C waits for that."""

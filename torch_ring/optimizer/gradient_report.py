@@ -53,8 +53,8 @@ class BackwardReport:
 
     @property
     def due(self) -> dict[int, int]:
-        """The parameters to reduce now, by optimizer."""
-        return {report.participant: report.due for report in self.gradients}
+        """The parameters to reduce now, by optimizer; without those that have none."""
+        return {report.participant: report.due for report in self.gradients if report.due}
 
     def encode(self) -> bytes:
         """Return the bytes that `decode_all` decodes."""

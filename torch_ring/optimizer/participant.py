@@ -9,9 +9,19 @@ from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket
 from torch_ring.errors import RingError
-from torch_ring.optimizer.gradient_report import GradientReport
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 
-__all__ = ["FastPath", "Participant", "participant_of", "started_gradients"]
+__all__ = [
+    "FastPath",
+    "Participant",
+    "Pending",
+    "participant_of",
+    "reduce_reported",
+    "started_gradients",
+]
+
+Pending = tuple[bytes, bytes, bool, bool]
+"""What `GradientHooks.pending` returns."""
 
 
 class FastPath(NamedTuple):
@@ -97,7 +107,7 @@ def participant_of(participants: Mapping[int, Participant], index: int) -> Parti
 
 def started_gradients(
     participants: Mapping[int, Participant],
-    pending: Mapping[int, tuple[bytes, bytes, bool, bool]],
+    pending: Mapping[int, Pending],
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the gradients that a planned pass takes: those that are due, or accumulate.
 
@@ -116,3 +126,28 @@ def started_gradients(
             gradients[index] = int.from_bytes(due, "little")
             sparse[index] = int.from_bytes(sparse_ones, "little")
     return gradients, sparse
+
+
+def reduce_reported(
+    participants: Mapping[int, Participant],
+    ranks: Sequence[BackwardReport],
+    gradients: Mapping[int, int],
+    number: int,
+) -> None:
+    """Reduce gradients that reports have told of, by agreed operations. Collective.
+
+    Args:
+        participants: the optimizers, by index.
+        ranks: the reports; all ranks have the same ones.
+        gradients: what to reduce, as bitmaps by optimizer.
+        number: the pass's.
+    """
+    dense = dict.fromkeys(gradients, 0)
+    for report in (report for rank in ranks for report in rank.gradients):
+        if report.participant in dense:
+            dense[report.participant] |= report.due & ~report.sparse
+    found = {index: participant_of(participants, index) for index in sorted(gradients)}
+    for index, participant in found.items():
+        participant.start(gradients[index], gradients[index] & ~dense[index], number)
+    for participant in found.values():
+        participant.finish(())

@@ -27,8 +27,8 @@ What a rank does when its gradients are not those of the plan:
   it was (None, say); else the mean is there.
 - It has *extra* ones. It waits for the pass's reports, too. If every rank has extra ones (a layer
   was unfrozen), the ranks reduce these at once, in this pass. If only some have, nobody else could
-  know: they keep theirs aside, ``grad`` is as it was before, and they add them to their gradients
-  in the next agreed pass, at most `AHEAD` + 1 passes later.
+  know: they keep theirs aside, ``grad`` is as it was before, and they add them to the optimizer's
+  gradients in its next agreed pass. The passes are agreed `AHEAD` + 1 passes later at the latest.
 
 If all ranks deviated in a pass, all have read its report before the next one, which can be the
 agreed one already. Extra gradients, and gradients that nobody has had in several passes, end the
@@ -45,27 +45,30 @@ Special cases:
   that pass (csrc/bindings/run_ahead.h). The others see that it is gone, as of any other change.
 - *New optimizers, other process sets, moved models* change the next pass to an agreed one. All
   ranks do these together, between the same passes.
-- *Ctrl-C* waits for the end of a planned pass. While a host waits for the report of `AHEAD` passes
-  ago, it ends the wait, and the next pass goes on with that before it launches anything; but
-  usually a thread of autograd waits there, and Python raises when backward() returns.
-- *An exception during backward().* If part of the pass was launched, no later pass can be right:
-  the next one, or step(), ends the job on all ranks. Otherwise that is this pass.
-- *A dead rank* ends the world, and so all waits; the device is aborted.
-- *shutdown()* waits until the other ranks have entered the passes that this one has.
+- *Ctrl-C* waits for the end of a planned pass.
+- *An exception during backward().* If part of the pass was launched, the next one, or step(), ends
+  the job on all ranks. Otherwise that is this pass.
+- *A dead rank* ends the world, and so all waits. *shutdown()* waits until the others have entered
+  this rank's passes.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch_ring._C import Due, Engine, PassAgreement
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
-from torch_ring.optimizer.participant import Participant, participant_of, started_gradients
+from torch_ring.optimizer.participant import (
+    Participant,
+    Pending,
+    reduce_reported,
+    started_gradients,
+)
 from torch_ring.optimizer.pass_history import Gradients, PassHistory, union_of, without
 from torch_ring.optimizer.planned_reports import Entered, PlannedReports
 from torch_ring.optimizer.uneven_batches import require_same_steps
@@ -79,14 +82,13 @@ AHEAD = 4
 """Passes that a host may finish before the slowest one begins the first. More delay errors."""
 
 _REPEATS = 2  # of a cycle, before it becomes a plan
-_MOST_REPEATS = 256
-_LONG_LIVED = 64  # passes after which the end of a plan is no sign of a changing program
+_MOST_REPEATS, _LONG_LIVED = 256, 64  # a plan of 64 passes is no sign of a changing program
 _TOLERATED = 3  # passes of a plan in which all ranks deviate, before it ends
 _NEVER = sys.maxsize
 
 
 class RunAhead:
-    """The planned passes of a process set. Only the world has some.
+    """The planned passes of a process set: of the world, others have none.
 
     Thread: the one that runs backward(). Blocking: as above says. Errors: RingError.
 
@@ -117,12 +119,11 @@ class RunAhead:
         self._history = PassHistory()
         self._repeats = _REPEATS
         self._plan: Sequence[Gradients] = ()
-        self._first = 0  # the first pass of the plan
-        self._end = _NEVER  # the pass before which the plan ends
+        self._first, self._end = 0, _NEVER  # passes: the plan's first, and the next one's first
         self._open = -1  # the pass for which hooks may launch
         self._tolerated = 0
         self._known_from = 0  # the first pass that the history may have
-        self._has_aside = False
+        self._aside: set[int] = set()  # optimizers of which gradients were put aside here
         self._difference: MismatchError | None = None
 
     @property
@@ -169,21 +170,18 @@ class RunAhead:
                 participant.hooks.refuse_others_pass()
                 participant.follow_parameters()
             return False
-        reduced_before = {i: each.nothing_pending for i, each in self._participants.items()}
-        for index, (due, _, accumulating, _) in pending.items():
-            if any(due) or accumulating:
-                self._participants[index].nothing_pending = False
+        self._note_accumulation(pending, {})
         if stepping is None and not any(any(due) for due, _, _, _ in pending.values()):
             return True
         self._open_pass(number)
         gradients, sparse = started_gradients(self._participants, pending)
         with interrupt_deferred():
             self._agreement.begin_reduction()
-            aside = self._run(number, steps, gradients, sparse)
-            for index in aside:  # nothing is left of them on this rank
-                self._participants[index].nothing_pending = reduced_before[index]
+            ranks = self._run(number, steps, gradients, sparse, stepping)
+            self._note_reduction(number, ranks)
             if stepping is not None:
                 stepping.nothing_pending = True
+            self._note_accumulation(pending, gradients)
             self._agreement.finish()
         # A pass that is not as planned has waited for its reports already.
         self.look(number if gradients != self._planned(number) else number - AHEAD)
@@ -240,7 +238,7 @@ class RunAhead:
         self._known_from = number  # other ranks may not have read all reports before it
 
     def begin_anew(self) -> None:
-        """As stop(), where a new optimizer makes what passes did before say less."""
+        """As stop(): a new optimizer makes what passes did before say less."""
         self.stop()
         self._repeats = _REPEATS
 
@@ -250,15 +248,16 @@ class RunAhead:
         self.begin_anew()
         self._difference = None
 
-    def take_up_aside(self, indices: Iterable[int]) -> bool:
-        """Add the gradients that these optimizers have put aside; return whether any has some.
+    def has_aside(self, index: int) -> bool:
+        """Return whether gradients of an optimizer were put aside on this rank."""
+        return index in self._aside
 
-        Others wait for a pass of theirs: here, their next zero_grad() would drop the mean.
-        """
-        if not self._has_aside:
+    def take_up_aside(self, index: int) -> bool:
+        """Add what was put aside to an optimizer's gradients; return whether there was some."""
+        if index not in self._aside:
             return False
-        for index in indices:
-            self._participants[index].hooks.take_up_aside()
+        self._aside.discard(index)
+        self._participants[index].hooks.take_up_aside()
         return True
 
     # --- plans
@@ -293,7 +292,7 @@ class RunAhead:
         return self._plan[(number - self._first) % len(self._plan)]
 
     def _open_pass(self, number: int) -> None:
-        """Let the hooks launch pass `number`, unless they may already."""
+        """Let the hooks launch pass `number`."""
         if self._open == number:
             return
         self._open = number
@@ -304,17 +303,33 @@ class RunAhead:
 
     # --- a planned pass
 
+    def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
+        """Take note of the optimizers that have gradients which this pass does not take."""
+        for index, (_, _, accumulating, _) in pending.items():
+            if accumulating and index not in taken:
+                self._participants[index].nothing_pending = False
+
+    def _note_reduction(self, number: int, ranks: Sequence[BackwardReport]) -> None:
+        """Take note of the optimizers that have nothing left to reduce, on any rank.
+
+        They are those in a report, of which all ranks know: in the plan, or after it failed on all.
+        """
+        planned = self._planned(number)
+        all_deviate = all(rank.due != planned for rank in ranks)
+        for index in {report.participant for rank in ranks for report in rank.gradients}:
+            participant = self._participants.get(index)
+            if participant is not None and (index in planned or all_deviate):
+                participant.nothing_pending = True
+
     def _run(
         self,
         number: int,
         steps: int,
-        gradients: dict[int, int],
-        sparse: dict[int, int],
-    ) -> Iterable[int]:
-        """Launch pass `number`, report it, and wait for the reports if it is not as planned.
-
-        Return the optimizers outside the plan whose gradients are put aside.
-        """
+        gradients: Gradients,
+        sparse: Gradients,
+        stepping: Participant | None,
+    ) -> Sequence[BackwardReport]:
+        """Launch a pass and report it; return its reports, or this rank's if that is as planned."""
         planned = self._planned(number)
         for index, bitmap in planned.items():
             participant = self._participants.get(index)
@@ -322,46 +337,32 @@ class RunAhead:
                 due = gradients.get(index, 0) & bitmap
                 participant.hooks.fill(participant.bitmap(bitmap), participant.bitmap(due))
         self._native.launch_rest()
-        reports = (GradientReport(i, due, sparse[i]) for i, due in gradients.items())
-        entered = self._reports.send(number, planned, BackwardReport(steps, tuple(reports)))
+        reports = tuple(
+            GradientReport(index, gradients.get(index, 0), sparse.get(index, 0))
+            for index, participant in sorted(self._participants.items())
+            if index in gradients or participant is stepping
+        )
+        entered = self._reports.send(number, planned, BackwardReport(steps, reports))
         self._native.wait()
-        deviates = gradients != planned
-        ranks = self._reports.of(entered) if deviates else [entered.report]
-        union = union_of(rank.due for rank in ranks) if deviates else planned
+        ranks = [entered.report] if gradients == planned else self._reports.of(entered)
+        union = union_of(rank.due for rank in ranks)
         for index, bitmap in planned.items():
             participant = self._participants.get(index)
-            if participant is None:
-                continue
-            nowhere = bitmap & ~union.get(index, 0)
-            participant.hooks.restore(participant.bitmap(nowhere))
-            participant.hooks.mark_reduced(participant.bitmap(bitmap & ~nowhere))
-            participant.nothing_pending |= nowhere != bitmap
-        extra = without(gradients, planned)
-        if extra and all(without(rank.due, planned) for rank in ranks):
-            self._reduce_extra(number, without(union, planned), ranks)
-            return ()
-        self._put_aside(extra)
-        return extra.keys() - planned.keys()
-
-    def _reduce_extra(self, number: int, extra: Gradients, ranks: Sequence[BackwardReport]) -> None:
-        """Reduce gradients outside the plan, as in an agreed pass: all ranks have some."""
-        sparse = union_of({r.participant: r.sparse for r in rank.gradients} for rank in ranks)
-        dense = union_of(
-            {r.participant: r.due & ~r.sparse for r in rank.gradients} for rank in ranks
-        )
-        touched = sorted(extra.items())
-        for index, bitmap in touched:
-            only_sparse = sparse.get(index, 0) & ~dense.get(index, 0) & bitmap
-            participant_of(self._participants, index).start(bitmap, only_sparse, number)
-        for index, _ in touched:
-            self._participants[index].finish(())
-            self._participants[index].nothing_pending = True
+            if participant is not None:
+                nowhere = bitmap & ~union.get(index, 0)
+                participant.hooks.restore(participant.bitmap(nowhere))
+                participant.hooks.mark_reduced(participant.bitmap(bitmap & ~nowhere))
+        if all(without(rank.due, planned) for rank in ranks):
+            reduce_reported(self._participants, ranks, without(union, planned), number)
+        else:
+            self._put_aside(without(gradients, planned))
+        return ranks
 
     def _put_aside(self, extra: Gradients) -> None:
         for index, bitmap in extra.items():
             participant = self._participants[index]
             participant.hooks.put_aside(participant.bitmap(bitmap))
-            self._has_aside = True
+            self._aside.add(index)
 
     def _judge(self, entered: Entered, ranks: Sequence[BackwardReport]) -> None:
         """Draw the conclusions of a report, which are the same on all ranks."""
@@ -375,8 +376,7 @@ class RunAhead:
         try:
             require_same_steps([rank.steps for rank in ranks], self._size)
         except MismatchError as difference:
-            self._difference = self._difference or difference
-            is_usual = False
+            is_usual, self._difference = False, self._difference or difference
         if entered.number >= self._known_from:
             self._history.add(union if is_usual else {})
         self._tolerated += all_deviate

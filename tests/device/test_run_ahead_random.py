@@ -1,0 +1,93 @@
+"""Random programs in planned passes: every gradient counts, once, and no rank hangs."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import device_double
+import pytest
+import torch
+from ahead_programs import planned_passes
+from ahead_training import run_ahead_on_double
+from torch.optim import SGD
+
+import torch_ring as hvd
+from torch_ring.optimizer.run_ahead import RunAhead
+
+pytestmark = device_double.needed
+
+WEIGHTS, STEPS, QUIET_STEPS, PROGRAMS = 4, 60, 20, 10
+
+
+def run_random_program(seed: int, device: str) -> None:
+    """Take steps with given gradients, of which ranks lack some in some passes.
+
+    Weights only add up gradients, so a gradient that counts later gives the same weights. At the
+    end, when no rank lacks any, all have counted.
+    """
+    choice, size, me = random.Random(seed), hvd.size(), hvd.rank()
+    networks = [
+        [torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(WEIGHTS)]
+        for _ in range(choice.choice([1, 2]))
+    ]
+    op = choice.choice([hvd.Average, hvd.Sum])
+    passes = choice.choice([1, 1, 2])
+    set_to_none = choice.choice([True, False])
+    optimizers = [
+        hvd.DistributedOptimizer(SGD(network, lr=1.0), op=op, backward_passes_per_step=passes)
+        for network in networks
+    ]
+    expected = [torch.zeros(WEIGHTS) for _ in networks]
+    used = [[True, True, False, False] for _ in networks]
+    for step in range(STEPS + QUIET_STEPS):
+        is_quiet = step >= STEPS
+        if choice.random() < 0.03:  # other weights are used, by all ranks
+            used = [[True, *(choice.random() < 0.6 for _ in each[1:])] for each in used]
+        now = step % len(networks)
+        if not is_quiet and choice.random() < 0.02:  # another network than in the cycle
+            now = choice.randrange(len(networks))
+        differs = not is_quiet and choice.random() < 0.06
+        optimizers[now].zero_grad(set_to_none=set_to_none)
+        for _ in range(passes):
+            loss = []
+            for rank in range(size):
+                has_data = is_quiet or passes > 1 or choice.random() > 0.02
+                for index in range(WEIGHTS):
+                    number = choice.randrange(1, 9)
+                    is_used = used[now][index] != (differs and choice.random() < 0.3)
+                    if not has_data or not is_used:
+                        continue
+                    expected[now][index] -= number / (size if op == hvd.Average else 1)
+                    if rank == me:
+                        loss.append((networks[now][index] * number).sum())
+            if loss:
+                sum(loss).backward()
+        optimizers[now].step()
+    for network, numbers in zip(networks, expected, strict=True):
+        found = torch.stack([weight[0].detach().cpu() for weight in network])
+        torch.testing.assert_close(found, numbers, msg=lambda text: f"program {seed}: {text}")
+
+
+def run_random_programs(first: int, device: str) -> tuple[int, int]:
+    """Return the numbers of planned passes, and of those that put something aside here."""
+    aside: list[object] = []
+    put_aside = RunAhead._put_aside
+    with pytest.MonkeyPatch.context() as patch, planned_passes() as numbers:
+        patch.setattr(
+            RunAhead,
+            "_put_aside",
+            lambda self, extra: (aside.extend([extra] if extra else []), put_aside(self, extra)),
+        )
+        for seed in range(first, first + PROGRAMS):
+            run_random_program(seed, device)
+    return len(numbers), len(aside)
+
+
+@pytest.mark.parametrize("first", [0, 100])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_gradient_counts(size, first):
+    counts = run_ahead_on_double(functools.partial(run_random_programs, first), size)
+    assert all(planned > 20 for planned, _ in counts)
+    assert len({planned for planned, _ in counts}) == 1, "ranks agree on which passes are planned"
+    assert any(aside for _, aside in counts)
