@@ -5,6 +5,7 @@ python -m torch_ring.run -np 4 --min-np 1 --max-np 4 python examples/elastic/tra
 
 import argparse
 import os
+import signal
 import time
 
 import torch
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to sleep in each step")
     options = parser.parse_args()
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     hvd.init()
     print(f"rank {hvd.rank()} is process {os.getpid()}", flush=True)
     torch.manual_seed(0)
