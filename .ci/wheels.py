@@ -25,7 +25,7 @@ TRAIN_S = 300  # that a training step may take, with the start of its processes
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("versions", nargs="+", metavar="TORCH", help="one of each minor version")
+    parser.add_argument("versions", nargs="*", metavar="TORCH", help="one of each minor version")
     parser.add_argument(
         "--also",
         action="append",
@@ -38,6 +38,8 @@ def main():
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     parser.add_argument("--keep", action="store_true", help="keep the environments, 5 GB each")
     options = parser.parse_args()
+    if not options.versions and not options.also:
+        parser.error("for which torch?")
 
     name = "import sys; print(sys.implementation.cache_tag)"
     tag = run(options.python, "-c", name, capture_output=True).stdout.decode().strip()
