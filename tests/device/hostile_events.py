@@ -284,7 +284,7 @@ def leave_out_a_step(device: str, run_ahead: bool) -> None:
         left_out = functools.partial(trainer.backward, both(1))
         # A rank that runs ahead may find one gone that has read the reports before it.
         wanted = (hvd.MismatchError, hvd.PeerLostError) if run_ahead else hvd.MismatchError
-        with pytest.raises(wanted, match="step|has left"):
+        with pytest.raises(wanted, match=r"step|has left"):
             run_until_error(trainer, left_out if hvd.rank() == 1 else lambda: None)
         hvd.shutdown()
         hvd.init()
