@@ -20,7 +20,7 @@ TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {
     faults().serial = serial;
     std::latch enqueued(2);
     std::latch looked(2);
-    std::latch aborted(2);
+    std::latch aborted(1);
     std::vector<nccl::UniqueId> ids(2);
     for (nccl::UniqueId& id : ids) CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
     run_ranks(2, [&](int rank) {
@@ -42,12 +42,14 @@ TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {
         std::this_thread::sleep_for(kLong);
         CHECK(!streams[0].done() && !streams[1].done());
         looked.arrive_and_wait();
+        // First where the operation has not begun: the other rank's would begin it there.
+        if (rank == 0) aborted.wait();
         sets[0]->abort();
-        aborted.arrive_and_wait();
+        if (rank == 1) aborted.count_down();
       }
       streams[0].synchronize();
       streams[1].synchronize();
-      if (!serial) CHECK_EQ(values[0], std::vector<float>(5, 2.0f));
+      CHECK_EQ(values[0], std::vector<float>(5, serial ? 1.0f : 2.0f));
       CHECK_EQ(values[1], std::vector<float>(5, 2.0f));
     });
   }

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,18 +26,9 @@ from random_programs import LATE, STEADY, Group, Pass, Program
 from torch import Tensor
 
 import torch_ring as hvd
+from torch_ring.optimizer.run_ahead import RunAhead
 
-CAN_RUN_AHEAD = "run_ahead" in inspect.signature(hvd.DistributedOptimizer).parameters
-both_ways = pytest.mark.parametrize(
-    "run_ahead",
-    [
-        False,
-        pytest.param(
-            True, marks=pytest.mark.skipif(not CAN_RUN_AHEAD, reason="hosts do not run ahead yet")
-        ),
-    ],
-    ids=["agreed", "ahead"],
-)
+both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
 LATER_S = 0.02  # that a rank comes later than the others
 
@@ -74,12 +63,9 @@ def counted_passes() -> Iterator[list[int]]:
     """Yield a list that gets the number of each pass whose end no host waits for."""
     planned: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        if CAN_RUN_AHEAD:
-            from torch_ring.optimizer.run_ahead import RunAhead
-
-            run = RunAhead._run
-            counted = lambda self, *told: (planned.append(told[0]), run(self, *told))[1]  # noqa: E731
-            patch.setattr(RunAhead, "_run", counted)
+        run = RunAhead._run
+        counted = lambda self, *told: (planned.append(told[0]), run(self, *told))[1]  # noqa: E731
+        patch.setattr(RunAhead, "_run", counted)
         yield planned
 
 
@@ -125,11 +111,6 @@ def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
         )
 
 
-def options_of(run_ahead: bool) -> dict[str, Any]:
-    """Return the arguments of DistributedOptimizer that choose whether hosts run ahead."""
-    return {"run_ahead": run_ahead} if CAN_RUN_AHEAD else {}
-
-
 class Player:
     """Plays a program on this rank. It makes the host wait for nothing that a user would not."""
 
@@ -146,7 +127,7 @@ class Player:
                 op=hvd.Sum if program.is_sum else hvd.Average,
                 gradient_predivide_factor=program.predivide,
                 groups=program.bucket_groups,
-                **options_of(run_ahead),
+                run_ahead=run_ahead,
             )
             for optimizer in fresh_optimizers(program, self.parameters)
         ]

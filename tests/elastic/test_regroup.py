@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import threading
@@ -117,6 +118,16 @@ def test_a_busy_rank_is_named_when_the_time_is_over() -> None:
         assert isinstance(first, hvd.TimeoutError)
         assert "2 did not come within 1 s" in str(first)  # rank 1 may have given up already
         assert isinstance(second, hvd.TimeoutError)
+
+
+def test_a_rank_that_is_always_sent_elsewhere_gives_up() -> None:
+    with job(2) as (first, second), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(second.regroup, Limits(0.5, 5.0))
+        while not waiting.done():
+            with contextlib.suppress(queue.Empty, OSError):
+                first.listener.requests.get(timeout=0.05).answer({"kind": "elsewhere"})
+        with pytest.raises(hvd.TimeoutError, match="rank 1 has found no leader"):
+            waiting.result()
 
 
 @contextlib.contextmanager

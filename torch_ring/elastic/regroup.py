@@ -109,6 +109,11 @@ def regroup(
                 return _group_of(answer)
             return _Leading(members, generation, rank, listener, limits, deadline).run(serve)
         except _ElsewhereError:  # a lower one lives after all: ask it again
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {rank} has found no leader within {limits.timeout_s:g} s after a "
+                    "failure (TORCH_RING_ELASTIC_TIMEOUT): it reaches other ranks than they reach"
+                ) from None
             time.sleep(_FIND_EVERY_S)
 
 

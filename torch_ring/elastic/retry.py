@@ -43,15 +43,10 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
         func: takes a `State` first.
 
     Returns:
-        The function; on return all that is written below has happened:
-
-        * `init` is called, if it was not;
-        * before the first call the state of rank 0 is given to all ranks;
-        * errors of `func` that are no RingError, and MismatchErrors, are the caller's.
-
-    Raises:
-        RingError: on calling it: fewer than TORCH_RING_MIN_RANKS live, or the others go on without
-            this rank.
+        A function of the same arguments. It calls `init`, gives the state of rank 0 to all ranks,
+        and returns what `func` returns. Errors of `func` that are no RingError, and MismatchErrors,
+        come out of it. So does a RingError, if fewer than TORCH_RING_MIN_RANKS live, or if the
+        others go on without this rank.
     """
 
     @functools.wraps(func)

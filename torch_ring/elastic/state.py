@@ -129,6 +129,7 @@ class TorchState(ObjectState):
             self.restore()
         self._copy_from(root, models=True)
         self.save()
+        _, self._steps, self._changes, _ = ranks[root]
 
     def _follow(self, ranks: list[tuple[bool, int, int]]) -> None:
         """Take the state of the rank that is farthest, as far as this one's is another."""
