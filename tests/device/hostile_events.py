@@ -281,9 +281,10 @@ def leave_out_a_step(device: str, run_ahead: bool) -> None:
         trainer = Trainer(device, run_ahead)
         trainer.steps(both, early)
         left_out = functools.partial(trainer.backward, both(1))
-        with pytest.raises(hvd.MismatchError, match="step"):
+        # A rank that runs ahead may find one gone that has read the reports before it.
+        wanted = (hvd.MismatchError, hvd.PeerLostError) if run_ahead else hvd.MismatchError
+        with pytest.raises(wanted, match=r"step|has left|left: MismatchError"):
             run_until_error(trainer, left_out if hvd.rank() == 1 else lambda: None)
-        hvd.barrier()  # else a rank might find another one gone before it has read the reports
         hvd.shutdown()
         hvd.init()
 
@@ -329,7 +330,10 @@ def call_in_another_order(device: str, run_ahead: bool) -> None:
             trainer.optimizer.step()
             assert pending.wait().tolist() == [hvd.size()] * 3
             trainer.expect(first, absent=[1])
-    except hvd.MismatchError as error:
+    except (
+        hvd.MismatchError,
+        hvd.PeerLostError,
+    ) as error:  # the latter: of a rank that got it first
         assert "run_ahead=False" in str(error)  # noqa: PT017
         assert run_ahead
         hvd.shutdown()
