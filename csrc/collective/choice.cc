@@ -43,6 +43,22 @@ std::uint64_t scattered_ps(std::uint64_t bytes, std::uint64_t ranks, const Link&
   return bytes / round * round_ps(round) + (rest > 0 ? round_ps(rest) : 0);
 }
 
+/// The exchanges, of as many ranks at once as a section has, in which one rank serves the others.
+std::uint64_t turns_of(std::uint64_t ranks) {
+  return (ranks + kSectionRanks - 3) / (kSectionRanks - 1);
+}
+
+std::uint64_t direct_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  return turns_of(ranks) * link.latency_ps + bytes * (ranks - 1) * link.far_ps +
+         last_segment(bytes) * ranks * link.reduction_ps;
+}
+
+std::uint64_t scattered_reduce_ps(std::uint64_t bytes, std::uint64_t ranks, const Link& link) {
+  const std::uint64_t moved = bytes - bytes / ranks;  // in each half
+  return (levels_of(ranks) + turns_of(ranks)) * link.latency_ps + 2 * moved * link.far_ps +
+         last_segment(bytes / ranks) * ranks * link.reduction_ps;
+}
+
 /// The time of `bytes` in segments. A last one counts by its bytes, so that more bytes never take
 /// less time and each algorithm has one run of sizes.
 std::uint64_t in_segments(std::uint64_t segment_ps, std::uint64_t bytes) {
@@ -77,6 +93,12 @@ std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const Li
   return 0;
 }
 
+std::uint64_t time_ps(ReducePath path, std::size_t bytes, int ranks, const Link& link) {
+  const auto size = static_cast<std::uint64_t>(ranks);
+  return path == ReducePath::kDirect ? direct_ps(bytes, size, link)
+                                     : scattered_reduce_ps(bytes, size, link);
+}
+
 std::uint64_t time_ps(AllgatherPath path, std::size_t bytes, int ranks, const Link& link) {
   const auto size = static_cast<std::uint64_t>(ranks);
   const std::uint64_t received = bytes - bytes / size;
@@ -102,6 +124,14 @@ AllreducePath choose_allreduce(std::size_t bytes, int ranks, const Link& link) {
   if (bytes > kGatheredBytes) return kScattered;
   if (ranks <= kFewRanks) return kGathered;
   return fastest(std::array{kGathered, kScattered}, bytes, ranks, link);
+}
+
+ReducePath choose_reduce(std::size_t bytes, int ranks, const Link& link) {
+  using enum ReducePath;
+  if (ranks == 2) return kDirect;
+  if (bytes > kGatheredBytes) return kScattered;
+  if (ranks <= kFewRanks) return kDirect;
+  return fastest(std::array{kDirect, kScattered}, bytes, ranks, link);
 }
 
 AllgatherPath choose_allgather(std::size_t bytes, int ranks, const Link& link) {

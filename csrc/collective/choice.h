@@ -23,7 +23,8 @@ inline constexpr Link kEthernet{30'000'000, 400, 500, 100};
 /// Up to this number of ranks the choice depends on the size alone: logarithms save a step or two.
 inline constexpr int kFewRanks = 4;
 
-/// Only an allreduce of at most so many bytes gathers all inputs: every rank holds them all.
+/// Only an allreduce of at most so many bytes gathers all inputs: every rank holds them all. So
+/// does the root of a reduce, but between two ranks, where no way has fewer steps or bytes.
 inline constexpr std::size_t kGatheredBytes = 64u << 10;
 
 /// Bytes of a segment, which is reduced or forwarded while the next one travels: small enough for
@@ -41,6 +42,11 @@ enum class AllreducePath {
   kScattered,  // scatter_levels(), then an allgather
 };
 
+enum class ReducePath {
+  kDirect,     // all inputs to the root
+  kScattered,  // scatter_levels(), then a gather
+};
+
 enum class AllgatherPath {
   kRing,
   kDoubling,  // bruck_steps()
@@ -55,12 +61,14 @@ enum class BroadcastPath {
 /// The time of a collective of `bytes` (of an allgather: of all parts): its steps, its bytes, and
 /// the part of a reduction that no transfer hides. `ranks` is at least 2.
 std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const Link& link);
+std::uint64_t time_ps(ReducePath path, std::size_t bytes, int ranks, const Link& link);
 std::uint64_t time_ps(AllgatherPath path, std::size_t bytes, int ranks, const Link& link);
 std::uint64_t time_ps(BroadcastPath path, std::size_t bytes, int ranks, const Link& link);
 
 /// The path with the shortest time; of equal ones the first in the enumeration. kFewRanks have
 /// their rules.
 AllreducePath choose_allreduce(std::size_t bytes, int ranks, const Link& link = kEthernet);
+ReducePath choose_reduce(std::size_t bytes, int ranks, const Link& link = kEthernet);
 AllgatherPath choose_allgather(std::size_t bytes, int ranks, const Link& link = kEthernet);
 BroadcastPath choose_broadcast(std::size_t bytes, int ranks, const Link& link = kEthernet);
 

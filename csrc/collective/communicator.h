@@ -47,6 +47,22 @@ class Communicator {
   virtual void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                              const Reduction& reduction) = 0;
 
+  /// `output` of rank `root` becomes what allreduce() would make: the same bits. The others' is not
+  /// used. The root's `input` may be its `output`.
+  virtual void reduce_to(int root, const void* input, void* output, std::size_t count,
+                         const Reduction& reduction) = 0;
+
+  /// `output` of rank `root` becomes the ranks' inputs, one after the other; rank r sends bytes[r]
+  /// bytes. The others' is not used. The root's `input` may be its part of `output`.
+  virtual void gather(const void* input, void* output, std::span<const std::size_t> bytes,
+                      int root) = 0;
+
+  /// `output` becomes this rank's part, bytes[rank()] bytes, of `input` of rank `root`, which holds
+  /// the parts in the order of ranks. The others' `input` is not used. The root's `output` may be
+  /// its part of `input`.
+  virtual void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+                       int root) = 0;
+
   /// output[i] = what allreduce() would make of inputs[r][i], if rank r had it: the same bits.
   /// Nothing moves. Here: reduced in the order of ranks.
   virtual void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,

@@ -1,5 +1,7 @@
 #include "collective/hierarchical_communicator.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 
@@ -7,6 +9,14 @@
 #include "core/at.h"
 
 namespace torch_ring {
+
+namespace {
+
+std::size_t sum_of(std::span<const std::size_t> bytes) {
+  return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+}
+
+}  // namespace
 
 HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineConfig& config,
                                                    const Abort& abort)
@@ -76,15 +86,16 @@ void HierarchicalCommunicator::reduce_inputs(std::span<const void* const> inputs
 
 template <class Take>
 void HierarchicalCommunicator::allreduce_in_rounds(const void* input, std::size_t count,
-                                                   const Reduction& reduction, Take&& take) {
+                                                   const Reduction& reduction, Take&& take,
+                                                   std::optional<int> root) {
   const std::size_t item = size_of(reduction.dtype);
   const std::vector<std::byte*> staging = buffers_of_host({});
   for (const Range round : ranges_of(count, Slot::kRoundBytes / item)) {
     std::memcpy(staging_, static_cast<const std::byte*>(input) + round.begin * item,
                 round.count * item);
     shm_.barrier();
-    allreduce_in_place(staging, round.count, reduction);
-    take(round);
+    allreduce_in_place(staging, round.count, reduction, root);
+    if (!root || *root == rank_) take(round);
   }
 }
 
@@ -101,7 +112,8 @@ std::vector<std::byte*> HierarchicalCommunicator::buffers_of_host(
 }
 
 void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> buffers,
-                                                  std::size_t count, const Reduction& reduction) {
+                                                  std::size_t count, const Reduction& reduction,
+                                                  std::optional<int> root) {
   const int lane = shm_.rank();
   if (lane < lanes_) {
     const Range chunk = chunk_of(count, lanes_, lane);
@@ -112,56 +124,134 @@ void HierarchicalCommunicator::allreduce_in_place(std::span<std::byte* const> bu
     const std::vector<const void*> inputs(outputs.begin(), outputs.end());
     partial_.resize(chunk.count * size_of(accumulation_dtype(reduction)));
     reduce_partial(partial_.data(), inputs, chunk.count, reduction);
-    lane_->allreduce_partial(partial_.data(), chunk.count, reduction);
-    finish_partial(outputs, partial_.data(), chunk.count, reduction);
+    if (!root) {
+      lane_->allreduce_partial(partial_.data(), chunk.count, reduction);
+      finish_partial(outputs, partial_.data(), chunk.count, reduction);
+    } else {
+      lane_->reduce_partial_to(at(host_of_, *root), partial_.data(), chunk.count, reduction);
+      if (is_on_host_of(*root)) {
+        const std::array<void*, 1> output{at(outputs, index_of(*root))};
+        finish_partial(output, partial_.data(), chunk.count, reduction);
+      }
+    }
   }
   shm_.barrier();
 }
 
 void HierarchicalCommunicator::broadcast(void* data, std::size_t bytes, int root) {
   if (bytes == 0) return;
-  const int root_host = at(host_of_, root);
-  const bool at_root = at(host_of_, rank_) == root_host;
-  if (at_root) {
-    const auto& ranks = at(ranks_of_host_, root_host);
-    const auto index = std::find(ranks.begin(), ranks.end(), root) - ranks.begin();
-    shm_.broadcast(data, bytes, static_cast<int>(index));
-  }
-  if (leads()) lane_->broadcast(data, bytes, root_host);
+  const bool at_root = is_on_host_of(root);
+  if (at_root) shm_.broadcast(data, bytes, index_of(root));
+  if (leads()) lane_->broadcast(data, bytes, at(host_of_, root));
   if (!at_root) shm_.broadcast(data, bytes, 0);
+}
+
+int HierarchicalCommunicator::index_of(int rank) const {
+  const auto& ranks = at(ranks_of_host_, at(host_of_, rank));
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+std::vector<std::size_t> HierarchicalCommunicator::bytes_of_ranks(
+    std::span<const std::size_t> bytes) const {
+  std::vector<std::size_t> own;
+  for (const int rank : at(ranks_of_host_, at(host_of_, rank_))) own.push_back(at(bytes, rank));
+  return own;
+}
+
+std::vector<std::size_t> HierarchicalCommunicator::bytes_of_hosts(
+    std::span<const std::size_t> bytes) const {
+  std::vector<std::size_t> of_hosts(ranks_of_host_.size(), 0);
+  for (int rank = 0; rank < size_; ++rank) at(of_hosts, at(host_of_, rank)) += at(bytes, rank);
+  return of_hosts;
+}
+
+/// Calls fn(offset in the order of hosts, offset in the order of ranks, bytes) for every part that
+/// is not empty.
+template <class Fn>
+void HierarchicalCommunicator::for_parts_by_host(std::span<const std::size_t> bytes,
+                                                 Fn&& fn) const {
+  const std::vector<Range> by_rank = ranges_of(bytes);
+  std::size_t by_host = 0;
+  for (const auto& ranks : ranks_of_host_) {
+    for (const int rank : ranks) {
+      const Range part = at(by_rank, rank);
+      if (part.count > 0) fn(by_host, part.begin, part.count);
+      by_host += part.count;
+    }
+  }
+}
+
+void HierarchicalCommunicator::reduce_to(int root, const void* input, void* output,
+                                         std::size_t count, const Reduction& reduction) {
+  const std::size_t item = size_of(reduction.dtype);
+  const auto take = [&](Range round) {
+    std::memcpy(static_cast<std::byte*>(output) + round.begin * item, staging_, round.count * item);
+  };
+  allreduce_in_rounds(input, count, reduction, take, root);
+}
+
+void HierarchicalCommunicator::gather(const void* input, void* output,
+                                      std::span<const std::size_t> bytes, int root) {
+  const int lane = lane_of(root);
+  const bool collects = shm_.rank() == lane;
+  const std::vector<std::size_t> of_ranks = bytes_of_ranks(bytes);
+  const std::vector<std::size_t> of_hosts = bytes_of_hosts(bytes);
+  std::vector<std::byte> host_parts(collects ? sum_of(of_ranks) : 0);
+  shm_.gather(input, host_parts.data(), of_ranks, lane);
+
+  const std::size_t total = sum_of(bytes);
+  const bool ends = collects && is_on_host_of(root);
+  std::vector<std::byte> all(ends || rank_ == root ? total : 0);  // in the order of hosts
+  if (collects) lane_->gather(host_parts.data(), all.data(), of_hosts, at(host_of_, root));
+  if (is_on_host_of(root) && index_of(root) != lane) {
+    std::vector<std::size_t> handed_on(of_ranks.size(), 0);
+    at(handed_on, lane) = total;
+    shm_.gather(all.data(), all.data(), handed_on, index_of(root));
+  }
+  if (rank_ != root) return;
+  for_parts_by_host(bytes, [&](std::size_t by_host, std::size_t by_rank, std::size_t count) {
+    std::memcpy(static_cast<std::byte*>(output) + by_rank, all.data() + by_host, count);
+  });
+}
+
+void HierarchicalCommunicator::scatter(const void* input, void* output,
+                                       std::span<const std::size_t> bytes, int root) {
+  const int lane = lane_of(root);
+  const bool hands_out = shm_.rank() == lane;
+  const std::size_t total = sum_of(bytes);
+  const bool begins = hands_out && is_on_host_of(root);
+  std::vector<std::byte> all(begins || rank_ == root ? total : 0);  // in the order of hosts
+  if (rank_ == root) {
+    for_parts_by_host(bytes, [&](std::size_t by_host, std::size_t by_rank, std::size_t count) {
+      std::memcpy(all.data() + by_host, static_cast<const std::byte*>(input) + by_rank, count);
+    });
+  }
+  const std::vector<std::size_t> of_ranks = bytes_of_ranks(bytes);
+  if (is_on_host_of(root) && index_of(root) != lane) {
+    std::vector<std::size_t> handed_on(of_ranks.size(), 0);
+    at(handed_on, lane) = total;
+    shm_.scatter(all.data(), all.data(), handed_on, index_of(root));
+  }
+  std::vector<std::byte> host_parts(hands_out ? sum_of(of_ranks) : 0);
+  if (hands_out) {
+    lane_->scatter(all.data(), host_parts.data(), bytes_of_hosts(bytes), at(host_of_, root));
+  }
+  shm_.scatter(host_parts.data(), output, of_ranks, lane);
 }
 
 void HierarchicalCommunicator::allgather(const void* input, void* output,
                                          std::span<const std::size_t> bytes) {
   // `all` has the parts in the order of hosts. Each host gathers its own in shared memory, the
   // leaders gather those of all hosts, and each leader broadcasts all to its host.
-  std::vector<std::size_t> host_bytes(ranks_of_host_.size(), 0);
-  std::vector<std::size_t> local_bytes;
-  const int own_host = at(host_of_, rank_);
-  std::size_t own_begin = 0;
-  for (std::size_t host = 0; host < ranks_of_host_.size(); ++host) {
-    for (const int rank : ranks_of_host_[host]) {
-      const std::size_t part = at(bytes, rank);
-      host_bytes[host] += part;
-      if (static_cast<int>(host) == own_host) local_bytes.push_back(part);
-    }
-    if (static_cast<int>(host) < own_host) own_begin += host_bytes[host];
-  }
-  std::vector<std::byte> all(std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}));
-  shm_.allgather(input, all.data() + own_begin, local_bytes);
-  if (leads()) lane_->allgather(all.data() + own_begin, all.data(), host_bytes);
+  const std::vector<std::size_t> of_hosts = bytes_of_hosts(bytes);
+  std::vector<std::byte> all(sum_of(bytes));
+  std::byte* const own = all.data() + at(ranges_of(of_hosts), at(host_of_, rank_)).begin;
+  shm_.allgather(input, own, bytes_of_ranks(bytes));
+  if (leads()) lane_->allgather(own, all.data(), of_hosts);
   shm_.broadcast(all.data(), all.size(), 0);
-
-  std::vector<std::size_t> begins(bytes.size(), 0);
-  std::exclusive_scan(bytes.begin(), bytes.end(), begins.begin(), std::size_t{0});
-  const std::byte* from = all.data();
-  for (const auto& ranks : ranks_of_host_) {
-    for (const int rank : ranks) {
-      const std::size_t part = at(bytes, rank);
-      if (part > 0) std::memcpy(static_cast<std::byte*>(output) + at(begins, rank), from, part);
-      from += part;
-    }
-  }
+  for_parts_by_host(bytes, [&](std::size_t by_host, std::size_t by_rank, std::size_t count) {
+    std::memcpy(static_cast<std::byte*>(output) + by_rank, all.data() + by_host, count);
+  });
 }
 
 void HierarchicalCommunicator::alltoall(const void* input, void* output,

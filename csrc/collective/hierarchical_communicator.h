@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "collective/hierarchical_board.h"
@@ -17,6 +18,12 @@ namespace torch_ring {
 /// bytes, whatever its number of ranks, on L connections at once.
 ///
 /// So the values of a host's ranks are added first, in the order of ranks, then those of the hosts.
+///
+/// A reduce is such an allreduce, in which the lanes reduce to the root's host, S (h - 1) bytes or
+/// 2 S (h - 1) / h arrive there (RingCommunicator), and the result is written to the root's buffer
+/// alone. In a gather each host's parts go to one rank in shared memory, from these on one lane to
+/// the root's host, and to the root; a scatter is the reverse. Each byte travels once between
+/// hosts. The lane is the root's, if it has one.
 ///
 /// A reducescatter is such an allreduce, of which each rank copies its part only, so the network
 /// moves up to twice the necessary bytes. An alltoall takes three hops (routed_alltoall.h).
@@ -34,6 +41,12 @@ class HierarchicalCommunicator : public HostCommunicator {
   void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
+  void reduce_to(int root, const void* input, void* output, std::size_t count,
+                 const Reduction& reduction) override;
+  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
+              int root) override;
+  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+               int root) override;
   void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
                      const Reduction& reduction) const override;
   void barrier() override;
@@ -47,15 +60,28 @@ class HierarchicalCommunicator : public HostCommunicator {
   std::vector<std::byte*> buffers_of_host(std::span<const std::int64_t> shared_offsets);
 
   /// Allreduce of a private tensor, round by round. Calls take(range) when staging_ has the results
-  /// of these elements.
+  /// of these elements. With a `root`, only that rank gets them (here and below).
   template <class Take>
   void allreduce_in_rounds(const void* input, std::size_t count, const Reduction& reduction,
-                           Take&& take);
+                           Take&& take, std::optional<int> root = {});
 
   /// Allreduce of buffers in shared memory. `buffers` are those of this host; all ranks have
   /// written theirs.
   void allreduce_in_place(std::span<std::byte* const> buffers, std::size_t count,
-                          const Reduction& reduction);
+                          const Reduction& reduction, std::optional<int> root = {});
+
+  /// The index of a rank among those of its host.
+  int index_of(int rank) const;
+  bool is_on_host_of(int rank) const { return at(host_of_, rank_) == at(host_of_, rank); }
+
+  /// The rank of each host, by its index there, through which the data of a gather or scatter goes.
+  int lane_of(int root) const { return index_of(root) < lanes_ ? index_of(root) : 0; }
+
+  /// The bytes of the parts of this host's ranks, and of each host.
+  std::vector<std::size_t> bytes_of_ranks(std::span<const std::size_t> bytes) const;
+  std::vector<std::size_t> bytes_of_hosts(std::span<const std::size_t> bytes) const;
+  template <class Fn>
+  void for_parts_by_host(std::span<const std::size_t> bytes, Fn&& fn) const;
 
   const int rank_;
   const int size_;

@@ -28,6 +28,21 @@ void LocalCommunicator::reducescatter(const void* input, void* output,
   allreduce(input, output, counts[0], reduction, {});
 }
 
+void LocalCommunicator::reduce_to(int, const void* input, void* output, std::size_t count,
+                                  const Reduction& reduction) {
+  allreduce(input, output, count, reduction, {});
+}
+
+void LocalCommunicator::gather(const void* input, void* output, std::span<const std::size_t> bytes,
+                               int) {
+  allgather(input, output, bytes);
+}
+
+void LocalCommunicator::scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+                                int) {
+  allgather(input, output, bytes);
+}
+
 void LocalCommunicator::post(const Post& entry) {
   const auto keep = [](std::vector<std::byte>& to, ByteSpan part) {
     to.assign(part.begin(), part.end());

@@ -22,6 +22,12 @@ class LocalCommunicator : public HostCommunicator, private Board {
   void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
+  void reduce_to(int root, const void* input, void* output, std::size_t count,
+                 const Reduction& reduction) override;
+  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
+              int root) override;
+  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+               int root) override;
   void barrier() override {}
 
  private:

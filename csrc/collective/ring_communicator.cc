@@ -6,13 +6,11 @@
 
 #include "collective/choice.h"
 #include "collective/grouped_reduction.h"
+#include "core/bytes.h"
 
 namespace torch_ring {
 
 namespace {
-
-std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
-const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
 
 /// At least `bytes` bytes of scratch memory.
 std::byte* at_least(std::vector<std::byte>& scratch, std::size_t bytes) {
@@ -42,6 +40,10 @@ RingCommunicator::RingCommunicator(int rank, std::vector<std::unique_ptr<Connect
       waiter_(waiter),
       board_(rank, raw(connections_), waiter, std::move(ranks_of_member)) {}
 
+std::size_t RingCommunicator::round_bytes() const {
+  return std::min(kChunkBytes * next()->width() * static_cast<std::size_t>(size()), kRoundBytes);
+}
+
 void RingCommunicator::allreduce(const void* input, void* output, std::size_t count,
                                  const Reduction& reduction, std::span<const std::int64_t>) {
   if (count == 0) return;
@@ -50,15 +52,14 @@ void RingCommunicator::allreduce(const void* input, void* output, std::size_t co
     allreduce_gathered(input, output, count, reduction);
     return;
   }
-  const std::size_t round_bytes =
-      std::min(kChunkBytes * next()->width() * static_cast<std::size_t>(size()), kRoundBytes);
-  for (const Range round : ranges_of(count, round_bytes / item)) {
+  for (const Range round : ranges_of(count, round_bytes() / item)) {
     std::byte* const out = bytes_of(output) + round.begin * item;
     const std::vector<Range> chunks = chunks_by_rank(round.count, size());
-    reduce_scatter(bytes_of(input) + round.begin * item, out, chunks, reduction);
+    reduce_scatter(bytes_of(input) + round.begin * item, out + at(chunks, rank()).begin * item,
+                   chunks, reduction);
     std::vector<Range> results;
     for (const Range chunk : chunks) results.push_back({chunk.begin * item, chunk.count * item});
-    gather(out, results);
+    gather_everywhere(out, results);
   }
 }
 
@@ -91,6 +92,12 @@ void RingCommunicator::reduce_inputs(std::span<const void* const> inputs, void* 
 void RingCommunicator::allreduce_partial(void* partial, std::size_t count,
                                          const Reduction& reduction) {
   allreduce(partial, partial, count, {accumulation_dtype(reduction), reduction.op, Scaling{}});
+}
+
+void RingCommunicator::reduce_partial_to(int root, void* partial, std::size_t count,
+                                         const Reduction& reduction) {
+  reduce_to(root, partial, partial, count,
+            {accumulation_dtype(reduction), reduction.op, Scaling{}});
 }
 
 void RingCommunicator::reducescatter(const void* input, void* output,
@@ -138,9 +145,8 @@ void RingCommunicator::reducescatter(const void* input, void* output,
   }
 }
 
-/// Reduces this rank's chunk of all ranks' `input`, into its place in `output`. The other chunks of
-/// `output` stay as they are.
-void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
+/// Reduces this rank's chunk of all ranks' `input` into `result`.
+void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* result,
                                       std::span<const Range> chunks, const Reduction& reduction) {
   const std::vector<ScatterLevel> levels = scatter_levels(rank(), size());
   const bool in_one = levels.size() == 1 && levels.front().chunks == 1;
@@ -185,8 +191,8 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
     exchange_and_add(outgoing, incoming, own.count, item, [&](Range segment) {
       const std::vector<const void*> arrived = shifted(inputs, segment.begin * item);
       if (in_one) {
-        const std::array<void*, 1> result{output + (own.begin + segment.begin) * item};
-        reduce(result, arrived, segment.count, reduction);
+        const std::array<void*, 1> reduced{result + segment.begin * item};
+        reduce(reduced, arrived, segment.count, reduction);
       } else {
         reduce_partial(partials_.data() + (place + segment.begin) * partial_item, arrived,
                        segment.count, first_level ? reduction : inner);
@@ -199,7 +205,7 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* output,
   }
   if (in_one) return;
   const Range own = at(chunks, rank());
-  const std::array<void*, 1> finished{output + own.begin * size_of(reduction.dtype)};
+  const std::array<void*, 1> finished{result};
   finish_partial(finished, partials_.data() + (own.begin - origin) * partial_item, own.count,
                  reduction);
 }
@@ -220,7 +226,7 @@ void RingCommunicator::exchange_and_add(std::span<const Outgoing> outgoing,
 }
 
 /// Gathers all chunks of `data` on every rank, which has its own at first.
-void RingCommunicator::gather(std::byte* data, std::span<const Range> chunks) {
+void RingCommunicator::gather_everywhere(std::byte* data, std::span<const Range> chunks) {
   const Range last = chunks.back();
   if (choose_allgather(last.begin + last.count, size()) == AllgatherPath::kDoubling) {
     gather_doubling(data, chunks);
@@ -262,7 +268,7 @@ void RingCommunicator::allgather(const void* input, void* output,
   const Range own = at(chunks, rank());
   std::byte* const to = bytes_of(output) + own.begin;
   if (to != input && own.count > 0) std::memcpy(to, input, own.count);
-  gather(bytes_of(output), chunks);
+  gather_everywhere(bytes_of(output), chunks);
 }
 
 void RingCommunicator::alltoall(const void* input, void* output,
@@ -281,58 +287,6 @@ void RingCommunicator::alltoall(const void* input, void* output,
     exchange(connections_[to].get(), {bytes_of(input) + parts[to].begin, parts[to].count},
              connections_[from].get(),
              {bytes_of(output) + arriving[from].begin, arriving[from].count}, waiter_);
-  }
-}
-
-void RingCommunicator::broadcast(void* data, std::size_t bytes, int root) {
-  switch (choose_broadcast(bytes, size())) {
-    case BroadcastPath::kChain:
-      return broadcast_chain(data, bytes, root);
-    case BroadcastPath::kTree: {
-      return broadcast_tree(bytes_of(data), root,
-                            [&](const TreeEdge&) -> Range { return {0, bytes}; });
-    }
-    case BroadcastPath::kScattered: {
-      std::vector<Range> chunks;
-      for (int i = 0; i < size(); ++i) chunks.push_back(chunk_of(bytes, size(), i));
-      broadcast_tree(bytes_of(data), root, [&](const TreeEdge& edge) {
-        return arc_of(chunks, edge.first, edge.count)[0];
-      });
-      return gather_doubling(bytes_of(data), chunks, root);
-    }
-  }
-}
-
-/// Sends part(edge) of `data` over every edge of a tree, away from the root.
-template <class Part>
-void RingCommunicator::broadcast_tree(std::byte* data, int root, Part&& part) {
-  const auto bytes = [&](const TreeEdge& edge) {
-    const Range range = part(edge);
-    return std::span(data + range.begin, range.count);
-  };
-  const Tree tree = binomial_tree(rank(), size(), root);
-  if (tree.parent) {
-    exchange(nullptr, {}, at(connections_, tree.parent->peer).get(), bytes(*tree.parent), waiter_);
-  }
-  for (const TreeEdge& child : tree.children) {
-    exchange(at(connections_, child.peer).get(), bytes(child), nullptr, {}, waiter_);
-  }
-}
-
-void RingCommunicator::broadcast_chain(void* data, std::size_t bytes, int root) {
-  // A rank sends one segment on while it receives the next.
-  const bool first = rank() == root;
-  const bool last = (rank() + 1) % size() == root;
-  const std::vector<Range> segments = ranges_of(bytes, kSegmentBytes);
-  const auto segment = [&](std::size_t index) {
-    return std::span(bytes_of(data) + segments[index].begin, segments[index].count);
-  };
-  std::span<std::byte> arrived;
-  for (std::size_t i = 0; i <= segments.size(); ++i) {
-    const std::span<std::byte> due = i < segments.size() ? segment(i) : std::span<std::byte>{};
-    exchange(next(), last ? std::span<std::byte>{} : arrived, prev(),
-             first ? std::span<std::byte>{} : due, waiter_);
-    arrived = due;
   }
 }
 

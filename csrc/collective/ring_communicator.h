@@ -30,6 +30,10 @@ namespace torch_ring {
 ///   broadcast   tree: l steps, l S bytes from the root
 ///               scattered: 2 l steps, up to 2 S (n - 1) / n bytes
 ///               chain: n - 2 + segments steps, S bytes
+///   reduce      direct: (n - 1) / 15 steps, S (n - 1) bytes to the root
+///               scattered: those of a reducescatter and of a gather, 2 S (n - 1) / n bytes to the
+///               root, S from each other rank
+///   gather, scatter   (n - 1) / 15 steps, the root receives or sends the others' parts
 ///   barrier     l steps, one byte each
 class RingCommunicator : public HostCommunicator {
  public:
@@ -49,6 +53,12 @@ class RingCommunicator : public HostCommunicator {
   void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
+  void reduce_to(int root, const void* input, void* output, std::size_t count,
+                 const Reduction& reduction) override;
+  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
+              int root) override;
+  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+               int root) override;
   void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
                      const Reduction& reduction) const override;
   void barrier() override;
@@ -56,21 +66,27 @@ class RingCommunicator : public HostCommunicator {
   /// Allreduce of partial results, in place and unscaled, between a hierarchy's reduce_partial()
   /// and finish_partial(). `partial` has accumulation_dtype(reduction).
   void allreduce_partial(void* partial, std::size_t count, const Reduction& reduction);
+  /// The same to rank `root` alone; the others' `partial` is spoilt or stays as it is.
+  void reduce_partial_to(int root, void* partial, std::size_t count, const Reduction& reduction);
 
  private:
   void allreduce_gathered(const void* input, void* output, std::size_t count,
                           const Reduction& reduction);
-  void reduce_scatter(const std::byte* input, std::byte* output, std::span<const Range> chunks,
+  void reduce_scatter(const std::byte* input, std::byte* result, std::span<const Range> chunks,
                       const Reduction& reduction);
   template <class Add>
   void exchange_and_add(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
                         std::size_t count, std::size_t item, Add&& add);
-  void gather(std::byte* data, std::span<const Range> chunks);
+  template <class Add>
+  void exchange_with_root(std::span<const std::size_t> bytes, int root, Add&& add);
+  void gather_everywhere(std::byte* data, std::span<const Range> chunks);
   void gather_chunks(std::byte* data, std::span<const Range> chunks);
   void gather_doubling(std::byte* data, std::span<const Range> chunks, int root = 0);
   template <class Part>
   void broadcast_tree(std::byte* data, int root, Part&& part);
   void broadcast_chain(void* data, std::size_t bytes, int root);
+
+  std::size_t round_bytes() const;  // of a reduction, or of each part of a gather or scatter
 
   Connection* next() const { return neighbour(1); }
   Connection* prev() const { return neighbour(size() - 1); }
@@ -84,6 +100,7 @@ class RingCommunicator : public HostCommunicator {
   TcpBoard board_;
   std::vector<std::byte> received_;  // scratch: the other ranks' inputs of a chunk, or of all
   std::vector<std::byte> partials_;  // scratch: partial results among more than one section
+  std::vector<std::byte> reduced_;   // scratch: this rank's chunk of a reduce to another rank
 };
 
 }  // namespace torch_ring

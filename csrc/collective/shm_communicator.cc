@@ -5,6 +5,7 @@
 
 #include "collective/plan.h"
 #include "core/at.h"
+#include "core/bytes.h"
 #include "memory/cache_lines.h"
 
 namespace torch_ring {
@@ -13,21 +14,6 @@ namespace {
 
 // Bytes up to which a second flag costs more than reducing the whole tensor on every rank.
 constexpr std::size_t kOneShotBytes = 32u << 10;
-
-/// Whether a result is written past the caches, being larger than a core's share of them.
-constexpr bool is_nontemporal(std::size_t bytes) { return bytes >= 16u << 20; }
-
-/// Copies a part of a result, past the caches if `nontemporal`.
-void copy_part(void* to, const void* from, std::size_t bytes, bool nontemporal) {
-  if (nontemporal) {
-    copy_nontemporal(to, from, bytes);
-  } else {
-    std::memcpy(to, from, bytes);
-  }
-}
-
-std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
-const std::byte* bytes_of(const void* data) { return static_cast<const std::byte*>(data); }
 
 }  // namespace
 
@@ -82,10 +68,12 @@ void ShmCommunicator::allreduce_shared(std::size_t count, const Reduction& reduc
 }
 
 void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::size_t count,
-                                         const Reduction& reduction) {
+                                         const Reduction& reduction, std::optional<int> root) {
+  const bool gets_result = !root || *root == rank();
   const std::uint64_t segment = ++segment_;
-  std::memcpy(claim(segment), input, count * size_of(reduction.dtype));
+  if (root != rank()) std::memcpy(claim(segment), input, count * size_of(reduction.dtype));
   host_.publish(host_.own().staged, segment);
+  if (!gets_result) return;
   host_.wait_all(&SegmentHeader::staged, segment, "allreduce");
 
   std::vector<const void*> inputs;
@@ -99,7 +87,7 @@ void ShmCommunicator::allreduce_one_shot(const void* input, void* output, std::s
   // `reduced` is not published: only the pipeline waits for it, and it may skip numbers.
 }
 
-/// A pipelined allreduce: its arguments, and the three stages of a segment.
+/// A pipelined allreduce or reduce: its arguments, and the three stages of a segment.
 struct ShmCommunicator::Pipeline {
   ShmCommunicator& comm;
   const std::byte* input;
@@ -108,7 +96,9 @@ struct ShmCommunicator::Pipeline {
   std::size_t count;
   std::size_t segment_count;  // elements of a segment
   std::uint64_t first;        // number of the first segment
+  std::optional<int> root;    // of a reduce
 
+  bool gets_result(int peer) const { return !root || *root == peer; }
   std::size_t item() const { return size_of(reduction.dtype); }
   /// Whether results are written past the caches. Not in place: those lines were just read.
   bool nontemporal() const {
@@ -144,23 +134,27 @@ struct ShmCommunicator::Pipeline {
     const Range whole = segment(index);
     const Range mine = chunk_of(whole.count, comm.size(), comm.rank());
     const std::size_t own = (whole.begin + mine.begin) * item();
+    // Where nobody else gets the sum, there is no line of a peer's to write it to first.
+    const bool past_caches = !root && nontemporal();
     std::vector<void*> outputs;
     std::vector<const void*> inputs;
     for (int peer = 0; peer < comm.size(); ++peer) {
       std::byte* theirs = comm.slot(peer, first + index) + mine.begin * item();
       inputs.push_back(peer == comm.rank() ? input + own : theirs);
+      if (!gets_result(peer)) continue;
       if (peer != comm.rank()) {
         outputs.push_back(theirs);
-      } else if (!nontemporal()) {
+      } else if (!past_caches) {
         outputs.push_back(output + own);
       }
     }
     reduce(outputs, inputs, mine.count, reduction);
-    if (nontemporal()) copy_nontemporal(output + own, outputs.front(), mine.count * item());
+    if (past_caches) copy_nontemporal(output + own, outputs.front(), mine.count * item());
     comm.host_.publish(comm.host_.own().reduced, first + index);
   }
 
   void collect(std::size_t index) const {
+    if (!gets_result(comm.rank())) return;
     comm.host_.wait_all(&SegmentHeader::reduced, first + index, "allreduce");
     const std::byte* from = comm.slot(comm.rank(), first + index);
     for_others_parts(index, [&](std::size_t in_segment, std::size_t in_tensor, std::size_t bytes) {
@@ -170,12 +164,12 @@ struct ShmCommunicator::Pipeline {
 };
 
 void ShmCommunicator::allreduce_pipelined(const void* input, void* output, std::size_t count,
-                                          const Reduction& reduction) {
+                                          const Reduction& reduction, std::optional<int> root) {
   const std::size_t item = size_of(reduction.dtype);
   const std::size_t segment_count = Slot::kSegmentBytes / item;
   const std::size_t segments = (count + segment_count - 1) / segment_count;
   const Pipeline pipeline{*this, bytes_of(input), bytes_of(output), reduction,
-                          count, segment_count,   segment_ + 1};
+                          count, segment_count,   segment_ + 1,     root};
   segment_ += segments;
   for (std::size_t i = 0; i < segments + 2; ++i) {
     if (i < segments) pipeline.stage(i);
@@ -184,18 +178,13 @@ void ShmCommunicator::allreduce_pipelined(const void* input, void* output, std::
   }
 }
 
-void ShmCommunicator::broadcast(void* data, std::size_t bytes, int root) {
-  for (std::size_t begin = 0; begin < bytes; begin += Slot::kSegmentBytes) {
-    const std::size_t part = std::min(Slot::kSegmentBytes, bytes - begin);
-    const std::uint64_t segment = ++segment_;
-    if (rank() == root) {
-      std::memcpy(claim(segment), bytes_of(data) + begin, part);
-    } else {
-      host_.wait_one(root, &SegmentHeader::staged, segment, "broadcast");
-      copy_part(bytes_of(data) + begin, slot(root, segment), part, is_nontemporal(bytes));
-      finish_reading(root, segment, part);
-    }
-    host_.publish(host_.own().staged, segment);
+void ShmCommunicator::reduce_to(int root, const void* input, void* output, std::size_t count,
+                                const Reduction& reduction) {
+  if (count == 0) return;
+  if (count * size_of(reduction.dtype) <= kOneShotBytes) {
+    allreduce_one_shot(input, output, count, reduction, root);
+  } else {
+    allreduce_pipelined(input, output, count, reduction, root);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "collective/host.h"
 #include "collective/host_communicator.h"
@@ -25,6 +26,12 @@ namespace torch_ring {
 /// (n-1)S/n are staged, and reduced into the output. In an alltoall each rank stages its parts in
 /// the order rank + 1, rank + 2, ..., so that the ranks do not all stage for one receiver at a
 /// time.
+///
+/// A reduce takes the last two paths, too, but that the sums are written into the root's segment
+/// alone and nobody else waits for them: each rank reads S, where a root that reduced all of it
+/// would read (n-1)S. In a gather of parts of P bytes each rank stages P and the root copies all
+/// out; in a scatter the root stages (n-1)P and each rank copies P out. One flag a segment. Senders
+/// run ahead of receivers by the number of slots.
 ///
 /// The only reader of staged bytes owns their cache lines afterwards: the pipeline's sums write
 /// them, the other collectives call own_cache_lines(). Results of 16 MiB and more are written past
@@ -50,6 +57,12 @@ class ShmCommunicator : public HostCommunicator, private SharedBuffers {
   void alltoall(const void* input, void* output, std::span<const std::size_t> bytes) override;
   void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                      const Reduction& reduction) override;
+  void reduce_to(int root, const void* input, void* output, std::size_t count,
+                 const Reduction& reduction) override;
+  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
+              int root) override;
+  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+               int root) override;
   void barrier() override { host_.barrier(); }
   SharedBuffers* shared_buffers() override { return this; }
 
@@ -69,10 +82,11 @@ class ShmCommunicator : public HostCommunicator, private SharedBuffers {
 
   void allreduce_shared(std::size_t count, const Reduction& reduction,
                         std::span<const std::int64_t> offsets);
+  // With a `root`: the result goes to that rank alone.
   void allreduce_one_shot(const void* input, void* output, std::size_t count,
-                          const Reduction& reduction);
+                          const Reduction& reduction, std::optional<int> root = {});
   void allreduce_pipelined(const void* input, void* output, std::size_t count,
-                           const Reduction& reduction);
+                           const Reduction& reduction, std::optional<int> root = {});
 
   /// Runs the segments of a collective: calls stage(index, this rank's slot) for each and, one
   /// segment later, collect(index, segment), when every rank has staged it.

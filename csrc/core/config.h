@@ -1,14 +1,18 @@
-// EngineConfig: the settings of an engine, read from the environment by torch_ring/config.py.
+// EngineConfig: the settings of an engine, read from the environment by torch_ring/config/.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <string>
+
+#include "core/clock.h"
 
 namespace torch_ring {
 
 struct EngineConfig {
   std::chrono::milliseconds timeout{0};             // a rank that is later is an error; 0: never
+  std::string timeout_name = "TORCH_RING_TIMEOUT";  // what errors call it
   std::chrono::milliseconds stall_warning{60'000};  // 0: never
   std::chrono::microseconds fusion_window{1'000};   // how long requests are collected
   std::size_t fusion_threshold_bytes = 64u << 20;   // requests fused into one collective
@@ -16,6 +20,9 @@ struct EngineConfig {
   // submit something.
   std::chrono::milliseconds other_threads_grace{10'000};
   std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
+
+  /// The timeout as errors say it: "300 s (TORCH_RING_TIMEOUT)".
+  std::string timeout_text() const { return in_seconds(timeout) + " (" + timeout_name + ")"; }
 
   /// How long a transfer that has begun may stand still. All ranks are in it, or on their way, so
   /// a live rank that does not go on is stuck, and not late.

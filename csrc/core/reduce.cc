@@ -187,7 +187,9 @@ void fill(void* data, std::size_t count, ReduceOp op, T one, T lowest, T highest
 template <class T>
 void fill(void* data, std::size_t count, ReduceOp op) {
   using Limits = std::numeric_limits<T>;
-  if constexpr (Limits::has_infinity) {
+  if (op == ReduceOp::kBand) {
+    std::fill_n(static_cast<T*>(data), count, static_cast<T>(-1));  // all bits; of a bool: true
+  } else if constexpr (Limits::has_infinity) {
     fill<T>(data, count, op, 1, -Limits::infinity(), Limits::infinity());
   } else {
     fill<T>(data, count, op, 1, Limits::lowest(), Limits::max());

@@ -61,7 +61,7 @@ void reduce_partial(void* partial, std::span<const void* const> inputs, std::siz
 void combine_partial(void* partial, const void* other, std::size_t count,
                      const Reduction& reduction);
 
-/// data[i] = the identity of `op`: 0, 1, or an end of the dtype's range.
+/// data[i] = the identity of `op`: 0, 1, an end of the dtype's range, or all bits set.
 void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op);
 
 /// The second half of reduce(): outputs[j][i] = post(partial[i]) in reduction.dtype. One output may

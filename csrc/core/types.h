@@ -34,7 +34,7 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kDTypeCount = 21;  // of tensors
 
-/// The numbers are Horovod's, because users may have written them down.
+/// The first numbers are Horovod's, because users may have written them down.
 enum class ReduceOp : std::uint8_t {
   kAverage = 0,
   kSum = 1,
@@ -42,7 +42,15 @@ enum class ReduceOp : std::uint8_t {
   kMin = 3,
   kMax = 4,
   kProduct = 5,
+  kBand = 6,  // bitwise, of integers; of bools: logical
+  kBor = 7,
+  kBxor = 8,
 };
+inline constexpr int kReduceOpCount = 9;
+
+constexpr bool is_bitwise(ReduceOp op) {
+  return op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
+}
 
 /// Bytes of one element.
 constexpr std::size_t size_of(DType dtype) {
@@ -102,8 +110,9 @@ constexpr DType part_of(DType dtype) {
 constexpr std::size_t parts_of(DType dtype) { return is_complex(dtype) ? 2 : 1; }
 
 /// Whether there is arithmetic for a reduction. Complex numbers have no order, and the product of
-/// pairs is not theirs.
+/// pairs is not theirs. The bits of a floating-point number are not numbers.
 constexpr bool can_reduce(DType dtype, ReduceOp op) {
+  if (is_bitwise(op)) return is_integer(dtype) || dtype == DType::kBool;
   if (is_complex(dtype)) return op == ReduceOp::kSum || op == ReduceOp::kAverage;
   return dtype <= DType::kBool;
 }
@@ -120,9 +129,10 @@ constexpr const char* name_of(DType dtype) {
 }
 
 constexpr const char* name_of(ReduceOp op) {
-  constexpr const char* kNames[] = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
+  constexpr const char* kNames[] = {"Average", "Sum",  "Adasum", "Min", "Max",
+                                    "Product", "Band", "Bor",    "Bxor"};
   const auto index = static_cast<std::size_t>(op);
-  return index < 6 ? kNames[index] : "unknown op";
+  return index < kReduceOpCount ? kNames[index] : "unknown op";
 }
 
 }  // namespace torch_ring

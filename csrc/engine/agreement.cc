@@ -11,7 +11,7 @@ namespace {
 bool is_numbered(const std::string& name) { return name.starts_with('#'); }
 
 /// Whether numbering begins anew: a rank that asks for a barrier without a name waits for it before
-/// it asks for anything else.
+/// it asks for anything else. A fence is one of the numbered requests.
 bool resets_numbering(const Fingerprint& fingerprint) {
   return fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name);
 }
@@ -48,7 +48,7 @@ class Gathering {
     }
     all_shared_ = all_shared_ && a.is_shared;
     all_inline_ = all_inline_ && a.is_inline;
-    if (!all_inline_ || collective_ == Collective::kBarrier) return;
+    if (!all_inline_ || is_barrier(collective_)) return;
     const Run& last = round_.runs.back();
     if (decision_.payloads.empty()) {
       decision_.payloads.reserve(static_cast<std::size_t>(last.first + last.count));

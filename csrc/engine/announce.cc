@@ -12,13 +12,22 @@ constexpr std::size_t kInlineAmongOthers = 4u << 10;
 // Bytes of all ranks' payloads of one request: every rank reads them all.
 constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
 
+/// The bytes of the longest rank's inline payload.
+std::size_t payload_bytes(const Request& request, int size) {
+  const bool scatters = request.fingerprint.collective == Collective::kScatter;
+  return request.input_bytes() * (scatters ? static_cast<std::size_t>(size) : 1);
+}
+
 /// The payload of an inline request: this rank's tensor, or nothing.
-ByteSpan inline_payload(const Request& request, int rank) {
+ByteSpan inline_payload(const Request& request, const Communicator& communicator) {
   const Fingerprint& f = request.fingerprint;
-  const bool silent = f.collective == Collective::kBarrier || f.collective == Collective::kJoin ||
-                      (f.collective == Collective::kBroadcast && f.root != rank);
+  const bool from_root =
+      f.collective == Collective::kBroadcast || f.collective == Collective::kScatter;
+  const bool silent = is_barrier(f.collective) || f.collective == Collective::kJoin ||
+                      (from_root && f.root != communicator.rank());
   if (silent) return {};
-  return {static_cast<const std::byte*>(request.input), request.input_bytes()};
+  return {static_cast<const std::byte*>(request.input),
+          payload_bytes(request, communicator.size())};
 }
 
 }  // namespace
@@ -31,7 +40,7 @@ Announcement announce(const Request& request, bool alone, HostCommunicator& comm
   announcement.rows = std::as_bytes(std::span(request.rows));
   announcement.is_inline = fits_inline(request, alone, communicator);
   if (announcement.is_inline) {
-    announcement.payload = inline_payload(request, communicator.rank());
+    announcement.payload = inline_payload(request, communicator);
   }
   announcement.shared_offset = shared_offset(request, communicator);
   announcement.is_shared = announcement.shared_offset >= 0;
@@ -49,9 +58,9 @@ std::int64_t shared_offset(const Request& request, HostCommunicator& communicato
 
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator) {
   const Fingerprint& f = request.fingerprint;
-  if (f.collective == Collective::kBarrier || f.collective == Collective::kJoin) return true;
+  if (is_barrier(f.collective) || f.collective == Collective::kJoin) return true;
   if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
-  const std::size_t bytes = request.input_bytes();
+  const std::size_t bytes = payload_bytes(request, communicator.size());
   const std::size_t limit = communicator.board().inline_limit();
   return bytes <= (alone ? limit : std::min(limit, kInlineAmongOthers)) &&
          bytes * static_cast<std::size_t>(communicator.size()) <= kInlineBytesOfAllRanks;

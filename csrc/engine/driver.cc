@@ -1,7 +1,6 @@
 #include "engine/driver.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include "core/at.h"
 #include "core/failpoint.h"
@@ -26,11 +25,6 @@ constexpr milliseconds kBlockedAfter{200};
 
 // The time after its own timeout for which a set waits for another one, whose error is the cause.
 constexpr milliseconds kGrace{1000};
-
-// Tenths of a second: enough for a message.
-milliseconds rounded(Clock::duration duration) {
-  return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
-}
 
 /// Tells this rank's join of a pass that the others have entered, if that is what they have done.
 /// They run ahead there: nobody else tells the rank that it has to launch something.
@@ -302,7 +296,7 @@ void Driver::fail_all(const Lock& lock, const Error& cause) {
   for (const auto& [key, pending] : pending_) queue_.fail(lock, *pending.work, cause);
   outbox_.clear();
   pending_.clear();
-  wait_.end();
+  wait_.fail();
 }
 
 /// Takes note of the ranks that announce something in a round that leaves requests undecided.
@@ -311,90 +305,6 @@ void Driver::note_progress(const Round& round, Clock::time_point now) {
     if (EntryReader(run.common, run.own).left() == 0) continue;
     std::fill_n(progress_.begin() + run.first, run.count, now);
   }
-}
-
-/// Warns of works for which this rank waits long, and throws if it has waited too long, or if a
-/// rank has left.
-void Driver::check_stalls() {
-  if (pending_.empty() || round_is_complete()) return;
-  watchdog_.check_departures(rounds_ + 1);
-  const auto now = Clock::now();
-  const auto is_over = [](Clock::duration waited, milliseconds limit) {
-    return limit.count() > 0 && waited > limit;
-  };
-  std::map<std::vector<int>, std::vector<Pending*>> stalled;  // by the ranks that are late
-  for (auto& [key, pending] : pending_) {
-    const Work& work = *pending.work;
-    const auto waited = now - work.submitted_;
-    if (is_over(waited, config_.timeout) && is_over(now - last_progress(work), config_.timeout)) {
-      throw Error(ErrorKind::kTimeout, work.request().fingerprint.describe() + ": gave up after " +
-                                           in_seconds(config_.timeout) +
-                                           " (TORCH_RING_TIMEOUT): " + describe(late_ranks(work)));
-    }
-    // A rank that has joined waits as long as the others get on.
-    const bool joined = work.request().fingerprint.collective == Collective::kJoin;
-    const auto since = std::max(joined ? last_progress(work) : work.submitted_, pending.warned);
-    if (is_over(now - since, config_.stall_warning)) {
-      stalled[late_ranks(work)].push_back(&pending);
-    }
-  }
-  for (const auto& [late, works] : stalled) warn(works, now);
-}
-
-/// Logs that works wait for the same ranks: the first of them by name.
-void Driver::warn(std::span<Pending* const> stalled, Clock::time_point now) {
-  for (Pending* const pending : stalled) pending->warned = now;
-  const Work& work = *(*std::ranges::min_element(stalled, {}, [](const Pending* pending) {
-                        return pending->work->submitted_;
-                      }))->work;
-  std::string text = name_in(at(labels_, communicator_.rank())) + " has waited " +
-                     in_seconds(rounded(now - work.submitted_)) + " for " +
-                     work.request().fingerprint.describe();
-  if (stalled.size() > 1) text += " and " + std::to_string(stalled.size() - 1) + " more";
-  text += ": " + describe(late_ranks(work)) + ". It ";
-  text += config_.timeout.count() > 0
-              ? "fails after " + in_seconds(config_.timeout) + " (TORCH_RING_TIMEOUT)"
-              : "goes on waiting: TORCH_RING_TIMEOUT is not set";
-  log_(text);
-}
-
-/// When `work` was submitted, or when the ranks that it waits for last announced something: that
-/// one of them whose last sign is the oldest.
-Clock::time_point Driver::last_progress(const Work& work) const {
-  auto oldest = Clock::time_point::max();
-  for (const int rank : late_ranks(work)) oldest = std::min(oldest, at(progress_, rank));
-  if (oldest == Clock::time_point::max()) oldest = {};
-  return std::max(work.submitted_, oldest);
-}
-
-/// The ranks that have not announced `work`, as far as this rank can know.
-std::vector<int> Driver::late_ranks(const Work& work) const {
-  std::vector<int> silent;  // who keeps the round from being complete
-  if (round_open_) {
-    silent = board_.missing();
-    if (waits_) silent = waits_->ends(silent);
-  }
-  std::ranges::sort(silent);
-  const std::vector<int> missing = agreement_.missing(work.key_);  // sorted
-  std::vector<int> both;  // the others may have announced it in the open round
-  std::ranges::set_intersection(missing, silent, std::back_inserter(both));
-  if (!both.empty()) return both;
-  return missing.empty() ? silent : missing;
-}
-
-/// "rank 2 (pid 7) has not called it (it is computing, in no collective). All ranks must ..."
-std::string Driver::describe(std::span<const int> late) const {
-  const auto doing = [&](int rank) {
-    const std::string instead = agreement_.waits_for(rank);
-    return instead.empty() ? "computing, in no collective" : "in " + instead;
-  };
-  std::string text;
-  for (const int rank : late) {
-    text.append(text.empty() ? "" : ", ").append(at(labels_, rank));
-    text.append(" has not called it (it is ").append(doing(rank)).append(")");
-  }
-  if (text.empty()) text = "a rank has not called it";
-  return text + ". All ranks must call it, in the same order";
 }
 
 }  // namespace torch_ring

@@ -147,6 +147,7 @@ class Driver {
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
   void warn(std::span<Pending* const> stalled, Clock::time_point now);
+  std::string timeout_text(const Request& request) const;
   Clock::time_point last_progress(const Work& work) const;
   std::vector<int> late_ranks(const Work& work) const;
   std::string describe(std::span<const int> late) const;

@@ -78,11 +78,10 @@ std::byte* grow(Bytes& bytes, std::size_t count) {
 /// Whether a header has only values that encode() writes. What runs a request relies on it: it
 /// chooses the arithmetic by dtype and op.
 bool valid(const FingerprintHeader& header) {
-  const bool reduces = header.collective == Collective::kAllreduce ||
-                       header.collective == Collective::kReducescatter;
-  return header.collective <= Collective::kJoin && header.op <= ReduceOp::kProduct &&
+  return header.collective <= Collective::kJoin && static_cast<int>(header.op) < kReduceOpCount &&
          static_cast<int>(header.dtype) < kDTypeCount &&
-         (!reduces || can_reduce(header.dtype, header.op)) && header.joinable <= 1 &&
+         (!reduces(header.collective) || can_reduce(header.dtype, header.op)) &&
+         header.joinable <= 1 &&
          std::ranges::all_of(header.zero, [](std::uint8_t byte) { return byte == 0; });
 }
 

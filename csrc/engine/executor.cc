@@ -25,6 +25,8 @@ std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int s
              row_bytes_of(f);
     case Collective::kBroadcast:
       return rank == f.root ? row_bytes_of(f) : 0;
+    case Collective::kScatter:
+      return rank == f.root ? static_cast<std::size_t>(size) * row_bytes_of(f) : 0;
     default:
       return row_bytes_of(f);
   }
@@ -124,7 +126,17 @@ void Executor::run_one(const Job& job) {
     case Collective::kReducescatter:
       reducescatter(request);
       break;
+    case Collective::kReduce:
+      communicator_.reduce_to(f.root, request.input, request.output, f.count(), reduction_of(f));
+      break;
+    case Collective::kGather:
+      communicator_.gather(request.input, request.output, parts_of_all(f), f.root);
+      break;
+    case Collective::kScatter:
+      communicator_.scatter(request.input, request.output, parts_of_all(f), f.root);
+      break;
     case Collective::kBarrier:
+    case Collective::kFence:
       communicator_.barrier();
       break;
     case Collective::kJoin:
@@ -135,7 +147,7 @@ void Executor::run_one(const Job& job) {
 
 void Executor::run_inline(const Request& request, const Decision& decision) {
   const Fingerprint& f = request.fingerprint;
-  if (f.collective == Collective::kBarrier) return;
+  if (is_barrier(f.collective)) return;
 
   const int size = communicator_.size();
   for (int rank = 0; rank < size; ++rank) {
@@ -148,7 +160,16 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
     }
   }
 
-  if (f.collective == Collective::kAllreduce || f.collective == Collective::kReducescatter) {
+  const bool at_root = f.root == communicator_.rank();
+  if (f.collective == Collective::kReduce || f.collective == Collective::kGather) {
+    if (at_root) collect_inline(request, decision);
+  } else if (f.collective == Collective::kScatter) {
+    const std::size_t bytes = row_bytes_of(f);
+    const ByteSpan part =
+        at(decision.payloads, f.root)
+            .subspan(static_cast<std::size_t>(communicator_.rank()) * bytes, bytes);
+    concatenate(request.output, {&part, 1});
+  } else if (reduces(f.collective)) {
     const bool scatters = f.collective == Collective::kReducescatter;
     std::size_t begin = 0;
     for (int rank = 0; scatters && rank < communicator_.rank(); ++rank) {
@@ -177,6 +198,23 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
   } else {
     concatenate(request.allocate(decision.rows), decision.payloads);
   }
+}
+
+/// The root's part of an inline reduce or gather.
+void Executor::collect_inline(const Request& request, const Decision& decision) {
+  const Fingerprint& f = request.fingerprint;
+  if (f.collective == Collective::kGather) {
+    concatenate(request.output, decision.payloads);
+    return;
+  }
+  std::vector<const void*> inputs;
+  for (const ByteSpan payload : decision.payloads) inputs.push_back(payload.data());
+  communicator_.reduce_inputs(inputs, request.output, f.count(), reduction_of(f));
+}
+
+/// The bytes of each rank's part of a gather or scatter.
+std::vector<std::size_t> Executor::parts_of_all(const Fingerprint& f) const {
+  return std::vector<std::size_t>(static_cast<std::size_t>(communicator_.size()), row_bytes_of(f));
 }
 
 void Executor::allgather(const Request& request, const Decision& decision) {

@@ -81,11 +81,13 @@ class Executor {
   }
   void run_one(const Job& job);
   void run_inline(const Request& request, const Decision& decision);
+  void collect_inline(const Request& request, const Decision& decision);
   void allgather(const Request& request, const Decision& decision);
   void alltoall(const Request& request, const Decision& decision);
   void reducescatter(const Request& request);
   void allreduce_fused(std::span<const Request* const> requests);
   void adasum_fused(std::span<const Request* const> requests);
+  std::vector<std::size_t> parts_of_all(const Fingerprint& fingerprint) const;
   std::size_t scattered_count(const Fingerprint& fingerprint, int rank) const;
 
   Communicator& communicator_;

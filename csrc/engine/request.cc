@@ -11,7 +11,8 @@ namespace torch_ring {
 
 const char* name_of(Collective collective) {
   constexpr const char* kNames[] = {"allreduce",     "broadcast", "allgather", "alltoall",
-                                    "reducescatter", "barrier",   "join"};
+                                    "reducescatter", "reduce",    "gather",    "scatter",
+                                    "barrier",       "fence",     "join"};
   const auto index = static_cast<std::size_t>(collective);
   return index < std::size(kNames) ? kNames[index] : "unknown collective";
 }
@@ -28,16 +29,14 @@ std::string Fingerprint::describe() const {
   if (purpose && collective == Collective::kAllgather) return *purpose;  // of bytes, or of rows
   std::ostringstream text;
   text << purpose.value_or(std::string(name_of(collective)) + " '" + name + "'");
-  if (collective == Collective::kBarrier) return text.str();
+  if (is_barrier(collective)) return text.str();
   text << ' ' << name_of(dtype) << " [";
   const bool ragged = collective == Collective::kAllgather || collective == Collective::kAlltoall;
   if (ragged) text << (shape.empty() ? "*" : "*, ");
   for (std::size_t i = 0; i < shape.size(); ++i) text << (i > 0 ? ", " : "") << shape[i];
   text << ']';
-  const bool reduces =
-      collective == Collective::kAllreduce || collective == Collective::kReducescatter;
-  if (reduces) text << ' ' << name_of(op);
-  if (collective == Collective::kBroadcast) text << " root " << root;
+  if (reduces(collective)) text << ' ' << name_of(op);
+  if (has_root(collective)) text << " root " << root;
   if (prescale != 1.0) text << " prescale " << prescale;
   if (postscale != 1.0) text << " postscale " << postscale;
   if (group > 0) text << " in a group of " << group;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -22,11 +23,32 @@ enum class Collective : std::uint8_t {
   kAllgather,
   kAlltoall,
   kReducescatter,
+  kReduce,   // allreduce, of which the root alone gets the result
+  kGather,   // the root gets all ranks' tensors, which are equally long
+  kScatter,  // every rank gets one of the root's tensors
   kBarrier,
+  kFence,  // a barrier at its place in the order of requests: the numbering goes on after it
   kJoin,
 };
 
 const char* name_of(Collective collective);
+
+/// Whether it moves no data: the agreement on it is all of it.
+constexpr bool is_barrier(Collective collective) {
+  return collective == Collective::kBarrier || collective == Collective::kFence;
+}
+
+/// Whether the ranks' values are combined by an operator.
+constexpr bool reduces(Collective collective) {
+  return collective == Collective::kAllreduce || collective == Collective::kReducescatter ||
+         collective == Collective::kReduce;
+}
+
+/// Whether one rank is special: Fingerprint::root.
+constexpr bool has_root(Collective collective) {
+  return collective == Collective::kBroadcast || collective == Collective::kReduce ||
+         collective == Collective::kGather || collective == Collective::kScatter;
+}
 
 /// What to do about ranks that disagree, or that have left: the end of such errors.
 inline constexpr const char* kAllRanksMustCall =
@@ -44,17 +66,19 @@ struct Fingerprint {
   std::int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
-  bool joinable = false;            // an allgather to which ranks that have joined give no rows
-  std::uint32_t group = 0;          // requests that were submitted as one group; 0: in none
-  std::vector<std::int64_t> shape;  // of an allgather or alltoall: without the first dimension
-  std::string name;                 // empty: numbered by the engine
+  bool joinable = false;    // an allgather to which ranks that have joined give no rows
+  std::uint32_t group = 0;  // requests that were submitted as one group; 0: in none
+  // Of an allgather or alltoall: without the first dimension. Of a gather or scatter: of one rank's
+  // part.
+  std::vector<std::int64_t> shape;
+  std::string name;  // empty: numbered by the engine
 
   /// Elements of `shape`.
   std::size_t count() const;
 
-  /// Whether the collective works on the host's memory. For Adasum the bindings copy the tensor
-  /// there.
-  bool on_host() const { return device == 0 || op == ReduceOp::kAdasum; }
+  /// Whether the collective works on the host's memory. For operators that NCCL lacks the bindings
+  /// copy the tensor there.
+  bool on_host() const { return device == 0 || op == ReduceOp::kAdasum || is_bitwise(op); }
 
   /// The request as errors call it: "allreduce 'a' float32 [3] Average". A request of backward
   /// synchronisation says what it is for: in_words().
@@ -69,10 +93,16 @@ struct Request {
   Fingerprint fingerprint;
   std::vector<std::int64_t> rows;  // of an allgather: {this rank's}; of an alltoall: for each rank
 
+  // The output may be the input. That of an allgather or alltoall: see `allocate`. Only the root
+  // has an output of a reduce or gather, and an input of a scatter: all parts, in the order of
+  // ranks.
   const void* input = nullptr;
-  void* output = nullptr;  // may be `input`; of an allgather or alltoall: see `allocate`
+  void* output = nullptr;
 
-  /// Bytes of this rank's input.
+  // How long this rank waits for late ones; none: as long as EngineConfig::timeout says.
+  std::optional<std::chrono::milliseconds> timeout;
+
+  /// Bytes of this rank's input; of a scatter: of one part.
   std::size_t input_bytes() const;
 
   /// Called first, for a tensor on a device: makes the engine's stream wait for the input.

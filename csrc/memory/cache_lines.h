@@ -52,4 +52,16 @@ inline void copy_nontemporal(void* to, const void* from, std::size_t bytes) {
 #endif
 }
 
+/// Whether a result is written past the caches, being larger than a core's share of them.
+constexpr bool is_nontemporal(std::size_t bytes) { return bytes >= 16u << 20; }
+
+/// Copies a part of a result, past the caches if `nontemporal`.
+inline void copy_part(void* to, const void* from, std::size_t bytes, bool nontemporal) {
+  if (nontemporal) {
+    copy_nontemporal(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 }  // namespace torch_ring

@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/at.h"
 #include "core/clock.h"
@@ -29,6 +30,12 @@ RedOp red_op_of(const Reduction& reduction) {
       return RedOp::kMax;
     case ReduceOp::kProduct:
       return RedOp::kProd;
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      throw Error(ErrorKind::kInvalidArgument,
+                  std::string("NCCL has no bitwise operators, so no ") + name_of(reduction.op) +
+                      ": use a copy on the CPU");
     default:  // a Sum of bools, which are bytes to NCCL, is their logical or
       return reduction.dtype == DType::kBool ? RedOp::kMax : RedOp::kSum;
   }
@@ -286,6 +293,38 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
     group.end();
   }
   finish(output, at(counts, rank_), reduction);
+}
+
+void NcclCommunicator::reduce_to(int root, const void* input, void* output, std::size_t count,
+                                 const Reduction& reduction) {
+  const bool at_root = rank_ == root;
+  input = scaled(input, count, reduction, at_root ? output : nullptr);
+  if (needs_widening(reduction)) {
+    const Widened wide = device_.widen(input, count, reduction);
+    wait(api_.reduce(wide.data, wide.data, count * wide.item, data_type_of(wide.dtype),
+                     red_op_of(reduction), root, comm_, device_.stream),
+         "ncclReduce");
+    if (at_root) device_.narrow(output, wide, count, reduction);
+    return;
+  }
+  wait(api_.reduce(input, output, count * parts_of(reduction.dtype), data_type_of(reduction.dtype),
+                   red_op_of(reduction), root, comm_, device_.stream),
+       "ncclReduce");
+  if (at_root) finish(output, count, reduction);
+}
+
+void NcclCommunicator::gather(const void* input, void* output, std::span<const std::size_t> bytes,
+                              int root) {
+  std::vector<std::size_t> matrix(bytes.size() * bytes.size(), 0);
+  for (int peer = 0; peer < size_; ++peer) at(matrix, peer * size_ + root) = at(bytes, peer);
+  alltoall(input, output, matrix);
+}
+
+void NcclCommunicator::scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+                               int root) {
+  std::vector<std::size_t> matrix(bytes.size() * bytes.size(), 0);
+  for (int peer = 0; peer < size_; ++peer) at(matrix, root * size_ + peer) = at(bytes, peer);
+  alltoall(input, output, matrix);
 }
 
 void NcclCommunicator::check() {

@@ -46,6 +46,8 @@ TEST(choice_of_few_ranks_depends_on_the_size_alone) {
     for (const std::size_t bytes : sizes()) {
       CHECK(choose_allreduce(bytes, ranks) ==
             (bytes <= 65'536 ? AllreducePath::kGathered : AllreducePath::kScattered));
+      CHECK(choose_reduce(bytes, ranks) ==
+            (ranks == 2 || bytes <= 65'536 ? ReducePath::kDirect : ReducePath::kScattered));
       CHECK(choose_allgather(bytes, ranks) == AllgatherPath::kRing);
       CHECK(choose_broadcast(bytes, ranks) == BroadcastPath::kChain);
     }
@@ -61,6 +63,21 @@ TEST(choice_of_an_allreduce_goes_from_gathered_to_scattered) {
       before = path;
     }
     CHECK(before == AllreducePath::kScattered);
+  }
+}
+
+TEST(choice_of_a_reduce_goes_from_direct_to_scattered_and_has_the_shortest_time) {
+  for (const int ranks : {5, 8, 16, 17, 33, 100, 4096}) {
+    ReducePath before = ReducePath::kDirect;
+    for (const std::size_t bytes : sizes()) {
+      const ReducePath path = choose_reduce(bytes, ranks);
+      CHECK(path == before || path == ReducePath::kScattered);
+      before = path;
+      if (bytes > kGatheredBytes) continue;
+      const auto other = path == ReducePath::kDirect ? ReducePath::kScattered : ReducePath::kDirect;
+      CHECK(time_ps(path, bytes, ranks, kEthernet) <= time_ps(other, bytes, ranks, kEthernet));
+    }
+    CHECK(before == ReducePath::kScattered);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "board_suite.h"
+#include "rooted_suite.h"
 #include "scatter_suite.h"
 #include "values.h"
 
@@ -250,7 +251,7 @@ inline bool add_communicator_suite(const Layout& layout) {
   std::erase(with_peers.sizes, 1);
   add_for_sizes(with_peers, "silence is a timeout", silence_is_a_timeout);
   add_for_sizes(with_peers, "an abort ends a wait with its cause", an_abort_ends_a_wait);
-  return add_scatter_suite(layout) && add_board_suite(layout);
+  return add_scatter_suite(layout) && add_rooted_suite(layout) && add_board_suite(layout);
 }
 
 }  // namespace torch_ring::test

@@ -35,6 +35,7 @@ namespace {
                                Layout{"two hosts", two_hosts, {3}}}) {
     add_for_sizes(layout, "silence in reducescatter and alltoall is a timeout",
                   silence_in_parts_is_a_timeout);
+    add_for_sizes(layout, "silence at a root is a timeout", silence_at_a_root_is_a_timeout);
   }
   return true;
 }();

@@ -56,8 +56,11 @@ class Elements {
     Elements elements(dtype, count);
     for (std::size_t i = 0; i < std::min(period, count); ++i) elements.set(i, value(i));
     auto& bytes = elements.bytes_;
-    for (std::size_t done = period * size_of(dtype); done < bytes.size(); done *= 2) {
-      std::memcpy(bytes.data() + done, bytes.data(), std::min(done, bytes.size() - done));
+    std::size_t done = std::min(period * size_of(dtype), bytes.size());
+    while (done < bytes.size()) {
+      const std::size_t more = std::min(done, bytes.size() - done);
+      std::memcpy(bytes.data() + done, bytes.data(), more);
+      done += more;
     }
     return elements;
   }

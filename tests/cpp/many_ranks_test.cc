@@ -62,6 +62,9 @@ bool add_suite(const Layout& layout) {
   add("allreduce gives the same bits on all ranks and runs", allreduce_same_bits);
   add("broadcast on every path", broadcast_on_every_path);
   add("allgather of ragged and empty parts", allgather_of_parts);
+  add("reduce of every dtype, op, edge and root", reduce_of_every_kind);
+  add("reduce has the bits of an allreduce", reduce_has_the_bits_of_an_allreduce);
+  add("gather and scatter of equal and ragged parts", gather_and_scatter);
   add("barrier holds all until the last", barrier_holds_all);
   add("agreement and data in turns", everything_in_turns);
   add("silence is a timeout", silence_is_a_timeout);

@@ -90,6 +90,21 @@ class OnStream final : public HostCommunicator {
     nccl_->reducescatter(input, output, counts, reduction);
     stream_.synchronize();
   }
+  void reduce_to(int root, const void* input, void* output, std::size_t count,
+                 const Reduction& reduction) override {
+    nccl_->reduce_to(root, input, output, count, reduction);
+    stream_.synchronize();
+  }
+  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
+              int root) override {
+    nccl_->gather(input, output, bytes, root);
+    stream_.synchronize();
+  }
+  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
+               int root) override {
+    nccl_->scatter(input, output, bytes, root);
+    stream_.synchronize();
+  }
   void barrier() override { host_->barrier(); }
 
  private:
@@ -127,6 +142,8 @@ void run_on_double(int size, const std::function<void(OnStream&, Abort&)>& fn,
   add_for_sizes(layout, "allgather of ragged and empty parts", allgather_ragged);
   add_for_sizes(layout, "reducescatter of every dtype and operator", reducescatter_all);
   add_for_sizes(layout, "alltoall", alltoall_all);
+  add_for_sizes(layout, "reduce of every dtype and operator", reduce_of_every_kind);
+  add_for_sizes(layout, "gather and scatter", gather_and_scatter);
   add_for_sizes(layout, "agreement and data in turns", everything_in_turns);
   return true;
 }();
