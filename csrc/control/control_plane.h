@@ -66,7 +66,8 @@ class ControlPlane {
   void die();
 
   /// Tells `observer` of the ranks `members`, until unsubscribe() returns. What happened before is
-  /// told at once. `set`: the set's number, the same on all ranks, never used twice.
+  /// told at once. `set`: the set's number, the same on all ranks, never used twice; or that of its
+  /// messages (set_numbers.h), which hears of the set's ranks, too.
   void subscribe(std::uint64_t set, std::vector<int> members, ControlObserver& observer);
   /// Also closes the set's data connections that nobody has taken, and refuses later ones.
   void unsubscribe(std::uint64_t set);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "control/set_numbers.h"
 #include "core/at.h"
 
 namespace torch_ring {
@@ -40,7 +41,7 @@ std::vector<Fd> DataConnections::take(std::uint64_t set, int peer, int width) {
   if (pair.ready.size() < static_cast<std::size_t>(width)) return {};
   std::vector<Fd> sockets;
   for (auto& [channel, socket] : pair.ready) sockets.push_back(std::move(socket));
-  if (peer > options_.rank) untaken_ -= sockets.size();
+  if (!connects(set, options_.rank, peer)) untaken_ -= sockets.size();
   pairs_.erase(found);
   return sockets;
 }
@@ -86,7 +87,7 @@ void DataConnections::close(std::uint64_t set) {
   std::erase_if(pairs_, [&](const auto& item) {
     const auto& [name, pair] = item;
     if (name.first != set) return false;
-    if (name.second > options_.rank) untaken_ -= pair.ready.size();
+    if (!connects(set, options_.rank, name.second)) untaken_ -= pair.ready.size();
     return true;
   });
 }

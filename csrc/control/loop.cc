@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "control/parting.h"
+#include "control/set_numbers.h"
 #include "core/at.h"
 #include "core/failpoint.h"
 
@@ -79,7 +80,7 @@ void ControlLoop::close(std::uint64_t set) {
 void ControlLoop::fail(std::uint64_t set, const Error& cause) {
   {
     const std::scoped_lock lock(mutex_);
-    if (news_.has_failed(set)) return;
+    if (farewell_ || news_.has_failed(set)) return;  // one that leaves tells nothing more
     own_news_.push_back(Message::failed(rank_, set, cause));
   }
   ::eventfd_write(wake_.get(), 1);
@@ -125,7 +126,7 @@ std::vector<Fd> ControlLoop::take(std::uint64_t set, int peer, int width, bool n
     throw Error(ErrorKind::kPeerLost, "no connection to " + label(peer) + ": it has left");
   }
   if (!news_.alive(peer)) return {};
-  if (peer > rank_) {
+  if (!connects(set, rank_, peer)) {
     if (const auto trouble = entrance_.trouble(Clock::now())) throw *trouble;
   } else if (data_.connect(set, peer, width)) {
     ::eventfd_write(wake_.get(), 1);
@@ -228,7 +229,7 @@ void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
   for (auto& [hello, socket, unix] : entrance_.admit(polls, now)) {
     // The handshake has shown that it knows the key, and that it means this rank.
     const auto peer = static_cast<int>(hello.from);
-    if (hello.from >= options_.host_of.size() || peer <= rank_) continue;
+    if (hello.from >= options_.host_of.size() || !connects(hello.set, peer, rank_)) continue;
     // A rank of this host comes over the Unix socket, as a process of this user: where strangers
     // can read the key, none of them passes for it.
     if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "control/set_numbers.h"
 #include "core/at.h"
 
 namespace torch_ring {
@@ -59,14 +60,14 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
     case Message::Kind::kWaits:
       return;
     case Message::Kind::kLeft:
-      if (news.set == set) observer.on_departed(news.rank, news.rounds, news.text);
+      if (news.set == set_of(set)) observer.on_departed(news.rank, news.rounds, news.text);
       return;
     case Message::Kind::kDeparted:  // no word before of a set that it has not used
       return observer.on_departed(news.rank, 0, news.text);
     case Message::Kind::kLost:
       return observer.on_lost(news.rank, describe(news));
     case Message::Kind::kFailed:
-      if (news.set == set) observer.on_failed(news.rank, news.error, news.text);
+      if (news.set == set_of(set)) observer.on_failed(news.rank, news.error, news.text);
   }
 }
 

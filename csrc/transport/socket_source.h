@@ -9,8 +9,8 @@ namespace torch_ring {
 
 /// The sockets that lead to the other ranks of a process set.
 ///
-/// Of two ranks the higher one connects and the lower one accepts. So both call take() until it
-/// answers; neither waits for the other inside it.
+/// One of two ranks connects and the other one accepts: whoever makes them knows which. Both call
+/// take() until it answers; neither waits for the other inside it.
 ///
 /// Thread: the progress thread. Blocking: no. Errors: Error(kInternal) without descriptors.
 class SocketSource {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -46,12 +47,15 @@ class WaitGraph {
 
 /// A wait that its rank tells the others of, if it lasts. When one rank has told, all others that
 /// wait follow at once, so that the graph is complete when somebody reads it.
+/// One that ends by an exception has failed.
 /// Thread: one at a time. Blocking: no.
 class LongWait {
  public:
   /// `graph` may be null.
   explicit LongWait(WaitGraph* graph) : graph_(graph) {}
-  ~LongWait() { end(); }
+  ~LongWait() {
+    if (std::uncaught_exceptions() == exceptions_) end();
+  }
   LongWait(const LongWait&) = delete;
   LongWait& operator=(const LongWait&) = delete;
 
@@ -70,6 +74,12 @@ class LongWait {
 
   void end() {
     if (told_) graph_->tell({});
+    fail();
+  }
+
+  /// It has ended by an error. The others are not told: the process set has ended, too, and they,
+  /// whose waits end likewise, are about to look in the graph for the cause.
+  void fail() {
     told_ = false;
     since_ = departed_since_ = {};
   }
@@ -90,6 +100,7 @@ class LongWait {
   }
 
   WaitGraph* const graph_;
+  const int exceptions_ = std::uncaught_exceptions();
   // The first lasts(), and the first one with a departed rank; the clock's beginning before them.
   Clock::time_point since_{};
   Clock::time_point departed_since_{};

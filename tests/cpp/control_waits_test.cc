@@ -2,6 +2,7 @@
 #include "control/news.h"
 #include "control/waits.h"
 #include "harness.h"
+#include "transport/wait_graph.h"
 
 namespace torch_ring::test {
 namespace {
@@ -14,6 +15,41 @@ Message tell(int rank, std::uint64_t number, const Ranks& ranks, std::uint64_t s
 
 Ranks ends(const Waits& waits, const Ranks& ranks, std::uint64_t set = 0) {
   return waits.ends(set, ranks);
+}
+
+/// Keeps what a rank tells.
+class KeptGraph final : public WaitGraph {
+ public:
+  std::chrono::milliseconds patience() const override { return {}; }
+  void tell(std::span<const int> ranks) override { told.emplace_back(ranks.begin(), ranks.end()); }
+  bool is_told() const override { return false; }
+  Ranks ends(std::span<const int> ranks) const override { return {ranks.begin(), ranks.end()}; }
+  std::optional<int> departed(std::span<const int>) const override { return std::nullopt; }
+  std::chrono::milliseconds patience_with_departed() const override { return {}; }
+  const std::string& label(int) const override { return label_; }
+
+  std::vector<Ranks> told;
+
+ private:
+  std::string label_;
+};
+
+/// Waits for rank 2 until the wait ends, by an exception or without one.
+std::vector<Ranks> told_of_a_wait(bool throws) {
+  KeptGraph graph;
+  try {
+    LongWait wait(&graph);
+    wait.lasts(Clock::now(), [] { return Ranks{2}; });
+    if (throws) throw Error(ErrorKind::kTimeout, "no progress");
+  } catch (const Error&) {
+  }
+  return graph.told;
+}
+
+TEST(the_end_of_a_wait_is_told_but_not_that_by_an_error) {
+  CHECK_EQ(told_of_a_wait(false).size(), 2u);
+  CHECK(told_of_a_wait(false).back().empty());
+  CHECK(told_of_a_wait(true) == std::vector<Ranks>(1, Ranks{2}));
 }
 
 TEST(waits_lead_to_the_ranks_that_wait_for_nobody) {

@@ -1,0 +1,119 @@
+// MessageProtocol: how the messages of a rank move, without its thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/error.h"
+#include "messages/mailbox.h"
+#include "messages/message_stream.h"
+#include "transport/socket_source.h"
+
+namespace torch_ring {
+
+/// What a rank's messages are made from.
+struct MessagesWorld {
+  int rank = 0;                     // of the set
+  std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
+  std::size_t width = 1;            // sockets of a connection
+  bool checksums = false;           // of what connections carry
+  std::chrono::milliseconds transfer_timeout{};
+  std::chrono::milliseconds stall_warning{};        // 0: never
+  std::function<void(const std::string&)> log;      // takes a warning
+  std::string timeout_name = "TORCH_RING_TIMEOUT";  // what errors call it
+};
+
+/// A rank has up to two connections with each other one: on one it sends messages, on the other it
+/// receives them. The sender of messages makes the connection, so an any-source receive needs none.
+///
+/// Memory: a message of up to MessageStream::kWholeBytes that nobody has asked for yet is kept; of
+/// a longer one only the offer is.
+///
+/// Thread: one at a time. Blocking: no.
+/// Errors of advance(): what ends all messages. Error(kTimeout) naming the request that has waited
+/// for too long, or the peer that stands still; Error(kInternal). A peer that is gone is the error
+/// of the requests that need it.
+class MessageProtocol {
+ public:
+  using Request = std::shared_ptr<MessageRequest>;
+
+  /// `sending` and `receiving` make the two connections to a rank of the set.
+  MessageProtocol(MessagesWorld world, std::unique_ptr<SocketSource> sending,
+                  std::unique_ptr<SocketSource> receiving);
+
+  /// Begins a request. Precondition: its peer is another rank of the set.
+  void post(const Request& request);
+
+  /// A peer may have connected.
+  void look_for_connections() { look_ = true; }
+
+  /// `rank` of the set has left. What it has sent before still arrives.
+  void depart(int rank, const std::string& why);
+
+  /// Moves what goes now; returns whether there was anything.
+  bool advance(Clock::time_point now);
+
+  /// What to poll before the next advance(), and when that is due at the latest.
+  void add_to(std::vector<pollfd>& fds) const;
+  Clock::time_point due() const;
+
+  /// Ends all requests that have not ended.
+  void fail_all(const Error& cause);
+
+ private:
+  enum class Direction { kSends, kReceives };  // of this rank's messages
+
+  /// One of the two connections with a rank.
+  struct Side {
+    std::optional<MessageStream> stream;
+    std::optional<Error> error;  // why it is no more
+    Clock::time_point since{};   // then
+    bool failed = false;         // nothing more comes on it
+  };
+  struct Peer {
+    Side sends;
+    Side receives;
+    std::optional<std::string> departure;  // why it has left
+    std::vector<std::byte> whole;          // the bytes of a short message that arrives
+  };
+  struct Due {
+    std::weak_ptr<MessageRequest> request;
+    std::optional<Clock::time_point> warns_since;  // none: it fails
+  };
+
+  MessageStream& stream(int peer, Direction direction);
+  void begin_send(const Request& request);
+  void deliver(const Request& receive, Arrival&& arrival);
+  std::span<std::byte> begin_frame(int peer, Direction direction, const MessageFrame& frame);
+  void end_frame(int peer, const MessageFrame& frame);
+  void refused(int peer, const MessageFrame& frame);
+  bool advance(int peer, Side& side, Clock::time_point now);
+  void settle(int peer, Clock::time_point now);
+  bool nobody_left() const;
+  void look_at_clock(Clock::time_point now);
+  std::string mismatch(int source, int receiver, const MessageFrame& frame) const;
+  void fail(const Request& request, const Error& cause) const;
+  std::string described(const MessageRequest& request) const;
+
+  const MessagesWorld world_;
+  const std::unique_ptr<SocketSource> sending_;
+  const std::unique_ptr<SocketSource> receiving_;
+  std::vector<Peer> peers_;  // by rank of the set
+  Mailbox mailbox_;
+  bool look_ = true;                                           // for connections
+  std::uint64_t numbers_ = 0;                                  // of this rank's messages
+  std::map<std::pair<int, std::uint64_t>, Request> offered_;   // by peer and number
+  std::map<std::pair<int, std::uint64_t>, Request> accepted_;  // likewise
+  std::multimap<Clock::time_point, Due> due_;
+  std::size_t most_due_ = 0;
+};
+
+}  // namespace torch_ring

@@ -1,0 +1,105 @@
+#include "messages/message_request.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace torch_ring {
+
+namespace {
+
+constexpr std::chrono::milliseconds kInterrupts{50};
+
+/// An error that shares no memory with this one: each thread that waits has its own.
+Error copy_of(const Error& error) { return {error.kind(), error.what()}; }
+
+}  // namespace
+
+bool MessageRequest::done() const {
+  const std::scoped_lock lock(mutex_);
+  return done_;
+}
+
+void MessageRequest::wait(const Interrupt& interrupt) {
+  wait_until(Clock::time_point::max(), interrupt);
+}
+
+bool MessageRequest::wait_until(Clock::time_point deadline, const Interrupt& interrupt) {
+  std::unique_lock lock(mutex_);
+  while (!done_) {
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    ended_.wait_until(lock, std::min(deadline, now + kInterrupts), [&] { return done_; });
+    if (done_ || !interrupt) continue;
+    lock.unlock();
+    interrupt();
+    lock.lock();
+  }
+  if (error_) throw copy_of(*error_);
+  return true;
+}
+
+void MessageRequest::on_complete(std::function<void()> callback) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!done_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+std::exception_ptr MessageRequest::error() const {
+  const std::scoped_lock lock(mutex_);
+  return error_ ? std::make_exception_ptr(copy_of(*error_)) : nullptr;
+}
+
+int MessageRequest::source() const {
+  const std::scoped_lock lock(mutex_);
+  return source_;
+}
+
+std::size_t MessageRequest::bytes() const {
+  const std::scoped_lock lock(mutex_);
+  return bytes_;
+}
+
+std::string MessageRequest::describe() const {
+  return std::string(spec_.is_send ? "send" : "receive") + " of " + name_of(spec_.dtype) + ", " +
+         std::to_string(spec_.memory.size()) + " bytes, tag " + std::to_string(spec_.tag);
+}
+
+void MessageRequest::finish(std::optional<Error> error) {
+  std::vector<std::function<void()>> callbacks;
+  std::shared_ptr<void> owner;  // destroyed without the lock: these may free tensors
+  std::function<void()> received;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (done_) return;
+    done_ = true;
+    error_ = std::move(error);
+    callbacks.swap(callbacks_);
+    owner.swap(spec_.owner);
+    received.swap(spec_.received);
+  }
+  ended_.notify_all();
+  for (const auto& callback : callbacks) callback();
+}
+
+void MessageRequest::finish(int source, std::size_t bytes) {
+  std::optional<Error> error;
+  try {
+    if (spec_.received) spec_.received();
+  } catch (const std::exception& failed) {
+    error = Error(ErrorKind::kInvalidArgument, describe() + ": " + failed.what());
+  }
+  {
+    const std::scoped_lock lock(mutex_);
+    source_ = source;
+    bytes_ = bytes;
+  }
+  finish(std::move(error));
+}
+
+}  // namespace torch_ring

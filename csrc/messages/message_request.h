@@ -1,0 +1,88 @@
+// MessageRequest: the pending end of a message, at its sender or at its receiver.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/clock.h"
+#include "core/error.h"
+#include "core/types.h"
+
+namespace torch_ring {
+
+/// What a rank asks for: to send or to receive one message.
+struct MessageSpec {
+  bool is_send = true;
+  std::optional<int> peer;  // the other rank of the set; a receive may take anybody's
+  int tag = 0;
+  DType dtype = DType::kUInt8;  // only compared with the peer's
+  std::span<std::byte> memory;  // sent, or received into: nobody touches it until the end
+  /// When the request fails, if it has not ended; max(): never.
+  Clock::time_point deadline = Clock::time_point::max();
+  /// Keeps the memory alive until the end.
+  std::shared_ptr<void> owner = nullptr;
+  /// Called when a receive's bytes are there, before anybody knows. It may throw.
+  std::function<void()> received = {};
+};
+
+/// Thread: any. Blocking: wait() and wait_until() only. Errors: the request's, from these two.
+class MessageRequest {
+ public:
+  /// Called by a thread that waits, at least every 50 ms; what it throws ends the wait.
+  using Interrupt = std::function<void()>;
+
+  explicit MessageRequest(MessageSpec spec) : spec_(std::move(spec)) {}
+
+  bool done() const;
+
+  /// Returns when the request has ended: a send, when its memory may be written to again, which
+  /// does not say that the message has been received. The request's own deadline bounds the wait.
+  void wait(const Interrupt& interrupt = {});
+  /// Returns whether it has ended by `deadline`. It goes on if not.
+  bool wait_until(Clock::time_point deadline, const Interrupt& interrupt = {});
+
+  /// Calls `callback` when the request has ended: at once if it has, and otherwise on the thread of
+  /// the messages, which waits for it. So it must not block, post and wait, or throw.
+  void on_complete(std::function<void()> callback);
+
+  /// Why it has failed, an Error; null if it has not, or not ended.
+  std::exception_ptr error() const;
+
+  /// The rank of the set that has sent the message, and its bytes. Precondition: a receive that has
+  /// ended without an error.
+  int source() const;
+  std::size_t bytes() const;
+
+  /// "receive of float32, 16 bytes, tag 3"
+  std::string describe() const;
+
+  const MessageSpec& spec() const noexcept { return spec_; }
+
+ private:
+  friend class MessageProtocol;
+  friend class PointToPoint;
+
+  /// Ends it, once: later calls do nothing. Thread: one at a time.
+  void finish(std::optional<Error> error = std::nullopt);
+  void finish(int source, std::size_t bytes);
+
+  MessageSpec spec_;  // the owner is let go of at the end
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable ended_;
+  bool done_ = false;
+  std::optional<Error> error_;
+  int source_ = -1;
+  std::size_t bytes_ = 0;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+}  // namespace torch_ring
