@@ -1,6 +1,7 @@
 """Times the collectives of torch_ring next to those of other libraries, in one run.
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy touch --shared
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers ring-c10d gloo
     mpirun --bind-to none -np 2 python benchmarks/collectives.py --peers gloo mpi
 
 The columns are those of nccl-tests; benchmarks/README.md has the formulas.

@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_ring as hvd
 
 HVD_OPS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "prod": hvd.Product}
-GLOO_OPS = {
+C10D_OPS = {
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
@@ -60,11 +60,16 @@ def of_torch_ring(case: Case) -> Run:
     }[case.collective]
 
 
-# --- gloo
+# --- torch.distributed, with the backends gloo and ring
 
 
 def start_gloo() -> None:
-    """Connect gloo's ranks through torch_ring's, so that any launcher works."""
+    """Make torch.distributed's default group, of gloo, if there is none.
+
+    It is connected through torch_ring's ranks, so that any launcher works.
+    """
+    if dist.is_initialized():
+        return
     alone = hvd.cross_size() == 1
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -79,17 +84,24 @@ def start_gloo() -> None:
 
 
 def stop_gloo() -> None:
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def of_gloo(case: Case) -> Run:
-    tensor, output, op = case.tensor, case.output, GLOO_OPS[case.op]
+@functools.cache
+def group_of(backend: str) -> Any:
+    """Return a group of all ranks. Collective, once for each backend."""
+    return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
+
+
+def of_distributed(backend: str, case: Case) -> Run:
+    tensor, output, op, group = case.tensor, case.output, C10D_OPS[case.op], group_of(backend)
     call, result = {
-        "allreduce": (lambda: dist.all_reduce(tensor, op), tensor),
-        "broadcast": (lambda: dist.broadcast(tensor, 0), tensor),
-        "allgather": (lambda: dist.all_gather_into_tensor(output, tensor), output),
-        "reducescatter": (lambda: dist.reduce_scatter_tensor(output, tensor, op), output),
-        "alltoall": (lambda: dist.all_to_all_single(output, tensor), output),
+        "allreduce": (lambda: dist.all_reduce(tensor, op, group), tensor),
+        "broadcast": (lambda: dist.broadcast(tensor, 0, group), tensor),
+        "allgather": (lambda: dist.all_gather_into_tensor(output, tensor, group), output),
+        "reducescatter": (lambda: dist.reduce_scatter_tensor(output, tensor, op, group), output),
+        "alltoall": (lambda: dist.all_to_all_single(output, tensor, group=group), output),
     }[case.collective]
     return _returning(call, result)
 
@@ -214,7 +226,8 @@ class Library:
 
 
 PEERS = {
-    "gloo": Library(of_gloo, start_gloo, stop_gloo),
+    "gloo": Library(functools.partial(of_distributed, "gloo"), start_gloo, stop_gloo),
+    "ring-c10d": Library(functools.partial(of_distributed, "ring"), start_gloo, stop_gloo),
     "mpi": Library(of_mpi, start_mpi),
     "copy": Library(of_copy),
     "touch": Library(of_touch),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
+from peers import group_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Batch, Workload
@@ -15,7 +16,8 @@ import torch_ring as hvd
 VARIANTS = ("torch", "torch_ring", "ddp")
 """No communication; DistributedOptimizer; DistributedDataParallel with its defaults.
 
-A further variant, "barrier", sends nothing, but waits for all ranks after each backward pass.
+Further variants: "ddp_ring" is DDP over the backend ring; "barrier" sends nothing, but waits for
+all ranks after each backward pass.
 """
 
 
@@ -25,7 +27,10 @@ class Replica:
     def __init__(self, workload: Workload, variant: str, model: nn.Module, batch: Batch) -> None:
         self._batch = batch
         self._loss = workload.loss
-        self._model = DistributedDataParallel(model) if variant == "ddp" else model
+        self._model = model
+        if variant.startswith("ddp"):
+            group = group_of("ring" if variant == "ddp_ring" else "gloo")
+            self._model = DistributedDataParallel(model, process_group=group)
         self._optimizer = workload.make_optimizer(model.parameters())
         self._waits = variant == "barrier"
         if variant == "torch_ring":

@@ -86,7 +86,11 @@ BENCHMARKS = {
     "hosts-2-1gbit": Benchmark(
         "hosts.py", f"--hosts 2 --rate 1gbit {AMONG_HOSTS} --rounds 3", ranks=0, root=True
     ),
+    "distributed": Benchmark(
+        "collectives.py", "--collective allreduce allgather reducescatter --peers ring-c10d gloo"
+    ),
     "training_step": Benchmark("training_step.py"),
+    "sharded_step": Benchmark("sharded_step.py"),
     "overhead": Benchmark("overhead.py"),
     "scaling_model": Benchmark("scaling_model.py", ranks=0),
     "init_scale": Benchmark("init_scale.py", ranks=0),

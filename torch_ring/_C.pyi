@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, device
+from torch._C._distributed_c10d import Backend
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 BUILT_FOR_TORCH: str
@@ -216,6 +217,7 @@ class Engine:
         *,
         checksums: bool,
         timeout_s: float,
+        timeout_name: str,
         stall_warning_s: float,
         fusion_window_s: float,
         fusion_threshold_bytes: int,
@@ -292,8 +294,65 @@ class Engine:
     ) -> Work:
         """Submit. `output` is contiguous and has this rank's rows: the first ranks get one more."""
 
-    def barrier(self, name: str, blocking: bool = False) -> Work:
-        """Submit. Without a name, the caller waits, and later requests are numbered anew."""
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+        output: Tensor | None = None,
+        blocking: bool = False,
+    ) -> Work:
+        """Submit. Rank `root` of the set gets what allreduce() would give, the same bits.
+
+        The root's result is `output`, which may be `tensor`, or else a new tensor. On the other
+        ranks `output` is ignored, and the result of the work is None.
+
+        Raises:
+            InvalidArgumentError: there is no such rank, or no such `op` of the dtype; Adasum.
+        """
+
+    def gather(
+        self,
+        tensor: Tensor,
+        root: int,
+        name: str,
+        output: Tensor | None = None,
+        blocking: bool = False,
+    ) -> Work:
+        """Submit. Rank `root` of the set gets the ranks' tensors, of one shape and dtype.
+
+        Its result is `output`, or else a new tensor, of shape (size, *tensor.shape). On the other
+        ranks `output` is ignored, and the result of the work is None.
+
+        Raises:
+            InvalidArgumentError: there is no such rank, or `output` has another shape or dtype.
+        """
+
+    def scatter(
+        self,
+        output: Tensor,
+        root: int,
+        name: str,
+        tensor: Tensor | None = None,
+        blocking: bool = False,
+    ) -> Work:
+        """Submit. Every rank gets its part of the `tensor` of rank `root` of the set in `output`.
+
+        `tensor` has the shape (size, *output.shape); on the other ranks it is ignored.
+
+        Raises:
+            InvalidArgumentError: there is no such rank, or the root's `tensor` is missing or has
+                another shape or dtype.
+        """
+
+    def barrier(self, name: str, blocking: bool = False, reset: bool = True) -> Work:
+        """Submit. Without a name, the caller waits, and later requests are numbered anew.
+
+        Without `reset` it is a fence: one of the numbered requests, at its place in their order.
+        """
 
     def join(self) -> Work:
         """Submit. The result is an int64 scalar: the last rank that has joined."""
@@ -327,6 +386,24 @@ class Engine:
         postscale: float,
         blocking: bool = False,
     ) -> list[Work]: ...
+    def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Message:
+        """Begin to send a tensor to another rank of the set (csrc/messages/point_to_point.h).
+
+        Nobody may write to the tensor, which is on the CPU, until the message is done. That does
+        not say that it has been received. One of up to 16 KiB waits for nobody.
+
+        Raises:
+            InvalidArgumentError: there is no such other rank, or the tensor cannot be sent.
+            RingError: what has ended the messages of the set, of the type that it has everywhere.
+        """
+
+    def receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Message:
+        """Begin to receive into a tensor: the next message with `tag`, of one rank or of any.
+
+        A message may be shorter. One that is longer, or of another dtype, is a MismatchError.
+        Raises as `send`.
+        """
+
     def finalize_dense(
         self, finalizer: DenseFinalizer, agreement: PassAgreement, report: bytes, /
     ) -> bytes | None:
@@ -381,6 +458,51 @@ class Work:
 
     def received_splits(self) -> list[int]:
         """Return the rows received from each rank by an allgather or alltoall."""
+
+class Message:
+    """A message on its way. One that has waited for longer than the timeout ends the set."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> int:
+        """Block (interruptible, GIL released); return the other rank: a receive's source.
+
+        Raises:
+            MismatchError: the message is longer than the receive, or of another dtype.
+            PeerLostError: the other rank has left, or a rank of the set is lost.
+            TimeoutError: the other rank is late (TORCH_RING_TIMEOUT).
+            RingError: torch_ring was shut down.
+        """
+
+class RingBackend(Backend):
+    """torch.distributed's backend of one group (csrc/bindings/ring_backend.h).
+
+    Args:
+        rank, size: of this process in the group, and of the group.
+        connect: returns the group's engine. It is called once, when the group is first used, by
+            any thread, and may block. Its error is that of the operation, and it is called again.
+        leave: leaves the group. It is called when the group ends, and may be called again.
+        split: returns the backend of some ranks, this one included: of their store, the ranks in
+            their order, and a timeout in seconds.
+        handle: returns what other ranks need to know for `reconfigure`.
+        reconfigure: leaves the ranks and makes a new group; gets a number, the handles (a list says
+            the order of ranks) and a timeout in seconds, and returns the rank and the size.
+        store: of this group alone.
+        timeout_s: seconds; of the operations, as the engine has it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        connect: Callable[[], Engine],
+        leave: Callable[[], None],
+        split: Callable[[Store, list[int], float], RingBackend],
+        handle: Callable[[], str],
+        reconfigure: Callable[[int, list[str] | set[str], float], tuple[int, int]],
+        store: Store,
+        timeout_s: float,
+    ) -> None: ...
 
 class Launch:
     """A reduction on a device that was launched without an agreement."""

@@ -1,4 +1,4 @@
-// BlockingCall: the part of a call from Python that runs without the GIL.
+// CountedCall and BlockingCall: the part of a call from Python that runs without the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,25 +9,26 @@
 
 namespace torch_ring {
 
-/// Releases the GIL for its lifetime, and counts it. When the interpreter ends, threads that wait
-/// for the GIL are ended by pthread_exit(), which must not happen below frames of C++: it would
-/// call std::terminate(). So whoever ends the interpreter first waits until all calls have
-/// returned to Python.
+/// Counts calls that run without the GIL. When the interpreter ends, threads that wait for the GIL
+/// are ended by pthread_exit(), which must not happen below frames of C++: it would call
+/// std::terminate(). So whoever ends the interpreter first waits until all calls have returned to
+/// Python.
 ///
-/// Thread: any, with the GIL.
-class BlockingCall {
+/// Thread: any.
+class CountedCall {
  public:
-  BlockingCall() = default;
-  BlockingCall(const BlockingCall&) = delete;
-  BlockingCall& operator=(const BlockingCall&) = delete;
+  CountedCall() { running_.fetch_add(1); }
+  ~CountedCall() { running_.fetch_sub(1); }
+  CountedCall(const CountedCall&) = delete;
+  CountedCall& operator=(const CountedCall&) = delete;
 
   /// Waits, without the GIL, until no thread is in such a call. Returns whether that is so, after
-  /// `patience` at most.
+  /// `patience` at most. Thread: with the GIL.
   static bool await_all(std::chrono::milliseconds patience) {
-    if (Counted::running.load() == 0) return true;
+    if (running_.load() == 0) return true;
     const pybind11::gil_scoped_release no_gil;
     const auto deadline = std::chrono::steady_clock::now() + patience;
-    while (Counted::running.load() > 0) {
+    while (running_.load() > 0) {
       if (std::chrono::steady_clock::now() >= deadline) return false;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -37,15 +38,23 @@ class BlockingCall {
   }
 
   /// In a forked child, which lacks the parent's other threads.
-  static void forget_all() { Counted::running.store(0); }
+  static void forget_all() { running_.store(0); }
 
  private:
-  struct Counted {
-    Counted() { running.fetch_add(1); }
-    ~Counted() { running.fetch_sub(1); }
-    static inline std::atomic<int> running{0};
-  };
-  Counted counted_;  // the first member: it counts until the GIL is back
+  static inline std::atomic<int> running_{0};
+};
+
+/// Releases the GIL for its lifetime, and counts it.
+///
+/// Thread: any, with the GIL.
+class BlockingCall {
+ public:
+  BlockingCall() = default;
+  BlockingCall(const BlockingCall&) = delete;
+  BlockingCall& operator=(const BlockingCall&) = delete;
+
+ private:
+  CountedCall counted_;  // the first member: it counts until the GIL is back
   pybind11::gil_scoped_release no_gil_;
 };
 

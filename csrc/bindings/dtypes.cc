@@ -70,10 +70,16 @@ at::ScalarType scalar_type_of(DType dtype) {
 void check_reducible(DType dtype, ReduceOp op, const std::string& what) {
   if (dtype == DType::kBool && (op == ReduceOp::kAverage || op == ReduceOp::kSum)) {
     throw Error(ErrorKind::kInvalidArgument,
-                what + ": bool tensors take Min, Max and Product, not " + name_of(op) +
-                    ": for counts and shares, convert to an integer or a float");
+                what + ": bool tensors take Min, Max, Product, Band, Bor and Bxor, not " +
+                    name_of(op) + ": for counts and shares, convert to an integer or a float");
   }
   if (can_reduce(dtype, op)) return;
+  if (is_bitwise(op)) {
+    throw Error(ErrorKind::kInvalidArgument,
+                what + ": there is no " + name_of(op) + " of " + name_of(dtype) +
+                    ": Band, Bor and Bxor take " +
+                    names_of([](DType each) { return can_reduce(each, ReduceOp::kBand); }));
+  }
   const auto reduces = [](DType each) { return !is_complex(each) && !is_moved_only(each); };
   throw Error(ErrorKind::kInvalidArgument,
               what + ": there is no " + name_of(op) + " of " + name_of(dtype) +

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "bindings/accelerator.h"
+#include "bindings/bind_ring_backend.h"
 #include "bindings/blocking_call.h"
 #include "bindings/gradient_hooks.h"
 #include "bindings/py_control_plane.h"
@@ -71,11 +72,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "await_calls",
       [](double patience_s) {
-        return BlockingCall::await_all(
+        return CountedCall::await_all(
             std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));
       },
       py::arg("patience_s"));
-  module.def("forget_calls", &BlockingCall::forget_all);
+  module.def("forget_calls", &CountedCall::forget_all);
   module.def("arm_failpoints", &arm_failpoints, py::arg("spec"));
   module.def("limit_to_raise", &limit_to_raise, py::arg("error"));
   bind_control_plane(module);
@@ -86,4 +87,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_engine(module);
   bind_gradients(module);
   bind_store_call(module);
+  bind_ring_backend(module);
 }

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <tuple>
 
+#include "control/set_numbers.h"
+
 namespace py = pybind11;
 
 namespace torch_ring {
@@ -65,7 +67,7 @@ void PyControlPlane::fail(std::uint64_t set, const std::string& why) {
 void PyControlPlane::close_set(std::uint64_t set) {
   if (!plane_ || ::getpid() != pid_) return;
   const py::gil_scoped_release no_gil;
-  plane_->unsubscribe(set);
+  for (const std::uint64_t number : numbers_of(set)) plane_->unsubscribe(number);
 }
 
 void PyControlPlane::give_reason(std::string why) {

@@ -16,10 +16,11 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 
 }  // namespace
 
-EngineConfig engine_config_of(double timeout_s, double stall_warning_s, double fusion_window_s,
-                              std::size_t fusion_threshold_bytes) {
+EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double stall_warning_s,
+                              double fusion_window_s, std::size_t fusion_threshold_bytes) {
   EngineConfig config;
   config.timeout = milliseconds_of(timeout_s);
+  config.timeout_name = std::move(timeout_name);
   config.stall_warning = milliseconds_of(stall_warning_s);
   config.fusion_window =
       std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));

@@ -14,8 +14,8 @@
 namespace torch_ring {
 
 /// The settings, from seconds; a timeout is rounded up to milliseconds.
-EngineConfig engine_config_of(double timeout_s, double stall_warning_s, double fusion_window_s,
-                              std::size_t fusion_threshold_bytes);
+EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double stall_warning_s,
+                              double fusion_window_s, std::size_t fusion_threshold_bytes);
 
 /// The world of one of `members` (torch_ring/_C.pyi, Engine). `plane` and `memory` may be null.
 /// Errors: ValueError if `host_of` does not name every member.

@@ -1,10 +1,7 @@
 #include "bindings/requests.h"
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <bit>
@@ -13,6 +10,7 @@
 #include "bindings/dtypes.h"
 #include "bindings/result_allocator.h"
 #include "bindings/streams.h"
+#include "bindings/tensor_memory.h"
 
 namespace torch_ring {
 
@@ -24,66 +22,101 @@ std::string quoted(const std::string& collective, const std::string& name) {
   return name.empty() ? collective : collective + " '" + name + "'";
 }
 
-void check_tensor(const at::Tensor& tensor, const std::string& what) {
-  if (tensor.layout() != at::kStrided || tensor.is_nested()) {
-    refuse(what + ": the tensor is not dense: use to_dense(), or sparse_allreduce_async()");
-  }
-  if (!tensor.is_cpu() && !tensor.is_cuda() && !tensor.is_privateuseone()) {
-    refuse(what + ": tensors on " + tensor.device().str() + " are not supported: use cpu or cuda");
-  }
-  if (tensor._fw_grad(0).defined()) refuse(what + ": forward-mode derivatives are not supported");
-  if (tensor._is_zerotensor()) return;  // zeros without memory
-  if (!tensor.has_storage()) refuse(what + ": the tensor has no memory: is this in vmap or jvp?");
-  const std::size_t needed =
-      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                       static_cast<std::size_t>(tensor.storage_offset()));
-  if (tensor.numel() > 0 && tensor.storage().nbytes() < needed) {
-    refuse(what + ": the tensor's storage was resized and is too small for it");
-  }
-}
-
 void check_output(const at::Tensor& tensor, const at::Tensor& output, const std::string& what) {
   if (output.sizes() != tensor.sizes() || output.scalar_type() != tensor.scalar_type() ||
       output.device() != tensor.device()) {
     refuse(what + ": the output differs from the input in shape, dtype or device");
   }
-  if (at::has_internal_overlap(output) == at::MemOverlap::Yes) {
+  check_writable(output, what);
+}
+
+/// The communicator's input for `tensor`. Adasum runs on the host.
+at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
+  const at::Tensor values = values_of(tensor);
+  return fingerprint.on_host() && !values.is_cpu() ? values.detach().cpu() : values;
+}
+
+/// Sets the request's input to `input`, which it keeps alive, and its output to `output`, or to a
+/// contiguous copy where needed, which may be `input` if `in_place`.
+void set_buffers_to(Request& request, const at::Tensor& input, const at::Tensor& output,
+                    bool in_place = false) {
+  request.input = input.const_data_ptr();
+  if (is_plain(output) && output.device() == input.device()) {
+    request.output = output.mutable_data_ptr();
+    if (!output.is_cpu()) request.begin = keeper({input, output});
+    request.finish = [input, output] {};  // keeps them alive
+    return;
+  }
+  const at::Tensor target = output.detach();
+  const at::Tensor result = in_place ? input : empty_result(input, output.sizes());
+  request.output = result.mutable_data_ptr();
+  if (!input.is_cpu()) request.begin = keeper({input, result, target});
+  request.finish = [input, result, target] {
+    const at::NoGradGuard no_grad;
+    torch_call([&] {
+      target.copy_(result);
+      // The progress thread copies from the host, on a stream that the caller does not wait for.
+      if (!result.device().is_cpu() || target.is_cpu()) return;
+      current_stream(target.device()).synchronize();
+    });
+  };
+}
+
+/// The same for a `tensor` that may need a contiguous copy, too, and an `output` of its shape.
+void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
+  const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
+  set_buffers_to(request, input_of(request.fingerprint, tensor), output, in_place);
+}
+
+/// Sets the input of a rank without an output.
+void set_input(Request& request, const at::Tensor& input) {
+  request.input = input.const_data_ptr();
+  if (!input.is_cpu()) request.begin = keeper({input});
+  request.finish = [input] {};  // keeps it alive
+}
+
+/// Refuses a root that is no rank.
+void check_root(int root, int size, const std::string& what) {
+  if (root >= 0 && root < size) return;
+  refuse(what + ": root rank " + std::to_string(root) + " is not one of the " +
+         std::to_string(size) + " ranks");
+}
+
+/// Checks that `parts` has `part`'s dtype and device, and its shape once for each rank.
+void check_parts(const at::Tensor& parts, const at::Tensor& part, int size,
+                 const std::string& what) {
+  std::vector<std::int64_t> shape = part.sizes().vec();
+  shape.insert(shape.begin(), size);
+  if (parts.sizes() != shape || parts.scalar_type() != part.scalar_type() ||
+      parts.device() != part.device()) {
     refuse(what +
-           ": cannot write into an expanded tensor, of which several elements are one "
-           "place in memory: clone() it");
-  }
-  if (output._is_zerotensor()) refuse(what + ": cannot write into a ZeroTensor: clone() it");
-}
-
-/// Whether the tensor's memory holds its values, one after the other.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj() &&
-         !tensor._is_zerotensor();
-}
-
-/// The values of `tensor` in memory, one after the other. Values that torch only flags as negated,
-/// as conjugated or as all zero become so in memory.
-at::Tensor values_of(const at::Tensor& tensor) {
-  if (is_plain(tensor)) return tensor;  // the usual case, with no other check
-  const at::Tensor detached = tensor.detach();
-  if (detached._is_zerotensor()) return at::zeros(detached.sizes(), detached.options());
-  return detached.resolve_conj().resolve_neg().contiguous();
-}
-
-/// Calls `function`; an error of torch's becomes Error(kInternal), without its C++ stack.
-template <typename Function>
-auto torch_call(const Function& function) {
-  try {
-    return function();
-  } catch (const c10::Error& error) {
-    throw Error(ErrorKind::kInternal, error.what_without_backtrace());
+           ": the root's tensor of all parts must have the shape, dtype and device of one "
+           "part, with a first dimension of " +
+           std::to_string(size) + " more");
   }
 }
 
-/// Refuses an op that the dtype does not have.
+/// Sets the buffers of an allgather or an alltoall, whose output size depends on the other ranks.
+/// Turns the fingerprint's shape into that of a row.
+void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
+  request.fingerprint.shape.erase(request.fingerprint.shape.begin());
+  request.input = input.const_data_ptr();
+  request.begin = keeper({input});
+  request.allocate = [input, result = std::move(result)](std::span<const std::int64_t> rows) {
+    std::vector<std::int64_t> shape = input.sizes().vec();
+    shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    result->rows.assign(rows.begin(), rows.end());
+    result->tensor = torch_call([&] { return empty_result(input, shape); });
+    keep_for_stream(result->tensor);
+    return result->tensor.mutable_data_ptr();
+  };
+}
+
+}  // namespace
+
 void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
   const auto value = static_cast<int>(op);
-  if (value < 0 || value > 5) refuse(what + ": unknown op " + std::to_string(value));
+  if (value < 0 || value >= kReduceOpCount) refuse(what + ": unknown op " + std::to_string(value));
   if (op == ReduceOp::kAdasum) {
     if (!std::has_single_bit(static_cast<unsigned>(size))) {
       refuse(what + ": op Adasum needs a power of two of ranks, not " + std::to_string(size));
@@ -106,62 +139,11 @@ Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std:
   return fingerprint;
 }
 
-/// The communicator's input for `tensor`. Adasum runs on the host.
-at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
-  const at::Tensor values = values_of(tensor);
-  return fingerprint.on_host() && !values.is_cpu() ? values.detach().cpu() : values;
-}
-
 std::function<void()> keeper(std::vector<at::Tensor> tensors) {
   return [tensors = std::move(tensors)] {
     for (const at::Tensor& tensor : tensors) keep_for_stream(tensor);
   };
 }
-
-/// Sets the request's input and output to `tensor` and `output`, or to contiguous copies where
-/// needed. The closure that copies back also keeps the tensors alive.
-void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
-  const at::Tensor input = input_of(request.fingerprint, tensor);
-  const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
-  request.input = input.const_data_ptr();
-  if (is_plain(output) && output.device() == input.device()) {
-    request.output = output.mutable_data_ptr();
-    if (!output.is_cpu()) request.begin = keeper({input, output});
-    request.finish = [input, output] {};  // keeps them alive
-    return;
-  }
-  const at::Tensor target = output.detach();
-  const at::Tensor result = in_place ? input : empty_result_like(input);
-  request.output = result.mutable_data_ptr();
-  if (!input.is_cpu()) request.begin = keeper({input, result, target});
-  request.finish = [input, result, target] {
-    const at::NoGradGuard no_grad;
-    torch_call([&] {
-      target.copy_(result);
-      // The progress thread copies from the host, on a stream that the caller does not wait for.
-      if (!result.device().is_cpu() || target.is_cpu()) return;
-      current_stream(target.device()).synchronize();
-    });
-  };
-}
-
-/// Sets the buffers of an allgather or an alltoall, whose output size depends on the other ranks.
-/// Turns the fingerprint's shape into that of a row.
-void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
-  request.fingerprint.shape.erase(request.fingerprint.shape.begin());
-  request.input = input.const_data_ptr();
-  request.begin = keeper({input});
-  request.allocate = [input, result = std::move(result)](std::span<const std::int64_t> rows) {
-    std::vector<std::int64_t> shape = input.sizes().vec();
-    shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    result->rows.assign(rows.begin(), rows.end());
-    result->tensor = torch_call([&] { return empty_result(input, shape); });
-    keep_for_stream(result->tensor);
-    return result->tensor.mutable_data_ptr();
-  };
-}
-
-}  // namespace
 
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                           int op, double prescale, double postscale, int size) {
@@ -183,10 +165,7 @@ Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, in
   const std::string what = quoted("broadcast", name);
   check_tensor(tensor, what);
   check_output(tensor, output, what);
-  if (root < 0 || root >= size) {
-    refuse(what + ": root rank " + std::to_string(root) + " is not one of the " +
-           std::to_string(size) + " ranks");
-  }
+  check_root(root, size, what);
   Request request;
   request.fingerprint = fingerprint_of(Collective::kBroadcast, tensor, std::move(name));
   request.fingerprint.root = root;
@@ -251,22 +230,75 @@ Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output
   request.fingerprint.op = static_cast<ReduceOp>(op);
   request.fingerprint.prescale = prescale;
   request.fingerprint.postscale = postscale;
-  if (request.fingerprint.op != ReduceOp::kSum && request.fingerprint.op != ReduceOp::kAverage) {
-    refuse(what + ": op must be Sum or Average");
-  }
+  if (request.fingerprint.op == ReduceOp::kAdasum) refuse(what + ": Adasum is an op of allreduce");
   check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
-  const at::Tensor input = input_of(request.fingerprint, tensor);
-  const at::Tensor target = output.detach();
-  request.input = input.const_data_ptr();
-  request.output = target.mutable_data_ptr();
-  request.begin = keeper({input, target});
-  request.finish = [input, target] {};  // keeps them alive
+  set_buffers_to(request, input_of(request.fingerprint, tensor), output);
   return request;
 }
 
-Request barrier_request(std::string name) {
+Request reduce_request(const at::Tensor& tensor, const at::Tensor& output, int root,
+                       std::string name, int op, double prescale, double postscale, int size) {
+  const std::string what = quoted("reduce", name);
+  check_tensor(tensor, what);
+  check_root(root, size, what);
+  if (output.defined()) check_output(tensor, output, what);
   Request request;
-  request.fingerprint.collective = Collective::kBarrier;
+  request.fingerprint = fingerprint_of(Collective::kReduce, tensor, std::move(name));
+  request.fingerprint.root = root;
+  request.fingerprint.op = static_cast<ReduceOp>(op);
+  request.fingerprint.prescale = prescale;
+  request.fingerprint.postscale = postscale;
+  if (request.fingerprint.op == ReduceOp::kAdasum) refuse(what + ": Adasum is an op of allreduce");
+  check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
+  if (output.defined()) {
+    set_buffers(request, tensor, output);
+  } else {
+    set_input(request, input_of(request.fingerprint, tensor));
+  }
+  return request;
+}
+
+Request gather_request(const at::Tensor& tensor, const at::Tensor& output, int root,
+                       std::string name, int size) {
+  const std::string what = quoted("gather", name);
+  check_tensor(tensor, what);
+  check_root(root, size, what);
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kGather, tensor, std::move(name));
+  request.fingerprint.root = root;
+  if (output.defined()) {
+    check_parts(output, tensor, size, what);
+    check_output(output, output, what);
+    set_buffers_to(request, values_of(tensor), output);
+  } else {
+    set_input(request, values_of(tensor));
+  }
+  return request;
+}
+
+Request scatter_request(const at::Tensor& tensor, const at::Tensor& output, int root,
+                        std::string name, int size) {
+  const std::string what = quoted("scatter", name);
+  check_tensor(output, what);
+  check_output(output, output, what);
+  check_root(root, size, what);
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kScatter, output, std::move(name));
+  request.fingerprint.root = root;
+  if (tensor.defined()) {
+    check_tensor(tensor, what);
+    check_parts(tensor, output, size, what);
+    set_buffers_to(request, values_of(tensor), output);
+  } else {
+    set_buffers_to(request, output, output);
+    request.input = nullptr;
+  }
+  return request;
+}
+
+Request barrier_request(std::string name, bool resets_numbering) {
+  Request request;
+  request.fingerprint.collective = resets_numbering ? Collective::kBarrier : Collective::kFence;
   request.fingerprint.name = std::move(name);
   return request;
 }

@@ -21,6 +21,15 @@ struct Result {
   std::optional<OutputEvent> output_event;  // on a device
 };
 
+/// Refuses an op that the dtype does not have on `size` ranks. Errors: Error(kInvalidArgument).
+void check_op(DType dtype, ReduceOp op, const std::string& what, int size);
+
+/// What the ranks agree on of an operation of this tensor.
+Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std::string name);
+
+/// A Request::begin that keeps tensors for the stream that uses them.
+std::function<void()> keeper(std::vector<at::Tensor> tensors);
+
 /// Requests of the public operations. Each checks its tensors, keeps them alive until the work is
 /// done, and copies to and from contiguous memory where it must.
 /// Errors: Error(kInvalidArgument).
@@ -37,7 +46,17 @@ Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> spl
 /// `output` has this rank's rows (scattered_rows()).
 Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                               int op, double prescale, double postscale, int rank, int size);
-Request barrier_request(std::string name);
+/// `output`: undefined on all ranks but the root; may be `tensor`.
+Request reduce_request(const at::Tensor& tensor, const at::Tensor& output, int root,
+                       std::string name, int op, double prescale, double postscale, int size);
+/// `output`: undefined on all ranks but the root, where it has the shape (size, *tensor.shape).
+Request gather_request(const at::Tensor& tensor, const at::Tensor& output, int root,
+                       std::string name, int size);
+/// `tensor`: undefined on all ranks but the root, where it has the shape (size, *output.shape).
+Request scatter_request(const at::Tensor& tensor, const at::Tensor& output, int root,
+                        std::string name, int size);
+/// A barrier, or without `resets_numbering` a fence.
+Request barrier_request(std::string name, bool resets_numbering);
 /// `result` becomes an int64 scalar: the last rank that joined.
 Request join_request(const std::shared_ptr<Result>& result);
 

@@ -7,7 +7,8 @@
 
 namespace torch_ring {
 
-at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape, at::TensorOptions options) {
+at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
+                                at::TensorOptions options) const {
   const auto communicator = communicator_.lock();
   SharedBuffers* const shared = communicator ? communicator->shared_buffers() : nullptr;
   if (!shared) return at::empty(shape, options);
@@ -15,7 +16,7 @@ at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape, at::Tens
       static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
   std::shared_ptr<void> memory = shared->allocate(bytes);
   if (!memory) {
-    if (!std::exchange(is_full_, true)) {
+    if (!is_full_.exchange(true)) {
       log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
            std::to_string(bytes) +
            " bytes more: a tensor that does not fit is copied when it is reduced. Raise "

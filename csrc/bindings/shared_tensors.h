@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,7 +16,7 @@
 namespace torch_ring {
 
 /// What one process set's communicator has of that memory.
-/// Thread: one at a time (the GIL's).
+/// Thread: any; of gradient_blocks() one at a time (the GIL's).
 class SharedTensors {
  public:
   using Log = std::function<void(const std::string&)>;
@@ -26,7 +27,7 @@ class SharedTensors {
 
   /// A tensor whose allreduce copies nothing; an ordinary one where the ranks share no memory, and
   /// where it has no room, of which the log is told once.
-  at::Tensor empty(const std::vector<std::int64_t>& shape, at::TensorOptions options);
+  at::Tensor empty(const std::vector<std::int64_t>& shape, at::TensorOptions options) const;
 
   /// Blocks for large gradients of all optimizers of the set.
   std::shared_ptr<BlockPool> gradient_blocks();
@@ -36,7 +37,7 @@ class SharedTensors {
   const std::weak_ptr<HostCommunicator> communicator_;
   const Log log_;
   std::shared_ptr<BlockPool> blocks_;
-  bool is_full_ = false;  // and the log says so
+  mutable std::atomic<bool> is_full_{false};  // and the log says so
 };
 
 }  // namespace torch_ring

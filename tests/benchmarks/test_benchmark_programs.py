@@ -31,6 +31,7 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
         ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
         ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
         ("training_step", "--models", "mnist", "pinn", "--rounds", "1", "--round-s", "0.01"),
+        ("sharded_step", "--rounds", "1", "--steps", "1"),
     ]
     reports = {}
     for name, *arguments in commands:
@@ -45,6 +46,12 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
     check_collectives(reports["collectives"]["rows"])
     check_overhead(reports["overhead"])
     check_training_step(reports["training_step"]["rows"])
+    assert [row["variant"] for row in reports["sharded_step"]["rows"]] == [
+        "fake",
+        "gloo",
+        "ring",
+        "ring_shared",
+    ]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
@@ -104,7 +111,7 @@ def check_overhead(report: dict[str, Any]) -> None:
 
 
 def check_training_step(rows: list[dict[str, Any]]) -> None:
-    variants = ["torch", "torch_ring", "ddp", "barrier", "one process"]
+    variants = ["torch", "torch_ring", "ddp", "ddp_ring", "barrier", "one process"]
     assert [(row["model"], row["variant"]) for row in rows] == [
         (model, variant) for model in ("mnist", "pinn") for variant in variants
     ]

@@ -9,10 +9,11 @@ from scripts import ROOT, run
 
 
 def test_benchmark_checks_what_it_times(tmp_path: Path) -> None:
-    collectives = ("allreduce", "broadcast", "allgather")
+    collectives = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
     first, second = run(
         ROOT / "benchmarks" / "collectives.py",
         *("--collective", *collectives, "--max-bytes", "4096", "--shared"),
+        *("--peers", "gloo", "ring-c10d"),
         *("--rounds", "1", "--iterations", "5", "--json", "out.json"),
         folder=tmp_path,
     )
@@ -26,4 +27,4 @@ def test_benchmark_checks_what_it_times(tmp_path: Path) -> None:
     ]
     for row in rows:
         wrong = {library: result["wrong"] for library, result in row["results"].items()}
-        assert wrong == {"torch_ring": 0, "gloo": 0}
+        assert wrong == {"torch_ring": 0, "gloo": 0, "ring-c10d": 0}

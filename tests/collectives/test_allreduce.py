@@ -35,7 +35,7 @@ def check_booleans() -> None:
     assert hvd.allreduce(mine, op=hvd.Min).tolist() == [True, False, alone, False]
     assert hvd.allreduce(mine, op=hvd.Product).tolist() == [True, False, alone, False]
     for op in (hvd.Sum, hvd.Average):
-        with pytest.raises(ValueError, match="bool tensors take Min, Max and Product"):
+        with pytest.raises(ValueError, match="bool tensors take Min, Max, Product, Band"):
             hvd.allreduce(mine, op=op)
 
 

@@ -82,7 +82,7 @@ def check_wrong_arguments() -> None:
     hvd.synchronize(first)
     for call, message in [
         (lambda: hvd.allreduce(t.long(), op=hvd.Adasum), "Adasum needs floating point"),
-        (lambda: hvd.allreduce(t, op=17), "or hvd.Product; got 17$"),
+        (lambda: hvd.allreduce(t, op=17), "or hvd.Bxor; got 17$"),
         (lambda: hvd.allreduce(t, average=True, op=hvd.Sum), "not both"),
         (lambda: hvd.allreduce(t.to(torch.complex32)), "there is no Average of complex32: reduc"),
         (lambda: hvd.allreduce(t.to_sparse()), "not dense"),
@@ -200,7 +200,10 @@ def test_arguments_that_are_no_tensors():
 
 def check_wrong_operators() -> None:
     t = torch.ones(3)
-    every = "hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product"
+    every = (
+        "hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product, hvd.Band, hvd.Bor or "
+        "hvd.Bxor"
+    )
     theirs = torch.distributed.ReduceOp
     for op, got in [
         ("sum", "'sum': use hvd.Sum"),
@@ -208,11 +211,11 @@ def check_wrong_operators() -> None:
         (theirs.SUM, "<RedOpType.SUM: 0>: use hvd.Sum"),  # 0 is Average here
         (theirs.AVG, "<RedOpType.AVG: 1>: use hvd.Average"),
         (torch.max, f"{torch.max!r}: use hvd.Max"),
-        (6, "6"),
+        (9, "9"),
         (-1, "-1"),
         (1.0, "1.0"),
         (True, "True"),
-        (theirs.BAND, f"{theirs.BAND!r}"),
+        (theirs.BAND, f"{theirs.BAND!r}: use hvd.Band"),
     ]:
         for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.allreduce_async_):
             assert error_of(lambda call=call, op=op: call(t, op=op)) == (

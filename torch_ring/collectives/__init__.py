@@ -8,7 +8,7 @@ broadcast, allgather and alltoall move every dtype of numbers: uint8 to uint64, 
 float16, bfloat16, float32, float64, the float8 kinds, complex32, complex64, complex128, and bool.
 allreduce and reducescatter compute with uint8, int8, int16, int32, int64, float16, bfloat16,
 float32 and float64; Sum and Average also with complex64 and complex128; Min, Max and Product also
-with bool.
+with bool; Band, Bor and Bxor with integers and bool alone.
 
 Raised by all of them, on every rank:
 

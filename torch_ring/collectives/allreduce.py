@@ -47,7 +47,7 @@ def allreduce_async(
         tensor: any shape; the same shape and dtype on every rank.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -79,7 +79,7 @@ def allreduce_async_(
         tensor: any shape; the same shape and dtype on every rank; may be a leaf that requires grad.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -114,7 +114,7 @@ def allreduce(
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
         compression: makes what is sent in place of `tensor`, such as ``Compression.fp16``.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -151,7 +151,7 @@ def allreduce_(
         tensor: any shape; the same shape and dtype on every rank; may be a leaf that requires grad.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -221,7 +221,7 @@ def grouped_allreduce_async(
         tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -255,7 +255,7 @@ def grouped_allreduce_async_(
         tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -293,7 +293,7 @@ def grouped_allreduce(
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
         compression: makes what is sent in place of each tensor, such as ``Compression.fp16``.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
@@ -330,7 +330,7 @@ def grouped_allreduce_(
         tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. A bool tensor takes Min, Max or Product only.
+        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
         prescale_factor: multiplies what each rank gives, before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.

@@ -1,4 +1,4 @@
-"""ReduceOp: the reduction operators, by Horovod's names and numbers."""
+"""ReduceOp: the reduction operators: Horovod's names and numbers, and MPI's bitwise ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch_ring.errors import InvalidArgumentError
 __all__ = [
     "Adasum",
     "Average",
+    "Band",
+    "Bor",
+    "Bxor",
     "Max",
     "Min",
     "Product",
@@ -28,7 +31,8 @@ class ReduceOp(IntEnum):
     does not wrap around: it is kept in a wider dtype. That of Sum wraps, as torch's. Factors
     multiply integers in float64; each product is truncated toward zero, and clamped to the range of
     the dtype. Adasum is adaptive summation (S. Maleki et al., MLSys 2021). It takes floating point,
-    on a power of two of ranks.
+    on a power of two of ranks. Band, Bor and Bxor are bitwise and, or and exclusive or of integers;
+    of bools, where they are logical; on a GPU they run on a copy on the CPU, as Adasum does.
     """
 
     Average = 0
@@ -37,6 +41,9 @@ class ReduceOp(IntEnum):
     Min = 3
     Max = 4
     Product = 5
+    Band = 6
+    Bor = 7
+    Bxor = 8
 
 
 Average = ReduceOp.Average
@@ -45,12 +52,18 @@ Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
+Band = ReduceOp.Band
+Bor = ReduceOp.Bor
+Bxor = ReduceOp.Bxor
 
 
 # What other libraries call the operators: torch.distributed, NumPy, MPI.
 _OTHER_NAMES = {
     "add": Sum,
     "avg": Average,
+    "bitwise_and": Band,
+    "bitwise_or": Bor,
+    "bitwise_xor": Bxor,
     "mean": Average,
     "maximum": Max,
     "minimum": Min,

@@ -18,11 +18,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch_ring._C import Engine, arm_failpoints, await_calls, forget_calls, keep_results
 from torch_ring.config import Config, failpoints, misspelt
 from torch_ring.connections import connections
-from torch_ring.errors import NotInitializedError
+from torch_ring.errors import InvalidArgumentError, NotInitializedError
 from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
+from torch_ring.rendezvous.horovod_driver import horovod_driver
+from torch_ring.world.driven import next_place
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
+from torch_ring.world.torch_group import group_of_job, place_in
 
 __all__ = [
     "config",
@@ -37,6 +40,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "prepare",
     "rank",
     "rejoin",
     "require_own",
@@ -75,11 +79,13 @@ def init(
     local_rank: int | None = None,
     local_size: int | None = None,
     store: Store | None = None,
+    process_group: Any = None,
 ) -> None:
     """Join the other ranks. A process that no launcher has started is a world of one.
 
     Does nothing in a process that has joined already, but warns if it is to be another rank; after
-    shutdown() it joins anew.
+    shutdown() it joins anew. A process that Horovod's elastic driver has started asks the driver
+    for its place, and ends with exit code 0 if there is none.
 
     Args:
         comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
@@ -93,6 +99,10 @@ def init(
         local_size: the number of processes of its node; None: as for `local_rank`.
         store: the key-value store over which the ranks find one another; None: the one that the
             launcher's variables name.
+        process_group: a group of torch.distributed: its ranks are those of the world, and they find
+            one another over its store. Not together with the other arguments but `process_sets`.
+            None, without other arguments: the default group, if ``init_process_group()`` has made
+            one of all ranks of the job.
 
     Raises:
         InvalidArgumentError: a variable or argument is wrong; names it.
@@ -105,9 +115,22 @@ def init(
             _warn_if_other(_world, rank, size)
             return
         config = Config.from_environment()
+        places = (comm, rank, size, local_rank, local_size, store)
+        if process_group is not None and any(place is not None for place in places):
+            raise InvalidArgumentError(
+                "process_group tells rank, size and store: give init() no other argument with it"
+            )
+        if all(place is None for place in places) and not config.is_newcomer:
+            process_group = process_group or group_of_job()
+            if process_group is not None:
+                rank, size, store = place_in(process_group)
         if config.is_newcomer:  # alone, until the ranks of the job let it in: rejoin()
             comm, rank, size, local_rank, local_size = None, 0, 1, None, None
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
+        driver = horovod_driver()
+        if driver is not None and comm is None and rank is None and store is None:
+            _set_up_log(config)
+            given, store = next_place(driver, config)
         _join(comm, process_sets, given, store, config)
 
 
@@ -141,16 +164,21 @@ def _join(
 ) -> None:
     global _world
     with _changing:
-        _set_up_log(config)
-        arm_failpoints(failpoints())
-        _prepare_exit()
-        keep_results(config.kept_result_bytes)
+        prepare(config)
         try:
             _world = join_world(comm, process_sets, given, store, config)
         finally:
             ignored = misspelt()  # which may be why it has failed
             if ignored and (_world is None or _world.rank == 0):
                 _log.warning(ignored)
+
+
+def prepare(config: Config) -> None:
+    """Set up what a world needs of its process: log, memory of results, a clean exit."""
+    _set_up_log(config)
+    arm_failpoints(failpoints())
+    _prepare_exit()
+    keep_results(config.kept_result_bytes)
 
 
 def shutdown() -> None:

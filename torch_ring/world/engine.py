@@ -50,6 +50,7 @@ def make_engine(
         connections.launch_order,
         checksums=bool(config.checksum),
         timeout_s=config.timeout_s,
+        timeout_name=config.timeout_name,
         stall_warning_s=config.stall_warning_s,
         fusion_window_s=config.fusion_window_s,
         fusion_threshold_bytes=config.fusion_threshold_bytes,

@@ -172,6 +172,7 @@ class ProcessSetTable:
         )
         self.on_change: list[Callable[[], None]] = []
         self._numbers = 0  # the last number given
+        self._groups: list[ProcessSetRecord] = []
         self._keep([self.everyone])
         self._closed = False
         self._changing = threading.RLock()  # held while the records change, or the table closes
@@ -246,6 +247,47 @@ class ProcessSetTable:
             callback()
         return True
 
+    def reserve_slot(self, ranks: Ranks) -> int:
+        """Return the offset of this rank's memory for a group of `ranks`, or -1: it needs none.
+
+        Raises:
+            RingError: there is no more memory.
+        """
+        slot, failure = self._reserve_slot(ranks, contextlib.ExitStack())
+        if slot == _FAILED:
+            raise RingError(failure)
+        return slot
+
+    def add_group(
+        self, ranks: Ranks, number: int, slots: list[int], config: Config
+    ) -> ProcessSetRecord:
+        """Return a set that its members alone make: a group of torch.distributed. No collective.
+
+        Args:
+            ranks: the members, ascending.
+            number: the same on all members, and never given twice in this world.
+            slots: by member, what its `reserve_slot` has returned.
+            config: the set's settings.
+        """
+        if len(ranks) > 1:
+            self._connections.launch_order.share()
+        record = ProcessSetRecord(-1, ranks, self._connections, config, number=number, slots=slots)
+        with self._changing:
+            if self._closed:
+                raise NotInitializedError
+            self._groups.append(record)
+        return record
+
+    def leave_group(self, record: ProcessSetRecord) -> None:
+        """Leave a set of `add_group`. Its memory stays until this world ends.
+
+        Other members may still use that memory, and nobody says when they have ended.
+        """
+        with self._changing:
+            if record in self._groups:
+                self._groups.remove(record)
+        record.shutdown()
+
     def close(self, why: str = "") -> None:
         """Shut down the engines of all sets, the world's last, and leave.
 
@@ -256,7 +298,8 @@ class ProcessSetTable:
             self._connections.plane.give_reason(why)
         with self._changing:
             self._closed = True
-            records = self.records
+            records = [*self._groups, *self.records]
+            self._groups.clear()
             self._keep([])
         with contextlib.ExitStack() as cleanup:  # all of it, also if Ctrl-C comes in between
             cleanup.callback(self._connections.close)
@@ -266,7 +309,7 @@ class ProcessSetTable:
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
-        for record in self.records:
+        for record in (*self._groups, *self.records):
             record.abandon()
 
     def _keep(self, records: Iterable[ProcessSetRecord]) -> None:

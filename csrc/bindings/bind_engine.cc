@@ -1,0 +1,120 @@
+// The native module's Engine and Work.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "bindings/py_control_plane.h"
+#include "bindings/py_engine.h"
+#include "bindings/py_host_memory.h"
+#include "bindings/py_messages.h"
+#include "bindings/py_world.h"
+
+namespace py = pybind11;
+
+namespace torch_ring {
+
+namespace {
+
+std::unique_ptr<PyEngine> make_engine(
+    int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
+    bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
+    const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
+    std::shared_ptr<LaunchOrder> launch_order, bool checksums, double timeout_s,
+    std::string timeout_name, double stall_warning_s, double fusion_window_s,
+    std::size_t fusion_threshold_bytes, std::string nccl_library, bool nccl_blocking,
+    py::function log) {
+  const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
+  const EngineConfig config = engine_config_of(timeout_s, std::move(timeout_name), stall_warning_s,
+                                               fusion_window_s, fusion_threshold_bytes);
+  World world = world_of(rank, members, std::move(host_of), std::move(labels), may_spin, control,
+                         set, width, memory, slots, checksums, config);
+  return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
+                                    NcclSettings{std::move(nccl_library), nccl_blocking},
+                                    std::move(launch_order), std::move(log));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<PyWork>(module, "Work")
+      .def("done", &PyWork::done)
+      .def("wait", &PyWork::wait)
+      .def("received_splits", &PyWork::received_splits);
+  py::class_<PyLaunch>(module, "Launch").def("done", &PyLaunch::done).def("wait", &PyLaunch::wait);
+  bind_messages(module);
+  py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
+  py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
+      .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
+           py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
+           py::arg("width"), py::arg("memory"), py::arg("slots"), py::arg("launch_order"),
+           py::kw_only(), py::arg("checksums"), py::arg("timeout_s"), py::arg("timeout_name"),
+           py::arg("stall_warning_s"), py::arg("fusion_window_s"),
+           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
+           py::arg("log"))
+      .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
+           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
+      // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
+      .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
+      .def("launch_allreduce", &PyEngine::launch_allreduce, py::arg("tensor"), py::arg("op"),
+           py::arg("prescale"), py::arg("postscale"))
+      .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
+           py::arg("name"), py::arg("blocking") = false)
+      .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
+           py::arg("blocking") = false, py::arg("joinable") = false)
+      .def("alltoall", &PyEngine::alltoall, py::arg("tensor"), py::arg("splits"), py::arg("name"),
+           py::arg("blocking") = false)
+      .def("reducescatter", &PyEngine::reducescatter, py::arg("tensor"), py::arg("output"),
+           py::arg("name"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
+           py::arg("blocking") = false)
+      .def("reduce", &PyEngine::reduce, py::arg("tensor"), py::arg("root"), py::arg("name"),
+           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("output") = py::none(),
+           py::arg("blocking") = false)
+      .def("gather", &PyEngine::gather, py::arg("tensor"), py::arg("root"), py::arg("name"),
+           py::arg("output") = py::none(), py::arg("blocking") = false)
+      .def("scatter", &PyEngine::scatter, py::arg("output"), py::arg("root"), py::arg("name"),
+           py::arg("tensor") = py::none(), py::arg("blocking") = false)
+      .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("blocking") = false,
+           py::arg("reset") = true)
+      .def("join", &PyEngine::join)
+      .def("grouped_allreduce", &PyEngine::grouped_allreduce, py::arg("tensors"),
+           py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
+           py::arg("postscale"), py::arg("blocking") = false)
+      .def("grouped_allgather", &PyEngine::grouped_allgather, py::arg("tensors"), py::arg("name"),
+           py::arg("blocking") = false, py::arg("joinable") = false)
+      .def("grouped_reducescatter", &PyEngine::grouped_reducescatter, py::arg("tensors"),
+           py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
+           py::arg("postscale"), py::arg("blocking") = false)
+      .def(
+          "send",
+          [](const PyEngine& engine, const at::Tensor& tensor, int destination, int tag) {
+            return PyMessage(engine.send(tensor, destination, tag));
+          },
+          py::arg("tensor"), py::arg("destination"), py::arg("tag") = 0,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "receive",
+          [](const PyEngine& engine, const at::Tensor& tensor, std::optional<int> source, int tag) {
+            return PyMessage(engine.receive(tensor, source, tag));
+          },
+          py::arg("tensor"), py::arg("source"), py::arg("tag") = 0,
+          py::call_guard<py::gil_scoped_release>())
+      .def("finalize_dense", &PyEngine::finalize_dense)
+      .def("gather_reports", &PyEngine::gather_reports)
+      .def("run_ahead", &PyEngine::run_ahead)
+      .def("end", &PyEngine::end, py::arg("why"))
+      .def("empty_shared",
+           py::overload_cast<const std::vector<std::int64_t>&, py::object>(&PyEngine::empty_shared,
+                                                                           py::const_),
+           py::arg("shape"), py::arg("dtype"))
+      .def("gradient_blocks", &PyEngine::gradient_blocks)
+      .def("has_shared_memory", &PyEngine::has_shared_memory)
+      .def("overlaps", &PyEngine::overlaps)
+      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)
+      .def("abandon", &PyEngine::abandon);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,80 @@
+#include "bindings/bind_ring_backend.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "bindings/py_engine.h"
+#include "bindings/ring_backend.h"
+
+namespace py = pybind11;
+
+namespace torch_ring {
+
+namespace {
+
+/// An object of Python that threads without the GIL hold, and let go of.
+std::shared_ptr<py::object> shared(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            if (Py_IsInitialized() == 0) return;  // it is of no more use to anybody
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+double in_seconds_of(std::chrono::milliseconds timeout) {
+  return static_cast<double>(timeout.count()) / 1000.0;
+}
+
+c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::function connect,
+                                                  py::function leave, py::function split,
+                                                  py::function handle, py::function reconfigure,
+                                                  c10::intrusive_ptr<c10d::Store> store,
+                                                  double timeout_s) {
+  RingBackend::Membership membership;
+  membership.connect = [connect = shared(std::move(connect))] {
+    const py::gil_scoped_acquire gil;
+    const auto engine = shared((*connect)());
+    return std::shared_ptr<const PyEngine>(engine, &engine->cast<const PyEngine&>());
+  };
+  membership.leave = [leave = shared(std::move(leave))] {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    (*leave)();
+  };
+  membership.split = [split = shared(std::move(split))](
+                         const c10::intrusive_ptr<c10d::Store>& of_part,
+                         const std::vector<int>& ranks, std::chrono::milliseconds timeout) {
+    const py::gil_scoped_acquire gil;
+    return (*split)(of_part, ranks, in_seconds_of(timeout)).cast<c10::intrusive_ptr<RingBackend>>();
+  };
+  membership.handle = [handle = shared(std::move(handle))] {
+    const py::gil_scoped_acquire gil;
+    return (*handle)().cast<std::string>();
+  };
+  membership.reconfigure = [reconfigure = shared(std::move(reconfigure))](
+                               std::int64_t uuid, const std::vector<std::string>& handles,
+                               bool in_order, std::chrono::milliseconds timeout) {
+    const py::gil_scoped_acquire gil;
+    const py::object given = in_order ? py::object(py::cast(handles)) : py::set(py::cast(handles));
+    return (*reconfigure)(uuid, given, in_seconds_of(timeout)).cast<std::pair<int, int>>();
+  };
+  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000.0));
+  return c10::make_intrusive<RingBackend>(rank, size, std::move(store), timeout,
+                                          std::move(membership));
+}
+
+}  // namespace
+
+void bind_ring_backend(py::module_& module) {
+  py::module_::import("torch._C._distributed_c10d");  // has the base classes
+  // The destructor takes the GIL itself, in leave(); it may wait for the group's threads.
+  py::class_<RingBackend, c10d::Backend, c10::intrusive_ptr<RingBackend>>(module, "RingBackend")
+      .def(py::init(&make_ring_backend), py::arg("rank"), py::arg("size"), py::kw_only(),
+           py::arg("connect"), py::arg("leave"), py::arg("split"), py::arg("handle"),
+           py::arg("reconfigure"), py::arg("store"), py::arg("timeout_s"));
+}
+
+}  // namespace torch_ring

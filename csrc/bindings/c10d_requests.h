@@ -1,0 +1,108 @@
+// allreduce_operation(), ...: the operations of torch.distributed as requests to the engine.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <utility>
+#include <vector>
+
+#include "bindings/c10d_checks.h"
+#include "engine/request.h"
+
+namespace torch_ring {
+
+/// An error of an operation that this rank finds while the operation runs, too late to refuse it:
+/// what it has received does not fit its tensors. The other ranks do not hear of it.
+class LateError {
+ public:
+  void set(Error error) {
+    const std::scoped_lock lock(mutex_);
+    if (!error_) error_ = std::move(error);
+  }
+
+  void check() const {
+    const std::scoped_lock lock(mutex_);
+    if (error_) throw Error(*error_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::optional<Error> error_;
+};
+
+/// One operation of torch.distributed.
+struct C10dOperation {
+  std::vector<Request> requests;    // without names: the ranks match them by their order
+  std::vector<at::Tensor> outputs;  // the value of its future
+  std::shared_ptr<LateError> late_error = {};
+};
+
+using TensorLists = std::vector<Tensors>;
+
+/// The position of a rank in its group.
+struct GroupPlace {
+  int rank;
+  int size;
+};
+
+/// The operations of torch.distributed. Each checks its tensors, keeps them alive until its
+/// requests are done, and copies to and from contiguous memory where it must: several tensors that
+/// lie one after the other in memory are not copied. Tensors have any shape, 0 dimensions and 0
+/// elements included; their shapes and dtypes must be the same on all ranks, which the engine
+/// checks.
+/// Errors: Error(kInvalidArgument).
+
+/// Each tensor becomes its reduction. As one request for each tensor: the engine may fuse them.
+C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, int size);
+
+/// The sparse (COO) tensor becomes the sum over the ranks, which may have different indices.
+/// Two allgathers: of the indices, and of the values. Only SUM.
+C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+/// Each tensor becomes that of rank `root`.
+C10dOperation broadcast_operation(const Tensors& tensors, int root, int size);
+
+/// The tensor of rank `root` becomes the reduction; the others' stay as they are.
+C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
+                               GroupPlace place);
+
+/// On rank `root`, outputs[r] becomes the input of rank r; elsewhere there are no outputs.
+C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
+                               GroupPlace place);
+
+/// The output becomes inputs[rank] of rank `root`; elsewhere there are no inputs.
+C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
+                                GroupPlace place);
+
+/// outputs[i][r] becomes inputs[i] of rank r.
+C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, int size);
+
+/// outputs[i] becomes inputs[i] of all ranks, one after the other.
+C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, int size);
+
+/// outputs[i] becomes this rank's part of the reduction of inputs[i], which has one for each rank.
+C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
+                                       const c10d::ReduceOp& op, GroupPlace place);
+
+/// The same; inputs[i] holds the parts one after the other.
+C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
+                                            const c10d::ReduceOp& op, GroupPlace place);
+
+/// outputs[r] becomes inputs[rank] of rank r. The tensors may differ in size.
+C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size);
+
+/// Rows of `output` become those that the ranks send to this one, in the order of ranks. Each
+/// split: the rows for, or from, each rank; empty: equally many.
+C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
+                                      std::vector<std::int64_t> output_splits,
+                                      std::vector<std::int64_t> input_splits, int size);
+
+/// All ranks have come here.
+C10dOperation barrier_operation();
+
+}  // namespace torch_ring

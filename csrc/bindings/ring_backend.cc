@@ -1,0 +1,323 @@
+#include "bindings/ring_backend.h"
+
+#include <ATen/core/jit_type.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <variant>
+
+#include "bindings/c10d_checks.h"
+#include "bindings/monitored_barrier.h"
+
+namespace torch_ring {
+
+namespace {
+
+using c10d::OpType;
+using std::chrono::milliseconds;
+
+Tensors flattened(const TensorLists& lists) {
+  Tensors all;
+  for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+/// The one element of a list: torch.distributed gives lists, which have been for several GPUs.
+template <class Element>
+const Element& only(const std::vector<Element>& list, const char* what) {
+  if (list.size() == 1) return list.front();
+  refuse(std::string(what) + ": " + std::to_string(list.size()) +
+         " tensors were given, in place of one");
+}
+
+/// The profiler's span of an operation that runs in this thread. The constructor of c10d::Work
+/// opens the others'.
+class ProfilerSpan {
+ public:
+  ProfilerSpan(const char* title, const Tensors& inputs) : guard_(at::RecordScope::USER_SCOPE) {
+    if (!guard_.isActive()) return;
+    if (!guard_.needsInputs()) {
+      guard_.before(title);
+      return;
+    }
+    const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+    guard_.before(title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+  }
+
+ private:
+  at::RecordFunction guard_;
+};
+
+}  // namespace
+
+RingBackend::RingBackend(int rank, int size, c10::intrusive_ptr<c10d::Store> store,
+                         milliseconds timeout, Membership membership)
+    : Backend(rank, size),
+      store_(std::move(store)),
+      timeout_(timeout),
+      membership_(std::move(membership)) {
+  init();
+}
+
+RingBackend::~RingBackend() { shutdown(); }
+
+c10::intrusive_ptr<c10d::Backend::Options> RingBackend::getBackendOptions() {
+  return c10::make_intrusive<Options>("ring", timeout_);
+}
+
+const PyEngine& RingBackend::connected() {
+  refuse_in_child_of(pid_);
+  if (is_connected_.load(std::memory_order_acquire)) return *py_engine_;
+  const std::scoped_lock lock(connecting_);
+  if (!is_connected_.load(std::memory_order_relaxed)) {
+    auto py_engine = membership_.connect();
+    auto engine = py_engine->running();
+    const std::scoped_lock replacing(replacing_);
+    py_engine_ = std::move(py_engine);
+    engine_ = std::move(engine);
+    is_connected_.store(true, std::memory_order_release);
+  }
+  return *py_engine_;
+}
+
+std::optional<milliseconds> RingBackend::timeout_of(milliseconds asked) const {
+  if (asked == c10d::kUnsetTimeout) asked = milliseconds(later_timeout_ms_.load());
+  return asked > kNoTimeout && asked != timeout_ ? std::optional(asked) : std::nullopt;
+}
+
+OperationDeadline RingBackend::message_deadline() const {
+  const auto timeout = timeout_of(c10d::kUnsetTimeout);
+  return timeout ? OperationDeadline(std::chrono::steady_clock::now() + *timeout) : std::nullopt;
+}
+
+/// Runs an operation to its end, if it is a blocking one, and else submits it.
+template <class AnyOptions>
+RingBackend::Works RingBackend::start(OpType type, const char* title, const Tensors& inputs,
+                                      const AnyOptions& options, C10dOperation operation) {
+  const std::uint64_t sequence = ++sequence_;
+  connected();
+  const auto timeout = timeout_of(options.timeout);
+  for (Request& request : operation.requests) request.timeout = timeout;
+  if (options.asyncOp) {
+    auto submitted = std::make_unique<PendingCollective>(engine_, std::move(operation),
+                                                         Engine::Mode::kAsynchronous);
+    return c10::make_intrusive<RingWork>(rank_, type, title, inputs, std::move(submitted), pool_,
+                                         sequence);
+  }
+  const ProfilerSpan span(title, inputs);
+  const PendingCollective submitted(engine_, std::move(operation), Engine::Mode::kBlocking);
+  submitted.wait(std::nullopt);
+  submitted.synchronize();
+  return nullptr;
+}
+
+RingBackend::Works RingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
+  return start(OpType::ALLREDUCE, "ring:all_reduce", tensors, options,
+               allreduce_operation(tensors, options.reduceOp, size_));
+}
+
+RingBackend::Works RingBackend::allreduce_sparse(Tensors& tensors,
+                                                 const c10d::AllreduceOptions& options) {
+  return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options,
+               sparse_allreduce_operation(only(tensors, "allreduce"), options.reduceOp));
+}
+
+RingBackend::Works RingBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  return start(OpType::ALLREDUCE_COALESCED, "ring:all_reduce", tensors, options,
+               allreduce_operation(tensors, options.reduceOp, size_));
+}
+
+RingBackend::Works RingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return start(OpType::BROADCAST, "ring:broadcast", tensors, options,
+               broadcast_operation(tensors, static_cast<int>(options.rootRank), size_));
+}
+
+RingBackend::Works RingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return start(OpType::REDUCE, "ring:reduce", tensors, options,
+               reduce_operation(only(tensors, "reduce"), options.reduceOp,
+                                static_cast<int>(options.rootRank), {rank_, size_}));
+}
+
+RingBackend::Works RingBackend::gather(TensorLists& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& options) {
+  return start(
+      OpType::GATHER, "ring:gather", inputs, options,
+      gather_operation(outputs.empty() ? Tensors{} : only(outputs, "gather"),
+                       only(inputs, "gather"), static_cast<int>(options.rootRank), {rank_, size_}));
+}
+
+RingBackend::Works RingBackend::scatter(Tensors& outputs, TensorLists& inputs,
+                                        const c10d::ScatterOptions& options) {
+  return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options,
+               scatter_operation(only(outputs, "scatter"),
+                                 inputs.empty() ? Tensors{} : only(inputs, "scatter"),
+                                 static_cast<int>(options.rootRank), {rank_, size_}));
+}
+
+RingBackend::Works RingBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  return start(OpType::ALLGATHER, "ring:all_gather", inputs, options,
+               allgather_operation(outputs, inputs, size_));
+}
+
+RingBackend::Works RingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& options) {
+  return start(OpType::_ALLGATHER_BASE, "ring:_all_gather_base", {input}, options,
+               allgather_into_operation({output}, {input}, size_));
+}
+
+/// Of each input a list for each rank, as dist.all_gather_coalesced() has it: outputs[r][i].
+RingBackend::Works RingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& options) {
+  TensorLists by_input(inputs.size());
+  for (const Tensors& of_rank : outputs) {
+    require_as_many("all_gather_coalesced", of_rank.size(), inputs.size());
+    for (std::size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(of_rank[i]);
+  }
+  return start(OpType::ALLGATHER_COALESCED, "ring:all_gather", inputs, options,
+               allgather_operation(by_input, inputs, size_));
+}
+
+RingBackend::Works RingBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return start(OpType::COALESCED, "ring:all_gather", inputs, options,
+               allgather_into_operation(outputs, inputs, size_));
+}
+
+RingBackend::Works RingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
+  return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options,
+               reduce_scatter_operation(outputs, inputs, options.reduceOp, {rank_, size_}));
+}
+
+RingBackend::Works RingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
+  return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options,
+               reduce_scatter_into_operation({output}, {input}, options.reduceOp, {rank_, size_}));
+}
+
+RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ring:reduce_scatter", inputs, options,
+               reduce_scatter_into_operation(outputs, inputs, options.reduceOp, {rank_, size_}));
+}
+
+RingBackend::Works RingBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& options) {
+  return start(OpType::ALLTOALL, "ring:all_to_all", inputs, options,
+               alltoall_operation(outputs, inputs, size_));
+}
+
+RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<std::int64_t>& output_splits,
+                                              std::vector<std::int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& options) {
+  return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options,
+               alltoall_into_operation(output, input, output_splits, input_splits, size_));
+}
+
+RingBackend::Works RingBackend::send(Tensors& tensors, int destination, int tag) {
+  const at::Tensor& tensor = only(tensors, "send");
+  return start_message(OpType::SEND, "ring:send", tensor,
+                       connected().send(tensor, destination, tag, message_deadline()));
+}
+
+RingBackend::Works RingBackend::recv(Tensors& tensors, int source, int tag) {
+  const at::Tensor& tensor = only(tensors, "recv");
+  return start_message(OpType::RECV, "ring:recv", tensor,
+                       connected().receive(tensor, source, tag, message_deadline()));
+}
+
+RingBackend::Works RingBackend::recvAnysource(Tensors& tensors, int tag) {
+  const at::Tensor& tensor = only(tensors, "recv");
+  return start_message(OpType::RECVANYSOURCE, "ring:recvAnySource", tensor,
+                       connected().receive(tensor, std::nullopt, tag, message_deadline()));
+}
+
+RingBackend::Works RingBackend::start_message(OpType type, const char* title,
+                                              const at::Tensor& tensor,
+                                              std::shared_ptr<MessageRequest> request) {
+  auto pending = std::make_unique<PendingMessage>(engine_, std::move(request), tensor);
+  return c10::make_intrusive<RingWork>(rank_, type, title, Tensors{tensor}, std::move(pending),
+                                       pool_, sequence_.load());
+}
+
+RingBackend::Works RingBackend::barrier(const c10d::BarrierOptions& options) {
+  return start(OpType::BARRIER, "ring:barrier", {}, options, barrier_operation());
+}
+
+void RingBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all_ranks) {
+  refuse_in_child_of(pid_);
+  const milliseconds timeout = options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout;
+  const auto engine = is_connected_ ? engine_ : nullptr;
+  monitored_barrier(*store_, rank_, size_, monitored_barriers_++, timeout, wait_for_all_ranks, [&] {
+    if (engine) engine->check();
+  });
+}
+
+at::Tensor RingBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (!options.device().is_cpu()) return at::empty({size}, options);
+  return connected().empty_shared({size}, options);
+}
+
+void RingBackend::setTimeout(milliseconds timeout) { later_timeout_ms_ = timeout.count(); }
+
+c10::intrusive_ptr<c10d::Backend> RingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<Options>& options) {
+  refuse_in_child_of(pid_);
+  if (std::ranges::find(ranks, rank_) == ranks.end()) return nullptr;
+  return membership_.split(store, ranks, options ? options->timeout : timeout_);
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+RingBackend::Works RingBackend::reconfigure(const c10d::ReconfigureOptions& options) {
+  const bool in_order = std::holds_alternative<std::vector<std::string>>(options.handles);
+  const std::vector<std::string> handles = std::visit(
+      [](const auto& given) { return std::vector<std::string>(given.begin(), given.end()); },
+      options.handles);
+  refuse_in_child_of(pid_);
+  const std::scoped_lock lock(connecting_);
+  is_connected_ = false;
+  std::tie(rank_, size_) =
+      membership_.reconfigure(options.uuid, handles, in_order, options.timeout.value_or(timeout_));
+  auto done = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+  done->markCompleted();
+  return c10d::Work::create_from_future(done);
+}
+#endif
+
+void RingBackend::abort() {
+  if (::getpid() != pid_) return;
+  std::shared_ptr<Engine> engine;
+  {
+    const std::scoped_lock lock(replacing_);
+    if (is_connected_) engine = engine_;
+  }
+  if (!engine) return membership_.leave();
+  try {
+    engine->end(Error(ErrorKind::kInternal, "the group was aborted by abort()"));
+  } catch (const Error&) {
+    // end() throws the cause, which the operations tell.
+  }
+}
+
+void RingBackend::shutdown() {
+  if (::getpid() != pid_) return abandon();
+  membership_.leave();
+  pool_->stop();
+}
+
+void RingBackend::abandon() {
+  pool_->abandon();
+  if (engine_) new std::shared_ptr<Engine>(std::move(engine_));
+  if (py_engine_) new std::shared_ptr<const PyEngine>(std::move(py_engine_));
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,190 @@
+#include "bindings/ring_work.h"
+
+#include <ATen/core/jit_type.h>
+
+#include <utility>
+
+#include "bindings/accelerator.h"
+#include "bindings/blocking_call.h"
+#include "bindings/c10d_checks.h"
+#include "bindings/py_work.h"
+
+namespace torch_ring {
+
+namespace {
+
+using std::chrono::steady_clock;
+
+/// What an interrupt throws when the operation's deadline has passed.
+struct DeadlinePassed {};
+
+/// An interrupt that runs Python's signal handlers, in a thread that Python knows, and watches the
+/// deadline.
+Engine::Interrupt interrupt_at(OperationDeadline deadline) {
+  const bool is_pythons = PyGILState_GetThisThreadState() != nullptr;
+  return [deadline, is_pythons] {
+    if (deadline && steady_clock::now() >= *deadline) throw DeadlinePassed{};
+    if (is_pythons) check_signals();
+  };
+}
+
+Error past_deadline(const std::string& operation) {
+  return Error(ErrorKind::kTimeout, operation +
+                                        ": not done within the timeout of this operation: a rank "
+                                        "has not called it, or is slow");
+}
+
+std::vector<c10::Device> devices_of(const Tensors& tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu() && devices.empty()) devices.push_back(tensor.device());
+  }
+  return devices;
+}
+
+}  // namespace
+
+PendingCollective::PendingCollective(std::shared_ptr<Engine> engine, C10dOperation operation,
+                                     Engine::Mode mode)
+    : engine_(std::move(engine)),
+      outputs_(std::move(operation.outputs)),
+      late_error_(std::move(operation.late_error)) {
+  const std::vector<c10::Device> devices = devices_of(outputs_);
+  for (const at::Tensor& output : outputs_) DeviceChoice::of_process()->use(output.device());
+  for (Request& request : operation.requests) {
+    if (devices.empty() || request.fingerprint.on_host()) continue;
+    events_.emplace_back(devices.front());
+    events_.back().follow(request);
+  }
+  works_ = engine_->submit(std::move(operation.requests), mode);
+}
+
+bool PendingCollective::done() const {
+  for (const auto& work : works_) {
+    if (!work->done()) return false;
+  }
+  return true;
+}
+
+void PendingCollective::wait(OperationDeadline deadline) const {
+  const CountedCall counted;
+  const Engine::Interrupt interrupt = interrupt_at(deadline);
+  for (const auto& work : works_) {
+    try {
+      engine_->wait(*work, interrupt);
+    } catch (const DeadlinePassed&) {
+      engine_->end(past_deadline(work->request().fingerprint.describe()));
+    }
+  }
+  if (late_error_) late_error_->check();
+}
+
+void PendingCollective::synchronize() const {
+  if (events_.empty()) return;
+  engine_->check();
+  for (const OutputEvent& event : events_) {
+    for (const at::Tensor& output : outputs_) event.wait(output);
+  }
+}
+
+int PendingOperation::source() const {
+  throw Error(ErrorKind::kInvalidArgument, "only a receive has a source rank");
+}
+
+void PendingMessage::wait(OperationDeadline deadline) const {
+  const CountedCall counted;
+  try {
+    request_->wait(interrupt_at(deadline));
+  } catch (const DeadlinePassed&) {
+    engine_->end(past_deadline(request_->describe()));
+  }
+}
+
+RingWork::RingWork(int rank, c10d::OpType type, const char* title, const Tensors& inputs,
+                   std::unique_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
+                   std::uint64_t sequence)
+    : c10d::Work(rank, type, title, inputs),
+      operation_(std::move(operation)),
+      pool_(std::move(pool)),
+      sequence_(sequence) {}
+
+bool RingWork::isCompleted() {
+  if (!operation_->done()) return false;
+  await();
+  return true;
+}
+
+bool RingWork::isSuccess() const { return operation_->done() && !exception(); }
+
+std::exception_ptr RingWork::exception() const {
+  // What is done has its error, of which the base class is told when somebody asks.
+  if (operation_->done()) const_cast<RingWork*>(this)->await();
+  return c10d::Work::exception();
+}
+
+bool RingWork::wait(std::chrono::milliseconds timeout) {
+  refuse_in_child_of(pid_);
+  OperationDeadline deadline;
+  if (timeout > kNoTimeout) deadline = steady_clock::now() + timeout;
+  try {
+    operation_->wait(deadline);
+  } catch (...) {
+    if (operation_->done()) finish_once(std::current_exception());  // else a signal's
+    throw;
+  }
+  finish_once(nullptr);
+  synchronize();
+  return true;
+}
+
+void RingWork::synchronize() { operation_->synchronize(); }
+
+int RingWork::sourceRank() const { return operation_->source(); }
+
+std::vector<at::Tensor> RingWork::result() { return operation_->outputs(); }
+
+/// Tells the base class, and so the profiler, that the operation is over.
+void RingWork::finish_once(std::exception_ptr error) {
+  {
+    const std::scoped_lock lock(future_mutex_);
+    if (std::exchange(finished_, true)) return;
+  }
+  finish(std::move(error));
+}
+
+void RingWork::await() {
+  try {
+    operation_->wait(std::nullopt);
+  } catch (...) {
+    finish_once(std::current_exception());
+    return;
+  }
+  finish_once(nullptr);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
+  refuse_in_child_of(pid_);
+  const std::scoped_lock lock(future_mutex_);
+  if (future_) return future_;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                     devices_of(operation_->outputs()));
+  const auto self = c10::intrusive_ptr<RingWork>::reclaim_copy(this);
+  pool_->add({[self] { self->await(); }, [self] { self->complete_future(); }});
+  return future_;
+}
+
+/// By the pool, after await(): the future's callbacks may wait for other operations.
+void RingWork::complete_future() {
+  if (const std::exception_ptr error = exception()) {
+    future_->setError(error);
+    return;
+  }
+  try {
+    operation_->synchronize();  // the callbacks' streams wait for this thread's
+    future_->markCompleted(c10::IValue(operation_->outputs()));
+  } catch (...) {
+    future_->setErrorIfNeeded(std::current_exception());
+  }
+}
+
+}  // namespace torch_ring

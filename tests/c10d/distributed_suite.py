@@ -1,0 +1,177 @@
+"""torch's own tests of torch.distributed (`DistributedTest`), run with the backend ring or gloo.
+
+    python tests/c10d/distributed_suite.py                      # ring, 2 ranks
+    python tests/c10d/distributed_suite.py --backend gloo
+    python tests/c10d/distributed_suite.py -k test_all_reduce   # some of them
+
+Many of these tests are skipped, or expect other things, where the backend has another name than
+"gloo". Here they see a name that compares equal to "gloo", so that they test what the backend does.
+The processes are forked from one that has imported torch; torch's runner starts each anew, which
+costs ten seconds a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+RANKS = 2
+
+# Tests that cannot pass, and why. Everything else has to.
+EXPECTED_FAILURES = {
+    "ring": {
+        "test_ddp_logging_data_cpu": "torch calls every backend from outside 'custom' in its log",
+    },
+    "gloo": {
+        "test_all_to_all": "gloo has no all_to_all of lists",
+        "test_all_to_all_complex": "gloo has no all_to_all of lists",
+        "test_all_to_all_full_group": "gloo has no all_to_all of lists",
+    },
+}
+OLD_TORCH = "this torch calls no backend's monitored_barrier but gloo's"
+EXPECTED_FAILURES_OF_OLD_TORCH = {  # before 2.15
+    "ring": {
+        "test_monitored_barrier_gloo": OLD_TORCH,
+        "test_monitored_barrier_gloo_subgroup": OLD_TORCH,
+    },
+    "gloo": {},
+}
+
+
+class UnlockedName(str):
+    """The name of a backend, to which the tests' conditions say the same as to gloo."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo" or str.__eq__(self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other and other != "mpi"  # all_to_all: "only MPI supports it on CPUs"
+
+    def __hash__(self) -> int:
+        return hash("gloo")
+
+
+@contextmanager
+def backend_in_environment(name: str) -> Iterator[None]:
+    """Give the name to a module that reads the environment while it is imported."""
+    read = os._Environ.__getitem__
+
+    def read_unlocked(self: Any, variable: str) -> str:
+        value: str = read(self, variable)
+        return UnlockedName(value) if variable == "BACKEND" else value
+
+    os.environ["BACKEND"] = name
+    with mock.patch.object(os._Environ, "__getitem__", read_unlocked):
+        yield
+
+
+def load_suite(backend: str, ranks: int) -> type[unittest.TestCase]:
+    """Return torch's test class for the backend."""
+    folder = tempfile.mkdtemp()
+    for name in ("barrier", "test_dir"):
+        (Path(folder) / name).mkdir()
+    os.environ |= {
+        "WORLD_SIZE": str(ranks),
+        "TEMP_DIR": folder,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    # Torch's loggers say with every test how it starts and ends its processes.
+    logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.ERROR)
+    import torch
+
+    import torch_ring  # noqa: F401  registers ring
+
+    torch.set_num_threads(1)  # more of them would not be there after a fork
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    DistTestCases.backend_feature["plugin"].add("ring")
+    with backend_in_environment(backend):
+        from torch.testing._internal.distributed import distributed_test
+
+    class TestBackend(
+        distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
+    ):  # type: ignore[misc,name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+    return TestBackend
+
+
+class Results(unittest.TextTestResult):
+    """Names what has passed, failed and been skipped."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.passed: list[str] = []
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802  unittest's name
+        super().addSuccess(test)
+        self.passed.append(test.id().rsplit(".", 1)[-1])
+
+
+def expected_failures(backend: str) -> dict[str, str]:
+    """Return the tests that cannot pass with this torch, and why."""
+    import torch
+
+    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
+    is_old = (major, minor) < (2, 15)
+    return EXPECTED_FAILURES[backend] | (EXPECTED_FAILURES_OF_OLD_TORCH[backend] if is_old else {})
+
+
+def main() -> int:
+    """Run the tests; return 0 if none has failed but for those that cannot pass."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=["ring", "gloo"], default="ring")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("-k", dest="words", action="append", help="a part of a test's name")
+    parser.add_argument("--json", type=Path, help="where the results go, too")
+    arguments = parser.parse_args()
+
+    suite_class = load_suite(arguments.backend, arguments.ranks)
+    loader = unittest.TestLoader()
+    names = [
+        name
+        for name in loader.getTestCaseNames(suite_class)
+        if not arguments.words or any(word in name for word in arguments.words)
+    ]
+    suite = unittest.TestSuite(suite_class(name) for name in names)
+    runner = unittest.TextTestRunner(resultclass=Results, verbosity=2)
+    results: Any = runner.run(suite)
+
+    failed = [test.id().rsplit(".", 1)[-1] for test, _ in results.failures + results.errors]
+    expected = expected_failures(arguments.backend)
+    unexpected = [name for name in failed if name not in expected]
+    summary = {
+        "backend": arguments.backend,
+        "ranks": arguments.ranks,
+        "passed": len(results.passed),
+        "skipped": len(results.skipped),
+        "failed": failed,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(summary))
+    print(summary)
+    for name in failed:
+        print(f"{name}: {expected.get(name, 'FAILED')}")
+    if not results.passed:
+        print("no test has passed")
+    return 1 if unexpected or not results.passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

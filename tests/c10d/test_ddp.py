@@ -1,0 +1,238 @@
+"""DistributedDataParallel, its communication hooks and its relatives, on ring beside gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.groups import default_group, on_ring
+from tests.support.pool import run
+from tests.support.shared import is_shared
+
+STEPS = 4
+
+
+class Branches(nn.Module):
+    """A model in which one of two branches is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.left = nn.Linear(16, 4)
+        self.right = nn.Linear(16, 4)
+
+    def forward(self, batch: Tensor, left: bool) -> Tensor:
+        hidden = self.norm(torch.relu(self.first(batch)))
+        result: Tensor = (self.left if left else self.right)(hidden)
+        return result
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+
+
+def train(group: Any, *, hook: Any = None, both: bool = True, **options: Any) -> list[Tensor]:
+    """Return the weights after some steps with the backend of `group`."""
+    # A hook that begins operations in callbacks needs one bucket: those of several buckets would
+    # come in another order on each rank.
+    bucket_mb = 0.001 if hook is None else 25
+    model = DistributedDataParallel(
+        Branches(), process_group=group, bucket_cap_mb=bucket_mb, **options
+    )
+    if hook is not None:
+        model.register_comm_hook(*hook(group))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(step), True).square().mean()
+        if both:
+            loss = loss + model(batch(step + 100), False).square().mean()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def compare(options: dict[str, Any]) -> None:
+    gloo = dist.new_group(backend="gloo")
+    for got, want in zip(train(None, **options), train(gloo, **options), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"both": False, "find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=["plain", "unused parameters", "static graph", "bucket views"],
+)
+def test_like_gloo(options: dict[str, Any], size: int) -> None:
+    on_ring(compare, size, options)
+
+
+def test_between_hosts() -> None:
+    on_ring(compare, 2, {}, transport="tcp")
+
+
+def fp16(group: Any) -> tuple[Any, Callable[..., Any]]:
+    return group, default_hooks.fp16_compress_hook
+
+
+def power_sgd(group: Any) -> tuple[Any, Callable[..., Any]]:
+    state = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    return state, powerSGD_hook.powerSGD_hook
+
+
+@pytest.mark.parametrize("hook", [fp16, power_sgd])
+def test_hooks(hook: Any) -> None:
+    on_ring(compare, 2, {"hook": hook})
+
+
+def bf16_hook() -> None:
+    hooked = train(None, hook=lambda group: (group, default_hooks.bf16_compress_hook))
+    for got, want in zip(hooked, train(None), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.1, atol=0.05)
+
+
+def test_bf16_hook() -> None:
+    on_ring(bf16_hook, 2)
+
+
+def buckets_of_a_step() -> list[bool]:
+    """Return for each bucket of two steps whether it lies in memory that the ranks share."""
+    shared = []
+
+    def look(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        shared.append(is_shared(bucket.buffer()))
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, find_unused_parameters=True)
+    model.register_comm_hook(None, lambda _, bucket: look(bucket))
+    for step in range(2):  # torch makes the buckets anew after the first
+        model(batch(step), left=True).sum().backward()
+    return shared
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_buckets_are_in_shared_memory(transport: str) -> None:
+    for shared in on_ring(buckets_of_a_step, 2, transport=transport):
+        assert len(shared) > 2
+        assert set(shared) == {transport == "shm"}
+
+
+def accumulate() -> None:
+    model = DistributedDataParallel(nn.Linear(8, 1, bias=False))
+    with model.no_sync():
+        model(batch(0)).sum().backward()
+    local = batch(0).sum(0)
+    torch.testing.assert_close(model.module.weight.grad[0], local)
+    model(batch(1)).sum().backward()
+    total = local + batch(1).sum(0)
+    dist.all_reduce(total, dist.ReduceOp.AVG)
+    torch.testing.assert_close(model.module.weight.grad[0], total)
+
+
+def test_no_sync() -> None:
+    on_ring(accumulate, 2)
+
+
+def uneven() -> None:
+    model = DistributedDataParallel(nn.Linear(8, 1, bias=False))
+    steps = 3 + 2 * dist.get_rank()
+    with Join([model]):
+        for step in range(steps):
+            model.zero_grad()
+            model(batch(step)).sum().backward()
+
+
+def test_join() -> None:
+    on_ring(uneven, 2)
+
+
+def sharded_optimizer() -> None:
+    weights = []
+    for group in (None, dist.new_group(backend="gloo")):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Linear(8, 5), process_group=group)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, process_group=group, lr=0.01
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(step)).square().sum().backward()
+            optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    for got, want in zip(*weights, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_zero_redundancy_optimizer() -> None:
+    on_ring(sharded_optimizer, 2)
+
+
+def callback_that_waits() -> list[float]:
+    """A callback of a future waits for an operation that it begins itself, three deep."""
+
+    def reduce_again(left: int) -> Callable[[Any], Tensor]:
+        def callback(future: Any) -> Tensor:
+            tensor: Tensor = future.value()[0]
+            if left == 0:
+                return tensor
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            result: Tensor = work.get_future().then(reduce_again(left - 1)).wait()
+            return result
+
+        return callback
+
+    sums = []
+    for i in range(10):
+        work = dist.all_reduce(torch.full((4,), float(i)), async_op=True)
+        assert work is not None
+        sums.append(work.get_future().then(reduce_again(2)).wait()[0].item())
+    return sums
+
+
+def test_callbacks_may_wait() -> None:
+    assert on_ring(callback_that_waits, 2) == [[8.0 * i for i in range(10)]] * 2
+
+
+def compiled() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def summed(tensor: Tensor) -> Tensor:
+        import torch.distributed._functional_collectives as functional
+
+        total = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
+        gathered = functional.all_gather_tensor(total, 0, dist.group.WORLD)
+        result: Tensor = functional.reduce_scatter_tensor(gathered, "sum", 0, dist.group.WORLD)
+        return result
+
+    size = dist.get_world_size()
+    assert summed(torch.ones(4)).tolist() == [2.0 * size * size] * 4
+
+
+def test_compiled_functional_collectives() -> None:
+    run(in_default_group, 2, args=(compiled,), initialized=False)
+
+
+def in_default_group(fn: Callable[[], None]) -> None:
+    with default_group():
+        fn()

@@ -1,0 +1,339 @@
+"""Errors: every rank hears of what is wrong, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.groups import default_group, on_ring
+from tests.support.pool import error_of, run
+
+
+def differing_shapes() -> tuple[str, str]:
+    return error_of(lambda: dist.all_reduce(torch.ones(dist.get_rank() + 1)))
+
+
+def differing_dtypes() -> tuple[str, str]:
+    dtype = [torch.float32, torch.float64][dist.get_rank()]
+    return error_of(lambda: dist.all_reduce(torch.ones(2, dtype=dtype)))
+
+
+def differing_operations() -> tuple[str, str]:
+    tensor = torch.ones(2)
+    if dist.get_rank() == 0:
+        return error_of(lambda: dist.all_reduce(tensor))
+    return error_of(lambda: dist.broadcast(tensor, 0))
+
+
+def differing_roots() -> tuple[str, str]:
+    return error_of(lambda: dist.broadcast(torch.ones(2), dist.get_rank()))
+
+
+def differing_operators() -> tuple[str, str]:
+    op = [dist.ReduceOp.SUM, dist.ReduceOp.MAX][dist.get_rank()]
+    work = dist.all_reduce(torch.ones(2), op, async_op=True)
+    assert work is not None
+    return error_of(work.wait)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("differ", "sides"),
+    [
+        (differing_shapes, ("float32 [1]", "float32 [2]")),
+        (differing_dtypes, ("float32 [2]", "float64 [2]")),
+        (differing_operations, ("allreduce", "broadcast")),
+        (differing_roots, ("root 0", "root 1")),
+        (differing_operators, ("Sum", "Max")),
+    ],
+)
+def test_ranks_that_differ(differ: Any, sides: tuple[str, str], transport: str) -> None:
+    for kind, text in on_ring(go_on_after, 2, differ, transport=transport):
+        assert kind == "MismatchError", text
+        assert all(side in text for side in sides), text
+
+
+def differ_in_detail() -> tuple[str, str]:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with default_group():
+            ones = torch.ones(2)
+            dist.all_reduce(ones)
+            assert ones.tolist() == [2, 2]
+            return error_of(lambda: dist.all_reduce(torch.ones(dist.get_rank() + 1)))
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_torchs_debug_level_detail() -> None:
+    for kind, text in run(differ_in_detail, 2, initialized=False):
+        assert kind == "RuntimeError", text
+        assert "Detected mismatch between collectives on ranks" in text
+
+
+def go_on_after(differ: Any) -> tuple[str, str]:
+    """Return the error of `differ`; the group works afterwards."""
+    error: tuple[str, str] = differ()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(dist.get_world_size())] * 3
+    return error
+
+
+def all_gather_coalesced(inputs: list[torch.Tensor], outputs: int) -> None:
+    lists = [[torch.empty(1)] * outputs for _ in range(dist.get_world_size())]
+    dist.all_gather_coalesced(lists, inputs)
+
+
+def wrong_arguments() -> list[tuple[str, str]]:
+    size = dist.get_world_size()
+    return [
+        error_of(lambda: dist.all_gather_into_tensor(torch.empty(1), torch.ones(1))),
+        error_of(lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))),
+        error_of(lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3))),
+        error_of(lambda: dist.all_reduce(torch.ones(1).expand(4))),
+        error_of(lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)),
+        error_of(lambda: dist.all_gather([torch.empty(1)] * (size + 1), torch.ones(1))),
+        error_of(lambda: all_gather_coalesced([torch.ones(1)] * 2, outputs=1)),
+        error_of(lambda: dist.send(torch.ones(1), dist.get_rank())),
+    ]
+
+
+def test_wrong_arguments() -> None:
+    for errors in on_ring(wrong_arguments, 2):
+        assert [kind for kind, _ in errors[:7]] == ["InvalidArgumentError"] * 7, errors
+        assert errors[7][0] == "ValueError"
+
+
+def unequal_splits() -> tuple[str, str]:
+    """Rank 1 sends three rows to rank 0, which has room for two."""
+    rank = dist.get_rank()
+    sent = [[2, 2], [3, 1]][rank]
+    expected = [[2, 2], [2, 1]][rank]
+    output = torch.full((sum(expected),), -1.0)
+    return error_of(lambda: dist.all_to_all_single(output, torch.ones(sum(sent)), expected, sent))
+
+
+def test_splits_that_do_not_fit() -> None:
+    here, there = on_ring(unequal_splits, 2)
+    assert here[0] == "InvalidArgumentError"
+    assert "rank 1 has sent 3 rows, and the output has room for 2" in here[1]
+    assert there[0] == "nothing"
+
+
+def late_rank() -> tuple[str, str]:
+    if dist.get_rank() == 0:
+        return error_of(lambda: dist.all_reduce(torch.ones(1)))
+    time.sleep(3)
+    return "", ""
+
+
+def test_a_late_rank() -> None:
+    kind, text = on_ring(late_rank, 2, timeout_s=1.0)[0]
+    assert kind == "TimeoutError"
+    assert "gave up after 1 s (the timeout of its group): rank 1" in text
+
+
+def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
+    """Rank 1 is 2 s late."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
+    ones = torch.ones(1)
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return error_of(lambda: dist.send(ones, 0) if how == "recv" else dist.all_reduce(ones))
+    if how == "unwaited":
+        work = dist.all_reduce(ones, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.01)
+        return error_of(work.wait)
+    return error_of(lambda: dist.recv(ones, 1) if how == "recv" else dist.all_reduce(ones))
+
+
+@pytest.mark.parametrize("how", ["blocking", "unwaited", "recv"])
+def test_a_timeout_that_is_set_later(how: str) -> None:
+    assert on_ring(later_timeout, 2, 20.0, how, timeout_s=1.0) == [("nothing", "")] * 2
+    kind, text = on_ring(later_timeout, 2, 1.0, how)[0]
+    assert kind == "TimeoutError", text
+    assert "the timeout of" in text
+
+
+def failure_that_nobody_waits_for() -> tuple[bool, str]:
+    work = dist.all_reduce(torch.ones(2 + dist.get_rank()), async_op=True)
+    assert work is not None
+    dist.barrier()
+    return work.is_success(), str(work.exception())
+
+
+def test_a_failure_that_nobody_waits_for() -> None:
+    for is_success, text in on_ring(failure_that_nobody_waits_for, 2):
+        assert not is_success
+        assert "the ranks disagree" in text
+
+
+def short_wait() -> tuple[str, str]:
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        return error_of(lambda: work.wait(timedelta(seconds=0.5)))
+    return error_of(lambda: (time.sleep(2), dist.all_reduce(torch.ones(1))))
+
+
+def test_a_wait_with_a_timeout() -> None:
+    (kind, text), (other, _) = on_ring(short_wait, 2)
+    assert kind == "TimeoutError"
+    assert "not done within the timeout of this operation" in text
+    assert other != "nothing"
+
+
+def monitored() -> tuple[str, str]:
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(2)
+        return "", ""
+    return error_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
+
+
+def test_monitored_barrier_names_the_rank() -> None:
+    first, _, last = on_ring(monitored, 3)
+    assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in first[1]
+    assert "rank 0's error names it" in last[1]
+
+
+def keys_of_monitored_barriers() -> list[int]:
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for barriers in (1, 10):
+        for _ in range(barriers):
+            dist.monitored_barrier()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_monitored_barriers_leave_nothing_in_the_store() -> None:
+    for before, after in on_ring(keys_of_monitored_barriers, 3):
+        assert before == after
+
+
+def dies(how: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "leave":
+        return "", ""
+    if how == "message":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            return error_of(lambda: dist.recv(torch.empty(1), 1))
+    return error_of(lambda: dist.all_reduce(torch.ones(4)))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("how", ["kill", "leave", "message"])
+def test_a_rank_that_is_gone(how: str, transport: str) -> None:
+    outcomes = on_ring(dies, 3, how, transport=transport, may_die=[1])
+    for rank in (0, 2):
+        kind, text = outcomes[rank]
+        assert kind == "PeerLostError", text
+        assert "rank 1" in text
+
+
+def future_of_lost_rank() -> str:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    assert work is not None
+    return error_of(work.get_future().wait)[1]
+
+
+def test_a_future_of_a_rank_that_is_gone() -> None:
+    assert "rank 1" in on_ring(future_of_lost_rank, 2, may_die=[1])[0]
+
+
+def abort_in_a_thread() -> tuple[str, str]:
+    with default_group():
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+            return error_of(lambda: dist.all_reduce(torch.ones(1)))
+        thread = threading.Timer(0.5, backend.abort)
+        thread.start()
+        error = error_of(lambda: dist.all_reduce(torch.ones(1)))
+        thread.join()
+        return error
+
+
+def test_abort_from_another_thread() -> None:
+    (kind, text), (other, reason) = run(abort_in_a_thread, 2, initialized=False)
+    assert kind == "RingError"
+    assert other != "nothing"
+    assert "aborted by abort()" in text
+    assert "aborted by abort()" in reason
+
+
+def abort_unused() -> tuple[str, str]:
+    group = dist.new_group()
+    group._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+    return error_of(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+def test_an_aborted_group_cannot_be_used() -> None:
+    for kind, text in on_ring(abort_unused, 2):
+        assert kind == "RingError"
+        assert "was destroyed or aborted" in text
+
+
+def leave_while_connecting() -> tuple[str, str]:
+    from torch_ring.c10d.groups import Group
+
+    if dist.get_rank() == 1:
+        return "", ""
+    store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
+    group = Group(0, 2, (0, 1), store, 60.0, is_default=False)
+    threading.Timer(0.5, group.leave).start()
+    return error_of(group.connect)
+
+
+def test_leaving_ends_the_first_use() -> None:
+    kind, text = on_ring(leave_while_connecting, 2)[0]
+    assert kind == "RingError"
+    assert "was destroyed or aborted" in text
+
+
+def interrupted() -> str:
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+        return "done"
+    signal.signal(signal.SIGALRM, _raise_interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    try:
+        dist.recv(torch.empty(1), 1)
+    except KeyboardInterrupt:
+        work.wait()
+        dist.barrier()
+        return "interrupted"
+    return "not interrupted"
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt() -> None:
+    assert on_ring(interrupted, 2) == ["interrupted", "done"]

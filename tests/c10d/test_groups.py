@@ -1,0 +1,228 @@
+"""Groups: process sets of one world, worlds of their own, their beginning and their end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.groups import default_group, group_store, on_ring
+from tests.support.pool import error_of, run
+
+
+def total(group: dist.ProcessGroup | None = None) -> float:
+    """Return the sum of the ranks of a group, over the group."""
+    tensor = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def mappings() -> int:
+    """Return the number of mappings of this process that its ranks share."""
+    with open("/proc/self/maps") as maps:
+        return sum("torch_ring" in line or "memfd" in line for line in maps)
+
+
+def subsets() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    evens = dist.new_group(range(0, size, 2))
+    odds = dist.new_group(range(1, size, 2))
+    mine = odds if rank % 2 else evens
+    assert total(mine) == sum(range(rank % 2, size, 2))
+    assert total() == sum(range(size))
+    assert mine is not None
+    assert dist.get_world_size(mine) == len(range(rank % 2, size, 2))
+    # Operations of two groups do not wait for one another.
+    work = dist.all_reduce(torch.ones(3), group=mine, async_op=True)
+    assert total() == sum(range(size))
+    assert work is not None
+    work.wait()
+    dist.destroy_process_group(mine)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_groups_of_some_ranks(transport: str) -> None:
+    on_ring(subsets, 4, transport=transport)
+
+
+def unused_group() -> None:
+    # Only one of the members uses it before it ends.
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    again = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        assert total(again) == 1
+
+
+def test_a_group_that_nobody_uses() -> None:
+    on_ring(unused_group, 3)
+
+
+def overlapping() -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group([a, b]) for a in range(3) for b in range(a + 1, 3)]
+    pairs = [(a, b) for a in range(3) for b in range(a + 1, 3)]
+    for _ in range(10):
+        for group, pair in zip(groups, pairs, strict=True):
+            if rank in pair:
+                assert total(group) == sum(pair)
+
+
+def test_groups_that_overlap() -> None:
+    on_ring(overlapping, 3)
+
+
+def many() -> None:
+    before = threading.active_count()
+    groups = [dist.new_group([0, 1]) for _ in range(100)]
+    assert threading.active_count() == before
+    assert total(groups[50]) == 1
+    assert total(groups[99]) == 1
+
+
+def test_many_groups() -> None:
+    on_ring(many, 2)
+
+
+def make_and_destroy() -> None:
+    from torch_ring.c10d.groups import Group
+
+    for size in (2, 1):  # process sets of the world, and a world of its own
+        for _ in range(5):
+            group = dist.new_group(range(size))
+            if dist.get_rank() < size:
+                dist.all_reduce(torch.ones(3), group=group)
+            dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert sum(type(object) is Group for object in gc.get_objects()) == 1
+
+
+def test_groups_that_have_ended_are_freed() -> None:
+    on_ring(make_and_destroy, 2)
+
+
+def grid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    rank = dist.get_rank()
+    assert total(mesh.get_group("columns")) == (1 if rank < 2 else 5)
+    assert total(mesh.get_group("rows")) == (2 if rank % 2 == 0 else 4)
+
+
+def test_device_mesh() -> None:
+    on_ring(grid, 4)
+
+
+def begin_twice() -> None:
+    for _ in range(3):
+        with default_group():
+            assert total() == sum(range(dist.get_world_size()))
+        os.environ["TORCHELASTIC_RUN_ID"] += "-again"
+
+
+def test_again_and_again() -> None:
+    run(begin_twice, 2, initialized=False, kind="c10d")
+
+
+def never_destroyed() -> None:
+    dist.init_process_group("ring", store=group_store(), rank=int(os.environ["RANK"]), world_size=2)
+    assert total() == 1
+
+
+def test_a_group_that_is_not_destroyed() -> None:
+    run(never_destroyed, 2, initialized=False)
+
+
+def beside_gloo() -> None:
+    group = dist.new_group(backend="gloo")
+    assert total(group) == total() == 1
+
+
+def test_beside_gloo() -> None:
+    on_ring(beside_gloo, 2)
+
+
+def in_gloo() -> None:
+    with default_group("gloo"):
+        group = dist.new_group(backend="ring")
+        assert total(group) == 3
+        pair = dist.new_group([1, 2], backend="ring")
+        if dist.get_rank() > 0:
+            assert total(pair) == 3
+
+
+def test_groups_of_a_gloo_program() -> None:
+    run(in_gloo, 3, initialized=False, kind="c10d")
+
+
+def beside_horovod() -> None:
+    import torch_ring as hvd
+
+    hvd.init()
+    tensor = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum)
+    assert tensor.item() == total() == 1
+    hvd.shutdown()
+    assert total() == 1
+
+
+def test_beside_torch_ring() -> None:
+    on_ring(beside_horovod, 2)
+
+
+def wait_for_late_member() -> tuple[str, str]:
+    if dist.get_rank() == 0:
+        store = dist.PrefixStore("late", group_store())
+        late = timedelta(seconds=1)
+        from torch_ring.c10d.groups import Group
+
+        group = Group(0, 2, (0, 1), store, late.total_seconds(), is_default=False)
+        return error_of(group.connect)
+    return "", ""
+
+
+def test_a_member_that_does_not_come() -> None:
+    kind, text = on_ring(wait_for_late_member, 2)[0]
+    assert kind == "TimeoutError"
+    assert "the ranks 1 of the group [0, 1] have not made it within 1 s" in text
+
+
+def fork_worker() -> None:
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2
+    )
+    seen = sum(batch[0].sum().item() for batch in data)
+    assert seen == 28
+    assert total() == 1
+
+
+def test_workers_of_a_data_loader() -> None:
+    on_ring(fork_worker, 2)
+
+
+def sums_in_threads() -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(4)]
+    results: list[float] = []
+
+    def sum_often(group: dist.ProcessGroup) -> Callable[[], None]:
+        def work() -> None:
+            results.extend(total(group) for _ in range(50))
+
+        return work
+
+    threads = [threading.Thread(target=sum_often(group)) for group in groups if group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [1.0] * 200
+
+
+def test_groups_in_threads() -> None:
+    on_ring(sums_in_threads, 2)

@@ -1,0 +1,133 @@
+"""The ranks that are left make a new group in place of the old one; parts of a group."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.groups import TIMEOUT_S, default_group, group_store, on_ring
+from tests.support.pool import error_of, run
+
+reconfigurable = pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "_reconfigure"), reason="torch 2.14 and later"
+)
+
+
+def total() -> float:
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    return tensor[0].item()
+
+
+def exchange(store: dist.Store, name: str, rank: int, ranks: list[int]) -> list[str]:
+    """Return the handles of some ranks, as a program's own coordinator would."""
+    store.set(f"{name}/{rank}", dist.distributed_c10d._get_reconfigure_handle())
+    return [store.get(f"{name}/{other}").decode() for other in ranks]
+
+
+def reconfigure(uuid: int, handles: list[str] | set[str]) -> None:
+    work = dist.distributed_c10d._reconfigure(uuid=uuid, handles=handles)
+    work.wait()
+
+
+def survive() -> tuple[int, int, float]:
+    rank = dist.get_rank()
+    assert dist.distributed_c10d._supports_reconfigure()
+    assert total() == 3
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, text = error_of(total)
+    assert kind == "PeerLostError", text
+    store = dist.PrefixStore("coordinator", group_store())
+    # In another order than before.
+    reconfigure(1, exchange(store, "after", rank, [2, 1]))
+    assert total() == 2
+    return dist.get_rank(), dist.get_world_size(), total()
+
+
+@reconfigurable
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_after_a_lost_rank(transport: str) -> None:
+    outcomes = on_ring(survive, 3, transport=transport, may_die=[0])
+    assert outcomes == [None, (1, 2, 2.0), (0, 2, 2.0)]
+
+
+def begin_without_ranks() -> list[float]:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "ring", store=group_store(), rank=rank, world_size=2, enable_reconfigure=True
+    )
+    kind, text = error_of(total)
+    assert kind == "RingError"
+    assert "call reconfigure() first" in text
+    store = dist.PrefixStore("coordinator", group_store())
+    sums = []
+    for uuid in (1, 2):
+        reconfigure(uuid, set(exchange(store, f"round {uuid}", rank, [0, 1])))
+        sums.append(total())
+    kind, text = error_of(lambda: reconfigure(3, ["nonsense"]))
+    assert kind == "InvalidArgumentError"
+    assert "is no handle" in text
+    dist.destroy_process_group()
+    return sums
+
+
+@reconfigurable
+def test_a_group_that_begins_without_ranks() -> None:
+    assert run(begin_without_ranks, 2, initialized=False) == [[2.0, 2.0]] * 2
+
+
+def abort_and_begin_anew() -> list[float]:
+    """As torchft does: a group is aborted, whether or not it was used, before the next one."""
+    store = dist.PrefixStore("coordinator", group_store())
+    rank = dist.get_rank()
+    sums = [total()]
+    for uuid in (1, 2, 3):
+        exchange(store, f"used {uuid}", rank, [0, 1])  # an abort may overtake the others' sums
+        dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+        kind, _ = error_of(total)
+        assert kind in ("RingError", "PeerLostError")
+        reconfigure(uuid, exchange(store, f"round {uuid}", rank, [0, 1]))
+        if uuid != 2:  # the third abort meets a group that was not used
+            sums.append(total())
+    return sums
+
+
+@reconfigurable
+def test_a_group_begins_anew_after_abort() -> None:
+    assert on_ring(abort_and_begin_anew, 2) == [[2.0, 2.0, 2.0]] * 2
+
+
+def split() -> tuple[int, float] | None:
+    part = dist.split_group(split_ranks=[[3, 1], [0]])
+    if dist.get_rank() == 2:
+        return None
+    tensor = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(tensor, group=part)
+    return dist.get_rank(part), tensor.item()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15), reason="of CPU groups: torch 2.15"
+)
+def test_split_group() -> None:
+    assert on_ring(split, 4) == [(0, 0.0), (1, 4.0), None, (0, 4.0)]
+
+
+def destroy_in_the_middle() -> None:
+    for _ in range(3):
+        with default_group(timeout_s=TIMEOUT_S):
+            works = [dist.all_reduce(torch.ones(10_000), async_op=True) for _ in range(20)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            dist.barrier()
+        os.environ["TORCHELASTIC_RUN_ID"] += "-again"
+
+
+def test_destroyed_after_asynchronous_operations() -> None:
+    run(destroy_in_the_middle, 3, initialized=False)

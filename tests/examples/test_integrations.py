@@ -1,0 +1,98 @@
+"""Lightning, Accelerate, the Trainer and Ray Train on ring, where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripts import ROOT
+
+EXAMPLES = ROOT / "examples" / "integrations"
+DEADLINE_S = 300  # a hang, not a slow machine: Ray starts a dozen processes
+LEAVING_S = 30
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# The packages that each example needs, and what starts it: two of them start their own workers.
+PROGRAMS = {
+    "lightning_ddp.py": (("lightning",), ()),
+    "accelerate_train.py": (("accelerate",), TORCHRUN),
+    "trainer.py": (("accelerate", "transformers"), TORCHRUN),
+    "ray_train.py": (("ray", "pandas", "pyarrow", "pydantic", "tensorboardX"), ()),
+}
+LINE = re.compile(r"rank (\d) of 2 on (\w+): loss (\S+) to (\S+), weights (\w{16})")
+
+
+def processes_of(folder: str) -> Iterator[int]:
+    """Yield the processes whose environment names a folder: all that a program has started."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        if folder.encode() in environment:
+            yield int(entry.name)
+
+
+def run_to_the_end(*command: str) -> str:
+    """Return a program's output; fail, and kill what is left, if it leaves processes or is late."""
+    # Not tmp_path: the names of Ray's sockets have room for a short folder.
+    with tempfile.TemporaryDirectory(prefix="ring") as folder:
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TMPDIR": folder,
+            "RAY_TMPDIR": folder,
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        output = Path(folder) / "output"
+        try:
+            with output.open("w") as file:
+                ended = subprocess.run(
+                    [sys.executable, *command],
+                    cwd=folder,
+                    env=os.environ | environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=DEADLINE_S,
+                    check=False,
+                )
+            text = output.read_text()
+            assert ended.returncode == 0, text
+            deadline = time.monotonic() + LEAVING_S
+            while (left := list(processes_of(folder))) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not left, text
+        finally:
+            for process in processes_of(folder):
+                os.kill(process, signal.SIGKILL)
+    return text
+
+
+def test_every_example_is_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_two_ranks_train_on_ring(name: str) -> None:
+    packages, launcher = PROGRAMS[name]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install '.[integrations]'")
+    output = run_to_the_end(*launcher, str(EXAMPLES / name))
+    found = sorted(set(LINE.findall(output)))  # a set: Ray prints lines of workers more than once
+    assert [line[:2] for line in found] == [("0", "ring"), ("1", "ring")], output
+    for _, _, first, last, _ in found:
+        assert 0 < float(last) < float(first) / 4, output
+    assert found[0][4] == found[1][4], output

@@ -1,0 +1,70 @@
+"""Groups of torch.distributed on ranks of the pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import torch_ring  # noqa: F401  registers ring
+from tests.support.pool import run
+
+TIMEOUT_S = 20.0
+
+
+def group_store() -> dist.Store:
+    """Return the store of this run's ranks."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    return dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
+
+
+@contextmanager
+def default_group(backend: str = "ring", timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """Have a default group of all ranks of this run."""
+    dist.init_process_group(
+        backend,
+        store=group_store(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ring(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    transport: str = "shm",
+    timeout_s: float = TIMEOUT_S,
+    may_die: Sequence[int] = (),
+    is_fresh: bool = False,
+) -> list[Any]:
+    """Call ``fn(*args)`` on ranks with a default group of the backend ring; return by rank.
+
+    Args:
+        is_fresh: not in processes that have been other ranks before: torch keeps what depends on
+            the rank in caches of DTensor.
+    """
+    return run(
+        _in_group,
+        size,
+        args=(fn, args, timeout_s),
+        transport=transport,
+        initialized=False,
+        kind=None if may_die or is_fresh else "c10d",
+        may_die=may_die,
+    )
+
+
+def _in_group(fn: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> Any:
+    with default_group(timeout_s=timeout_s):
+        return fn(*args)

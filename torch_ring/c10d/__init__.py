@@ -1,0 +1,1 @@
+"""torch.distributed's backend ``ring``: ``init_process_group("ring")``."""

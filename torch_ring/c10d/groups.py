@@ -1,0 +1,380 @@
+"""Group: one rank's membership of a group of torch.distributed.
+
+The default group has a world: connections among all ranks, as ``torch_ring.init()`` makes them,
+but over the store of torch.distributed. Groups of its ranks, in ascending order, are process sets
+of that world: each has an engine, and memory, of its own, and they share the connections. Other
+groups have a world of their own. Worlds end with their last group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.util
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from torch_ring._C import Engine
+from torch_ring.c10d.reconfiguration import MeetingPoint, in_order
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.errors import TimeoutError as RingTimeoutError
+from torch_ring.world import current
+from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
+from torch_ring.world.join import World, join_world
+from torch_ring.world.process_set_table import ProcessSetRecord
+
+__all__ = ["Group"]
+
+_LOOK_S = 0.01  # between looks at whether the others have made the group
+_SET_NUMBERS_FROM = 1 << 61  # above those that a world gives to its process sets
+
+
+@dataclass(eq=False)
+class _SharedWorld:
+    """A world, and the groups that use it.
+
+    Attributes:
+        world: of this process.
+        global_ranks: by rank of the world, the rank in torch.distributed.
+        token: random; the same on its ranks only.
+        users: groups that have not left it.
+    """
+
+    world: World
+    global_ranks: Sequence[int]
+    token: str
+    users: int = 0
+
+    def release(self, why: str) -> None:
+        """Leave the world, if no other group uses it."""
+        self.users -= 1
+        if self.users == 0:
+            with contextlib.suppress(ValueError):
+                _worlds.remove(self)
+            self.world.process_sets.close(why)
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank tells the others of a group before they connect."""
+
+    token: str = ""  # of the world in which the group may be a process set
+    slot: int = -1  # the offset of the rank's memory for it
+    nonce: int = 0  # of the first rank: makes the set's number
+    failure: str = ""  # why the rank cannot take part
+
+
+_changing = threading.RLock()  # held while the following change
+_worlds: list[_SharedWorld] = []
+_groups: set[Group] = set()
+_finalizer: multiprocessing.util.Finalize | None = None
+
+
+class Group:
+    """One rank's membership of a group.
+
+    Thread: any.
+
+    Args:
+        rank: of this process in the group.
+        size: of the group.
+        global_ranks: by rank of the group, the rank in torch.distributed.
+        store: of this group alone.
+        timeout_s: seconds for which an operation waits for a late rank; and for which ranks wait
+            for one another here, at most TORCH_RING_INIT_TIMEOUT.
+        is_default: whether it is the one that init_process_group() makes. It is connected at once,
+            so that its errors come there; other groups are, when they are used.
+        is_deferred: whether the group has no ranks before `reconfigure`.
+
+    Attributes:
+        rank, size: of the ranks that `reconfigure` has made a group of last.
+
+    Raises:
+        RingError: the ranks of the default group could not connect; says why.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        global_ranks: tuple[int, ...],
+        store: Store,
+        timeout_s: float,
+        *,
+        is_default: bool,
+        is_deferred: bool = False,
+    ) -> None:
+        self.rank, self.size, self._global_ranks = rank, size, global_ranks
+        self._store = PrefixStore("torch_ring", store)
+        config = Config.from_environment()
+        self._config = replace(
+            config,
+            timeout_s=timeout_s,
+            timeout_name="the timeout of its group",
+            init_timeout_s=min(config.init_timeout_s, timeout_s),
+            fusion_window_s=0.0,  # the ranks' order is known: there is nothing to wait for
+        )
+        self._is_default = is_default
+        self._shared: _SharedWorld | None = None  # this group is one of its users
+        self._record: ProcessSetRecord | None = None  # in that world, if it is not all of it
+        self._is_connected = False
+        self._connecting = threading.Lock()
+        self._has_left = False
+        _prepare_exit(self._config)
+        current.disable_in_child(self)
+        with _changing:
+            _groups.add(self)
+        self._meeting_point: MeetingPoint | None = None
+        self._is_deferred = is_deferred
+        if is_deferred:
+            return
+        if is_default:
+            self.connect()
+        else:
+            self._shared = self._find_world()
+            self._post_card()
+
+    def connect(self) -> Engine:
+        """Return the group's engine. Blocks until all its ranks have made the group.
+
+        Raises:
+            TimeoutError: a rank has not come in time; names it.
+            RingError: another rank could not connect; says why.
+        """
+        try:
+            with self._connecting:
+                if self._is_deferred:
+                    raise RingError("this group has no ranks yet: call reconfigure() first")
+                self._check_member()
+                if not self._is_connected:
+                    self._join()
+                    self._is_connected = True
+                assert self._shared is not None
+                record = self._record or self._shared.world.process_sets.everyone
+        finally:
+            self._release_if_left()
+        self._check_member()
+        return record.engine()
+
+    def _release_if_left(self) -> None:
+        if self._has_left:  # while this thread held `_connecting`
+            self._release("")
+
+    def _check_member(self) -> None:
+        if self._has_left:
+            raise RingError("this group was destroyed or aborted")
+
+    def among(self, ranks: Sequence[int], store: Store, timeout_s: float) -> Group:
+        """Return the group of some ranks of this one, in the given order: ``split_group()``.
+
+        Args:
+            ranks: with this rank.
+            store: of the new group alone.
+            timeout_s: as for this class.
+        """
+        global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
+        rank = list(ranks).index(self.rank)
+        return Group(rank, len(ranks), global_ranks, store, timeout_s, is_default=False)
+
+    def handle(self) -> str:
+        """Return what the other ranks need to know of this one for `reconfigure`."""
+        if self._meeting_point is None:
+            world = self._shared.world if self._shared is not None else None
+            one_host = world is not None and len(set(world.host_of)) == 1
+            towards = getattr(self._store.underlying_store, "host", None)
+            self._meeting_point = MeetingPoint(self._config.interface, towards, one_host=one_host)
+        return self._meeting_point.handle.text()
+
+    def reconfigure(
+        self, uuid: int, handles: list[str] | set[str], timeout_s: float
+    ) -> tuple[int, int]:
+        """Leave the ranks of this group, and make a new one in its place.
+
+        Args:
+            uuid: the same on all ranks of the new group, and never used before.
+            handles: of the new group's ranks, this one included. A list says their order.
+            timeout_s: seconds for which the ranks wait for one another.
+
+        Returns:
+            This process's rank and the number of ranks.
+
+        Raises:
+            InvalidArgumentError: the handles are wrong.
+            TimeoutError, RingError: a rank has not come.
+        """
+        ranks = in_order(handles)
+        self.handle()
+        assert self._meeting_point is not None
+        if self._meeting_point.handle not in ranks:
+            raise InvalidArgumentError("reconfigure(): this rank's own handle is not among them")
+        try:
+            with self._connecting:
+                self._release("")
+                with _changing:  # one that was aborted begins anew
+                    self._has_left = False
+                    _groups.add(self)
+                self._is_connected = False
+                self._is_deferred = True
+                store = self._meeting_point.store(uuid, ranks, timeout_s)
+                self.rank, self.size = ranks.index(self._meeting_point.handle), len(ranks)
+                self._global_ranks = tuple(range(self.size))
+                self._store = PrefixStore("torch_ring", store)
+                self._config = replace(self._config, init_timeout_s=timeout_s)
+                self._shared = self._make_world()
+                self._is_connected, self._is_deferred = True, False
+        finally:
+            self._release_if_left()
+        self._check_member()
+        return self.rank, self.size
+
+    def leave(self) -> None:
+        """Leave the group: its operations in flight fail, on all ranks."""
+        self._leave(reason_to_leave())
+
+    def disable(self) -> None:
+        """Let go of the parent's engines in a forked child."""
+        global _changing
+        _changing = threading.RLock()
+        _worlds.clear()
+        _groups.clear()
+        self._has_left = True
+        if self._shared is not None:
+            self._shared.world.process_sets.abandon()
+
+    # --- joining
+
+    def _find_world(self) -> _SharedWorld | None:
+        """Return a world of this process that should have all ranks of the group."""
+        if self.size == 1 or list(self._global_ranks) != sorted(self._global_ranks):
+            return None
+        with _changing:
+            for shared in _worlds:
+                if set(self._global_ranks) <= set(shared.global_ranks):
+                    shared.users += 1
+                    return shared
+        return None
+
+    def _post_card(self) -> None:
+        card = _Card()
+        if self._shared is not None:
+            try:
+                slot = self._shared.world.process_sets.reserve_slot(self._ranks_in(self._shared))
+                card = _Card(self._shared.token, slot, secrets.randbits(60))
+            except RingError as error:
+                card = _Card(self._shared.token, failure=str(error))
+        self._store.set(f"card/{self.rank}", json.dumps(vars(card)))
+
+    def _ranks_in(self, shared: _SharedWorld) -> tuple[int, ...]:
+        return tuple(shared.global_ranks.index(rank) for rank in self._global_ranks)
+
+    def _join(self) -> None:
+        shared = self._shared
+        cards = [] if self._is_default else self._cards()
+        for rank, card in enumerate(cards):
+            if card.failure:
+                raise RingError(
+                    f"rank {self._global_ranks[rank]} could not make the group "
+                    f"{list(self._global_ranks)}: {card.failure}"
+                )
+        if shared is not None and all(card.token == shared.token for card in cards):
+            self._record = shared.world.process_sets.add_group(
+                self._ranks_in(shared),
+                _SET_NUMBERS_FROM + cards[0].nonce,
+                [card.slot for card in cards],
+                self._config,
+            )
+            return
+        if shared is not None:
+            with _changing:
+                self._shared = None
+                shared.release("")
+        self._shared = self._make_world()
+
+    def _cards(self) -> list[_Card]:
+        """Return the cards of all ranks, by rank."""
+        keys = [f"card/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + self._config.init_timeout_s
+        try:
+            # Not by wait(): torch warns when that ends without the keys.
+            while not self._store.check(keys):
+                self._check_member()
+                if time.monotonic() > deadline:
+                    raise RingTimeoutError(self._late_members(keys))
+                time.sleep(_LOOK_S)
+            texts = self._store.multi_get(keys)
+        except RuntimeError as error:
+            if isinstance(error, RingError):
+                raise
+            raise RingError(f"the store of torch.distributed is lost: {error}") from None
+        return [_Card(**json.loads(text)) for text in texts]
+
+    def _late_members(self, keys: Sequence[str]) -> str:
+        late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        ranks = ", ".join(str(self._global_ranks[rank]) for rank in late[:16])
+        return (
+            f"rank {self._global_ranks[self.rank]}: the ranks {ranks} of the group "
+            f"{list(self._global_ranks)} have not made it within "
+            f"{self._config.init_timeout_s:g} s: every member calls new_group()"
+        )
+
+    def _make_world(self) -> _SharedWorld:
+        given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
+        world = join_world(None, None, given, self._store, self._config)
+        token = self._store.compare_set("token", "", secrets.token_hex(16)).decode()
+        shared = _SharedWorld(world, self._global_ranks, token, users=1)
+        with _changing:
+            _worlds.append(shared)
+        return shared
+
+    # --- leaving
+
+    def _leave(self, why: str) -> None:
+        with _changing:
+            if self._has_left:
+                return
+            self._has_left = True
+            _groups.discard(self)
+        # A thread that connects the group sees that, and releases it.
+        if self._connecting.acquire(blocking=False):
+            try:
+                self._release(why)
+            finally:
+                self._connecting.release()
+
+    def _release(self, why: str) -> None:
+        """Leave the ranks of the group."""
+        with _changing:
+            shared, self._shared = self._shared, None
+            record, self._record = self._record, None
+        if shared is None:
+            return
+        if record is not None:
+            shared.world.process_sets.leave_group(record)
+        with _changing:
+            shared.release(why)
+
+
+def _prepare_exit(config: Config) -> None:
+    """See to it that this process leaves its groups when it ends."""
+    global _finalizer
+    current.prepare(config)
+    # A process of multiprocessing calls no function of atexit.
+    is_known = _finalizer is not None and _finalizer.still_active()
+    if multiprocessing.parent_process() is not None and not is_known:
+        _finalizer = multiprocessing.util.Finalize(None, _leave_all, exitpriority=1)
+
+
+def _leave_all() -> None:
+    for group in list(_groups):
+        group._leave(reason_at_exit())
+
+
+atexit.register(_leave_all)

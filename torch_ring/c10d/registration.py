@@ -1,0 +1,90 @@
+"""register_backend: makes ``ring`` known to torch.distributed.
+
+This module imports nothing of torch_ring that has native code: torch may import it at the end of
+every ``import torch``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torch_ring.c10d.as_gloo import replace_gloo
+from torch_ring.config import Config, let_ddp_ask_for_memory
+
+if TYPE_CHECKING:
+    from torch_ring._C import RingBackend
+    from torch_ring.c10d.groups import Group
+
+__all__ = ["autoload", "register_backend"]
+
+_NAME = "ring"
+
+
+def register_backend() -> None:
+    """Make ``torch.distributed.init_process_group("ring")`` work. Once more does nothing.
+
+    ``import torch_ring`` calls it, and so does torch 2.14 and later, from the entry point
+    ``torch.distributed.backends``, when a program asks for a backend of this name.
+    """
+    if dist.is_available() and _NAME not in dist.Backend.backend_list:
+        # A list: torch 2.13 takes the letters of a word for devices.
+        dist.Backend.register_backend(
+            _NAME, _make_backend, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+def autoload() -> None:
+    """Make the backend known at the end of ``import torch``: the entry point ``torch.backends``.
+
+    With ``TORCH_RING_AS_GLOO=1`` it takes the place of gloo. Raises nothing: torch could not be
+    imported then.
+    """
+    try:
+        register_backend()
+        if dist.is_available() and Config.from_environment().as_gloo:
+            replace_gloo(_NAME)
+    except Exception as error:
+        logging.getLogger("torch_ring").warning("the backend ring cannot be used: %s", error)
+
+
+def _make_backend(options: Any, _: Any) -> RingBackend:
+    """Return the backend of one group. `options`: torch's _DistributedBackendOptions."""
+    from torch_ring.c10d.groups import Group
+
+    if torch.cuda.device_count() == 0:  # what NCCL has stays as it is
+        let_ddp_ask_for_memory()
+    rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
+    group = Group(
+        rank,
+        size,
+        tuple(options.global_ranks_in_group) or tuple(range(size)),
+        options.store,
+        timeout_s,
+        is_default=not dist.is_initialized(),
+        is_deferred=getattr(options, "enable_reconfigure", False),  # torch 2.14 and later
+    )
+    return _backend_of(group, options.store, timeout_s)
+
+
+def _backend_of(group: Group, store: Any, timeout_s: float) -> RingBackend:
+    """Return a backend, which leaves the group when nobody has it any more."""
+    from torch_ring._C import RingBackend
+
+    def split(store: Any, ranks: list[int], timeout_s: float) -> RingBackend:
+        return _backend_of(group.among(ranks, store, timeout_s), store, timeout_s)
+
+    return RingBackend(
+        group.rank,
+        group.size,
+        connect=group.connect,
+        leave=group.leave,
+        split=split,
+        handle=group.handle,
+        reconfigure=group.reconfigure,
+        store=store,
+        timeout_s=timeout_s,
+    )

@@ -1,0 +1,98 @@
+"""next_place: the place of this process in the next world of Horovod's elastic driver."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from torch_ring.config import Config
+from torch_ring.errors import RingError, TimeoutError, first_line
+from torch_ring.rendezvous.horovod_driver import HorovodDriver
+from torch_ring.rendezvous.network import own_address
+
+__all__ = ["next_place"]
+
+_log = logging.getLogger("torch_ring")
+
+_SCOPE, _KEY = "torch_ring", "store"  # where rank 0 tells the others of its store
+_LOOK_S = 0.02
+_STORE_S = 5.0  # for a store whose rank 0 was alive a moment ago
+
+_store: TCPStore | None = None  # of the present world: its server, on rank 0, lives as long
+
+
+def next_place(driver: HorovodDriver, config: Config) -> tuple[dict[str, Any], TCPStore | None]:
+    """Return rank, size, local rank and local size for init(), and the store where the ranks meet.
+
+    Blocks until all workers of the driver have asked.
+
+    Raises:
+        SystemExit: the driver has no place for this process, which is to end with exit code 0.
+        TimeoutError: other workers did not ask within TORCH_RING_ELASTIC_TIMEOUT, or rank 0 did not
+            serve the store within TORCH_RING_INIT_TIMEOUT.
+        RingError: the driver is gone, or the store.
+    """
+    global _store
+    place = driver.placement(config.elastic_timeout_s)
+    if place is None:
+        _log.warning("this process leaves the job: %s has no place for it", driver)
+        sys.exit(0)
+    given = {
+        "rank": place.rank,
+        "size": place.size,
+        "local_rank": place.local_rank,
+        "local_size": place.local_size,
+    }
+    _store = None
+    if place.size == 1:
+        return given, None
+    try:
+        if place.rank == 0:
+            _store = _serve(driver, config)
+        else:
+            host, port = _find(driver, config).rsplit(":", 1)
+            _store = TCPStore(
+                *(host, int(port)),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_STORE_S),
+            )
+    except DistError as error:
+        raise RingError(f"the store of the ranks of {driver}: {first_line(error)}") from None
+    return given, _store
+
+
+def _serve(driver: HorovodDriver, config: Config) -> TCPStore:
+    host = own_address(config.interface, driver.address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        *(host, port),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_S),
+        master_listen_fd=listener.detach(),
+    )
+    driver.put(_SCOPE, _KEY, f"{host}:{port}".encode())
+    return store
+
+
+def _find(driver: HorovodDriver, config: Config) -> str:
+    deadline = time.monotonic() + config.init_timeout_s
+    while True:
+        address = driver.get(_SCOPE, _KEY)
+        if address is not None:
+            return address.decode()
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank 0 has told {driver} of no store within {config.init_timeout_s:g} s "
+                "(TORCH_RING_INIT_TIMEOUT)"
+            )
+        time.sleep(_LOOK_S)
