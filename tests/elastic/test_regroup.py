@@ -16,11 +16,11 @@ import pool
 import pytest
 
 import torch_ring as hvd
-from torch_ring.elastic.channel import Channel, ForeignMessageError
-from torch_ring.elastic.directory import Directory, ask_directory, tell_directory
 from torch_ring.elastic.listener import Listener
-from torch_ring.elastic.member import Member, Reach, dial, reach
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
+from torch_ring.rendezvous.channel import Channel, ForeignMessageError
+from torch_ring.rendezvous.directory import Directory, ask_directory, tell_directory
+from torch_ring.rendezvous.member import Member, Reach, dial, reach
 
 KEY = b"k" * 32
 LIMITS = Limits(timeout_s=30.0, silence_s=5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -55,6 +56,9 @@ class LaunchedJob:
         if self.pid == 0:
             code = 99
             try:
+                # What is garbage in the parent is not the child's to free: of a store that serves,
+                # torch wakes the thread, through a descriptor that is closed below, and aborts.
+                gc.freeze()
                 os.setsid()
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as the tests end
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -126,8 +130,15 @@ class LaunchedJob:
 
     def wait_for(self, text: str, count: int = 1) -> None:
         """Wait until the ranks have printed a text so many times."""
+        self._wait_until(lambda: self.stdout.count(text) >= count, text)
+
+    def wait_for_error(self, text: str) -> None:
+        """Wait until a text has come on standard error."""
+        self._wait_until(lambda: text in self.stderr, text)
+
+    def _wait_until(self, is_there: Callable[[], bool], text: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while self.stdout.count(text) < count:
+        while not is_there():
             if time.monotonic() > deadline:
                 pytest.fail(f"no {text!r} in:\n{self.stdout}\n{self.stderr}")
             time.sleep(0.01)

@@ -173,7 +173,7 @@ def test_output_of_what_a_rank_has_left_behind_comes_too():
         ("-np 2", 2, "there is no command to run"),
         ("true", 2, "how many ranks?"),
         ("-np 3 -H localhost:2 true", 2, "only 2 slots (localhost:2)"),
-        ("-np 2 --standby 1 true", 2, "--standby needs hosts that come while a job runs"),
+        ("-np 2 --standby 1 true", 2, "--standby needs --max-np, or --host-discovery-script"),
         ("-np 2 --max-np 4 true", 2, "--max-np 4 needs --min-np"),
         ("-np 2 --min-np 1 --max-np 1 true", 2, "--max-np 1: there are 2 ranks"),
         ("-np 2 --min-np 3 true", 2, "--min-np 3: there are 2 ranks"),

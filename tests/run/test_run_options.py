@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
+from torch_ring.run.growth_settings import GrowthSettings
 from torch_ring.run.job_settings import job_variables, secret_of
 from torch_ring.run.options import Options, parse_options
 
@@ -58,27 +61,41 @@ def test_the_time_to_start_may_be_a_variable():
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "message"),
     [
-        "--standby 1",
-        "--host-discovery-script ./hosts.sh",
-        "--slots-per-host 4",
-        "--reset-limit 3",
-        "--blacklist-cooldown-range 1 2",
+        ("--standby 1", "--standby needs --max-np, or --host-discovery-script"),
+        ("--min-np 1 --blacklist-cooldown-range 1 2", "needs --max-np, or --host-discovery-script"),
+        ("--slots-per-host 4", "--slots-per-host needs --host-discovery-script"),
+        ("--reset-limit 3", "--reset-limit needs --min-np"),
+        ("--max-np 3", "--max-np 3 needs --min-np"),
+        ("--min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
+        ("--host-discovery-script ./hosts.sh -H a:1", "leave out -H and --hostfile"),
+        ("--min-np 1 --max-np 2 --blacklist-cooldown-range 3 2", "3 2: the first must not be more"),
     ],
 )
-def test_what_needs_hosts_that_come_later_is_refused(line):
-    with pytest.raises(InvalidArgumentError, match="needs hosts that come while a job runs"):
-        parse(*line.split(), "-np", "2", "true")
+def test_options_of_growth_that_lack_others_are_refused(line, message):
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        parse(*line.split(), "python", "train.py")
+
+
+def test_options_of_growth():
+    line = (
+        "-np 2 --host-discovery-script ./hosts.sh --slots 4 --max-np 8 --reset-limit 0 "
+        "--blacklist-cooldown-range 10 100 --standby 2 python train.py"
+    )
+    options = parse(*line.split())
+    assert options.growth == GrowthSettings(2, 8, "./hosts.sh", 4, 0, (10.0, 100.0), 2)
+    assert options.growth.grows
+    assert options.variables == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_MAX_RANKS": "8"}
 
 
 def test_options_of_elastic_training():
     options = parse("-np", "4", "--min-np", "2", "--elastic-timeout", "5", "true")
-    assert options.least == 2
+    assert options.growth.least == 2
     assert not options.notes
     assert options.variables == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_ELASTIC_TIMEOUT": "5.0"}
-    assert parse("--min-num-proc", "1", "true").least == 1
-    assert parse("true").least is None
+    assert parse("--min-num-proc", "1", "true").growth.least == 1
+    assert parse("true").growth.least is None
 
 
 @pytest.mark.parametrize("line", ["--gloo", "--mpi", "--disable-cache", "--mpi-args=--map-by=slot"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import socket
@@ -14,25 +13,22 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
-from torch_ring.elastic.directory import ask_directory, tell_directory
 from torch_ring.elastic.listener import Listener
-from torch_ring.elastic.member import Member
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
 from torch_ring.errors import MismatchError, PeerLostError, RingError, first_line
+from torch_ring.rendezvous.channel import key_of
+from torch_ring.rendezvous.directory import ask_directory, tell_directory
+from torch_ring.rendezvous.launchers import process_name
+from torch_ring.rendezvous.member import Member, member_id
 from torch_ring.rendezvous.network import own_address
 from torch_ring.world import current
 
-__all__ = ["ElasticJob", "key_of"]
+__all__ = ["ElasticJob"]
 
 _log = logging.getLogger("torch_ring")
 
 _KEY_BYTES = 32
 _STORE_S = 5.0  # for the store of ranks that were alive a moment ago
-
-
-def key_of(secret: str) -> bytes:
-    """Return the key that follows from a job's secret."""
-    return hashlib.sha256(b"torch_ring elastic\0" + secret.encode()).digest()
 
 
 class ElasticJob:
@@ -43,13 +39,16 @@ class ElasticJob:
     Thread: the training's. Blocking: as `torch_ring.elastic.regroup` says.
 
     Args:
-        on_newcomer: called when a process asks this one to be let in. Thread: any.
+        on_change: called when a process asks this one to be let in (True), or the launcher says
+            that hosts have gone (False). Thread: any.
 
     Attributes:
         members: the processes of the last world that was made, by rank; none yet for a newcomer.
     """
 
-    def __init__(self, on_newcomer: Callable[[], None]) -> None:
+    others_may_have_trained = False  # when a process that is no newcomer begins
+
+    def __init__(self, on_change: Callable[[bool], None]) -> None:
         config = self._config = current.config()
         self.members: Sequence[Member] = ()
         self._generation = 1
@@ -57,10 +56,10 @@ class ElasticJob:
         self._serves: tuple[str, int] | None = None  # the address of the last store served here
         key = key_of(config.secret) if config.secret else self._common_key()
         host = current.world().address
-        if config.is_newcomer:  # alone so far: as the ranks will find it, as far as it can know
+        if config.directory:  # where hosts that are to come find it, as far as it can know
             host = own_address(config.interface, config.directory.rpartition(":")[0])
-        self._listener = Listener(host, key, self._knows, on_newcomer)
-        self._own = Member(secrets.token_hex(8), host, self._listener.port)
+        self._listener = Listener(host, key, self._knows, on_change)
+        self._own = Member(member_id(process_name()), host, self._listener.port)
         self._limits = Limits(
             config.elastic_timeout_s, config.heartbeat_timeout_s, config.min_ranks, config.max_ranks
         )
@@ -78,6 +77,11 @@ class ElasticJob:
     def has_newcomers(self) -> bool:
         """Whether processes wait here to be let in."""
         return not self._listener.newcomers.empty()
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether the launcher has asked this process to leave: its host is to go."""
+        return self._listener.must_leave
 
     def close(self) -> None:
         """Stop listening: this process has left the job."""

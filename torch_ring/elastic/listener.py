@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ring.elastic.channel import Channel
-from torch_ring.elastic.member import Member
-from torch_ring.elastic.server import Server
+from torch_ring.rendezvous.channel import Channel
+from torch_ring.rendezvous.member import Member
+from torch_ring.rendezvous.server import Server
 
 __all__ = ["JoinRequest", "Listener"]
 
@@ -47,10 +47,12 @@ class Listener:
         key: the key of the job.
         knows: whether a process belongs to the job; one that does not hears that it was left out.
             Thread: any.
-        on_newcomer: called when a newcomer has asked. Thread: any.
+        on_change: called when a newcomer has asked, or the launcher says that hosts have gone; with
+            whether it was a newcomer. Thread: any.
 
     Attributes:
         port: where it listens.
+        must_leave: whether the launcher has asked this process to leave the job.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class Listener:
         host: str,
         key: bytes,
         knows: Callable[[Member], bool],
-        on_newcomer: Callable[[], None] = lambda: None,
+        on_change: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.requests: queue.Queue[JoinRequest] = queue.Queue()
         self.newcomers: queue.Queue[JoinRequest] = queue.Queue()
         self.key = key
         self._knows = knows
-        self._on_newcomer = on_newcomer
+        self.must_leave = False
+        self._on_change = on_change
         self._server = Server(host, key, self._answer)
         self.port = self._server.port
 
@@ -96,7 +99,10 @@ class Listener:
 
     def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         if request["kind"] not in ("join", "newcomer"):
+            self.must_leave = self.must_leave or request["kind"] == "leave"
             channel.send({"kind": "alive"})
+            if request["kind"] == "hosts":
+                self._on_change(False)
             return
         member = Member(*request["member"])
         if request["kind"] == "newcomer":
@@ -120,7 +126,7 @@ class Listener:
 
         waiting.put(JoinRequest(member, channel, answer))
         if waiting is self.newcomers:
-            self._on_newcomer()
+            self._on_change(True)
         while not answered.wait(_ALIVE_EVERY_S) and not self._server.closed:
             with sending:
                 if not answered.is_set():

@@ -12,9 +12,9 @@ from torch_ring import world
 from torch_ring.collectives.objects import broadcast_object
 from torch_ring.errors import HostsUpdatedInterrupt
 
-__all__ = ["ADDED", "ObjectState", "State"]
+__all__ = ["ADDED", "REMOVED", "ObjectState", "State"]
 
-ADDED = 2  # Horovod's HostUpdateResult.added
+REMOVED, ADDED = 1, 2  # of Horovod's HostUpdateResult
 
 
 class State(ABC):
@@ -65,7 +65,7 @@ class State(ABC):
             (self._last_updated_timestamp, last, results), 0, "elastic.hosts"
         )
         if self._last_updated_timestamp > before:
-            raise HostsUpdatedInterrupt(results == ADDED)
+            raise HostsUpdatedInterrupt(results == REMOVED)
 
     def on_arrival(self) -> None:
         """Give way to the other ranks' states: this process has come while they train."""

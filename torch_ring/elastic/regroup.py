@@ -29,8 +29,8 @@ from queue import Empty
 from typing import Any
 
 from torch_ring.elastic.listener import JoinRequest, Listener
-from torch_ring.elastic.member import Member, Reach, dial, reach
 from torch_ring.errors import RingError, TimeoutError
+from torch_ring.rendezvous.member import Member, Reach, dial, reach
 
 __all__ = ["Group", "LeftOutError", "Limits", "come", "regroup"]
 

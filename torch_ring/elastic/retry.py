@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch_ring.elastic.driven_job import DrivenJob
 from torch_ring.elastic.job import ElasticJob
-from torch_ring.elastic.object_state import ADDED, State
+from torch_ring.elastic.object_state import ADDED, REMOVED, State
 from torch_ring.elastic.regroup import LeftOutError
 from torch_ring.errors import HostsUpdatedInterrupt, MismatchError, RingError
+from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.world import current
 
 __all__ = ["run"]
+
+_log = logging.getLogger("torch_ring")
 
 ResultT = TypeVar("ResultT")
 
@@ -46,24 +52,35 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
         A function of the same arguments. It calls `init`, gives the state of rank 0 to all ranks,
         and returns what `func` returns. Errors of `func` that are no RingError, and MismatchErrors,
         come out of it. So does a RingError, if fewer than TORCH_RING_MIN_RANKS live, or if the
-        others go on without this rank.
+        others go on without this rank. A rank whose host is taken from the job ends with
+        ``SystemExit(0)``.
     """
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
         current.init()
-        with contextlib.closing(ElasticJob(functools.partial(_note_newcomer, state))) as job:
+        with contextlib.closing(_job_of(state)) as job:
             return _train(job, functools.partial(func, state, *args, **kwargs), state)
 
     return train
 
 
-def _note_newcomer(state: State) -> None:
-    state.on_hosts_updated(time.time(), ADDED)
+def _job_of(state: State) -> ElasticJob | DrivenJob:
+    driver = horovod_driver()
+    if driver is not None:
+        return DrivenJob(driver, state.on_hosts_updated)
+    return ElasticJob(functools.partial(_note_hosts, state))
 
 
-def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
+def _note_hosts(state: State, have_come: bool) -> None:
+    state.on_hosts_updated(time.time(), ADDED if have_come else REMOVED)
+
+
+def _train(job: ElasticJob | DrivenJob, func: Callable[[], ResultT], state: State) -> ResultT:
     prepare: Callable[[], None] | None = state.sync
+    if job.others_may_have_trained:  # who compare states, then
+        state.on_arrival()
+        prepare = state.resume
     is_newcomer, resets, fruitless, failed_at = not job.members, False, 0, 0.0
     while True:
         cause: RingError | HostsUpdatedInterrupt
@@ -79,7 +96,7 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
             if resets:
                 state.on_reset()
                 if job.has_newcomers:  # whose messages the state has dropped
-                    _note_newcomer(state)
+                    _note_hosts(state, True)
             return func()
         except (MismatchError, LeftOutError):
             raise
@@ -87,6 +104,9 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
             cause, prepare = error, state.resume
         except HostsUpdatedInterrupt as interrupt:
             cause, prepare = interrupt, state.resume
+        if job.must_leave:  # the others find that it has gone
+            _log.warning("this rank leaves the job: its host is not among the job's any more")
+            sys.exit(0)
         before = job.members
         job.regroup(cause)
         resets = True

@@ -16,6 +16,7 @@ __all__ = [
     "Launcher",
     "discover",
     "first_host",
+    "process_name",
     "tasks_of_node",
     "variables_of_launchers",
     "without_launchers",
@@ -169,6 +170,8 @@ LAUNCHERS: dict[str, Launcher] = {
     "env": Launcher("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 
+_PROCESS = "TORCH_RING_PROCESS"
+
 # Steps from this number on, such as an interactive shell's, run beside the job's tasks (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -238,9 +241,15 @@ def tasks_of_node(counts: str, node: str) -> int | None:
     return None
 
 
+def process_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return torch_ring.run's name of this process in an elastic job; empty: it has none."""
+    return environment.get(_PROCESS, "")
+
+
 def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what launchers have set in the environment: ranks, sizes, where the store is."""
-    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", _PROCESS}
+    names |= {"HOROVOD_ELASTIC", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"}
     for launcher in LAUNCHERS.values():
         names |= {launcher.rank, *launcher.size, launcher.local_rank, *launcher.nodes}
         names |= {*launcher.job}

@@ -71,7 +71,8 @@ class Agent:
 
     def run(self) -> None:
         """Return when the launcher has ended the job, or has ended itself, and no rank is left."""
-        while self._kill_at is None or self._descendants():
+        # A rank of which other threads are still ending is no descendant any more, nor reaped.
+        while self._kill_at is None or self._ranks or self._descendants():
             self._turn()
             now = time.monotonic()
             if self._has_launcher and 0 < self._silence_s < now - self._heard:
@@ -97,7 +98,7 @@ class Agent:
         for rank in (*self._ranks.values(), *self._ended):
             if len(self._waiting) < _MOST_WAITING:
                 outputs |= dict.fromkeys(rank.outputs, rank)
-            if rank.input >= 0:
+            if rank.is_fed:
                 poll.register(rank.input, select.POLLOUT)
                 outputs[rank.input] = rank
         for fd, rank in outputs.items():
@@ -162,6 +163,8 @@ class Agent:
             self._hello(request)
         elif kind == "start":
             self._start(request, payload)
+        elif kind == "activate":
+            self._activate(request, payload)
         elif kind == "signal":
             self._signal(self._ranks, request["signal"], whole_groups=True)
         elif kind == "end":
@@ -212,6 +215,16 @@ class Agent:
             )
             return
         self._ranks[rank.pid] = rank
+
+    def _activate(self, request: dict[str, Any], given: bytes) -> None:
+        """Let a standby process become a rank; one that has ended cannot be started so."""
+        for rank in self._ranks.values():
+            if rank.rank == request["standby"] and rank.is_standby:
+                rank.activate(int(request["rank"]), given)
+                return
+        text = "its standby process has ended"
+        event = {"event": "unstartable", "rank": request["rank"], "code": 1, "text": text}
+        self._send(event)
 
     def _pass_on(self, rank: RankProcess, fd: int) -> bool:
         name = rank.outputs[fd]

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-
-from torch_ring.capabilities import (
-    ccl_built,
-    ddl_built,
-    gloo_built,
-    mpi_built,
-    nccl_built,
-)
 
 __all__ = ["build_report", "version"]
 
@@ -22,15 +15,16 @@ def version() -> str:
 
 def build_report() -> str:
     """Return a report whose lines are those of ``horovodrun --check-build``."""
+    built = importlib.import_module("torch_ring.capabilities")  # it needs torch
     parts = {
         "Available Frameworks": {"TensorFlow": False, "PyTorch": True, "MXNet": False},
-        "Available Controllers": {"MPI": mpi_built(), "Gloo": gloo_built()},
+        "Available Controllers": {"MPI": built.mpi_built(), "Gloo": built.gloo_built()},
         "Available Tensor Operations": {
-            "NCCL": bool(nccl_built()),
-            "DDL": ddl_built(),
-            "CCL": ccl_built(),
-            "MPI": mpi_built(),
-            "Gloo": gloo_built(),
+            "NCCL": bool(built.nccl_built()),
+            "DDL": built.ddl_built(),
+            "CCL": built.ccl_built(),
+            "MPI": built.mpi_built(),
+            "Gloo": built.gloo_built(),
         },
     }
     lines = [f"torch_ring v{version()}:"]

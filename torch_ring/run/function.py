@@ -14,8 +14,9 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.rendezvous.launchers import without_launchers
 from torch_ring.run import function_rank
 from torch_ring.run.host_connection import Ssh
-from torch_ring.run.job import Job, JobSpec
+from torch_ring.run.job import Job
 from torch_ring.run.job_settings import job_variables, secret_of, slots_of
+from torch_ring.run.job_spec import JobSpec
 from torch_ring.run.screen import Screen, StreamSink
 from torch_ring.run.supervisor import Supervisor
 

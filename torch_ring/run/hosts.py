@@ -1,4 +1,4 @@
-"""Host, parse_hosts, read_hostfile, local_names: hosts and their slots, as users write them."""
+"""Host, parse_hosts, read_hostfile, ...: hosts and their slots, as users write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Host", "is_this_host", "parse_hosts", "parse_slots", "read_hostfile"]
+__all__ = [
+    "Host",
+    "is_this_host",
+    "parse_host_lines",
+    "parse_hosts",
+    "parse_slots",
+    "read_hostfile",
+]
 
 _NAME = re.compile(r"(?:[\w.-]+@)?[\w.:%-]+")
 _EXAMPLE = "write host1:4,host2:4"
@@ -69,6 +76,26 @@ def read_hostfile(path: str) -> list[Host]:
         found.append(_host(name, slots or after_colon or "1", where))
     if not found:
         raise InvalidArgumentError(f"the host file {path!r} names no host")
+    return _merged(found)
+
+
+def parse_host_lines(text: str, slots: int) -> list[Host]:
+    """Return the hosts of lines "host" or "host:4", as a script prints them.
+
+    Args:
+        text: the lines; empty ones say nothing.
+        slots: of a host without a number.
+
+    Raises:
+        InvalidArgumentError: a line is something else.
+    """
+    found = []
+    for line in text.splitlines():
+        if line.strip():
+            match = re.fullmatch(r"\s*(\[[^\]]+\]|[^:\s]+)(?::(\d+))?\s*", line)
+            if match is None:
+                raise InvalidArgumentError(f"{line!r} is not a host, as in host1:4")
+            found.append(_host(match[1].strip("[]"), match[2] or str(slots), f"{line!r}"))
     return _merged(found)
 
 

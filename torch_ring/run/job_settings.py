@@ -1,21 +1,26 @@
-"""slots_of, secret_of, job_variables: what a job needs, from what users give."""
+"""slots_of, discover_hosts, secret_of, job_variables: what a job needs, from what users give."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch_ring.config import SETTINGS, Config
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.rendezvous.launchers import Identity, discover
 from torch_ring.rendezvous.secret_file import read_secret
 from torch_ring.run.assignment import Slot, assign
 from torch_ring.run.cluster import cluster_hosts
+from torch_ring.run.discovery import Discovery, find_hosts
+from torch_ring.run.growth_settings import GrowthSettings
 from torch_ring.run.hosts import Host, parse_slots, read_hostfile
 
-__all__ = ["job_variables", "secret_of", "slots_of"]
+__all__ = ["discover_hosts", "job_variables", "secret_of", "slots_of", "slots_of_hosts"]
 
+_LOOK_S = 0.1
 _OF_ONE_SHELL = ("python", "env", "horovodrun")  # such variables may be left from somewhere
 
 
@@ -56,6 +61,62 @@ def slots_of(
         return assign(found, sum(host.slots for host in found) if size is None else size)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{error} ({where})" if where else str(error)) from None
+
+
+def discover_hosts(
+    growth: GrowthSettings,
+    size: int | None,
+    environment: Mapping[str, str],
+    variables: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Discovery:
+    """Return the hosts that a script finds, when they have slots enough to begin.
+
+    Args:
+        growth: has the script, and the fewest ranks.
+        size: the number of ranks that the job is to begin with; None: the fewest.
+        environment: of this process.
+        variables: of the ranks, with the time that they may wait for one another.
+        say: shows the user a line.
+
+    Raises:
+        RingError: the script fails at once.
+        InvalidArgumentError: it prints something else; or this process is one of several.
+        TimeoutError: there were too few slots for TORCH_RING_ELASTIC_TIMEOUT.
+    """
+    _require_one_launcher()
+    script, least = str(growth.script), size or growth.least or 1
+    timeout_s = Config.from_environment({**environment, **variables}).elastic_timeout_s
+    find = functools.partial(find_hosts, script, growth.slots_per_host, environment)
+    discovery = Discovery(find)
+    discovery.start()
+    deadline = time.monotonic() + timeout_s
+    said = ""
+    while sum(host.slots for host in discovery.hosts) < least:
+        there = ", ".join(f"{host.name}:{host.slots}" for host in discovery.hosts) or "no hosts"
+        if there != said:
+            said = there
+            say(f"{script!r} has found {there}: waits for slots for {least} ranks")
+        if time.monotonic() > deadline:
+            discovery.close()
+            raise TimeoutError(
+                f"{script!r} has found {there} within {timeout_s:g} s (--elastic-timeout), and "
+                f"there are to be {least} ranks"
+            )
+        time.sleep(_LOOK_S)
+    return discovery
+
+
+def slots_of_hosts(hosts: Sequence[Host], size: int | None, growth: GrowthSettings) -> list[Slot]:
+    """Return the slots of the ranks with which a job on discovered hosts begins: all there are.
+
+    Args:
+        hosts: that a script has found.
+        size: the number of ranks that the job is to begin with, at least; None: any.
+        growth: has the most ranks.
+    """
+    there = sum(host.slots for host in hosts)
+    return assign(hosts, max(size or 0, there if growth.most is None else min(there, growth.most)))
 
 
 def secret_of(environment: Mapping[str, str], variables: Mapping[str, str]) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from torch_ring.config import SETTINGS
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.config_file import read_config
+from torch_ring.run.growth_settings import GrowthSettings, add_growth_options, growth_settings
+from torch_ring.run.option_values import count, seconds
 
 __all__ = ["Options", "parse_options"]
 
@@ -24,8 +26,7 @@ class Options:
     Attributes:
         command: of each rank.
         size: the number of ranks; None: as many as there are slots.
-        least: the fewest ranks that go on when others have failed; None: none may fail.
-        most: the most ranks to which the job grows again; None: ranks that fail are not replaced.
+        growth: what becomes of the job when ranks fail, and when hosts come and go.
         hosts, hostfile: where; None: the hosts of the job in which this process runs, or this one.
         ssh_port, ssh_identity_file, ssh_arguments: how other hosts are reached.
         start_timeout_s: for all hosts to be reached.
@@ -40,8 +41,7 @@ class Options:
 
     command: Sequence[str] = ()
     size: int | None = None
-    least: int | None = None
-    most: int | None = None
+    growth: GrowthSettings = field(default_factory=GrowthSettings)
     hosts: str | None = None
     hostfile: str | None = None
     ssh_port: int | None = None
@@ -107,13 +107,6 @@ _OPPOSITES = {  # the option that switches the other one off
 }
 _SAME = {"--log-with-timestamp": ("--no-log-hide-timestamp",)}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_ELASTIC = {
-    "standby": ("--standby",),
-    "host_discovery_script": ("--host-discovery-script",),
-    "slots": ("--slots-per-host", "--slots"),
-    "reset_limit": ("--reset-limit",),
-    "cooldown_range": ("--blacklist-cooldown-range",),
-}
 # Options that choose what torch_ring has only one of.
 _WITHOUT_MEANING = {
     "--gloo": "the ranks find one another in one way only",
@@ -134,12 +127,11 @@ def parse_options(
     """Return the options of a command line, and of its configuration file.
 
     Raises:
-        InvalidArgumentError: an option needs ranks that come later; or the file or a value is
-            wrong.
+        InvalidArgumentError: an option lacks another one; or the file or a value is wrong.
         SystemExit: as argparse, after it has told how the command is used.
     """
     args = _parser(prog).parse_args(arguments)
-    _refuse_elastic(args)
+    growth = growth_settings(args)
     config = read_config(args.config_file) if args.config_file else {}
     is_verbose = args.verbose or bool(config.pop("verbose", False))
     values = config | {name: each for name, each in args.tunables.items() if each is not None}
@@ -154,17 +146,13 @@ def parse_options(
             notes.append(f"{tunable.option} changes nothing: torch_ring has no use for it")
     if values:
         raise InvalidArgumentError(f"{args.config_file!r}: no option: {', '.join(sorted(values))}")
-    if args.min_np is not None:
-        variables["TORCH_RING_MIN_RANKS"] = str(args.min_np)
-    if args.max_np is not None:
-        variables["TORCH_RING_MAX_RANKS"] = str(args.max_np)
+    variables |= growth.variables()
     variables |= dict(_variable(text) for text in args.env or ())
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     return Options(
         command,
         args.num_proc,
-        args.min_np,
-        args.max_np,
+        growth,
         args.hosts,
         args.hostfile,
         args.ssh_port,
@@ -200,7 +188,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="say what torch_ring was built with, and what it can use here",
     )
     add = parser.add_argument
-    add("-np", "--num-proc", type=_count, help="ranks; default: as many as there are slots")
+    add("-np", "--num-proc", type=count, help="ranks; default: as many as there are slots")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "-H", "--hosts", help="host1:4,host2:4: hosts and their slots; default: this one"
@@ -208,10 +196,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     where.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="lines such as `host1 slots=4`"
     )
-    add("-p", "--ssh-port", type=_count, help="of all hosts")
+    add("-p", "--ssh-port", type=count, help="of all hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="a private key")
     add("--ssh-args", metavar="WORDS", help='more for ssh, as in --ssh-args="-o User=me"')
-    add("--start-timeout", type=_seconds, metavar="S", help="to reach all hosts; default: 30")
+    add("--start-timeout", type=seconds, metavar="S", help="to reach all hosts; default: 30")
     add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
     add("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all ranks")
     add(
@@ -257,22 +245,7 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_others(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "elastic training", "Hosts cannot come yet: most are refused."
-    )
-    group.add_argument(
-        *("--min-np", "--min-num-proc"),
-        type=_count,
-        help="ranks that go on when others have failed (torch_ring.elastic); default: none",
-    )
-    group.add_argument(
-        *("--max-np", "--max-num-proc"),
-        type=_count,
-        help="with --min-np: ranks that have failed are started again, up to this number of ranks",
-    )
-    for name, options in _ELASTIC.items():
-        nargs = 2 if name == "cooldown_range" else None
-        group.add_argument(*options, dest=name, nargs=nargs)
+    add_growth_options(parser)
     group = parser.add_argument_group("of horovodrun", "These are accepted, and change nothing.")
     for option in _WITHOUT_MEANING:
         group.add_argument(option, action=_Remark, dest="notes", nargs=0)
@@ -308,15 +281,6 @@ class _Remark(argparse.Action):
         namespace.notes = [*(namespace.notes or ()), (option_string, why)]
 
 
-def _refuse_elastic(args: argparse.Namespace) -> None:
-    for name, options in _ELASTIC.items():
-        if getattr(args, name) is not None:
-            raise InvalidArgumentError(
-                f"{options[0]} needs hosts that come while a job runs, which torch_ring.run does "
-                "not have yet: leave it out"
-            )
-
-
 def _name(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
@@ -348,22 +312,6 @@ def _variable(text: str) -> tuple[str, str | None]:
 def _start_timeout(environment: Mapping[str, str]) -> float:
     text = environment.get("HOROVOD_START_TIMEOUT", "")
     try:
-        return _seconds(text) if text else _DEFAULT_START_TIMEOUT_S
+        return seconds(text) if text else _DEFAULT_START_TIMEOUT_S
     except argparse.ArgumentTypeError as error:
         raise InvalidArgumentError(f"HOROVOD_START_TIMEOUT={error}") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
-    return seconds

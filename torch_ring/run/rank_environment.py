@@ -46,7 +46,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(
-    slot: Slot, job: JobFacts, environment: Mapping[str, str], is_local: bool
+    slot: Slot, job: JobFacts, environment: Mapping[str, str], is_local: bool, process: str = ""
 ) -> dict[str, str]:
     """Return the variables of a rank, which come on top of those of its host.
 
@@ -55,6 +55,7 @@ def rank_environment(
         job: what it has in common with the others.
         environment: of the launcher, without the variables of launchers.
         is_local: whether the rank is on the launcher's host.
+        process: the name of its process in an elastic job; empty: it needs none.
     """
     theirs = dict(environment) if is_local else exported(environment)
     theirs = {name: text for name, text in theirs.items() if name not in job.unset}
@@ -81,6 +82,8 @@ def rank_environment(
         "GROUP_WORLD_SIZE": str(slot.nodes),
         "HOROVOD_HOSTNAME": slot.host,
     }
+    if process:
+        own["TORCH_RING_PROCESS"] = process
     if job.interface:
         theirs.setdefault("NCCL_SOCKET_IFNAME", job.interface)
         own["TORCH_RING_INTERFACE"] = job.interface.partition(",")[0]

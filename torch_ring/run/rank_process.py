@@ -24,12 +24,16 @@ _libc = ctypes.CDLL(None)
 
 
 class RankProcess:
-    """The process of a rank, in a session of its own, and our ends of its pipes."""
+    """The process of a rank, in a session of its own, and our ends of its pipes.
+
+    A standby process waits for more input, with which it becomes a rank.
+    """
 
     def __init__(self, request: dict[str, Any], given: bytes) -> None:
         self.rank = int(request["rank"])
         self.outputs: dict[int, str] = {}  # descriptor -> name of the stream
         self.input, self._given = -1, given
+        self.is_standby = bool(request["is_standby"])  # it still waits to become a rank
         environment = {**os.environ, **request["environment"]}
         cores = len(os.sched_getaffinity(0)) // int(request["local_size"])
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
@@ -70,6 +74,16 @@ class RankProcess:
             os.set_blocking(self.input, False)
         self.pid = self._process.pid
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether the process is to read more, or the end of its input."""
+        return self.input >= 0 and (bool(self._given) or not self.is_standby)
+
+    def activate(self, rank: int, given: bytes) -> None:
+        """Let a standby process become a rank."""
+        self.rank, self.is_standby = rank, False
+        self._given += given
+
     def feed(self) -> None:
         """Write of the input what the pipe takes."""
         try:
@@ -77,8 +91,8 @@ class RankProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._given = b""
-        if not self._given:
+            self._given, self.is_standby = b"", False
+        if not self._given and not self.is_standby:
             os.close(self.input)
             self.input = -1
 

@@ -17,6 +17,7 @@ _MOST_LINE = 1 << 20  # bytes; a longer line is cut
 _MOST_WAITING = 1 << 20  # bytes that wait for their reader before more are taken from ranks
 _PIPE_BUF = 4096  # what a pipe that polls as writable takes without blocking (pipe(7))
 _FILE_BYTES = 1 << 20
+_LAUNCHER = -1  # in place of a rank; standby process 1 is -2, and so on
 
 
 class Sink(Protocol):
@@ -165,7 +166,7 @@ class Screen:
     def say(self, line: str) -> None:
         """Write a line of the launcher itself to standard error."""
         self._write_lines(
-            -1, "stderr", [f"torch_ring.run: {line}\n".encode(errors="surrogateescape")]
+            _LAUNCHER, "stderr", [f"torch_ring.run: {line}\n".encode(errors="surrogateescape")]
         )
 
     def mute(self, fd: int) -> None:
@@ -182,9 +183,9 @@ class Screen:
 
     def _write_lines(self, rank: int, stream: str, lines: Sequence[bytes | bytearray]) -> None:
         sink = self.sinks[stream]
-        if not lines or (self.is_dropping and rank >= 0 and sink.waiting >= _MOST_WAITING):
+        if not lines or (self.is_dropping and rank != _LAUNCHER and sink.waiting >= _MOST_WAITING):
             return
-        prefix = b"" if rank < 0 else self._prefix(rank, stream)
+        prefix = b"" if rank == _LAUNCHER else self._prefix(rank, stream)
         written = bytearray()
         last, left_bar = self._last.get(stream, (rank, False))
         if left_bar and last != rank:
@@ -197,12 +198,18 @@ class Screen:
 
     def _prefix(self, rank: int, stream: str) -> bytes:
         when = time.strftime("%a %b %e %H:%M:%S %Y") if self._with_time else ""
-        return f"{when}[{rank}]<{stream}>:".encode()
+        return f"{when}[{_label(rank)}]<{stream}>:".encode()
 
     def _file(self, rank: int, stream: str) -> BinaryIO:
         if (rank, stream) not in self._files:
             assert self._folder is not None
             folder = self._folder / f"rank.{rank:0{self._digits}d}"
+            if rank < 0:
+                folder = self._folder / _label(rank).replace(" ", ".")
             folder.mkdir(parents=True, exist_ok=True)
             self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115
         return self._files[rank, stream]
+
+
+def _label(rank: int) -> str:
+    return str(rank) if rank >= 0 else f"standby {_LAUNCHER - rank}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import secrets
 import socket
 from dataclasses import dataclass
 
-from torch_ring.elastic.channel import Channel
+from torch_ring.rendezvous.channel import Channel
 
-__all__ = ["Member", "Reach", "dial", "reach"]
+__all__ = ["Member", "Reach", "dial", "member_id", "reach"]
 
 # A kernel accepts connections for its processes, so this is time for the network alone. One lost
 # packet is sent again after a second.
@@ -20,7 +21,7 @@ class Member:
     """A process of an elastic job.
 
     Attributes:
-        id: a name that no other process has, also of those that come later.
+        id: a name that no other process has, also of those that come later; see `member_id`.
         host, port: where it listens for the others.
     """
 
@@ -28,9 +29,19 @@ class Member:
     host: str
     port: int
 
+    @property
+    def process(self) -> str:
+        """The launcher's name of the process; empty: it has none."""
+        return self.id.rpartition("-")[0]
+
     def packed(self) -> tuple[str, str, int]:
         """Return the member as it is sent: ``Member(*packed)`` is the same."""
         return self.id, self.host, self.port
+
+
+def member_id(process: str) -> str:
+    """Return a new name for a process that the launcher may have named, too."""
+    return f"{process}-{secrets.token_hex(8)}"
 
 
 class Reach(enum.Enum):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch_ring.elastic.channel import Channel
-from torch_ring.elastic.member import Member, dial
-from torch_ring.elastic.server import Server
 from torch_ring.errors import RingError
+from torch_ring.rendezvous.channel import Channel
+from torch_ring.rendezvous.member import Member, dial
+from torch_ring.rendezvous.server import Server
 
 __all__ = ["Directory", "ask_directory", "tell_directory"]
 
@@ -19,7 +19,7 @@ _ANSWER_S = 5.0
 class Directory:
     """The members of the last world, as its rank 0 has told.
 
-    Thread: any. Blocking: no.
+    Thread: any. Blocking: `ask_to_leave` only.
 
     Args:
         host: the address to listen at.
@@ -31,20 +31,61 @@ class Directory:
 
     def __init__(self, host: str, key: bytes) -> None:
         self._lock = threading.Lock()
-        self._generation, self._members = 0, []  # type: tuple[int, list[Any]]
+        self._key = key
+        self._generation = 0
+        self._members: Sequence[Member] = ()
+        self._processes: set[str] = set()
         self._server = Server(host, key, self._answer)
         self.address = f"{host}:{self._server.port}"
+
+    @property
+    def generation(self) -> int:
+        """How many worlds there were; 0: none has told of itself."""
+        with self._lock:
+            return self._generation
+
+    def has_had(self, process: str) -> bool:
+        """Return whether a process, by the launcher's name, was a member of any world."""
+        with self._lock:
+            return process in self._processes
+
+    def ask_to_leave(self, processes: Collection[str]) -> None:
+        """Ask members to leave at the next step boundary. Blocks for seconds if a host is gone.
+
+        Those that do not answer are not asked: they have left, or will be missed.
+        """
+        with self._lock:
+            members = self._members
+        asked = [m for m in members if m.process in processes and self._ask(m, "leave")]
+        if asked:  # rank 0 tells all ranks at once, after those that leave know it
+            self._ask(members[0], "hosts")
 
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
 
+    def _ask(self, member: Member, kind: str) -> bool:
+        try:
+            channel = dial(member, self._key, _ANSWER_S)
+        except OSError:
+            return False
+        try:
+            channel.send({"kind": kind})
+            channel.receive()
+        except OSError:
+            return False
+        finally:
+            channel.close()
+        return True
+
     def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         with self._lock:
             if request["kind"] == "roster" and request["generation"] > self._generation:
-                self._generation, self._members = request["generation"], request["members"]
-            answer = {"kind": "roster", "members": self._members}
-        channel.send(answer)
+                self._generation = request["generation"]
+                self._members = [Member(*each) for each in request["members"]]
+                self._processes |= {member.process for member in self._members}
+            packed = [member.packed() for member in self._members]
+        channel.send({"kind": "roster", "members": packed})
 
 
 def tell_directory(address: str, key: bytes, generation: int, members: Sequence[Member]) -> None:

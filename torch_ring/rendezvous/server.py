@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch_ring.elastic.channel import Channel
-from torch_ring.world.current import disable_in_child
+from torch_ring.rendezvous.channel import Channel
+from torch_ring.rendezvous.inherited import close_in_child
 
 __all__ = ["Server"]
 
@@ -40,10 +40,10 @@ class Server:
         self._key = key
         self._answer = answer
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=1024)
+        server = socket.create_server((host, 0), family=family, backlog=1024)
+        self._socket = close_in_child(server)  # this process would seem to live after its end
         self.port: int = self._socket.getsockname()[1]
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
-        disable_in_child(self)
         threading.Thread(target=self._accept, name="torch_ring elastic", daemon=True).start()
 
     def close(self) -> None:
@@ -51,11 +51,6 @@ class Server:
         self.closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._socket.close()
-
-    def disable(self) -> None:
-        """Let go of the parent's socket in a forked child: it would seem to live after its end."""
-        self.closed = True
         self._socket.close()
 
     def _accept(self) -> None:

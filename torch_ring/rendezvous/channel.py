@@ -11,12 +11,17 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ["Channel", "ForeignMessageError"]
+__all__ = ["Channel", "ForeignMessageError", "key_of"]
 
 _NONCE_BYTES = 16
 _TAG_BYTES = 32
 _MOST_BYTES = 1 << 22  # a table of 20,000 members, with room to spare
 _LENGTH = struct.Struct(">I")
+
+
+def key_of(secret: str) -> bytes:
+    """Return the key that follows from a job's secret."""
+    return hashlib.sha256(b"torch_ring elastic\0" + secret.encode()).digest()
 
 
 class ForeignMessageError(ConnectionError):

@@ -1,0 +1,187 @@
+"""Ranks that Horovod's elastic driver has started, with a stand-in for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pool
+import pytest
+import torch
+from horovods_driver import (
+    AckResponse,
+    Driver,
+    HostsUpdatedRequest,
+    HostUpdateResult,
+    PingRequest,
+    PingResponse,
+    send,
+)
+
+import torch_ring as hvd
+from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.rendezvous.horovod_driver import HorovodDriver, Placement, horovod_driver
+from torch_ring.rendezvous.horovod_notices import HorovodNotices
+
+STEPS = 10
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = Driver([])
+    yield driver
+    driver.close()
+
+
+def environment(port: int, local_rank: object) -> dict[str, str]:
+    return {
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_HOSTNAME": "box",
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_RANK": str(local_rank),
+        "HOROVOD_SIZE": "9",
+    }
+
+
+def train_under_a_driver(
+    port: int, dies: int | None, asks: bool, comes: int | None
+) -> tuple[str, int, int, float, list[int]]:
+    """Train as a worker. One may kill itself, another come later, when rank 0 has asked for it."""
+    index = int(os.environ["RANK"])
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
+    os.environ.update(environment(port, index))
+    store = horovod_driver()
+    assert store is not None
+    if index == comes:
+        while store.get("test", "come") is None:
+            time.sleep(0.01)
+    hvd.init()
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        while state.step < STEPS:
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1)).sum()
+            if index == dies and state.step == 3:
+                store.put("died", store.worker, b"")
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            state.step += 1
+            if asks and state.step == 3 and hvd.rank() == 0:
+                store.put("hosts", "change", b"")
+            state.check_host_updates()
+
+    ended = "trained"
+    try:
+        train(state)
+    except SystemExit as error:
+        ended = f"left with {error.code}"
+    place = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (-1, -1)
+    hvd.shutdown()
+    return (ended, *place, model.weight.item(), resets)
+
+
+def test_a_worker_dies(driver: Driver) -> None:
+    driver.order = [f"box:{index}" for index in range(3)]
+    driver.living = set(driver.order)
+    driver.on_put["died"] = driver.lose
+    results = pool.run(
+        *(train_under_a_driver, 3),
+        args=(driver.port, 0, False, None),
+        transport="",
+        initialized=False,
+        may_die=[0],
+    )
+    assert results[1:] == [("trained", rank, 2, -float(STEPS), [2]) for rank in range(2)]
+    assert driver.worlds == [["box:0", "box:1", "box:2"], ["box:1", "box:2"]]
+
+
+def test_a_host_goes_and_another_one_comes(driver: Driver) -> None:
+    driver.order = ["box:0", "box:1"]
+    driver.living = {"box:0", "box:1"}
+    answers = []
+
+    def change(_: str) -> None:
+        driver.order = ["box:0", "box:2"]
+        driver.living = {"box:0", "box:1", "box:2"}
+        driver._store["/test/come"] = b""
+        request = HostsUpdatedRequest(time.time(), HostUpdateResult.added)
+        answers.append(driver.notify("box:0", request))
+
+    driver.on_put["hosts"] = change
+    results = pool.run(
+        *(train_under_a_driver, 3),
+        args=(driver.port, None, True, 2),
+        transport="",
+        initialized=False,
+    )
+    assert [type(answer) for answer in answers] == [AckResponse]
+    assert driver.worlds == [["box:0", "box:1"], ["box:0", "box:2"]]
+    assert results[0] == ("trained", 0, 2, -float(STEPS), [2])
+    assert results[2] == ("trained", 1, 2, -float(STEPS), [])
+    assert results[1][:3] == ("left with 0", -1, -1)
+
+
+def test_notices_are_taken_from_the_driver_only() -> None:
+    heard: list[tuple[float, int]] = []
+    notices = HorovodNotices("127.0.0.1", lambda when, what: heard.append((when, what)))
+    address = ("127.0.0.1", notices.port)
+    try:
+        answer = send(address, notices.key, PingRequest())
+        assert isinstance(answer, PingResponse)
+        assert vars(answer) == {
+            "service_name": "worker notification service",
+            "source_address": "127.0.0.1",
+        }
+        request = HostsUpdatedRequest(1.5, HostUpdateResult.removed)
+        assert isinstance(send(address, notices.key, request), AckResponse)
+        for key, message in ((b"another" * 5, request), (notices.key, threading.Lock)):
+            with pytest.raises(OSError, match=r"no answer|reset"):
+                send(address, key, message)
+        assert heard == [(1.5, 1)]
+    finally:
+        notices.close()
+    with pytest.raises(ConnectionRefusedError):
+        send(address, notices.key, request)
+
+
+def test_which_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = environment(1234, 3)
+    assert horovod_driver(variables) == HorovodDriver("127.0.0.1", 1234, "box:3")
+    assert horovod_driver(variables | {"HOROVOD_ELASTIC": "0"}) is None
+    assert horovod_driver(variables | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}) is None
+    for name in ("HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_HOSTNAME", "HOROVOD_LOCAL_RANK"):
+        with pytest.raises(InvalidArgumentError, match=name):
+            horovod_driver(variables | {name: ""})
+
+
+def test_what_the_driver_says(driver: Driver) -> None:
+    driver.order = ["box:0"]
+    known, unknown = (HorovodDriver("127.0.0.1", driver.port, f"box:{n}") for n in range(2))
+    assert known.placement(30.0) == Placement(0, 1, 0, 1)
+    assert unknown.placement(30.0) is None
+    assert known.get("scope", "key") is None
+    known.put("scope", "key", b"value")
+    assert unknown.get("scope", "key") == b"value"
+    driver.living = {"box:0", "box:1"}
+    with pytest.raises(hvd.TimeoutError, match=r"did not answer within 0\.2 s: it waits for other"):
+        known.placement(0.2)
+    driver.close()
+    with pytest.raises(RingError, match=r"driver at 127\.0\.0\.1:\d+ cannot be reached"):
+        known.placement(30.0)

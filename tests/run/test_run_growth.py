@@ -1,0 +1,220 @@
+"""Jobs whose hosts and ranks change while they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched_jobs import LaunchedJob, run_job
+
+pytestmark = pytest.mark.launcher
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("elastic_program.py"))]
+OTHER = "127.0.0.2"  # this host, too: as another one to the launcher, with an agent of its own
+
+
+class ElasticJob(LaunchedJob):
+    """A job of the program, which ends when it is told to; with a script that reads a file.
+
+    Args:
+        folder: for files.
+        options: of the launcher.
+        hosts: the first answer of the script; None: there is no script.
+    """
+
+    def __init__(self, folder: Path, *options: str, hosts: str | None = None, **more: Any):
+        self.stop, self.hosts = folder / "stop", folder / "hosts"
+        if hosts is not None:
+            self.list(hosts)
+            options = (*options, "--host-discovery-script", f"cat {self.hosts}")
+        super().__init__(*options, *PROGRAM, str(self.stop), **more)
+
+    def list(self, hosts: str) -> None:
+        """Let the script name these hosts."""
+        new = self.hosts.with_suffix(".new")
+        new.write_text(hosts.replace(" ", "\n"))
+        new.rename(self.hosts)
+
+    def pid_of(self, process: str) -> int:
+        found = re.findall(rf"process {re.escape(process)} is .* pid (\d+)", self.stdout)
+        return int(found[-1])
+
+    def end(self) -> int:
+        """End the training; return the launcher's exit code."""
+        self.stop.touch()
+        code = self.wait()
+        self.require_nothing_left()
+        return code
+
+
+def said(job: LaunchedJob) -> list[str]:
+    lines = job.stderr.splitlines()
+    return [line.partition(": ")[2] for line in lines if line.startswith("torch_ring.run: ")]
+
+
+def test_hosts_come_and_the_first_one_goes(tmp_path):
+    job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost")
+    job.wait_for("process 0.1 is rank 0 of 1")
+    job.list(f"localhost {OTHER}:2")
+    job.wait_for("is rank 2 of 3")
+    assert "process 0.1 is rank 0 of 3, slot 0 of localhost" in job.stdout
+    slots = set(re.findall(rf"process \d\.1 is rank \d of 3, slot (\d) of {OTHER}", job.stdout))
+    assert slots == {"0", "1"}
+    job.list(f"{OTHER}:2")
+    job.wait_for_error("rank 0 on localhost has left")
+    assert job.end() == 0, job.stderr
+    assert "--host-discovery-script: localhost is not there any more" in said(job)
+    assert "rank 0 on localhost is asked to leave" in said(job)
+    assert job.stdout.count("has ended on 2 ranks") == 2
+    assert "process 0.1 has ended" not in job.stdout
+
+
+def test_a_rank_whose_host_goes_stays_while_too_few_would_be_left(tmp_path):
+    job = ElasticJob(tmp_path, "--min-np", "2", hosts=f"localhost {OTHER}")
+    job.wait_for("is rank 1 of 2")
+    job.list("localhost")
+    job.wait_for_error("rank 1 would leave, but --min-np is 2: they stay meanwhile")
+    job.list("localhost:2")
+    job.wait_for("of 3")
+    job.wait_for("of 2, slot 1 of localhost")
+    assert job.end() == 0, job.stderr
+    assert "rank 1 on 127.0.0.2 has left" in said(job)
+
+
+def test_no_more_ranks_than_are_wanted(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "1", "--max-np", "2", hosts="localhost:1")
+    job.wait_for("is rank 0 of 1")
+    job.list(f"localhost:4 {OTHER}:4")
+    job.wait_for("is rank 1 of 2")
+    assert job.end() == 0, job.stderr
+    assert [line for line in said(job) if "starts" in line] == ["rank 1 starts on localhost"]
+
+
+def test_a_host_whose_ranks_keep_failing_is_left_out(tmp_path):
+    job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost", FAILS_ON=OTHER)
+    job.wait_for("is rank 0 of 1")
+    job.list(f"localhost {OTHER}")
+    job.wait_for_error(f"{OTHER} is left out for good")
+    assert job.end() == 0, job.stderr
+    failures = [line for line in said(job) if "failed with exit code 5" in line]
+    assert failures == [f"rank 1 on {OTHER} failed with exit code 5, before it was let in"] * 3
+
+
+def test_a_lost_host_is_left_out_for_a_time(tmp_path):
+    options = ("--min-np", "1", "--blacklist-cooldown-range", "0.5", "1")
+    job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}")
+    job.wait_for("is rank 1 of 2")
+    status = Path(f"/proc/{job.pid_of('1.1')}/status").read_text()
+    agent = int(re.search(r"PPid:\s*(\d+)", status)[1])
+    os.kill(agent, signal.SIGKILL)
+    job.wait_for("process 0.1 is rank 0 of 1")
+    job.wait_for("process 1.2 is rank 1 of 2")
+    assert job.end() == 0, job.stderr
+    assert f"{OTHER} is left out for 0.5 s" in said(job)
+
+
+def test_a_script_that_fails_at_once_ends_the_job():
+    code, out, errors = run_job("--host-discovery-script", "echo gone >&2; exit 3", "echo", "never")
+    assert (code, out) == (1, "")
+    assert errors == ("torch_ring.run: 'echo gone >&2; exit 3' failed with exit code 3: gone\n")
+
+
+def test_a_script_that_fails_later_leaves_the_hosts_as_they_are(tmp_path):
+    job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost")
+    job.wait_for("is rank 0 of 1")
+    job.hosts.unlink()
+    job.wait_for_error("No such file or directory; the hosts of its last answer stay")
+    job.list(f"localhost {OTHER}")
+    job.wait_for("is rank 1 of 2")
+    assert job.end() == 0, job.stderr
+
+
+def test_a_job_waits_for_hosts_enough(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", hosts="")
+    job.wait_for_error("has found no hosts: waits for slots for 2 ranks")
+    job.list("localhost:2")
+    job.wait_for("is rank 1 of 2")
+    assert job.end() == 0, job.stderr
+    line = ("-np", "2", "--elastic-timeout", "0.3", "--host-discovery-script", "echo a")
+    code, _, errors = run_job(*line, "echo", "never")
+    assert code == 1
+    assert "'echo a' has found a:1 within 0.3 s (--elastic-timeout)" in errors
+
+
+def test_the_wait_for_hosts_can_be_ended(tmp_path):
+    def as_python_does() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    job = ElasticJob(tmp_path, hosts="", before=as_python_does)
+    job.wait_for_error("waits for slots for 1 ranks")
+    job.signal(signal.SIGINT)
+    assert job.wait() == 128 + signal.SIGINT
+    assert len(job.stderr.splitlines()) == 1
+    job.require_nothing_left()
+
+
+def test_a_standby_process_takes_the_place_of_a_rank(tmp_path):
+    counts = ("-np", "2", "--min-np", "1", "--max-np", "2", "--standby", "1")
+    job = ElasticJob(tmp_path, *counts)
+    job.wait_for("of 2", 2)
+    os.kill(job.pid_of("1.1"), signal.SIGKILL)
+    job.wait_for("process 1.2 is rank 1 of 2, slot 1 of localhost")
+    os.kill(job.pid_of("0.1"), signal.SIGKILL)
+    job.wait_for("process 0.2 is rank 1 of 2, slot 0 of localhost")
+    assert job.end() == 0, job.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} starts on localhost again, from a standby process" in said(job)
+    assert job.stdout.count("had torch: True") >= 2
+    assert not re.search(r"process \d\.1 .*had torch: True", job.stdout)
+    assert re.search(r"^\[0\]<stdout>:process 0\.2 has ended", job.stdout, re.MULTILINE)
+
+
+def test_standby_processes_that_cannot_live_are_given_up(tmp_path):
+    (tmp_path / "torch.py").write_text("import os; os._exit(7)")
+    counts = ("-np", "1", "--min-np", "1", "--max-np", "1", "--standby", "1")
+    stop = tmp_path / "stop"
+    program = f"import os, time\nwhile not os.path.exists({str(stop)!r}): time.sleep(0.01)"
+    job = LaunchedJob(*counts, sys.executable, "-c", program, PYTHONPATH=str(tmp_path))
+    job.wait_for_error("a standby process failed with exit code 7, as those before it: no more are")
+    stop.touch()
+    assert job.wait() == 0
+    job.require_nothing_left()
+
+
+def test_a_limit_of_resets(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--reset-limit", "0")
+    job.wait_for("of 2", 2)
+    os.kill(job.pid_of("1.1"), signal.SIGKILL)
+    assert job.wait() == 1
+    job.require_nothing_left()
+    assert said(job)[-1] == "the ranks have changed 1 times (--reset-limit 0): the job is ended"
+
+
+def test_processes_that_wait_to_be_let_in_are_no_living_ranks():
+    script = (
+        "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then exec sleep 1000; fi; "
+        "if [ $RANK = 0 ]; then exec sleep 1000; fi; sleep $RANK; exit $RANK"
+    )
+    counts = ("-np", "3", "--min-np", "2", "--max-np", "3")
+    code, _, errors = run_job(*counts, "sh", "-c", script)
+    assert code == 2
+    assert errors.splitlines() == [
+        "torch_ring.run: rank 1 on localhost failed with exit code 1: the other 2 go on",
+        "torch_ring.run: rank 1 starts on localhost again",
+        "torch_ring.run: rank 2 on localhost failed with exit code 2: the other ranks are ended",
+    ]
+
+
+def test_a_job_ends_without_the_processes_that_wait_to_be_let_in():
+    script = (
+        "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then echo waits; exec sleep 1000; fi; "
+        "if [ $RANK = 1 ]; then exit 1; fi; sleep 1"
+    )
+    counts = ("-np", "2", "--min-np", "1", "--max-np", "2")
+    code, out, _ = run_job(*counts, "sh", "-c", script)
+    assert (code, out) == (0, "[1]<stdout>:waits\n")

@@ -1,0 +1,222 @@
+"""Processes: the ranks of a job that run, and processes that are to become ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_ring.run import standby_process
+from torch_ring.run.assignment import Slot
+from torch_ring.run.growth import Growth
+from torch_ring.run.job_spec import JobSpec
+from torch_ring.run.rank_environment import JobFacts, rank_environment
+from torch_ring.run.standbys import standby_command
+from torch_ring.run.supervisor import Supervisor
+
+__all__ = ["Processes"]
+
+
+@dataclass
+class _Process:
+    """A process that is a rank, or waits until the others let it in.
+
+    Attributes:
+        slot: where it runs.
+        name: by which the ranks tell of it.
+        began_at: a point in time.
+        is_newcomer: whether it was started while the others ran.
+        leaves: whether it was asked to leave the job.
+    """
+
+    slot: Slot
+    name: str
+    began_at: float
+    is_newcomer: bool
+    leaves: bool = False
+
+
+class Processes:
+    """Starts processes on hosts that have answered, by the numbers of their slots.
+
+    Args:
+        spec: what to run.
+        supervisor: through which hosts are reached.
+        growth: which processes are started later; None: none.
+    """
+
+    def __init__(self, spec: JobSpec, supervisor: Supervisor, growth: Growth | None) -> None:
+        self._spec, self._supervisor, self._growth = spec, supervisor, growth
+        self._screen = supervisor.screen
+        self._running: dict[int, _Process] = {}
+        self._starts: dict[int, int] = {}  # how many processes each slot has had
+        self._facts: JobFacts | None = None
+
+    # --- which there are
+
+    @property
+    def count(self) -> int:
+        """The number of processes that are ranks, or wait to be let in."""
+        return len(self._running)
+
+    def living(self) -> list[int]:
+        """Return the ranks that run: not those that the others have not let in."""
+        return [rank for rank, process in self._running.items() if not self._waits(process)]
+
+    def on(self, host: str) -> list[int]:
+        """Return the numbers of the processes on a host."""
+        return [rank for rank, each in self._running.items() if each.slot.host == host]
+
+    def hosts(self) -> list[str]:
+        """Return the hosts that have a process."""
+        return list(dict.fromkeys(process.slot.host for process in self._running.values()))
+
+    # --- starts
+
+    def begin(self, facts: JobFacts) -> None:
+        """Start the ranks with which the job begins."""
+        self._facts = facts
+        for slot in self._spec.slots:
+            if self._spec.is_verbose:
+                self._screen.say(f"rank {slot.rank} starts on {slot.host}")
+            self._start(slot, self._name(slot), is_newcomer=False)
+
+    def add(self, slot: Slot) -> None:
+        """Start a rank while the others run, from a standby process if there is one."""
+        assert self._growth is not None
+        again = " again" if slot.rank in self._starts else ""
+        standby = self._growth.start(slot)
+        how = "" if standby is None else ", from a standby process"
+        self._screen.say(f"rank {slot.rank} starts on {slot.host}{again}{how}")
+        name = self._name(slot)
+        if standby is None:
+            self._start(slot, name, is_newcomer=True)
+            return
+        self._screen.finish(standby)
+        environment = self._environment(slot, name, is_newcomer=True)
+        self._supervisor.connections[slot.host].send(
+            standby_process.activation(environment),
+            do="activate",
+            standby=standby,
+            rank=slot.rank,
+        )
+        self._note(slot, name, is_newcomer=True)
+
+    def add_standbys(self, hosts: Collection[str]) -> None:
+        """Start standby processes, as many as are missing, on some of these hosts."""
+        assert self._growth is not None
+        for number, slot in self._growth.standbys_to_start(hosts, time.monotonic()):
+            text = Path(standby_process.__file__).read_bytes()
+            self._send_start(
+                slot, number, standby_command(self._spec.command), standby_process.program(text)
+            )
+
+    def _start(self, slot: Slot, name: str, *, is_newcomer: bool) -> None:
+        spec = self._spec
+        self._send_start(slot, slot.rank, spec.command, spec.given, name, is_newcomer)
+        self._note(slot, name, is_newcomer)
+
+    def _send_start(
+        self,
+        slot: Slot,
+        number: int,
+        command: Collection[str],
+        given: bytes,
+        name: str = "",
+        is_newcomer: bool = False,
+    ) -> None:
+        self._supervisor.connections[slot.host].send(
+            given,
+            do="start",
+            rank=number,
+            command=list(command),
+            environment=self._environment(slot, name, is_newcomer),
+            folder=self._spec.folder,
+            local_size=slot.local_size,
+            has_result=self._spec.has_result,
+            is_standby=number < 0,
+        )
+
+    def _environment(self, slot: Slot, name: str, is_newcomer: bool) -> dict[str, str]:
+        assert self._facts is not None
+        is_local = self._supervisor.connections[slot.host].is_local
+        found = rank_environment(slot, self._facts, self._spec.environment, is_local, name)
+        if is_newcomer:
+            found["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
+        return found
+
+    def _name(self, slot: Slot) -> str:
+        self._starts[slot.rank] = self._starts.get(slot.rank, 0) + 1
+        return "" if self._growth is None else f"{slot.rank}.{self._starts[slot.rank]}"
+
+    def _note(self, slot: Slot, name: str, is_newcomer: bool) -> None:
+        self._running[slot.rank] = _Process(slot, name, time.monotonic(), is_newcomer)
+
+    def _waits(self, process: _Process) -> bool:
+        """Return whether a process was not let in yet."""
+        growth = self._growth
+        return process.is_newcomer and growth is not None and not growth.is_let_in(process.name)
+
+    # --- ends
+
+    def remove_vanished(self, done: int) -> None:
+        """Ask the ranks to leave whose hosts are not there any more.
+
+        Args:
+            done: the number of ranks that have finished.
+        """
+        assert self._growth is not None
+        leaving = []
+        for slot in self._growth.leaving(self.living(), done):
+            process = self._running[slot.rank]
+            if not process.leaves:
+                self._screen.say(f"rank {slot.rank} on {slot.host} is asked to leave")
+            process.leaves = True
+            leaving.append(process.name)
+        if leaving:
+            self._growth.ask_to_leave(leaving, time.monotonic())
+
+    def finish(self, rank: int) -> bool:
+        """Note that a process has ended with exit code 0; return whether a rank has finished."""
+        process = self._running.get(rank)
+        if process is None:
+            return False
+        has_finished = not (process.leaves or self._waits(process))
+        del self._running[rank]
+        self._screen.finish(rank)
+        if process.leaves:
+            self._screen.say(f"rank {rank} on {process.slot.host} has left")
+        if self._growth is not None:
+            self._growth.end(process.slot, time.monotonic())
+        return has_finished
+
+    def fail(self, rank: int, text: str, *, is_ending: bool) -> Slot | None:
+        """Note that a process has failed; return its slot if it was a rank.
+
+        Args:
+            rank: its number.
+            text: how.
+            is_ending: whether the job is being ended.
+        """
+        self._screen.finish(rank)
+        if rank < 0:
+            if self._growth is not None and not is_ending:
+                self._growth.end_standby(rank, text)
+            return None
+        process = self._running.get(rank)
+        if process is None:
+            return None
+        waited = self._waits(process)
+        del self._running[rank]
+        slot, now = process.slot, time.monotonic()
+        if waited and not is_ending:
+            self._screen.say(f"rank {rank} on {slot.host} {text}, before it was let in")
+        if self._growth is not None and not is_ending:
+            self._growth.fail(slot, now - process.began_at, now)
+        return None if waited else slot
+
+    def finish_all(self) -> None:
+        """Show the ends of lines that processes have left."""
+        for rank in self._starts:
+            self._screen.finish(rank)
