@@ -1,208 +1,65 @@
 """torch_ring: data-parallel training of a PyTorch model on many processes.
 
 ``import torch_ring as hvd`` runs scripts written for ``horovod.torch``.
+
+The public names are those of `torch_ring.api`. They come with torch, and so with the first use of
+one of them, unless torch is there already: a launcher, which needs none of them, starts without
+torch.
 """
 
-from torch_ring.native import folder_of_module
+from __future__ import annotations
 
-# Here `torch_ring._C` is found: a wheel has a native module for each minor version of torch.
-# Before the package's own folder, where an older version may have left one.
-__path__.insert(0, folder_of_module())
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
 
-from torch_ring import (
-    checkpoint,
-    data,
-    elastic,
-    functions,
-    lr_schedules,
-    metrics,
-    mpi_ops,
-)
-from torch_ring.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from torch_ring.collectives.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from torch_ring.collectives.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from torch_ring.collectives.alltoall import alltoall, alltoall_async
-from torch_ring.collectives.barrier import barrier, join
-from torch_ring.collectives.broadcast import (
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-)
-from torch_ring.collectives.consistency import verify_consistency
-from torch_ring.collectives.handle import Handle, poll, synchronize
-from torch_ring.collectives.objects import allgather_object, broadcast_object
-from torch_ring.collectives.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from torch_ring.collectives.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from torch_ring.collectives.shared_tensors import empty_shared
-from torch_ring.collectives.sparse import sparse_allreduce_async
-from torch_ring.compression import Compression, Compressor
-from torch_ring.compression.stateful import ErrorFeedback, Gather, Reduce, StatefulCompressor
-from torch_ring.errors import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    InvalidArgumentError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-    RingError,
-    TimeoutError,
-)
-from torch_ring.optimizer import DistributedOptimizer
-from torch_ring.state import (
-    broadcast_buffers,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from torch_ring.world import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from torch_ring.world.process_set import (
-    ProcessSet,
-    _basics,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from torch_ring.native import find_native_module
+
+if TYPE_CHECKING:
+    from torch_ring.api import *  # noqa: F403  what type checkers and editors see
+    from torch_ring.api import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Compressor",
-    "DistributedOptimizer",
-    "ErrorFeedback",
-    "Gather",
-    "Handle",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "InvalidArgumentError",
-    "Max",
-    "Min",
-    "MismatchError",
-    "NotInitializedError",
-    "PeerLostError",
-    "ProcessSet",
-    "Product",
-    "Reduce",
-    "ReduceOp",
-    "RingError",
-    "StatefulCompressor",
-    "Sum",
-    "SyncBatchNorm",
-    "TimeoutError",
-    "_basics",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_buffers",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "checkpoint",
-    "convert_sync_batchnorm",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "data",
-    "ddl_built",
-    "elastic",
-    "empty_shared",
-    "functions",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "lr_schedules",
-    "metrics",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_ops",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "synchronize",
-    "verify_consistency",
-]
+# Before other finders: an older version may have left a `_C` in the package's own folder.
+find_native_module()
+
+
+def _load() -> None:
+    """Make the public names this module's.
+
+    Raises:
+        ImportError: there is no torch, or no native module for it; says which there are.
+    """
+    api = importlib.import_module("torch_ring.api")
+    for name in ("__all__", *api.__all__):
+        globals().setdefault(name, getattr(api, name))  # not in place of what a user has put there
+
+
+if not TYPE_CHECKING:  # to which misspelt names would be names
+
+    def __getattr__(name: str) -> Any:
+        # A module is imported alone: those behind the public names come by here, too.
+        if not name.startswith("__") and importlib.util.find_spec(f"torch_ring.{name}"):
+            return importlib.import_module(f"torch_ring.{name}")
+        if name == "__all__" or not name.startswith("__"):
+            _load()
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(
+            f"module 'torch_ring' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
 
 
 def __dir__() -> list[str]:
     """Return the names and modules that are meant to be used."""
     modules = {"compression", "optimizer", "sync_batch_norm"}  # the others are in __all__
-    return sorted({*__all__, *modules, "__version__"} - {"_basics"})
+    _load()
+    return sorted({*globals()["__all__"], *modules, "__version__"} - {"_basics"})
+
+
+_torch = sys.modules.get("torch")
+# `import torch` may be what imports this, for the backend that torch_ring/c10d registers there.
+if _torch is not None and not getattr(_torch.__spec__, "_initializing", False):
+    _load()

@@ -2,7 +2,12 @@
 
 import sys
 
-from torch_ring.self_test.command import main
+try:
+    from torch_ring.self_test.command import main
+except ImportError as error:
+    if error.name != "torch_ring":
+        raise
+    sys.exit(f"python -m torch_ring: {error}")  # it is not built, or for another torch
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
     """The hosts of an elastic job have changed. Scripts for Horovod catch it by this name.
 
     Args:
-        skip_sync: whether hosts have only come, so that no rank has to take a state.
+        skip_sync: whether hosts have only gone, so that no rank has to take a state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -56,8 +56,18 @@ def test_the_module_is_that_of_this_torch() -> None:
     major, minor = torch.__version__.split(".")[:2]
     assert Path(_C.__file__).parent.name == f"torch_{major}_{minor}"
     assert torch_ring._C is _C
-    # First, so that one that an older version has left in the package does not win.
-    assert torch_ring.__path__[0] == str(Path(_C.__file__).parent)
+
+
+def test_a_module_that_an_older_version_has_left_does_not_win(tmp_path: Path) -> None:
+    package = Path(torch_ring.__file__).parent
+    shutil.copytree(package, tmp_path / "torch_ring")
+    (tmp_path / "torch_ring" / f"_C{SUFFIX}").write_text("not a native module")
+    program = "import torch_ring; print(torch_ring._C.__file__)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
+    )
+    assert Path(found.stdout.strip()).parent.parent.name == "native", found.stderr
 
 
 def test_the_self_test_shows_it_without_a_traceback(tmp_path: Path) -> None:

@@ -7,10 +7,33 @@ module for the torch that is installed; a released wheel holds one for each vers
 from __future__ import annotations
 
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
-__all__ = ["folder_of_module"]
+__all__ = ["find_native_module"]
+
+
+class _NativeFinder:
+    """Finds ``torch_ring._C``, when something imports it, for the torch that is installed."""
+
+    @staticmethod
+    def find_spec(
+        name: str,
+        path: Sequence[str] | None = None,  # noqa: ARG004
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return where the module is; None for every other module."""
+        if name != "torch_ring._C":
+            return None
+        return PathFinder.find_spec(name, [folder_of_module()], target)
+
+
+def find_native_module() -> None:
+    """Let ``torch_ring._C`` be found, before any other finder. Does nothing the second time."""
+    if _NativeFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _NativeFinder)
 
 
 def folder_of_module() -> str:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ring.config.values import (
+    LEVELS,
+    byte_count,
+    count,
+    disables_stall_check,
+    horovod_level,
+    number,
+    one_of,
+    switch,
+)
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["Config", "failpoints", "misspelt", "nccl_is_blocking", "variables_set"]
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "Setting",
+    "failpoints",
+    "let_ddp_ask_for_memory",
+    "misspelt",
+    "nccl_is_blocking",
+    "variables_set",
+]
 
-_MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
 _OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
 _OF_TESTS = "TORCH_RING_FAIL"
-_OF_LAUNCHER = "TORCH_RING_RUN_ID"  # torch_ring.run sets it for rendezvous/launchers.py
-_LEVELS = ("debug", "info", "warning", "error")
+_OF_LAUNCHER = {"TORCH_RING_RUN_ID", "TORCH_RING_PROCESS"}  # for rendezvous/launchers.py
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class Config:
 
     transport: str = "auto"
     timeout_s: float = 0.0
+    timeout_name: str = "TORCH_RING_TIMEOUT"  # what errors call it
     init_timeout_s: float = 120.0
     heartbeat_timeout_s: float = 60.0
     elastic_timeout_s: float = 600.0
@@ -42,6 +59,7 @@ class Config:
     address_space_bytes: int = 32 << 40
     check_every: int = 0
     run_ahead: bool = False
+    as_gloo: bool = False
     interface: str = ""
     connections: int = 1
     checksum: int = 0
@@ -100,7 +118,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     known = {setting.variable for setting in SETTINGS}
     found = []
-    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS, _OF_LAUNCHER}):
+    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS} - _OF_LAUNCHER):
         if variable.startswith("TORCH_RING_"):
             meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
             found.append(variable + (f" (do you mean {meant[0]}?)" if meant else ""))
@@ -110,6 +128,11 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
 def failpoints(environment: Mapping[str, str] = os.environ) -> str:
     """Return where a test wants this process to fail (CONTRIBUTING.md); "" for nowhere."""
     return environment.get(_OF_TESTS, "")
+
+
+def let_ddp_ask_for_memory() -> None:
+    """Let torch's DDP ask a backend for the memory of its buckets, unless a user has decided it."""
+    os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")  # torch's default is 1
 
 
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
@@ -147,62 +170,11 @@ def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
         raise InvalidArgumentError(f"{variable}={text!r}: {error}") from None
 
 
-def _number(minimum: float, factor: float = 1.0) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            value = float(text)
-            if minimum <= value <= _MOST:
-                return value * factor
-        raise ValueError(f"must be a number from {minimum:g} to {_MOST:g}")
-
-    return parse
-
-
-def _bytes(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.isdecimal() and minimum <= int(text) < 1 << 62:
-            return int(text)
-        raise ValueError(f"must be a whole number of bytes, {minimum} or more")
-
-    return parse
-
-
-def _count(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.isdecimal() and least <= int(text) <= most:
-            return int(text)
-        raise ValueError(f"must be a whole number from {least} to {most}")
-
-    return parse
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}")
-        return text.lower()
-
-    return parse
-
-
-def _switch(text: str) -> bool:
-    return _one_of("0", "1", "false", "true")(text) in ("1", "true")
-
-
-def _horovod_level(text: str) -> str:
-    level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
-    return level if level in _LEVELS else "warning"  # as Horovod
-
-
-def _disables_stall_check(text: str) -> float | None:
-    return 0.0 if _switch(text) else None
-
-
 SETTINGS = (
     Setting(
         "transport",
         "TORCH_RING_TRANSPORT",
-        _one_of("auto", "shm", "tcp"),
+        one_of("auto", "shm", "tcp"),
         "auto: shared memory inside hosts, TCP between them; shm: shared memory, an error on "
         "several hosts; tcp: TCP between all ranks",
         common=True,
@@ -210,19 +182,19 @@ SETTINGS = (
     Setting(
         "timeout_s",
         "TORCH_RING_TIMEOUT",
-        _number(0.0),
+        number(0.0),
         "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
         "never, as long as that rank lives (a transfer that has begun still fails after 300 s "
         "without a byte)",
-        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number(0.0)),),
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(0.0)),),
     ),
     Setting(
-        "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", _number(0.1), "seconds that init() may take"
+        "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", number(0.1), "seconds that init() may take"
     ),
     Setting(
         "heartbeat_timeout_s",
         "TORCH_RING_HEARTBEAT_TIMEOUT",
-        _number(0.1),
+        number(0.1),
         "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
         "cut off)",
         common=True,
@@ -230,23 +202,23 @@ SETTINGS = (
     Setting(
         "elastic_timeout_s",
         "TORCH_RING_ELASTIC_TIMEOUT",
-        _number(0.1),
+        number(0.1),
         "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
         "another",
-        (("HOROVOD_ELASTIC_TIMEOUT", _number(0.1)),),
+        (("HOROVOD_ELASTIC_TIMEOUT", number(0.1)),),
         common=True,
     ),
     Setting(
         "min_ranks",
         "TORCH_RING_MIN_RANKS",
-        _count(1, 10**6),
+        count(1, 10**6),
         "the fewest ranks with which torch_ring.elastic goes on",
         common=True,
     ),
     Setting(
         "max_ranks",
         "TORCH_RING_MAX_RANKS",
-        _count(1, 1 << 20),
+        count(1, 1 << 20),
         "the most ranks to which torch_ring.elastic grows",
         common=True,
     ),
@@ -260,46 +232,46 @@ SETTINGS = (
     Setting(
         "is_newcomer",
         "TORCH_RING_ELASTIC_NEWCOMER",
-        _switch,
+        switch,
         "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
     ),
     Setting(
         "stall_warning_s",
         "TORCH_RING_STALL_WARNING",
-        _number(0.0),
+        number(0.0),
         "seconds after which, again and again, a late rank is named in the log; 0: never",
         (
-            ("HOROVOD_STALL_CHECK_DISABLE", _disables_stall_check),
-            ("HOROVOD_STALL_CHECK_TIME_SECONDS", _number(0.0)),
+            ("HOROVOD_STALL_CHECK_DISABLE", disables_stall_check),
+            ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(0.0)),
         ),
     ),
     Setting(
         "fusion_threshold_bytes",
         "TORCH_RING_FUSION_THRESHOLD",
-        _bytes(0),
+        byte_count(0),
         "most bytes of asynchronous allreduces that are fused into one; 0: none are fused",
-        (("HOROVOD_FUSION_THRESHOLD", _bytes(0)),),
+        (("HOROVOD_FUSION_THRESHOLD", byte_count(0)),),
         common=True,
     ),
     Setting(
         "fusion_window_s",
         "TORCH_RING_FUSION_WINDOW",
-        _number(0.0, 1e-3),
+        number(0.0, 1e-3),
         "milliseconds for which asynchronous operations are collected, unless a thread waits for "
         "one",
-        (("HOROVOD_CYCLE_TIME", _number(0.0, 1e-3)),),
+        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3)),),
     ),
     Setting(
         "bucket_bytes",
         "TORCH_RING_BUCKET_BYTES",
-        _bytes(1),
+        byte_count(1),
         "most bytes of gradients in a bucket, which DistributedOptimizer reduces together",
         common=True,
     ),
     Setting(
         "direct_gradient_bytes",
         "TORCH_RING_DIRECT_GRADIENT_BYTES",
-        _bytes(0),
+        byte_count(0),
         "bytes from which on backward writes a gradient straight into the shared memory in which "
         "it is reduced, if all ranks are on one host; 0: all gradients are copied there",
         common=True,
@@ -307,21 +279,21 @@ SETTINGS = (
     Setting(
         "kept_result_bytes",
         "TORCH_RING_KEPT_RESULT_BYTES",
-        _bytes(0),
+        byte_count(0),
         "bytes of freed memory of large results that a process keeps for later results; the system "
         "may take it back; 0: none",
     ),
     Setting(
         "address_space_bytes",
         "TORCH_RING_ADDRESS_SPACE",
-        _bytes(1),
+        byte_count(1),
         "most bytes of address space in which a rank maps the shared memory of its host; about "
         "half of what `ulimit -v` leaves, if that is less",
     ),
     Setting(
         "check_every",
         "TORCH_RING_CHECK_EVERY",
-        _count(0, 10**9),
+        count(0, 10**9),
         "number of steps after each of which a DistributedOptimizer checks that its parameters and "
         "its state are the same on all ranks; 0: never",
         common=True,
@@ -329,10 +301,17 @@ SETTINGS = (
     Setting(
         "run_ahead",
         "TORCH_RING_RUN_AHEAD",
-        _switch,
+        switch,
         "1: backward passes on GPUs end without waiting for other hosts once they repeat "
         "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
         common=True,
+    ),
+    Setting(
+        "as_gloo",
+        "TORCH_RING_AS_GLOO",
+        switch,
+        "1: where a program asks torch.distributed for gloo, it gets ring "
+        "(docs/torch-distributed.md)",
     ),
     Setting(
         "interface",
@@ -343,7 +322,7 @@ SETTINGS = (
     Setting(
         "connections",
         "TORCH_RING_CONNECTIONS",
-        _count(1, 64),
+        count(1, 64),
         "TCP connections between two ranks that exchange data; more than 1 if a single one does "
         "not fill the network",
         common=True,
@@ -351,7 +330,7 @@ SETTINGS = (
     Setting(
         "checksum",
         "TORCH_RING_CHECKSUM",
-        _count(0, 1),
+        count(0, 1),
         "1: data that travel over TCP carry a CRC-32C, and damaged ones are an error on all ranks",
         common=True,
     ),
@@ -379,7 +358,7 @@ SETTINGS = (
     Setting(
         "trust_network",
         "TORCH_RING_TRUST_NETWORK",
-        _switch,
+        switch,
         "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
         "run code; 0: only plain data",
         common=True,
@@ -387,14 +366,14 @@ SETTINGS = (
     Setting(
         "exit_with_launcher",
         "TORCH_RING_EXIT_WITH_LAUNCHER",
-        _count(0, 1),
+        count(0, 1),
         "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
     ),
     Setting(
         "log_level",
         "TORCH_RING_LOG_LEVEL",
-        _one_of(*_LEVELS),
+        one_of(*LEVELS),
         "debug, info, warning or error",
-        (("HOROVOD_LOG_LEVEL", _horovod_level),),
+        (("HOROVOD_LOG_LEVEL", horovod_level),),
     ),
 )

@@ -1,0 +1,23 @@
+"""The settings, read from the environment here and nowhere else."""
+
+from torch_ring.config.settings import (
+    SETTINGS,
+    Config,
+    Setting,
+    failpoints,
+    let_ddp_ask_for_memory,
+    misspelt,
+    nccl_is_blocking,
+    variables_set,
+)
+
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "Setting",
+    "failpoints",
+    "let_ddp_ask_for_memory",
+    "misspelt",
+    "nccl_is_blocking",
+    "variables_set",
+]
