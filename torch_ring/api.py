@@ -1,7 +1,8 @@
 """The public names of torch_ring: its table of contents, which needs torch.
 
 `torch_ring/__init__.py` hands them on when the first of them is used, or at once where torch has
-been imported. Its last line makes the backend ``ring`` known to torch.distributed.
+been imported. Its last lines make the backend ``ring`` known to torch.distributed, and see to it
+that errors leave a trace where the user wants one.
 """
 
 from torch_ring import (
@@ -92,6 +93,7 @@ from torch_ring.state import (
     broadcast_parameters,
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from torch_ring.tracing.flight_recorder import watch_errors
 from torch_ring.world import (
     cross_rank,
     cross_size,
@@ -210,3 +212,4 @@ __all__ = [
 ]
 
 register_backend()
+watch_errors()

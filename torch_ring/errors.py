@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 
 __all__ = [
     "HorovodInternalError",
@@ -13,7 +14,9 @@ __all__ = [
     "PeerLostError",
     "RingError",
     "TimeoutError",
+    "add_to_texts",
     "first_line",
+    "note_for_error",
 ]
 
 
@@ -66,3 +69,17 @@ class NotInitializedError(ValueError, RuntimeError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message: torch's and its store's may have thirty."""
     return str(error).partition("\n")[0]
+
+
+_notes: list[Callable[[], str]] = []
+
+
+def add_to_texts(note: Callable[[], str]) -> None:
+    """Call `note`, which raises nothing, for each error of a collective; its text ends with it."""
+    if note not in _notes:
+        _notes.append(note)
+
+
+def note_for_error() -> str:
+    """Return what the text of an error of a collective ends with. The native module calls it."""
+    return "".join(note() for note in _notes)

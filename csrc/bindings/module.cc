@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <string>
 #include <system_error>
 
 #include "bindings/accelerator.h"
@@ -45,8 +46,13 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const auto type = py::module_::import("torch_ring.errors").attr(python_name(error.kind()));
-    PyErr_SetString(type.ptr(), error.what());
+    const auto errors = py::module_::import("torch_ring.errors");
+    std::string text = error.what();
+    // Python may have more to say of a failed collective: where its last operations are written.
+    if (error.kind() != ErrorKind::kInvalidArgument) {
+      text += errors.attr("note_for_error")().cast<std::string>();
+    }
+    PyErr_SetString(py::object(errors.attr(python_name(error.kind()))).ptr(), text.c_str());
   } catch (const std::system_error& error) {  // a thread that could not be started
     const auto text = "cannot start a thread: " + std::string(error.what());
     PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), text).ptr());

@@ -9,6 +9,7 @@
 #include "bindings/message_specs.h"
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
+#include "bindings/spans.h"
 #include "collective/make_communicator.h"
 
 namespace py = pybind11;
@@ -19,6 +20,12 @@ namespace {
 
 Engine::Mode mode_of(bool blocking) {
   return blocking ? Engine::Mode::kBlocking : Engine::Mode::kAsynchronous;
+}
+
+Transport transport_of(int size, int hosts) {
+  if (size == 1) return Transport::kLocal;
+  if (hosts == 1) return Transport::kShared;
+  return hosts == size ? Transport::kNetwork : Transport::kHierarchical;
 }
 
 void check_outputs(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& outputs) {
@@ -38,6 +45,7 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
       hosts_(world.topology.host_count()),
       set_(set),
       timeout_(config.timeout),
+      transport_(transport_of(size_, hosts_)),
       plane_(std::move(plane)) {
   auto abort = std::make_shared<Abort>();
   // Shared with the engine's thread, which has no GIL.
@@ -58,6 +66,10 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
   }
   Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
                           world.waits, has_other_threads, log_line,     {},  std::move(order)};
+  options.transport = transport_;
+  options.follow = [group = SpanGroup{set_, rank_, size_, name_of(transport_)}](Request& request) {
+    follow_with_span(request, group);
+  };
   communicator_ = make_communicator(world, config, *abort);
   shared_.emplace(rank_, communicator_, log_line);
   options.make_device = [device = device_, patience = DevicePatience{config, options.log},
@@ -289,6 +301,24 @@ py::bytes PyEngine::gather_reports(PassAgreement& agreement, const std::string& 
     gathered = agreement.gather(*engine, report, kCheckSignals);
   }
   return {gathered};
+}
+
+std::vector<OperationRecord> PyEngine::records() const {
+  const std::shared_ptr<Engine> engine = engine_;
+  const py::gil_scoped_release no_gil;
+  return engine ? engine->records() : std::vector<OperationRecord>{};
+}
+
+OperationTotals PyEngine::totals() const {
+  const std::shared_ptr<Engine> engine = engine_;
+  const py::gil_scoped_release no_gil;
+  return engine ? engine->totals() : OperationTotals{};
+}
+
+void PyEngine::observe(std::shared_ptr<RecordStream> stream) const {
+  const std::shared_ptr<Engine> engine = running();
+  const py::gil_scoped_release no_gil;
+  engine->observe(std::move(stream));
 }
 
 std::shared_ptr<RunAhead> PyEngine::run_ahead() {

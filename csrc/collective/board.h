@@ -79,6 +79,11 @@ class Board {
   /// have posted, if their entries arrive behind the missing ones: the WaitGraph tells them apart.
   virtual std::vector<int> missing() const = 0;
 
+  /// The rank that posted last to the completed round, as far as this rank has had to wait for it:
+  /// which rank's post has delayed the last of what it waited for. This rank itself if it has
+  /// waited for nothing. Exact but for what a message takes; the clocks of hosts play no part.
+  virtual int last() const = 0;
+
   /// Waits until the round that this rank posted to is complete, until a peer has posted to one
   /// that this rank has not, until wake(), or until `deadline`. May return early. Spins for `spin`
   /// first, if every rank on this kernel has a core; then sleeps.

@@ -59,19 +59,22 @@ bool HierarchicalBoard::complete() {
     return false;
   }
   read();
+  last_ = host_.header(0).latest.load(std::memory_order_relaxed);
   open_ = false;
   return true;
 }
 
 /// Posts this host's entries to the other leaders.
 void HierarchicalBoard::gather() {
-  leaders_->post_runs(Runs(local_.round().runs));
+  leaders_->post_runs(Runs(local_.round().runs), local_.last());
   gathered_ = true;
 }
 
 /// Hands the runs of all hosts to this host's ranks.
 void HierarchicalBoard::publish() {
   write_slot(world_slot(host_.own_slot(), local_.round_number()), leaders_->runs());
+  // Relaxed: published before the counter, whose store releases it.
+  host_.own().latest.store(leaders_->last(), std::memory_order_relaxed);
   host_.publish(host_.own().published, local_.round_number());
 }
 

@@ -123,8 +123,8 @@ void RingCommunicator::reducescatter(const void* input, void* output,
     // As many peers at once as a section has. All inputs are here when the last ones arrive.
     for (int first = 1; first < size(); first += kSectionRanks - 1) {
       const int last = std::min(first + kSectionRanks - 1, size());
-      std::vector<Outgoing> outgoing;
-      std::vector<Incoming> incoming;
+      std::vector<OutgoingBytes> outgoing;
+      std::vector<IncomingBytes> incoming;
       for (int distance = first; distance < last; ++distance) {
         const int to = (rank() + distance) % size();
         const Range given = chunk_of_rank(to);
@@ -172,8 +172,8 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* result,
 
     std::vector<const void*> inputs(static_cast<std::size_t>(members));
     at(inputs, level.index) = data + begin * item;
-    std::vector<Outgoing> outgoing;
-    std::vector<Incoming> incoming;
+    std::vector<OutgoingBytes> outgoing;
+    std::vector<IncomingBytes> incoming;
     for (int distance = 1; distance < members; ++distance) {  // not all to the first one first
       const int to = (level.index + distance) % members;
       const Range given = arc(to);
@@ -213,8 +213,8 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* result,
 /// Runs an exchange in which `count` elements of `item` bytes come from every peer, and calls
 /// add(segment) for those that have come from all of them.
 template <class Add>
-void RingCommunicator::exchange_and_add(std::span<const Outgoing> outgoing,
-                                        std::span<const Incoming> incoming, std::size_t count,
+void RingCommunicator::exchange_and_add(std::span<const OutgoingBytes> outgoing,
+                                        std::span<const IncomingBytes> incoming, std::size_t count,
                                         std::size_t item, Add&& add) {
   std::size_t added = 0;
   exchange(outgoing, incoming, waiter_, [&](std::size_t arrived_bytes) {

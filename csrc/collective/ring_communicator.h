@@ -75,8 +75,9 @@ class RingCommunicator : public HostCommunicator {
   void reduce_scatter(const std::byte* input, std::byte* result, std::span<const Range> chunks,
                       const Reduction& reduction);
   template <class Add>
-  void exchange_and_add(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
-                        std::size_t count, std::size_t item, Add&& add);
+  void exchange_and_add(std::span<const OutgoingBytes> outgoing,
+                        std::span<const IncomingBytes> incoming, std::size_t count,
+                        std::size_t item, Add&& add);
   template <class Add>
   void exchange_with_root(std::span<const std::size_t> bytes, int root, Add&& add);
   void gather_everywhere(std::byte* data, std::span<const Range> chunks);

@@ -76,8 +76,8 @@ void RingCommunicator::exchange_with_root(std::span<const std::size_t> bytes, in
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
   for (const Range round : ranges_of(longest, round_bytes())) {
     for (int first = 1; first < size(); first += kSectionRanks - 1) {
-      std::vector<Outgoing> outgoing;
-      std::vector<Incoming> incoming;
+      std::vector<OutgoingBytes> outgoing;
+      std::vector<IncomingBytes> incoming;
       for (int distance = first; distance < std::min(first + kSectionRanks - 1, size());
            ++distance) {
         const int peer = (root + distance) % size();

@@ -42,6 +42,7 @@ void ShmBoard::post(const Post& entry) {
   std::memcpy(to, &header, sizeof header);
   put(put(put(to + sizeof header, entry.common), entry.own), entry.local);
   open_ = true;
+  last_ = host_.index();
   host_.publish(host_.own().posted, round_);
 }
 
@@ -53,7 +54,11 @@ bool ShmBoard::peer_posted() {
 }
 
 bool ShmBoard::complete() {
-  if (open_) open_ = !host_.all_reached(&SegmentHeader::posted, round_);
+  if (!open_) return true;
+  // Who is seen behind last has come last: before it is seen, those of a lower index have come.
+  const int behind = host_.first_behind(&SegmentHeader::posted, round_);
+  open_ = behind >= 0;
+  if (open_) last_ = behind;
   return !open_;
 }
 

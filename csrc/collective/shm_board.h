@@ -27,6 +27,7 @@ class ShmBoard : public Board {
   bool complete() override;
   Round round() override;
   std::vector<int> missing() const override;
+  int last() const override { return at(ranks_, last_); }
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
@@ -41,6 +42,7 @@ class ShmBoard : public Board {
   std::vector<ByteSpan> locals_;  // of the completed round, by index
   std::uint64_t round_ = 0;
   bool open_ = false;  // posted to, and not yet seen complete
+  int last_ = 0;       // the host index of the rank that this one has waited for last
   std::atomic<bool> woken_{false};
 };
 

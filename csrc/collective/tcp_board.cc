@@ -24,12 +24,12 @@ void TcpBoard::post(const Post& entry) {
   local_part_ = local_;
   Runs own;
   own.append({1, entry.common, entry.own});
-  post_runs(own);
+  post_runs(own, rank_);
 }
 
-void TcpBoard::post_runs(const Runs& entries) {
+void TcpBoard::post_runs(const Runs& entries, int late) {
   open_ = true;
-  frames_.begin(entries);
+  frames_.begin(entries, late);
   sent_.assign(sent_.size(), 0);
   complete();
 }
@@ -103,7 +103,10 @@ bool TcpBoard::receive_frame() {
     } catch (const Error& error) {
       throw Error(ErrorKind::kPeerLost, from.peer() + " sent a garbled frame: " + error.what());
     }
-    if (bytes < room.size()) return false;
+    if (bytes < room.size()) {
+      frames_.delay();
+      return false;
+    }
   }
   return true;
 }

@@ -100,6 +100,8 @@ std::string group_of(const Fingerprint& fingerprint) {
 std::vector<Decision> Agreement::round(const Round& round) {
   if (auto decisions = in_step(round)) return std::move(*decisions);
 
+  const std::uint64_t earlier = announcements_;
+  for (auto& [key, pending] : pending_) pending.latest.clear();
   bool nothing_new = true;
   bool all_blocked = true;
   for (const Run& run : round.runs) {
@@ -123,6 +125,7 @@ std::vector<Decision> Agreement::round(const Round& round) {
   std::vector<Decision> decisions;
   for (const auto& [since, key] : ready) {
     decisions.push_back(decide(key, std::move(pending_.extract(key).mapped())));
+    if (since >= earlier) decisions.back().last.clear();  // all have announced it in this round
   }
   end_groups(decisions);
   if (joined_count_ == size_) decisions.push_back(join());
@@ -194,6 +197,7 @@ void Agreement::announce(const Run& run, const Announcement& a, std::size_t shar
     if (place) throw twice();
     place = announced;
   }
+  for (int rank = run.first; rank < end; ++rank) pending.latest.push_back(rank);
   for (std::size_t i = 0; a.is_shared && i < round.locals.size(); ++i) {
     const int rank = round.host_ranks[i];
     if (rank < run.first || rank >= end) continue;
@@ -234,6 +238,7 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own, const Round
 Decision Agreement::decide(const std::string& key, Pending pending) const {
   Decision decision;
   decision.key = key;
+  decision.last = std::move(pending.latest);
   bool all_shared = true;
   bool all_inline = true;
   const auto is_here = [](const auto& announced) { return announced != nullptr; };

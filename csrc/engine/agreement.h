@@ -25,6 +25,7 @@ struct Decision {
   std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
   int last_joined = -1;                      // of a join: the rank that joined last
   bool resets_numbering = false;             // every rank waits for this, and for nothing else
+  std::vector<int> last;  // who announced it in this round, if others had in an earlier one
 
   // Owns payloads of earlier rounds; this round's are borrowed.
   std::vector<std::shared_ptr<const void>> storage;
@@ -83,6 +84,7 @@ class Agreement {
     std::uint64_t since = 0;  // the number of requests that were first announced earlier
     std::vector<std::shared_ptr<const Announced>> by_rank;  // null: not yet announced
     std::map<int, std::int64_t> shared_offsets;             // by rank, of this host
+    std::vector<int> latest;                                // who has announced it in this round
   };
 
   std::optional<std::vector<Decision>> in_step(const Round& round) const;

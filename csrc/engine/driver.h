@@ -18,6 +18,7 @@
 #include "engine/agreement.h"
 #include "engine/device.h"
 #include "engine/executor.h"
+#include "engine/lateness.h"
 #include "engine/launch_order.h"
 #include "engine/request_queue.h"
 #include "engine/watchdog.h"
@@ -131,6 +132,7 @@ class Driver {
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
+  void write_down(Work& work, const Decision& decision);
   void run_round();
   void run_on_device(const Round& round, std::span<const Decision* const> decisions);
   const Fingerprint& fingerprint_of(const Decision& decision) const;
@@ -176,8 +178,14 @@ class Driver {
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
   std::uint64_t rounds_ = 0;                  // completed
-  LongWait wait_;                             // for the round's other entries
-  Clock::time_point last_submission_;         // of an announced work
+  std::uint64_t decided_ = 0;                 // operations, mismatches too: the same on all ranks
+  std::optional<Clock::time_point> waits_since_;  // for the open round; none: it has not waited
+  Clock::time_point agreed_;                      // when the last round was complete
+  std::chrono::nanoseconds lag_{0};               // how long this rank waited for it
+  int last_rank_ = 0;                             // ... and for whom last
+  Lateness lateness_;
+  LongWait wait_;                      // for the round's other entries
+  Clock::time_point last_submission_;  // of an announced work
   // By rank: when it announced something while other requests stayed undecided. The clock's
   // beginning if it has not, since the oldest of these was submitted at least.
   std::vector<Clock::time_point> progress_;

@@ -30,10 +30,11 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
     : communicator_(std::move(communicator)),
       abort_(std::move(abort)),
       config_(options.config),
+      follow_(std::move(options.follow)),
       name_(name_in(at(options.labels, communicator_->rank()))),
       is_world_(options.set == 0),
       board_(communicator_->board()),
-      queue_(name_),
+      queue_(name_, options.set, options.transport),
       watchdog_(options.plane, options.set, std::move(options.members), options.labels, *abort_,
                 [this] {
                   const Lock lock = queue_.lock();
@@ -78,6 +79,7 @@ void Engine::close(Ending ending) {
 }
 
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
+  if (follow_) follow_(request);
   auto work = RequestQueue::make_work(std::move(request));
   enqueue(queue_.lock(), {&work, 1}, mode);
   return work;
@@ -85,12 +87,16 @@ std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
 
 std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests, Mode mode) {
   std::vector<std::shared_ptr<Work>> works;
-  for (Request& request : requests) works.push_back(RequestQueue::make_work(std::move(request)));
+  for (Request& request : requests) {
+    if (follow_) follow_(request);
+    works.push_back(RequestQueue::make_work(std::move(request)));
+  }
   enqueue(queue_.lock(), works, mode);
   return works;
 }
 
 void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
+  if (follow_) follow_(request);
   const auto work = RequestQueue::make_work(std::move(request));
   Lock lock = queue_.lock();
   enqueue(lock, {&work, 1}, Mode::kBlocking);

@@ -231,7 +231,7 @@ void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byt
 
 }  // namespace
 
-void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+void exchange(std::span<const OutgoingBytes> outgoing, std::span<const IncomingBytes> incoming,
               const Waiter& waiter, const std::function<void(std::size_t)>& received) {
   std::vector<Transfer<const std::byte>> sends;
   for (const auto& [to, bytes] : outgoing) sends.push_back({to, bytes});

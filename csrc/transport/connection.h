@@ -87,11 +87,11 @@ class Connection {
 };
 
 /// What one of several peers gets, or gives, in an exchange.
-struct Outgoing {
+struct OutgoingBytes {
   Connection* to;
   std::span<const std::byte> bytes;
 };
-struct Incoming {
+struct IncomingBytes {
   Connection* from;
   std::span<std::byte> bytes;
 };
@@ -102,7 +102,7 @@ struct Incoming {
 /// long then.
 /// Blocking: until all is done. Errors: Connection's; Error(kTimeout) with the progress in both
 /// directions, when nothing has moved for the waiter's timeout.
-void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+void exchange(std::span<const OutgoingBytes> outgoing, std::span<const IncomingBytes> incoming,
               const Waiter& waiter, const std::function<void(std::size_t)>& received = {});
 
 /// The same with one peer to send to and one to receive from.

@@ -68,6 +68,7 @@ class Config:
     exit_with_launcher: int = 1
     secret_file: str = ""
     trust_network: bool = False
+    flight_dir: str = ""
     log_level: str = "info"
 
     @classmethod
@@ -368,6 +369,13 @@ SETTINGS = (
         "TORCH_RING_EXIT_WITH_LAUNCHER",
         count(0, 1),
         "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
+    ),
+    Setting(
+        "flight_dir",
+        "TORCH_RING_FLIGHT_DIR",
+        str,
+        "folder into which a rank writes its last operations when a collective fails, and on "
+        "SIGUSR2 (docs/tracing.md); if unset, none",
     ),
     Setting(
         "log_level",

@@ -8,7 +8,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -28,6 +28,7 @@ from torch_ring.world.join import World, join_world
 from torch_ring.world.torch_group import group_of_job, place_in
 
 __all__ = [
+    "after_join",
     "config",
     "cpu_sharers",
     "cross_rank",
@@ -68,6 +69,7 @@ _is_parents = False  # this process was forked, and _world is its parent's
 _changing = threading.RLock()  # held by init() and shutdown(), even in a signal handler
 _disabled_in_child: WeakSet[_Inherited] = WeakSet()
 _finalizer: multiprocessing.util.Finalize | None = None
+_after_join: list[Callable[[], None]] = []
 
 
 def init(
@@ -171,6 +173,14 @@ def _join(
             ignored = misspelt()  # which may be why it has failed
             if ignored and (_world is None or _world.rank == 0):
                 _log.warning(ignored)
+        for callback in _after_join:
+            callback()
+
+
+def after_join(callback: Callable[[], None]) -> None:
+    """Call a function, on its own, whenever this process has joined a world."""
+    if callback not in _after_join:
+        _after_join.append(callback)
 
 
 def prepare(config: Config) -> None:

@@ -100,6 +100,16 @@ class ProcessSetRecord:
                 self._engine = self._make_engine()
             return self._engine
 
+    @property
+    def running(self) -> Engine | None:
+        """The engine, if it has been made and has not ended."""
+        return self._engine
+
+    @property
+    def number(self) -> int:
+        """The set's number: the same on all ranks, and never given twice."""
+        return self._number
+
     def shutdown(self, *, removed: bool = False) -> None:
         """End the engine, and fail its operations in flight.
 
@@ -177,6 +187,17 @@ class ProcessSetTable:
         self._closed = False
         self._changing = threading.RLock()  # held while the records change, or the table closes
         self._in_collective = threading.Lock()
+
+    def engines(self) -> list[tuple[int, Ranks, Engine]]:
+        """Return the sets that this process has used: number, members and engine; the world first.
+
+        A group of torch.distributed is one, too. The number is the same on all members.
+        """
+        return [
+            (record.number, record.ranks, record.running)
+            for record in (*self.records, *self._groups)
+            if record.running is not None
+        ]
 
     def find(self, ranks: Ranks) -> ProcessSetRecord | None:
         """Return the set of these ranks, if there is one."""

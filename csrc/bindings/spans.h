@@ -1,0 +1,26 @@
+// follow_with_span(): the spans of collectives in torch.profiler.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "engine/request.h"
+
+namespace torch_ring {
+
+/// The process set of a span.
+struct SpanGroup {
+  std::uint64_t set;
+  int rank;
+  int size;
+  std::string transport;
+};
+
+/// Opens the spans of a request, if a profiler is on, and has them closed when the request ends.
+/// One has the fields of torch's own collectives ("record_param_comms": what Kineto and Holistic
+/// Trace Analysis read); the other is called as the request is, "torch_ring: allreduce 'x' ...".
+/// Without a profiler: costs a look whether there is one.
+/// Thread: the one that submits the request; the progress thread closes the spans.
+void follow_with_span(Request& request, const SpanGroup& group);
+
+}  // namespace torch_ring

@@ -1,0 +1,46 @@
+// Lateness: the line of a minute, and who says it.
+#include "engine/lateness.h"
+
+#include "harness.h"
+
+namespace torch_ring::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+/// What rank `self` of four says after two minutes of a wait a second, each for a rank of `last`.
+std::vector<std::string> lines(int self, const std::vector<int>& last, milliseconds lag) {
+  Lateness lateness(self, 4);
+  std::vector<std::string> lines;
+  for (int second = 0; second <= 120; ++second) {
+    const int late = last[static_cast<std::size_t>(second) % last.size()];
+    const auto text = lateness.note(late, lag, Clock::time_point{} + seconds(second));
+    if (text) lines.push_back(*text);
+  }
+  return lines;
+}
+
+TEST(lateness_one_rank_says_once_a_minute_who_is_late) {
+  const auto said = lines(0, {3, 3, 3, 2}, milliseconds(38));
+  CHECK_EQ(said.size(), 2u);
+  CHECK_EQ(said[0],
+           "rank 3 was last in 75 % of the 60 agreements for which rank 0 waited 10 ms or more in "
+           "the last minute, by 38 ms in the median (docs/tracing.md)");
+  CHECK(lines(1, {3, 3, 3, 2}, milliseconds(38)).empty());
+  CHECK(lines(2, {3, 3, 3, 2}, milliseconds(38)).empty());
+}
+
+TEST(lateness_rank_1_speaks_of_rank_0) {
+  CHECK(lines(0, {0}, milliseconds(38)).empty());
+  CHECK_EQ(lines(1, {0}, milliseconds(38)).size(), 2u);
+}
+
+TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
+  CHECK(lines(0, {1, 2, 3}, milliseconds(38)).empty());
+  CHECK(lines(0, {1, 2}, milliseconds(38)).empty());
+  CHECK(lines(0, {3}, milliseconds(9)).empty());
+}
+
+}  // namespace
+}  // namespace torch_ring::test

@@ -1,0 +1,188 @@
+// Recorder and RecordStream, and what the engine writes down on every layout.
+#include "engine/recorder.h"
+
+#include <thread>
+
+#include "engine_ranks.h"
+#include "harness.h"
+
+namespace torch_ring::test {
+namespace {
+
+using State = OperationRecord::State;
+
+std::shared_ptr<Work> add(RequestQueue& queue, const std::string& name) {
+  Request request;
+  request.fingerprint.name = name;
+  request.fingerprint.shape = {3};
+  auto work = RequestQueue::make_work(std::move(request));
+  queue.add(queue.lock(), {&work, 1});
+  return work;
+}
+
+std::vector<OperationRecord> records(RequestQueue& queue) {
+  const auto lock = queue.lock();
+  return queue.recorder(lock).records();
+}
+
+TEST(recorder_keeps_the_last_2000_operations_and_those_in_flight) {
+  RequestQueue queue("rank 0", 7, Transport::kShared);
+  std::vector<std::shared_ptr<Work>> works;
+  for (int i = 1; i <= 2100; ++i) {
+    works.push_back(add(queue, "x" + std::to_string(i)));
+    if (i % 2 == 0) queue.complete(queue.lock(), *works.back());
+  }
+  const auto found = records(queue);
+  CHECK_EQ(found.size(), Recorder::kOperations);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const OperationRecord& record = found[i];
+    CHECK_EQ(record.number, i + 101);
+    CHECK_EQ(record.fingerprint.name, "x" + std::to_string(i + 101));
+    CHECK(record.state == (record.number % 2 == 0 ? State::kFinished : State::kSubmitted));
+    CHECK_EQ(record.finished != 0, record.number % 2 == 0);
+    CHECK_EQ(record.set, 7u);
+    CHECK_EQ(record.bytes, 12u);
+    CHECK(record.transport == Transport::kShared);
+  }
+  // An operation that is overtaken by 2000 others writes over none of them.
+  queue.complete(queue.lock(), *works[0]);
+  CHECK_EQ(records(queue)[0].number, 101u);
+  for (auto& work : works) {
+    if (!work->done()) queue.complete(queue.lock(), *work);
+  }
+}
+
+TEST(recorder_writes_down_errors) {
+  RequestQueue queue("rank 2");
+  const auto work = add(queue, "x");
+  queue.fail(queue.lock(), *work, Error(ErrorKind::kMismatch, "no"));
+  const OperationRecord record = records(queue)[0];
+  CHECK(record.state == State::kFailed);
+  CHECK_EQ(record.error, "rank 2: allreduce 'x' float32 [3] Sum: no");
+}
+
+TEST(record_stream_drops_and_counts_what_finds_no_room) {
+  RecordStream stream(3);
+  std::vector<OperationRecord> taken;
+  OperationRecord record;
+  for (int i = 0; i < 10; ++i) {
+    record.number = static_cast<std::uint64_t>(i);
+    stream.push(record);
+  }
+  stream.take(taken, 2);
+  CHECK(taken.size() == 2 && taken[0].number == 0 && taken[1].number == 1);
+  stream.push(record);
+  stream.take(taken, 100);
+  CHECK(taken.size() == 4 && taken[2].number == 2 && taken[3].number == 9);
+  CHECK_EQ(stream.dropped(), 7u);
+}
+
+TEST(record_stream_hands_records_from_thread_to_thread) {
+  constexpr std::uint64_t kRecords = 20'000;
+  RecordStream stream(16);
+  std::vector<OperationRecord> taken;
+  std::thread writer([&] {
+    OperationRecord record;
+    for (std::uint64_t i = 0; i < kRecords; ++i) {
+      record.number = i;
+      record.fingerprint.name = "name " + std::to_string(i);
+      stream.push(record);
+    }
+  });
+  while (taken.size() + stream.dropped() < kRecords) stream.take(taken, 4);
+  writer.join();
+  stream.take(taken, kRecords);
+  CHECK_EQ(taken.size() + stream.dropped(), kRecords);
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    CHECK_EQ(taken[i].fingerprint.name, "name " + std::to_string(taken[i].number));
+    CHECK(i == 0 || taken[i - 1].number < taken[i].number);
+  }
+}
+
+/// The phases of a finished operation come one after the other.
+void check_phases(const OperationRecord& record) {
+  CHECK(record.state == State::kFinished);
+  CHECK(0 < record.submitted && record.submitted <= record.agreed);
+  CHECK_EQ(record.started == 0, record.is_inline);
+  if (!record.is_inline) {
+    CHECK(record.agreed <= record.started && record.started <= record.finished);
+  }
+  CHECK_EQ(record.is_fused, record.packed != 0);
+  if (record.is_fused) {
+    CHECK(record.started <= record.packed && record.packed <= record.reduced &&
+          record.reduced <= record.finished);
+  }
+  CHECK(record.agreed <= record.finished);
+}
+
+const bool kPhases = on_all_layouts("operations are written down", [](Rank& rank) {
+  auto stream = std::make_shared<RecordStream>(100);
+  rank.engine().observe(stream);
+  std::vector<float> small = rank.input(3);
+  rank.allreduce_now(small, "small");
+  std::vector<float> large = rank.input(100'000);
+  rank.allreduce_now(large, "large");
+  std::vector<std::vector<float>> fused(2, rank.input(10'000));
+  const auto first = rank.allreduce(fused[0], "fused.0");
+  const auto second = rank.allreduce(fused[1], "fused.1");
+  rank.wait(first);
+  rank.wait(second);
+
+  const auto found = rank.engine().records();
+  CHECK_EQ(found.size(), 4u);
+  const std::vector<std::string> names{"small", "large", "fused.0", "fused.1"};
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    check_phases(found[i]);
+    CHECK_EQ(found[i].fingerprint.name, names[i]);
+    CHECK_EQ(found[i].sequence, i + 1);
+    CHECK(found[i].last_rank >= 0 && found[i].last_rank < rank.size());
+  }
+  CHECK(found[0].is_inline && !found[1].is_inline);
+  CHECK_EQ(found[1].bytes, 400'000u);
+  std::vector<OperationRecord> seen;
+  stream->take(seen, 100);
+  CHECK_EQ(seen.size(), 4u);
+  CHECK_EQ(stream->dropped(), 0u);
+});
+
+const bool kLast = on_all_layouts(
+    "every rank knows who came last, and how long it waited",
+    [](Rank& rank) {
+      using std::chrono::milliseconds;
+      constexpr milliseconds kLate{150};
+      std::vector<float> values = rank.input(3);
+      rank.allreduce_now(values, "begin");
+      for (int late = 0; late < rank.size(); ++late) {
+        if (rank.rank() == late) std::this_thread::sleep_for(kLate);
+        rank.allreduce_now(values, "of." + std::to_string(late));
+        const OperationRecord record = rank.engine().records().back();
+        CHECK_EQ(record.last_rank, late);
+        // The others may have been late for this too, by less.
+        CHECK(rank.rank() == late || std::chrono::nanoseconds(record.lag) > kLate / 3);
+        CHECK(rank.rank() != late || std::chrono::nanoseconds(record.lag) < kLate);
+      }
+    },
+    2);
+
+TEST(recorder_shows_an_operation_that_one_rank_alone_asks_for) {
+  run_engines({0, 0}, [](Rank& rank) {
+    std::vector<float> values = rank.input(3);
+    std::shared_ptr<Work> alone;
+    if (rank.rank() == 0) {
+      alone = rank.allreduce(values, "alone");
+      const OperationRecord record = rank.engine().records().back();
+      CHECK_EQ(record.fingerprint.name, "alone");
+      CHECK(record.state == State::kSubmitted && record.sequence == 0 && record.agreed == 0);
+    }
+    std::vector<float> both = rank.input(3);
+    rank.allreduce_now(both, "both");
+    if (rank.rank() == 1) alone = rank.allreduce(values, "alone");
+    rank.wait(alone);
+    for (const OperationRecord& record : rank.engine().records()) {
+      CHECK_EQ(record.sequence, record.fingerprint.name == "both" ? 1u : 2u);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torch_ring::test

@@ -1,0 +1,154 @@
+"""The rank that the others wait for, and the counters of a rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Any
+
+import namespaces
+import pytest
+import torch
+from pool import run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring import tracing
+from torch_ring.tracing.lateness import Straggler
+
+LATE_S = 0.2
+STEPS = 20
+HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") is not None
+BUCKETS = {"TORCH_RING_BUCKET_BYTES": "20000"}  # one of each layer below
+
+
+class Sleeps(torch.autograd.Function):
+    """The identity; its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def train(late: int | None, init: bool) -> list[Straggler]:
+    """Train some steps; `late` sleeps in each backward, before it has the gradients of layer 0."""
+    if init:
+        hvd.init()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(torch.nn.Sequential(*layers).parameters(), lr=0.01)
+    )
+    for _ in range(STEPS):
+        values = layers[0](torch.randn(8, 64))
+        values = Sleeps.apply(values, LATE_S if hvd.rank() == late else 0.0)
+        optimizer.zero_grad()
+        layers[2](layers[1](values)).square().mean().backward()
+        optimizer.step()
+    found = tracing.stragglers(min_lag_s=LATE_S / 4)  # a busy machine makes all ranks late by less
+    hvd.barrier()
+    if init:
+        hvd.shutdown()
+    return found
+
+
+def check(found: list[list[Straggler]], late: int, operation: str) -> None:
+    """Check that the late rank is named by all others, and no rank by the late one."""
+    for rank, stragglers in enumerate(found):
+        if rank == late:
+            assert stragglers == []
+            continue
+        (straggler,) = stragglers
+        assert straggler.rank == late, found
+        assert straggler.last >= STEPS - 2, found
+        assert straggler.median_s > LATE_S / 2, found
+        assert operation in straggler.operation, found
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_rank_that_sleeps_in_backward_is_named_on_shared_memory(late: int) -> None:
+    check(run(train, 4, args=(late, False), env=BUCKETS), late, "the end of a backward pass")
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_tcp(late: int) -> None:
+    found = run(train, 4, args=(late, False), env=BUCKETS, transport="tcp")
+    check(found, late, "bucket")
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)")
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_two_hosts(
+    hosts: list[str], late: int
+) -> None:
+    found = run(
+        train,
+        4,
+        args=(late, True),
+        initialized=False,
+        transport="",
+        env=BUCKETS | {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29437"},
+        namespaces=[hosts[0], hosts[0], hosts[1], hosts[1]],
+    )
+    check(found, late, "bucket")
+
+
+def take_turns() -> list[Straggler]:
+    values = torch.ones(3)
+    for step in range(9):
+        if step % hvd.size() == hvd.rank():
+            time.sleep(0.1)
+        hvd.allreduce(values, name="x")
+    return tracing.stragglers()
+
+
+@on_both_transports
+def test_ranks_that_are_late_in_turn_are_not_named(transport: str) -> None:
+    assert run(take_turns, 3, transport=transport) == [[], [], []]
+
+
+def count() -> None:
+    before = tracing.snapshot()
+    assert (before.rank, before.size) == (hvd.rank(), hvd.size())
+    barriers = before.sets[0].operations["barrier"].operations
+    if hvd.rank() == 1:
+        time.sleep(0.1)
+    for _ in range(3):
+        hvd.allreduce(torch.ones(10), name="x")
+    hvd.allreduce(torch.ones(100_000), name="x")
+    hvd.barrier()
+    with pytest.raises(hvd.MismatchError):
+        hvd.broadcast(torch.ones(3 + hvd.rank()), 0, name="y")
+    after = tracing.snapshot().sets[0]
+    assert after.ranks == (0, 1)
+    reduced = after.operations["allreduce"]
+    assert (reduced.operations, reduced.failed, reduced.bytes) == (4, 0, 3 * 40 + 400_000)
+    assert reduced.running_s > 0
+    assert reduced.waiting_s > (0.05 if hvd.rank() == 0 else 0)
+    assert after.operations["barrier"].operations == barriers + 1
+    assert after.operations["broadcast"].failed == 1
+    assert after.inlined >= 4
+    assert after.fused == 0
+    lag = after.lag
+    assert len(lag.counts) == len(lag.bounds_s) + 1
+    assert sum(lag.counts) == sum(each.operations for each in after.operations.values())
+    waits = sum(n for n, bound in zip(lag.counts[1:], lag.bounds_s, strict=True) if bound >= 0.05)
+    assert (waits >= 1 and lag.sum_s > 0.05) if hvd.rank() == 0 else True
+
+
+@on_both_transports
+def test_snapshot_counts(transport: str) -> None:
+    run(count, 2, transport=transport)
+
+
+def test_without_a_world() -> None:
+    for function in (tracing.snapshot, tracing.stragglers, lambda: tracing.dump("x")):
+        with pytest.raises(ValueError, match="init"):
+            function()

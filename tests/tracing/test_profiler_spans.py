@@ -1,0 +1,64 @@
+"""What torch.profiler shows of collectives: torch's own fields, and our names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pool import run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+
+def traced(folder: str) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    hvd.allreduce(torch.ones(7), name="before")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        hvd.allreduce(torch.ones(5, dtype=torch.float64), name="blocking")
+        handle = hvd.broadcast_async(torch.ones(100_000), 0, name="asynchronous")
+        hvd.synchronize(handle)
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        hvd.barrier()
+    hvd.allreduce(torch.ones(7), name="after")
+    profiler.export_chrome_trace(str(Path(folder) / f"trace{hvd.rank()}.json"))
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    found = json.loads(path.read_text())["traceEvents"]
+    assert isinstance(found, list)
+    return found
+
+
+@on_both_transports
+def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> None:
+    run(traced, 2, transport=transport, args=(str(tmp_path),))
+    for rank in range(2):
+        found = events(tmp_path / f"trace{rank}.json")
+        comms = [event for event in found if event["name"] == "record_param_comms"]
+        fields = [event["args"] for event in comms]
+        assert {each["Rank"] for each in fields} == {rank}
+        assert {each["Group size"] for each in fields} == {2}
+        assert {each["Process Group Description"] for each in fields} == {
+            f"torch_ring, {transport}"
+        }
+        first = fields[0]
+        assert first["Collective name"] == "allreduce"
+        assert (first["In msg nelems"], first["dtype"]) == (5, "Double")
+        assert ("broadcast", 100_000) in [
+            (each["Collective name"], each["In msg nelems"]) for each in fields
+        ]
+        assert "barrier" in {each["Collective name"] for each in fields}
+        assert all(event["dur"] >= 0 for event in comms)
+
+        names = [event["name"] for event in found if event["name"].startswith("torch_ring: ")]
+        assert any(
+            name.startswith("torch_ring: allreduce 'blocking' float64 [5]") for name in names
+        )
+        assert any("averaging the gradients of backward pass 1" in name for name in names), names
+        assert any("bucket 0" in name for name in names), names
+        assert not any("'before'" in name or "'after'" in name for name in names)

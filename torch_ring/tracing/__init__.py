@@ -1,0 +1,22 @@
+"""Tracing: what the ranks of a job do, and when (docs/tracing.md)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_ring.tracing.flight_recorder import dump as dump
+    from torch_ring.tracing.lateness import stragglers as stragglers
+    from torch_ring.tracing.metrics import snapshot as snapshot
+
+# The names that need torch, by their modules: a command that draws files needs none.
+_PUBLIC = {"dump": "flight_recorder", "snapshot": "metrics", "stragglers": "lateness"}
+
+__all__ = ["dump", "snapshot", "stragglers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"torch_ring.tracing.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
