@@ -27,9 +27,9 @@ def test_commands_of_the_suite_are_valid(name: str, monkeypatch: pytest.MonkeyPa
         args = parse_args()
         assert args.json == Path("benchmarks", "results", f"{name}.json")
         if benchmark.program == "hosts.py":
-            collectives = importlib.import_module("collectives")
-            monkeypatch.setattr(sys, "argv", ["collectives.py", *args.collectives])
-            collectives.parse_args()
+            program = importlib.import_module(Path(args.program).stem)
+            monkeypatch.setattr(sys, "argv", [args.program, *args.arguments])
+            program.parse_args()
 
 
 def test_open_mpi_is_a_peer_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
