@@ -30,7 +30,14 @@ from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
 from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, finish
 
-__all__ = ["StorePlace", "drop_connections", "drop_in_child", "given_store", "host_of", "locate_store"]
+__all__ = [
+    "StorePlace",
+    "drop_connections",
+    "drop_in_child",
+    "given_store",
+    "host_of",
+    "locate_store",
+]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
