@@ -12,7 +12,7 @@ import pytest
 from launcher_commands import TORCHRUN, output_of, start_program
 from scripts import ROOT
 
-pytestmark = [pytest.mark.launcher, device_double.needed]
+pytestmark = [pytest.mark.launcher, device_double.needed, pytest.mark.slow]
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -18,7 +18,7 @@ from hostile_programs import HOSTILE
 from program_runs import both_ways, run_programs
 from random_programs import Program, make_program
 
-pytestmark = device_double.needed
+pytestmark = [device_double.needed, pytest.mark.slow]
 
 PROGRAMS = int(os.environ.get("RANDOM_PROGRAMS", "40"))
 ALONE = os.environ.get("RANDOM_PROGRAM")

@@ -15,7 +15,7 @@ from torch.optim import SGD
 import torch_ring as hvd
 from torch_ring.optimizer.run_ahead import RunAhead
 
-pytestmark = device_double.needed
+pytestmark = [device_double.needed, pytest.mark.slow]
 
 WEIGHTS, STEPS, QUIET_STEPS, PROGRAMS = 4, 60, 20, 10
 

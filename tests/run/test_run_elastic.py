@@ -38,6 +38,7 @@ def test_too_few_are_ended():
     ]
 
 
+@pytest.mark.slow
 def test_the_example_survives_the_death_of_rank_0():
     pytest.importorskip("sklearn")
     program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.05"]
@@ -55,6 +56,7 @@ def test_the_example_survives_the_death_of_rank_0():
     assert float(found[1]) > 0.85
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_replaced():
     pytest.importorskip("sklearn")
     program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.1"]
