@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pool import run
 from torch.distributed.fsdp import fully_shard
 
-import torch_ring  # noqa: F401  registers ring
+import torch_ring as hvd
 
 pytestmark = [
     pytest.mark.netns,
@@ -34,9 +34,12 @@ def train_a_shard() -> list[float]:
     return model.weight.full_tensor().flatten().tolist()
 
 
-def in_groups_of_both(backend: str) -> tuple[float, float, float, list[float]]:
+def in_groups(backend: str) -> tuple[float, float, float, list[float]]:
     dist.init_process_group(backend)
     try:
+        hvd.init()  # over the store of the default group
+        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item() == 3.0
+        hvd.shutdown()
         swapped = dist.new_group([1, 0], backend="ring")  # in no world: it has one of its own
         third = dist.new_group([0, 2], backend="ring")
         of_all = dist.new_group(backend="ring")
@@ -55,7 +58,7 @@ def test_groups_between_hosts(hosts, backend):
     env |= {"GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     where = [hosts[host] for host in (0, 0, 1)]
     results = run(
-        in_groups_of_both,
+        in_groups,
         len(where),
         args=(backend,),
         initialized=False,
