@@ -26,7 +26,7 @@ from torch_ring.c10d.reconfiguration import MeetingPoint, in_order
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
-from torch_ring.rendezvous.store import host_of
+from torch_ring.rendezvous.given_store import host_of
 from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
 from torch_ring.world.join import World, join_world

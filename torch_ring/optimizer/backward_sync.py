@@ -211,6 +211,7 @@ class BackwardSync:
             participant.nothing_pending = False
             participant.weights_compared = False  # a rank that had joined has not stepped
             participant.steps = 0
+            participant.stop_tuning()
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())

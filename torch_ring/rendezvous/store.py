@@ -26,6 +26,7 @@ from torch_ring.errors import (
     first_line,
 )
 from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.given_store import host_of, without_prefixes
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
 from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, finish
@@ -35,7 +36,6 @@ __all__ = [
     "drop_connections",
     "drop_in_child",
     "given_store",
-    "host_of",
     "locate_store",
 ]
 
@@ -179,7 +179,7 @@ def locate_store(
 def given_store(store: Store, identity: Identity) -> StorePlace:
     """Return the place of a store that the user has given."""
     view = _of_part(PrefixStore("torch_ring", store), identity)
-    served = _without_prefixes(store)
+    served = without_prefixes(store)
     host = host_of(store)
     where = f", at {_text((served.host, served.port))}," if isinstance(served, TCPStore) else ""
 
@@ -187,17 +187,6 @@ def given_store(store: Store, identity: Identity) -> StorePlace:
         return StoreClient(view, deadline, f"the store that was given to init(){where}", check)
 
     return StorePlace(host, False, find)
-
-
-def host_of(store: Store) -> str | None:
-    """Return the host that serves a store; None: not known."""
-    return getattr(_without_prefixes(store), "host", None)  # a TCPStore's
-
-
-def _without_prefixes(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def _of_part(store: Store, identity: Identity) -> Store:
