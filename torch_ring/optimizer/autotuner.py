@@ -92,6 +92,10 @@ class Autotuner:
     counts as zero.
 
     Thread: the one that ends backward passes. Blocking: where passes end; for two allreduces once.
+
+    Attributes:
+        predicted: what the model says of the default, first, and of other limits; empty before.
+        is_done: whether the buckets stay as they are.
     """
 
     def __init__(self, target: TuningTarget, default: BucketLimits) -> None:
@@ -106,7 +110,7 @@ class Autotuner:
             for index, parameter in enumerate(target.parameters)
             if parameter.requires_grad
         ]
-        self._predicted: list[Prediction] = []
+        self.predicted: list[Prediction] = []
         self._transfer = Transfer(0.0, float("inf"))
         self._schedule: list[BucketLimits] = []  # of the passes of the trial that are still to come
         self._durations: dict[BucketLimits, list[float]] = {}
@@ -180,8 +184,8 @@ class Autotuner:
     # --- the decision
 
     def _plan(self, backward: Backward) -> None:
-        self._predicted = predictions(self._default, self._target.plan_of, backward, self._transfer)
-        default, best = self._predicted[0], best_limits(self._predicted)
+        self.predicted = predictions(self._default, self._target.plan_of, backward, self._transfer)
+        default, best = self.predicted[0], best_limits(self.predicted)
         gain_s = default.exposed_s - best.exposed_s
         if gain_s <= _LEAST_GAIN * (backward.end_s + default.exposed_s):
             self._say(
@@ -211,7 +215,7 @@ class Autotuner:
         medians = [statistics.median(self._durations[limits]) for limits in (default, better)]
         default_s, better_s = self._reduced(torch.tensor(medians).double(), Max).tolist()
         wins = better_s < (1 - _LEAST_GAIN) * default_s
-        exposed = {each.limits: each.exposed_s for each in self._predicted}
+        exposed = {each.limits: each.exposed_s for each in self.predicted}
         self._say(
             f"buckets of {better} {'replace' if wins else 'do not replace'} those of {default}: a "
             f"step takes {1e3 * better_s:.4g} ms, not {1e3 * default_s:.4g}; predicted were "
@@ -243,7 +247,7 @@ class Autotuner:
 
     def _write(self, step_s: dict[BucketLimits, float]) -> None:
         """Write what was predicted, and measured, as CSV; bytes and seconds."""
-        if not (self._target.log_path and self._target.tells and self._predicted):
+        if not (self._target.log_path and self._target.tells and self.predicted):
             return
         try:
             with Path(self._target.log_path).open("a", newline="") as file:
@@ -252,7 +256,7 @@ class Autotuner:
                     writer.writerow(
                         ["optimizer", "bucket_bytes", "last_bucket_bytes", "exposed_s", "step_s"]
                     )
-                for each in self._predicted:
+                for each in self.predicted:
                     writer.writerow(
                         [
                             self._target.name,
