@@ -143,7 +143,6 @@ class Reducer:
             self.follow_parameters()
             due, sparse, accumulating, _ = self.hooks.pending(which)
         bitmap = int.from_bytes(due, "little")
-        accumulating = accumulating or self._sync.run_ahead.has_aside(self.index)
         if not (bitmap or accumulating or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
