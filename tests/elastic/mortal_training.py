@@ -65,7 +65,10 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Network(torch.nn.Module):
-    """Three layers, each of which has a gradient of its own."""
+    """Three layers, each of which has a gradient of its own; and the sum of all samples ever used.
+
+    The layers forget after some epochs what came before. The sum does not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +76,10 @@ class Network(torch.nn.Module):
             [torch.ones(WIDTH, dtype=torch.float64) for _ in range(3)]
         )
 
+        self.ledger = torch.nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = (batch @ self.ledger).mean()
         for index, weight in enumerate(self.weights):
             total = total + ((batch - weight) ** 2).sum(1).mean() * (index + 1)
         return total
@@ -88,19 +93,20 @@ def make() -> tuple[Network, torch.optim.Optimizer]:
 def expected(epochs: int) -> list[float]:
     """Return the weights of a training on one rank that nothing interrupts."""
     model, optimizer = make()
+    values = Samples().values
     sampler = hvd.elastic.ElasticSampler(Samples())
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)
         for start in range(0, SAMPLES, GLOBAL_BATCH):
             optimizer.zero_grad()
-            model(Samples().values[order[start : start + GLOBAL_BATCH]]).backward()
+            model(values[order[start : start + GLOBAL_BATCH]]).backward()
             optimizer.step()
     return weights_of(model)
 
 
 def weights_of(model: Network) -> list[float]:
-    return [value for weight in model.weights for value in weight.tolist()]
+    return [value for weight in (*model.weights, model.ledger) for value in weight.tolist()]
 
 
 class Reaper:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mortal_training
 import pool
 import pytest
+from launcher_commands import clean_environment
 from mortal_training import AFTER_A_DEATH, IN_A_STEP, Plan, expected, random_plan
 
 EPOCHS = 3
@@ -49,3 +54,21 @@ def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
             assert 4 - len(plan) <= left < 4
         except (AssertionError, pool.RanksFailed) as error:
             raise AssertionError(f"seed {seed}, {plan}: {error}") from error
+
+
+def test_ranks_die_and_come_in_one_job(full: bool) -> None:
+    deaths, seconds = (100, 1200) if full else (8, 100)
+    program = Path(__file__).with_name("kills_and_joins.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(deaths), "1", str(seconds)],
+        env=clean_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["killed"] == deaths
+    assert found["joined"] >= deaths - 3  # of four ranks, one lives to the end
+    assert found["weights"] == pytest.approx(expected(found["epochs"]), rel=1e-9)
