@@ -103,6 +103,7 @@ BENCHMARKS = {
     "overhead": Benchmark("overhead.py"),
     "scaling_model": Benchmark("scaling_model.py", ranks=0),
     "init_scale": Benchmark("init_scale.py", ranks=0),
+    "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),
     "sets": Benchmark("init_scale.py", "--sets", ranks=0),
 }
