@@ -67,6 +67,7 @@ def train(folder: Path) -> None:
 
     @hvd.elastic.run
     def go_on(state: hvd.elastic.TorchState) -> None:
+        (folder / f"has-state-{os.getpid()}").touch()
         is_over = False
         while not is_over:
             loader = torch.utils.data.DataLoader(
@@ -137,10 +138,11 @@ def main() -> None:
             if len(pids) < SIZE and chance.random() < 0.7:
                 start(SIZE - 1, TORCH_RING_ELASTIC_NEWCOMER="1")
                 joined += 1
-            # One that has all of the state lives on; whether the last one lives, is no question.
             elif len(members()) > 1:
                 victim = chance.choice(list(pids))
-                if [name for name in members() if name != victim]:
+                # Without one that has the state it would be lost.
+                others = [pids[name] for name in members() if name != victim]
+                if any((folder / f"has-state-{pid}").exists() for pid in others):
                     pid = pids.pop(victim)
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
