@@ -56,9 +56,7 @@ def test_the_example_survives_the_death_of_rank_0():
     assert float(found[1]) > 0.85
 
 
-<<<<<<< HEAD
 @pytest.mark.slow
-=======
 def test_the_rate_follows_the_number_of_ranks():
     pytest.importorskip("sklearn")
     program = [sys.executable, str(ROOT / "examples/elastic/scaled_rate.py"), "--pause", "0.02"]
@@ -75,7 +73,7 @@ def test_the_rate_follows_the_number_of_ranks():
     assert float(found[1]) > 0.85
 
 
->>>>>>> elastic
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_replaced():
     pytest.importorskip("sklearn")
     program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.1"]
