@@ -1,10 +1,11 @@
 # Two commands do everything on a fresh machine with Python and g++:
 #
 #   make mnist    trains MNIST on 2 processes
-#   make test     runs the whole test suite
+#   make test     runs the tests, but for what takes longest: test-all
 #
 # Both make a virtual environment first and build the extension there. Others:
 #
+#   make test-all   all tests, those in C++ under sanitizers too; a quarter of an hour on two cores
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
 #   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/
@@ -37,7 +38,7 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-cpp test-python test-mpi test-c10d doubles lint docs bench wheels \
+.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d doubles lint docs bench wheels \
   sdist clean FORCE
 .DEFAULT_GOAL := help
 
@@ -47,17 +48,22 @@ help:
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)
 
-# Side by side: where ranks in Python wait, those in C++ compute.
+# Side by side: where ranks in Python wait, those in C++ compute. For the same reason pytest has
+# more processes than there may be cores.
 test: doubles
 	@$(MAKE) --no-print-directory -j $(JOBS) test-cpp test-python
 	@$(MAKE) --no-print-directory test-mpi
 
+# What takes longest, too: the C++ tests under sanitizers, and tests in Python marked `slow`.
+test-all:
+	@+$(MAKE) --no-print-directory test SLOW=1
+
 test-cpp:
-	@+$(CPP) --silent check
+	@+$(CPP) --silent $(if $(SLOW),check,headers test)
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/docs \
   doubles
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses 3 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi

@@ -1,10 +1,11 @@
-"""Runs collectives.py among several hosts: network namespaces, joined by veth. Needs root.
+"""Runs a benchmark among several hosts: network namespaces, joined by veth. Needs root.
 
     python benchmarks/hosts.py --hosts 2 --json benchmarks/results/hosts-2.json
     python benchmarks/hosts.py --hosts 3 --rate 1gbit -- --collective allreduce --max-bytes 1048576
+    python benchmarks/hosts.py --program training_step.py -- --models resnet18
 
-Arguments after -- go to collectives.py. Before and after it the bare traffic is measured without
-any library: every host sends to the next, all at once, with iperf3, or with plain_sockets.py where
+Arguments after -- go to the program. Before and after it the bare traffic is measured without any
+library: every host sends to the next, all at once, with iperf3, or with plain_sockets.py where
 there is no iperf3.
 """
 
@@ -31,11 +32,13 @@ from namespaces import Host
 
 HERE = Path(__file__).parent
 PORT = 29533
-DEADLINE_S = 3600  # of collectives.py; a hanging collective fails long before
+DEADLINE_S = 3600  # of the program; a hanging collective fails long before
+PROGRAMS = ("collectives.py", "training_step.py", "sharded_step.py", "bucket_sizes.py")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--program", choices=PROGRAMS, default=PROGRAMS[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", help="that a host may send, as tc has it: 1gbit; else unlimited")
@@ -43,7 +46,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
     parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    parser.add_argument("collectives", nargs="*", help="-- and arguments for collectives.py")
+    parser.add_argument("arguments", nargs="*", help="-- and arguments for the program")
     return parser.parse_args()
 
 
@@ -119,9 +122,11 @@ def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str
     }
 
 
-def run_collectives(hosts: Sequence[Host], ranks_per_host: int, arguments: Sequence[str]) -> None:
-    """Run collectives.py on all ranks; rank 0 prints. If one rank fails, end all."""
-    command = (sys.executable, str(HERE / "collectives.py"), *arguments)
+def run_program(
+    program: str, hosts: Sequence[Host], ranks_per_host: int, arguments: Sequence[str]
+) -> None:
+    """Run a benchmark on all ranks; rank 0 prints. If one rank fails, end all."""
+    command = (sys.executable, str(HERE / program), *arguments)
     ranks = range(len(hosts) * ranks_per_host)
     commands = []
     for rank in ranks:
@@ -132,15 +137,15 @@ def run_collectives(hosts: Sequence[Host], ranks_per_host: int, arguments: Seque
         while (codes := [process.poll() for process in processes]).count(0) < len(codes):
             failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
             if failed:
-                raise OSError(f"collectives.py failed on ranks {failed}")
+                raise OSError(f"{program} failed on ranks {failed}")
             if time.monotonic() > deadline:
-                raise OSError(f"collectives.py still runs after {DEADLINE_S} s")
+                raise OSError(f"{program} still runs after {DEADLINE_S} s")
             time.sleep(0.1)
 
 
 def conclusions(rows: Sequence[dict[str, Any]], without: float) -> Iterator[str]:
     """Yield the share of the bare traffic that each library's largest allreduce reaches."""
-    rows = [row for row in rows if row["collective"] == "allreduce"]
+    rows = [row for row in rows if row.get("collective") == "allreduce"]
     largest = max((row["bytes"] for row in rows), default=0)
     for row in (row for row in rows if row["bytes"] == largest):
         for library, result in row["results"].items():
@@ -157,8 +162,9 @@ def main() -> int:
         namespaces.hosts(args.hosts, args.rate, args.window) as hosts,
     ):
         before = traffic(hosts, tool, args.seconds)
-        results = Path(folder) / "collectives.json"
-        run_collectives(hosts, args.ranks_per_host, [*args.collectives, "--json", str(results)])
+        results = Path(folder) / "results.json"
+        arguments = [*args.arguments, "--json", str(results)]
+        run_program(args.program, hosts, args.ranks_per_host, arguments)
         report = json.loads(results.read_text())
         after = traffic(hosts, tool, args.seconds)
     without = statistics.mean([before, after])

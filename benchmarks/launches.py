@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from ddp_on_stand_in import CountingGroup, start_counting_group
@@ -28,8 +29,12 @@ from torch.optim import SGD
 from turns import in_turns, medians
 
 import torch_ring as hvd
+from torch_ring._C import Engine
+from torch_ring.optimizer.gradient_report import BackwardReport
+from torch_ring.optimizer.planned_reports import Entered, PlannedReports
 
-WARM_UP_STEPS = 3  # DDP and torch_ring plan buckets again
+WARM_UP_STEPS = 6  # DDP and torch_ring plan buckets again; then hosts begin to run ahead
+AGREED, AHEAD = "agreed", "run ahead"  # torch_ring with run_ahead=False, and with True
 stamps: list[float] = []  # processor time of autograd's thread, when each backward pass began
 
 
@@ -43,7 +48,8 @@ class Row:
     collectives: float
     recorded: float
     awaited: float
-    host_waits: float
+    host_waits: float  # for the device
+    rank_waits: float  # for another rank's host
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,10 @@ def steps_of(parameters: int) -> dict[str, Step]:
     def step_of(variant: str) -> Step:
         module: nn.Module = Parameters(parameters)
         optimizer = SGD(module.parameters(), lr=0.1)
-        if variant == "torch_ring":
-            optimizer = hvd.DistributedOptimizer(optimizer, module.named_parameters())
+        if variant in (AGREED, AHEAD):
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, module.named_parameters(), run_ahead=variant == AHEAD
+            )
         if variant.startswith("ddp"):
             module = DistributedDataParallel(
                 module, init_sync=False, gradient_as_bucket_view=variant == "ddp, views"
@@ -101,35 +109,65 @@ def steps_of(parameters: int) -> dict[str, Step]:
 
         return step
 
-    return {variant: step_of(variant) for variant in ("torch", "ddp", "ddp, views", "torch_ring")}
+    return {name: step_of(name) for name in ("torch", "ddp", "ddp, views", AGREED, AHEAD)}
 
 
 # --- counts
 
 
-def counted(step: Step, steps: int) -> Counts:
-    """Return what so many steps ask of the device."""
+class RankWaits:
+    """Counts for how many backward passes this process's host waits for the other ranks' hosts.
+
+    At the end of an agreed pass, for their reports; in others if one of theirs is late.
+    """
+
+    count = 0
+
+    @classmethod
+    def watch(cls) -> None:
+        """Count from now on."""
+        gather, read = Engine.gather_reports, PlannedReports.of
+
+        def gather_reports(engine: Engine, *arguments: Any) -> bytes:
+            cls.count += 1
+            return gather(engine, *arguments)
+
+        def reports_of(reports: PlannedReports, entered: Entered) -> list[BackwardReport]:
+            cls.count += not entered.work.done()
+            return read(reports, entered)
+
+        Engine.gather_reports, PlannedReports.of = gather_reports, reports_of
+
+
+def warm_up(step: Step) -> None:
+    """Take steps until they are all alike. Collective."""
+    hvd.join()  # hosts forget the other variants' passes
+    for _ in range(WARM_UP_STEPS):
+        step()
+
+
+def counted(step: Step, steps: int) -> tuple[Counts, int]:
+    """Return what so many steps ask of the device, and the passes that wait for other hosts."""
     hvd.barrier()  # what came before has been enqueued
-    before, collectives = Counts.now(), CountingGroup.collectives
+    before, collectives, waits = Counts.now(), CountingGroup.collectives, RankWaits.count
     for _ in range(steps):
         step()
-    hvd.barrier()
+        hvd.barrier()  # else a host is so far ahead that it waits
     asked = Counts.now() - before
     of_ddp = CountingGroup.collectives - collectives
-    return asked - Counts(collectives=-of_ddp)
+    return asked - Counts(collectives=-of_ddp), RankWaits.count - waits
 
 
 def count(variants: dict[str, Step], steps: int) -> list[Row]:
-    asked = {}
+    asked, waits = {}, {}
     for variant, step in variants.items():
-        for _ in range(WARM_UP_STEPS):
-            step()
-        asked[variant] = counted(step, steps)
+        warm_up(step)
+        asked[variant], waits[variant] = counted(step, steps)
     rows = []
     for variant in list(variants)[1:]:
         added = asked[variant] - asked["torch"]
         values = {field.name: getattr(added, field.name) / steps for field in fields(Counts)}
-        rows.append(Row(variant, **values))
+        rows.append(Row(variant, **values, rank_waits=waits[variant] / steps))
     return rows
 
 
@@ -147,6 +185,7 @@ def table(rows: list[Row]) -> list[str]:
 
 def host_s(step: Step, steps: int) -> float:
     """Return the median time until a step returns, on an idle device."""
+    warm_up(step)
     times = []
     for _ in range(steps):
         torch.accelerator.synchronize()
@@ -162,6 +201,7 @@ def cpu_s(step: Step, steps: int) -> float:
 
     Other load on the machine does not count in it.
     """
+    warm_up(step)
     stamps.clear()
     for _ in range(steps + 1):
         torch.accelerator.synchronize()
@@ -171,8 +211,8 @@ def cpu_s(step: Step, steps: int) -> float:
 
 
 def measure(variants: dict[str, Step], steps: int, rounds: int) -> list[HostRow]:
-    """Time plain torch and torch_ring in turns. DDP's group here is Python, which costs more."""
-    timed = {name: variants[name] for name in ("torch", "torch_ring")}
+    """Time torch and torch_ring in turns. DDP's group here is Python, which costs more."""
+    timed = {name: variants[name] for name in ("torch", AGREED, AHEAD)}
     wall, cpu = (
         medians(in_turns({n: partial(clock, step, steps) for n, step in timed.items()}, rounds))
         for clock in (host_s, cpu_s)
@@ -189,6 +229,7 @@ def main() -> int:
     load_stand_ins()
     hvd.init()
     start_counting_group()
+    RankWaits.watch()
     facts = machine()
     what = f"what {args.parameters} parameters add to a step on a stand-in for a GPU"
     log(title(what, facts))

@@ -21,10 +21,16 @@ class Host:
 
     namespace: str
     address: str
+    switch: str = ""  # the namespace of the bridge, and the host's port there
+    port: str = ""
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs another one in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def cut_off(self) -> None:
+        """Take its cable out of the bridge: nothing that is sent to it or by it arrives."""
+        run("ip", "-n", self.switch, "link", "set", self.port, "down")
 
     def enter(self) -> None:
         """Move the calling thread into this namespace."""
@@ -58,21 +64,21 @@ def hosts(
     unique = f"bench{os.getpid()}"
     switch = f"{unique}s"
     made: list[str] = []
-    found = [Host(f"{unique}h{i}", f"{NETWORK}.{i + 1}") for i in range(count)]
+    found = [Host(f"{unique}h{i}", f"{NETWORK}.{i + 1}", switch, f"port{i}") for i in range(count)]
     try:
         for name in (switch, *(host.namespace for host in found)):
             made.append(name)  # before: Ctrl-C may come between
             run("ip", "netns", "add", name)
         run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "bridge", "up")
-        for i, host in enumerate(found):
+        for host in found:
             ip = ("ip", "-n", host.namespace)
-            pair = ("type", "veth", "peer", f"port{i}", "netns", switch)
+            pair = ("type", "veth", "peer", host.port, "netns", switch)
             run(*ip, "link", "add", "eth0", *pair)
             run(*ip, "addr", "add", f"{host.address}/24", "dev", "eth0")
             run(*ip, "link", "set", "eth0", "up")
             run(*ip, "link", "set", "lo", "up")
-            run("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+            run("ip", "-n", switch, "link", "set", host.port, "master", "bridge", "up")
             if window:
                 sizes = f"{min(window, 4096)} {window} {window}"
                 for name in ("tcp_rmem", "tcp_wmem"):

@@ -33,6 +33,7 @@ COLOURS = {
     "prototype": "#000000",
     "torch": "#999999",
 }
+BIN_S = 0.25  # of steps that are counted together
 STYLE: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}
 
@@ -221,6 +222,28 @@ def init_scale(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
+def recovery(reports: dict[str, Report], axes: Axes) -> None:
+    """Steps per second around the death of a rank, under each launcher."""
+    jobs = reports["recovery"]["jobs"]
+    last_s = max((job["whole_s"] for job in jobs), default=0.0) + 2
+    bins = [BIN_S * index for index in range(round(-2 / BIN_S), round(last_s / BIN_S))]
+    first = {job["launcher"]: job for job in reversed(jobs)}
+    for launcher, colour in zip(sorted(first), ("#0072b2", "#56b4e9", "#d55e00"), strict=False):
+        ends = first[launcher]["steps_s"]
+        counts = [sum(start <= end < start + BIN_S for end in ends) for start in bins]
+        rates = [count / BIN_S for count in counts]
+        last = max((start for start, rate in zip(bins, rates, strict=True) if rate), default=0)
+        drawn = [(s, rate) for s, rate in zip(bins, rates, strict=True) if s < last]
+        axes.step(*zip(*drawn, strict=True), where="post", color=colour, label=launcher)
+    axes.axvline(0, color="#999999", linestyle=":", label="a rank is killed")
+    cores = reports["recovery"]["machine"]["cores"]
+    axes.set(
+        xlabel="seconds after the kill",
+        ylabel="steps per second",
+        title=f"4 ranks on {cores} cores, one of them killed",
+    )
+
+
 def curve_of(report: Report, cluster: str, model: str, variant: str) -> Report:
     wanted = (cluster, model, variant)
     return next(c for c in report["curves"] if (c["cluster"], c["model"], c["variant"]) == wanted)
@@ -269,6 +292,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "training_step": ("training_step", training_step),
     "overhead": ("overhead", overhead),
     "init_scale": ("init_scale", init_scale),
+    "recovery": ("recovery", recovery),
     "scaling_published": ("scaling_model", scaling_published),
     "scaling_today": ("scaling_model", scaling_today),
 }

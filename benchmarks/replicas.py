@@ -31,18 +31,18 @@ class Replica:
         if variant.startswith("ddp"):
             group = group_of("ring" if variant == "ddp_ring" else "gloo")
             self._model = DistributedDataParallel(model, process_group=group)
-        self._optimizer = workload.make_optimizer(model.parameters())
+        self.optimizer = workload.make_optimizer(model.parameters())
         self._waits = variant == "barrier"
         if variant == "torch_ring":
-            hvd.DistributedOptimizer(self._optimizer, model.named_parameters())
+            hvd.DistributedOptimizer(self.optimizer, model.named_parameters())
         self.parameters: list[Tensor] = list(model.parameters())
 
     def step(self) -> None:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._loss(self._model, self._batch).backward()
         if self._waits:
             hvd.barrier()
-        self._optimizer.step()
+        self.optimizer.step()
 
     @property
     def gradient_bytes(self) -> int:

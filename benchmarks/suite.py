@@ -91,9 +91,19 @@ BENCHMARKS = {
     ),
     "training_step": Benchmark("training_step.py"),
     "sharded_step": Benchmark("sharded_step.py"),
+    "training_step-2-hosts": Benchmark(
+        "hosts.py",
+        "--hosts 2 --program training_step.py -- --models resnet18",
+        ranks=0,
+        root=True,
+    ),
+    "sharded_step-2-hosts": Benchmark(
+        "hosts.py", "--hosts 2 --program sharded_step.py", ranks=0, root=True
+    ),
     "overhead": Benchmark("overhead.py"),
     "scaling_model": Benchmark("scaling_model.py", ranks=0),
     "init_scale": Benchmark("init_scale.py", ranks=0),
+    "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),
     "sets": Benchmark("init_scale.py", "--sets", ranks=0),
 }

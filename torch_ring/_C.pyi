@@ -165,8 +165,11 @@ class ControlPlane:
     def give_reason(self, why: str) -> None:
         """Say why this process leaves, in the other ranks' errors; at most 1000 characters."""
 
-    def stop(self) -> None:
-        """Say goodbye until it is heard (10 s at most), close all connections. Idempotent."""
+    def lost(self) -> list[int]:
+        """Return the ranks that have died or were silent for too long, as far as this one knows."""
+
+    def stop(self, patience_s: float) -> None:
+        """Say goodbye until it is heard, or for so long; close all connections. Idempotent."""
 
     def before_fork(self) -> None:
         """Take note of the descriptors that a child inherits."""

@@ -46,7 +46,7 @@ void bind_engine(py::module_& module) {
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait)
       .def("received_splits", &PyWork::received_splits);
-  py::class_<PyLaunch>(module, "Launch").def("done", &PyLaunch::done).def("wait", &PyLaunch::wait);
+  py::class_<Launched>(module, "Launch").def("done", &Launched::done).def("wait", &Launched::wait);
   bind_messages(module);
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")

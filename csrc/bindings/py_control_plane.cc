@@ -74,11 +74,11 @@ void PyControlPlane::give_reason(std::string why) {
   if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
 
-void PyControlPlane::stop() {
+void PyControlPlane::stop(std::chrono::milliseconds patience) {
   if (::getpid() != pid_) return abandon();
   if (!plane_) return;
   const py::gil_scoped_release no_gil;
-  plane_->stop();
+  plane_->stop(patience);
 }
 
 void PyControlPlane::before_fork() {
@@ -123,7 +123,13 @@ void bind_control_plane(py::module_& module) {
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))
       .def("close_set", &PyControlPlane::close_set, py::arg("number"))
       .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
-      .def("stop", &PyControlPlane::stop)
+      .def("lost", &PyControlPlane::lost)
+      .def(
+          "stop",
+          [](PyControlPlane& plane, double patience_s) {
+            plane.stop(std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));
+          },
+          py::arg("patience_s"))
       .def("before_fork", &PyControlPlane::before_fork)
       .def("abandon", &PyControlPlane::abandon);
 }

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -36,7 +37,9 @@ class PyControlPlane {
   void close_set(std::uint64_t set);
   /// Why this process leaves, for the other ranks' errors.
   void give_reason(std::string why);
-  void stop();
+  /// The ranks that are lost.
+  std::vector<int> lost() const { return plane_->lost(); }
+  void stop(std::chrono::milliseconds patience = kPartingPatience);
 
   /// Takes note of the descriptors that a child is about to inherit.
   void before_fork();

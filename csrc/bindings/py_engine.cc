@@ -111,10 +111,16 @@ at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<
   return *output;
 }
 
-PyLaunch PyEngine::launch_allreduce(const at::Tensor& tensor, int op, double prescale,
+Launched PyEngine::launch_allreduce(const at::Tensor& tensor, int op, double prescale,
                                     double postscale) const {
   device_->use(tensor.device());
-  return torch_ring::launch_allreduce(running(), tensor, op, prescale, postscale, size_);
+  const Launcher launcher(running(), size_);
+  auto launched = [&] {
+    const BlockingCall no_gil;
+    return launcher.allreduce(tensor, op, prescale, postscale, kCheckSignals);
+  }();
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  return launched;
 }
 
 PyWork PyEngine::broadcast(const at::Tensor& tensor, const at::Tensor& output, int root,

@@ -14,7 +14,7 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/finalize_dense.h"
-#include "bindings/py_launch.h"
+#include "bindings/launcher.h"
 #include "bindings/py_work.h"
 #include "bindings/run_ahead.h"
 #include "bindings/shared_tensors.h"
@@ -48,7 +48,7 @@ class PyEngine {
   at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
                                 std::string name, int op, double prescale, double postscale) const;
 
-  PyLaunch launch_allreduce(const at::Tensor& tensor, int op, double prescale,
+  Launched launch_allreduce(const at::Tensor& tensor, int op, double prescale,
                             double postscale) const;
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,

@@ -81,7 +81,11 @@ void ControlPlane::give_reason(std::string why) { loop_->give_reason(std::move(w
 
 void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds) { loop_->leave(set, rounds); }
 
-void ControlPlane::stop() { loop_->stop(ControlLoop::Farewell::kGoodbye); }
+std::vector<int> ControlPlane::lost() const { return loop_->lost(); }
+
+void ControlPlane::stop(std::chrono::milliseconds patience) {
+  loop_->stop(ControlLoop::Farewell::kGoodbye, patience);
+}
 
 void ControlPlane::die() { loop_->stop(ControlLoop::Farewell::kNone); }
 

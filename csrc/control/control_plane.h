@@ -2,6 +2,7 @@
 // left, who has failed; and the listeners through which data connections are made when needed.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "control/observer.h"
 #include "control/options.h"
+#include "control/parting.h"
 #include "core/error.h"
 #include "transport/socket_source.h"
 #include "transport/wait_graph.h"
@@ -58,9 +60,12 @@ class ControlPlane {
   /// rounds of the set's board. To be called before its data connections close. Blocking: no.
   void leave(std::uint64_t set, std::uint64_t rounds);
 
-  /// Says goodbye, waits until the neighbours have heard it (kFarewell at most: parting.h), joins
-  /// the thread and closes all connections, also those that a SocketSource has not taken.
-  void stop();
+  /// The ranks that have died or were silent for too long, as far as this one knows.
+  std::vector<int> lost() const;
+
+  /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
+  /// and closes all connections, also those that a SocketSource has not taken.
+  void stop(std::chrono::milliseconds patience = kPartingPatience);
 
   /// Like stop(), but without a goodbye: the other ranks take this one for dead.
   void die();

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "control/parting.h"
 #include "control/set_numbers.h"
 #include "core/at.h"
 #include "core/failpoint.h"
@@ -58,9 +57,10 @@ std::string ControlLoop::trouble() const {
   return trouble ? trouble->what() : bids_.trouble();
 }
 
-void ControlLoop::stop(Farewell farewell) {
+void ControlLoop::stop(Farewell farewell, std::chrono::milliseconds patience) {
   {
     const std::scoped_lock lock(mutex_);
+    if (!farewell_) patience_ = patience;
     if (!farewell_) farewell_ = farewell;
   }
   ::eventfd_write(wake_.get(), 1);
@@ -170,7 +170,7 @@ void ControlLoop::run() {
     for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
     if (!farewell) continue;
-    part(parting);
+    part(parting, patience_);
     return;
   }
 }

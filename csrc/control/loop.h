@@ -20,6 +20,7 @@
 #include "control/neighbourhood.h"
 #include "control/news.h"
 #include "control/options.h"
+#include "control/parting.h"
 #include "control/subscriptions.h"
 
 namespace torch_ring {
@@ -39,7 +40,7 @@ class ControlLoop {
 
   std::vector<int> missing() const;
   std::string trouble() const;
-  void stop(Farewell farewell);
+  void stop(Farewell farewell, std::chrono::milliseconds patience = kPartingPatience);
   Subscriptions& subscriptions() { return subscriptions_; }
   void close(std::uint64_t set);
   void fail(std::uint64_t set, const Error& cause);
@@ -52,6 +53,10 @@ class ControlLoop {
   std::optional<std::size_t> first_departed(std::span<const int> ranks) const {
     const std::scoped_lock lock(mutex_);
     return news_.first_departed(ranks);
+  }
+  std::vector<int> lost() const {
+    const std::scoped_lock lock(mutex_);
+    return news_.lost();
   }
   std::chrono::milliseconds heartbeat_timeout() const { return options_.heartbeat_timeout; }
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
@@ -106,6 +111,7 @@ class ControlLoop {
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told
   std::optional<Farewell> farewell_;
+  std::chrono::milliseconds patience_{};  // with peers that do not hear it; as fixed as farewell_
   Clock::time_point next_heartbeat_;
 
   std::thread thread_;  // the last member: the thread uses all of the above

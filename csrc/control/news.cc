@@ -44,6 +44,14 @@ bool News::alive(int rank) const { return at(fates_, rank) == Fate::kAlive; }
 
 bool News::lost(int rank) const { return at(fates_, rank) == Fate::kLost; }
 
+std::vector<int> News::lost() const {
+  std::vector<int> found;
+  for (int rank = 0; rank < static_cast<int>(fates_.size()); ++rank) {
+    if (lost(rank)) found.push_back(rank);
+  }
+  return found;
+}
+
 bool News::has_failed(std::uint64_t set) const {
   const auto first = failed_.lower_bound({set, 0});
   return first != failed_.end() && first->first == set;

@@ -38,6 +38,8 @@ class News {
   /// The place in `ranks` of the first one that has departed.
   std::optional<std::size_t> first_departed(std::span<const int> ranks) const;
   bool lost(int rank) const;
+  /// The ranks that are lost.
+  std::vector<int> lost() const;
   /// Whether any rank has given the set up.
   bool has_failed(std::uint64_t set) const;
 

@@ -4,8 +4,8 @@
 
 namespace torch_ring {
 
-void part(std::list<Link>& links) {
-  const auto deadline = Clock::now() + kFarewell;
+void part(std::list<Link>& links, std::chrono::milliseconds patience) {
+  const auto deadline = Clock::now() + patience;
   while (true) {
     PollSet polls;
     const auto now = Clock::now();

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ import torch_ring as hvd
 BENCHMARKS = ROOT / "benchmarks"
 COLLECTIVES = ("allreduce", "reducescatter", "broadcast", "allgather", "alltoall")
 MEMORIES = ("private", "shared")
+
+
+def needs_namespaces(test: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Mark a test that needs root, network namespaces and `tc`."""
+    for mark in (
+        pytest.mark.netns,
+        pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+        pytest.mark.skipif(shutil.which("tc") is None, reason="there is no `tc` (iproute2)"),
+    ):
+        test = mark(test)
+    return test
 
 
 def test_programs_on_two_ranks(tmp_path: Path) -> None:
@@ -173,12 +185,8 @@ def test_a_replica_that_does_not_average_is_noticed() -> None:
         assert apart > 1e-3
 
 
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("tc") is None, reason="there is no `tc` (iproute2)")
-def test_benchmark_between_hosts(tmp_path: Path) -> None:
-    command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 "
-    command += "--json out.json -- --max-bytes 1024 --rounds 1 --iterations 2"
+def run_between_hosts(command: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """Run a program that makes hosts; return its report and its output."""
     program, *arguments = command.split()
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / program), *arguments],
@@ -191,7 +199,16 @@ def test_benchmark_between_hosts(tmp_path: Path) -> None:
     if "netns add" in done.stderr:
         pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "out.json").read_text())
+    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    assert f"bench{os.getpid()}" not in namespaces
+    return json.loads((tmp_path / "out.json").read_text()), done.stdout
+
+
+@needs_namespaces
+def test_benchmark_between_hosts(tmp_path: Path) -> None:
+    command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 "
+    command += "--json out.json -- --max-bytes 1024 --rounds 1 --iterations 2"
+    report, output = run_between_hosts(command, tmp_path)
     (row,) = report["rows"]
     assert {library: r["wrong"] for library, r in row["results"].items()} == {
         "torch_ring": 0,
@@ -201,6 +218,14 @@ def test_benchmark_between_hosts(tmp_path: Path) -> None:
     assert report["machine"]["window"] == 65536
     assert report["traffic"]["tool"] == "plain sockets"
     assert report["traffic"]["before_gb_per_s"] > 0
-    assert "plain sockets, each of 2 hosts to the next at once" in done.stdout
-    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
-    assert f"bench{os.getpid()}" not in namespaces
+    assert "plain sockets, each of 2 hosts to the next at once" in output
+
+
+@needs_namespaces
+def test_the_cost_of_an_agreement_between_hosts(tmp_path: Path) -> None:
+    command = "agreement_cost.py --hosts 2 --rate 1gbit --models pinn --rounds 1 --round-s 0.01 "
+    report, output = run_between_hosts(command + "--json out.json", tmp_path)
+    (row,) = report["rows"]
+    assert row["is_right"]
+    assert min(row["step_ms"], row["without_ms"], row["least_wait_us"]) > 0
+    assert "the agreement between 2 hosts, rate 1gbit;" in output

@@ -27,9 +27,9 @@ def test_commands_of_the_suite_are_valid(name: str, monkeypatch: pytest.MonkeyPa
         args = parse_args()
         assert args.json == Path("benchmarks", "results", f"{name}.json")
         if benchmark.program == "hosts.py":
-            collectives = importlib.import_module("collectives")
-            monkeypatch.setattr(sys, "argv", ["collectives.py", *args.collectives])
-            collectives.parse_args()
+            program = importlib.import_module(Path(args.program).stem)
+            monkeypatch.setattr(sys, "argv", [args.program, *args.arguments])
+            program.parse_args()
 
 
 def test_open_mpi_is_a_peer_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +107,18 @@ def made_up_reports() -> dict[str, Any]:
         )
     ]
     death = {"ranks": 128, "hosts": 16, "victim": 0, "slowest_ms": 700.0}
+    recovery = [
+        {"what": what, "ranks": 4, "hosts": hosts, "median_ms": ms}
+        for what, hosts, ms in (("killed: any", 1, 50.0), ("cut off", 2, 400.0), ("state", 1, 30.0))
+    ]
+    jobs = [
+        {"launcher": launcher, "whole_s": whole_s, "steps_s": [-1.0, -0.9, whole_s, whole_s + 0.1]}
+        for launcher, whole_s in (("torch_ring, standby", 0.5), ("torchrun", 9.0))
+    ]
     sets = {"sets": 500, "seconds": 6.0, "kib": 512.0}
     return {
         "init_scale": {"machine": machine, "rows": inits},
+        "recovery": {"machine": machine, "rows": recovery, "jobs": jobs},
         "death": {"machine": machine, "rows": [death, death | {"slowest_ms": None}]},
         "sets": {"machine": machine, "rows": [sets, sets | {"seconds": None, "kib": None}]},
         "allreduce": {"machine": machine, "rows": allreduce},
@@ -147,6 +156,9 @@ def test_targets_of_all_results() -> None:
     assert found[("init() of 128 ranks (s)", "")] == (4, False)
     assert found[("init() of 512 ranks (s)", "")] == (12, True)
     assert found[("rank 0 of 128, 16 hosts, killed: known (s)", "")] == (0.7, True)
+    assert found[("4 ranks, killed: any: train on (ms)", "")] == (50, True)
+    assert found[("4 ranks, cut off: train on (ms)", "")] == (400, False)
+    assert found[("a standby process trains (s)", "")] == (0.5, True)
     assert found[("500 process sets: made (s)", "")] == (6, False)
     assert found[("500 process sets: MB of an idle one", "")] == (0.5, True)
     verdicts = {(t.what, t.peer): t.verdict for t in targets.targets(made_up_reports())}

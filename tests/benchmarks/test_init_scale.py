@@ -78,6 +78,7 @@ def rows_of(*arguments: str, folder: Path, code: int = 0) -> list[dict[str, Any]
 # --- what it measures
 
 
+@pytest.mark.slow
 def test_the_start_of_a_world(tmp_path: Path, among_hosts: list[str]) -> None:
     plot = ["--plot", "out.png"] if has_matplotlib() else []
     options = ["--sizes", "3", "2", "--rounds", "2", "--timeout", "60", *among_hosts, *plot]
@@ -111,6 +112,7 @@ def has_matplotlib() -> bool:
     return bool(matplotlib)
 
 
+@pytest.mark.slow
 def test_the_news_of_a_killed_rank(tmp_path: Path, among_hosts: list[str]) -> None:
     options = ["--death", "--sizes", "3", "--timeout", "60", *among_hosts]
     rows = rows_of(*options, folder=tmp_path)
@@ -153,6 +155,7 @@ sys.exit(init_scale.main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "error"),
     [
@@ -254,6 +257,7 @@ def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         program.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "how"),
     [

@@ -29,8 +29,10 @@ TEST(departing_rank_that_says_no_goodbye_is_lost) {
   Planes planes = make_planes({0, 1});
   Recorder recorder;
   planes[0]->subscribe(0, {0, 1}, recorder);
+  CHECK(planes[0]->lost().empty());
   planes[1]->stop();
   wait_until([&] { return recorder.times("lost 1") > 0; }, "rank 1 is lost");
+  CHECK_EQ(planes[0]->lost(), std::vector<int>{1});
   planes[0]->unsubscribe(0);
 }
 

@@ -129,6 +129,17 @@ def delay(milliseconds: int) -> None:
     torch.ops.ringdouble.delay(milliseconds)
 
 
+def move(module: torch.nn.Module, place: str) -> None:
+    """Move a module as ``module.to(place)`` does where torch lets parameters change their device.
+
+    Of a device that torch does not know, ``to()`` makes new parameters instead.
+    """
+    for parameter in module.parameters():
+        moving = [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        for tensor in moving:
+            torch.ops.ringdouble.set_data(tensor, tensor.detach().to(place))
+
+
 @contextlib.contextmanager
 def held_stream() -> Iterator[None]:
     """Stop the stream that is current now until the block ends."""

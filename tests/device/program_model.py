@@ -130,13 +130,17 @@ class Model:
                 before = self.local[rank].get(index)
                 self.local[rank][index] = gradient if before is None else before + gradient
 
+    def _sent(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as it is sent: in float16 a large scale makes it infinite."""
+        return gradient.half().to(gradient.dtype) if self.program.casts else gradient
+
     def _reduce(self, number: int) -> None:
         """Average what the ranks have of an optimizer's gradients, and add it to `grad`."""
         for index in self._owned(number):
             parts = [part for local in self.local if (part := local.pop(index, None)) is not None]
             if not parts:
                 continue
-            total = functools.reduce(Tensor.add, parts)
-            reduced = total if self.program.is_sum else total / self.program.size
+            total = functools.reduce(Tensor.add, map(self._sent, parts))
+            reduced = self._sent(total if self.program.is_sum else total / self.program.size)
             before = self.parameters[index].grad
             self.parameters[index].grad = reduced if before is None else before + reduced

@@ -267,9 +267,14 @@ class _Author:
         )
 
     def _clears(self) -> tuple[bool | None, ...]:
-        """Gradients are kept over a step only where all optimizers have taken it."""
+        """Gradients are kept over a step only where all optimizers have taken it.
+
+        And not in a late program: a gradient counts again in each step over which it is kept, so
+        that one which comes later counts less often.
+        """
         program = self.program
         may_keep = self.all_stepped and not (program.scales or program.is_sum)
+        may_keep = may_keep and program.kind != LATE
         may_keep = may_keep and program.passes_per_step == 1
         if may_keep and self.rng.random() < 0.15:
             return (None,) * program.optimizers

@@ -7,6 +7,7 @@ import contextlib
 import device_double
 import pytest
 import torch
+from ahead_programs import planned_passes
 from device_double import captured
 from device_runs import run_on_double
 from torch.optim import SGD
@@ -42,7 +43,7 @@ def refuse_backward(device: str) -> None:
             SGD(model.parameters(), lr=0.1), compression=compression
         )
         batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(hvd.rank())).to(device)
-        for step in range(4):
+        for step in range(12):  # by then hosts run ahead, if they do
             optimizer.zero_grad()
             if step % 2:
                 context = optimizer.no_sync() if step > 2 else contextlib.nullcontext()
@@ -61,3 +62,14 @@ def refuse_backward(device: str) -> None:
 @pytest.mark.parametrize("program", [refuse_collectives, refuse_backward])
 def test_a_capture_is_refused(program, size):
     run_on_double(program, size)
+
+
+def refuse_planned_backward(device: str) -> None:
+    with planned_passes() as numbers:
+        refuse_backward(device)
+    assert numbers, "without a compressor, and with fp16"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_capture_is_refused_while_hosts_run_ahead(size):
+    run_on_double(refuse_planned_backward, size, TORCH_RING_RUN_AHEAD="1")

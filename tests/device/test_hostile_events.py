@@ -10,7 +10,7 @@ from device_runs import run_on_double
 from hostile_events import EVENTS, wait_elsewhere
 from program_runs import both_ways
 
-pytestmark = device_double.needed
+pytestmark = [device_double.needed, pytest.mark.slow]
 
 
 @both_ways

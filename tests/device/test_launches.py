@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import device_double
+import pytest
 import torch
+from ahead_programs import planned_passes
 from device_double import Counts
 from device_runs import run_on_double
 from many_parameters import NUMEL, backward, make_parameters
@@ -39,13 +42,20 @@ def of_a_pass(parameters: list[nn.Parameter], zero: Callable[[], object]) -> Cou
         zero()
         backward(parameters, hvd.rank() + 1.0)
 
-    for _ in range(3):
+    for _ in range(6):  # the last ones are planned, where hosts run ahead
         one()
     return counted(one)
 
 
-def check_launches(device: str) -> None:
+def check_launches(run_ahead: bool, device: str) -> None:
     """Compare passes with those of plain torch: once with new gradients, once in place."""
+    with planned_passes() as planned:
+        check_passes(device)
+    # The first three of fourteen passes are agreed.
+    assert len(planned) == (11 if run_ahead else 0)
+
+
+def check_passes(device: str) -> None:
     alone, parameters = make_parameters(device), make_parameters(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
     check_added(
@@ -76,5 +86,11 @@ def check_added(added: Counts, copies_in: int) -> None:
     assert added.awaited == 2 * buckets, added
 
 
-def test_a_pass_launches_by_bucket_and_not_by_parameter():
-    run_on_double(check_launches, 2, **ENVIRONMENT)
+@pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
+def test_a_pass_launches_by_bucket_and_not_by_parameter(run_ahead):
+    run_on_double(
+        functools.partial(check_launches, run_ahead),
+        2,
+        TORCH_RING_RUN_AHEAD=str(int(run_ahead)),
+        **ENVIRONMENT,
+    )

@@ -1,6 +1,6 @@
 """Random training programs on a stand-in for a device: weights as a simple model expects.
 
-RANDOM_PROGRAMS=1000 runs more of them, RANDOM_PROGRAM=17 the one with that seed.
+`--full` runs a thousand of them, RANDOM_PROGRAM=17 the one with that seed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hostile_programs import HOSTILE
 from program_runs import both_ways, run_programs
 from random_programs import Program, make_program
 
-pytestmark = device_double.needed
+pytestmark = [device_double.needed, pytest.mark.slow]
 
-PROGRAMS = int(os.environ.get("RANDOM_PROGRAMS", "40"))
+PROGRAMS, ALL_PROGRAMS = 40, 1000
 ALONE = os.environ.get("RANDOM_PROGRAM")
 A_PROGRAM_S = 5.0  # a slow machine's, on average: the deadline of each of them is in program_runs
 
@@ -47,8 +47,8 @@ def run_all(
 # Many buckets, and one for each dtype.
 @both_ways
 @pytest.mark.parametrize(("size", "bucket_bytes", "part"), [(2, "64", 0), (3, "512", 1)])
-def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path):
-    count = PROGRAMS if run_ahead else PROGRAMS // 4
+def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path, full):
+    count = ALL_PROGRAMS if full else PROGRAMS if run_ahead else PROGRAMS // 4
     seeds = [int(ALONE)] if ALONE else range(part, count, 2)
     programs = [functools.partial(make_program, seed) for seed in seeds]
     run_all(programs, size, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES=bucket_bytes)

@@ -8,7 +8,7 @@ import device_double
 import device_runs
 import pytest
 import torch
-from ahead_programs import PROGRAMS, Program, planned_passes, same_branches
+from ahead_programs import PROGRAMS, Program, branch_out, planned_passes, same_branches
 from training import assert_same_on_all_ranks
 
 pytestmark = device_double.needed
@@ -49,6 +49,21 @@ def count_planned(device: str) -> list[int]:
 @on_worlds
 def test_three_equal_passes_are_agreed(size):
     assert run_on_double(count_planned, size) == [list(range(3, 14))] * size
+
+
+def count_while_changing(device: str) -> list[int]:
+    """No rank uses a branch in passes 6 to 15, and all do in the others."""
+    with planned_passes() as numbers:
+        branch_out(device, None, lambda step: (0,) if 6 <= step < 16 else (0, 1), steps=30)
+    return numbers
+
+
+@on_worlds
+def test_programs_that_change_are_agreed_longer(size):
+    """Four passes without the branch end a plan, its return at once; the next one takes longer."""
+    agreed = {0, 1, 2, 10, *range(17, 25)}
+    planned = [step for step in range(30) if step not in agreed]
+    assert run_on_double(count_while_changing, size) == [planned] * size
 
 
 def test_the_variable_makes_all_passes_agreed():

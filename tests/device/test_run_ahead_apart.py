@@ -97,6 +97,31 @@ def test_gradients_that_only_some_ranks_have_count_later(size, set_to_none):
     run_ahead_on_double(functools.partial(use_a_branch_first, set_to_none), size)
 
 
+def use_a_branch_of_two_optimizers(device: str) -> None:
+    """As before, with two optimizers in each pass: ranks with nothing aside take the same steps."""
+    x, y, other = (torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(3))
+    optimizers = [hvd.DistributedOptimizer(SGD(of, lr=0.0)) for of in ([x, y], [other])]
+    first, found = PLANNED + 3, []
+    for step in range(first + AHEAD + 3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = (2 * x).sum() + other.sum()
+        if step == 0 or (step == first and hvd.rank() == 0):
+            loss = loss + (6 * y).sum()
+        loss.backward()
+        found.append(None if y.grad is None else y.grad.tolist())
+        for optimizer in optimizers:
+            optimizer.step()
+    late = first + AHEAD + 1
+    share = 6 / hvd.size()
+    assert found == [[6, 6], *[None] * (late - 1), [share, share], None]
+
+
+@on_worlds
+def test_gradients_of_some_ranks_in_one_of_two_optimizers(size):
+    run_ahead_on_double(use_a_branch_of_two_optimizers, size)
+
+
 def step_too_often(device: str) -> tuple[str, str]:
     """Rank 1 calls step() once more than the others, between two passes: all hear of it."""
     training = Training(device)

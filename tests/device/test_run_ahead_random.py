@@ -1,4 +1,7 @@
-"""Random programs in planned passes: every gradient counts, once, and no rank hangs."""
+"""Random programs in planned passes: every gradient counts, once, and no rank hangs.
+
+`--full` runs a thousand of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 import random
 
 import device_double
+import pool
 import pytest
 import torch
 from ahead_programs import planned_passes
@@ -15,9 +19,11 @@ from torch.optim import SGD
 import torch_ring as hvd
 from torch_ring.optimizer.run_ahead import RunAhead
 
-pytestmark = device_double.needed
+pytestmark = [device_double.needed, pytest.mark.slow]
 
-WEIGHTS, STEPS, QUIET_STEPS, PROGRAMS = 4, 60, 20, 10
+WEIGHTS, STEPS, QUIET_STEPS = 4, 60, 20
+PROGRAMS, ALL_PROGRAMS = 10, 250  # of each test
+A_PROGRAM_S = 5.0  # a slow machine's, on average
 
 
 def run_random_program(seed: int, device: str) -> None:
@@ -69,7 +75,7 @@ def run_random_program(seed: int, device: str) -> None:
         torch.testing.assert_close(found, numbers, msg=lambda text: f"program {seed}: {text}")
 
 
-def run_random_programs(first: int, device: str) -> tuple[int, int]:
+def run_random_programs(first: int, count: int, device: str) -> tuple[int, int]:
     """Return the numbers of planned passes, and of those that put something aside here."""
     aside: list[object] = []
     put_aside = RunAhead._put_aside
@@ -79,15 +85,20 @@ def run_random_programs(first: int, device: str) -> tuple[int, int]:
             "_put_aside",
             lambda self, extra: (aside.extend([extra] if extra else []), put_aside(self, extra)),
         )
-        for seed in range(first, first + PROGRAMS):
+        for seed in range(first, first + count):
             run_random_program(seed, device)
     return len(numbers), len(aside)
 
 
-@pytest.mark.parametrize("first", [0, 100])
+@pytest.mark.parametrize("first", [0, 1000])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_gradient_counts(size, first):
-    counts = run_ahead_on_double(functools.partial(run_random_programs, first), size)
+def test_every_gradient_counts(size, first, full):
+    count = ALL_PROGRAMS if full else PROGRAMS
+    counts = run_ahead_on_double(
+        functools.partial(run_random_programs, first, count),
+        size,
+        deadline_s=pool.DEADLINE_S + A_PROGRAM_S * count,
+    )
     assert all(planned > 20 for planned, _ in counts)
     assert len({planned for planned, _ in counts}) == 1, "ranks agree on which passes are planned"
     assert any(aside for _, aside in counts)

@@ -14,6 +14,7 @@
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -217,6 +219,17 @@ void open_gate(std::int64_t gate) {
   owned->set_value();
 }
 
+/// `tensor.data = data` across devices, which torch allows to devices that it knows. As there, a
+/// tensor's accumulator does not follow it to another device.
+void set_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+      meta != nullptr && tensor.device() != data.device()) {
+    const std::scoped_lock lock(meta->mutex_);
+    meta->grad_accumulator_.reset();
+  }
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+}
+
 /// What has been counted in this process: the members of Counts, and the launches of NCCL.
 std::vector<std::int64_t> all_counts() {
   return {counts.kernels, counts.copies,     counts.recorded,
@@ -270,6 +283,7 @@ TORCH_LIBRARY(ringdouble, library) {
   library.def("host_waits() -> int", [] { return counts.host_waits.load(); });
   library.def("open_gate(int gate) -> ()", open_gate);
   library.def("counts() -> int[]", all_counts);
+  library.def("set_data(Tensor tensor, Tensor data) -> ()", set_data);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pool
@@ -18,6 +18,7 @@ import pytest
 import torch_ring as hvd
 from torch_ring.elastic.listener import Listener
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
+from torch_ring.rendezvous import member as member_module
 from torch_ring.rendezvous.channel import Channel, ForeignMessageError
 from torch_ring.rendezvous.directory import Directory, ask_directory, tell_directory
 from torch_ring.rendezvous.member import Member, Reach, dial, reach
@@ -29,23 +30,26 @@ LIMITS = Limits(timeout_s=30.0, silence_s=5.0)
 class Process:
     """A process of a job, as threads of this one have it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         self.roster: list[Member] = []
-        self.listener = Listener("127.0.0.1", KEY, self.knows)
-        self.member = Member(name, "127.0.0.1", self.listener.port)
+        self.listener = Listener(host, KEY, self.knows)
+        self.member = Member(name, host, self.listener.port)
 
     def knows(self, process: Member) -> bool:
         return process in self.roster
 
-    def regroup(self, limits: Limits = LIMITS) -> Group:
+    def regroup(self, limits: Limits = LIMITS, suspects: Sequence[str] = ()) -> Group:
         return regroup(
-            self.roster, 1, self.member, self.listener, limits, lambda: (self.member.id, 1)
+            *(self.roster, 1, self.member, self.listener, limits),
+            *(lambda: (self.member.id, 1), set(suspects) - {self.member.host}),
         )
 
 
 @contextlib.contextmanager
-def job(size: int) -> Iterator[list[Process]]:
-    processes = [Process(f"p{index}") for index in range(size)]
+def job(size: int, hosts: Sequence[str] = ("127.0.0.1",)) -> Iterator[list[Process]]:
+    """Make processes, as many on each host as on the others."""
+    places = [hosts[index * len(hosts) // size] for index in range(size)]
+    processes = [Process(f"p{index}", host) for index, host in enumerate(places)]
     for process in processes:
         process.roster = [each.member for each in processes]
     try:
@@ -55,10 +59,12 @@ def job(size: int) -> Iterator[list[Process]]:
             process.listener.close()
 
 
-def outcomes(processes: list[Process], limits: Limits = LIMITS) -> list[Group | Exception]:
+def outcomes(
+    processes: list[Process], limits: Limits = LIMITS, suspects: Sequence[str] = ()
+) -> list[Group | Exception]:
     def call(process: Process) -> Group | Exception:
         try:
-            return process.regroup(limits)
+            return process.regroup(limits, suspects)
         except Exception as error:
             return error
 
@@ -151,6 +157,56 @@ def test_only_a_majority_goes_on_where_others_may_live(
         living = [process for process in processes if processes.index(process) not in stopped]
         for outcome in outcomes(living, Limits(30.0, 0.5, 1)):
             assert isinstance(outcome, Group if goes_on else LeftOutError), outcome
+
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+
+class Network:
+    """Connections to the second host, which answers with patience only, or not at all."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, is_cut: bool) -> None:
+        self._connect = member_module._connect
+        self._is_cut = is_cut
+        self.patient = 0  # attempts
+        patch.setattr(member_module, "_connect", self.connect)
+
+    def connect(self, member: Member, is_suspect: bool) -> socket.socket:
+        if member.host == HOSTS[1]:
+            self.patient += not is_suspect
+            if is_suspect or self._is_cut:
+                raise TimeoutError
+        return self._connect(member, is_suspect)
+
+
+def test_a_majority_has_little_patience_with_a_host_that_is_silent_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network(monkeypatch, is_cut=True)
+    with job(4, HOSTS) as processes:
+        for group in outcomes(processes[:2], suspects=HOSTS[1:]):
+            assert isinstance(group, Group), group
+            assert [member.id for member in group.members] == ["p0", "p1"]
+    assert network.patient == 0
+
+
+def test_a_minority_asks_a_silent_host_again_before_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network(monkeypatch, is_cut=True)
+    with job(2, HOSTS[::-1]) as processes:
+        (error,) = outcomes(processes[1:], suspects=HOSTS[1:])
+        assert isinstance(error, LeftOutError)
+    assert network.patient > 0
+
+
+def test_a_slow_host_is_found_to_have_no_rank_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    Network(monkeypatch, is_cut=False)
+    with job(2, HOSTS[::-1]) as processes:
+        processes[0].listener.close()  # its host says so, when it has the time to answer
+        (group,) = outcomes(processes[1:], suspects=HOSTS[1:])
+        assert isinstance(group, Group), group
+        assert [member.id for member in group.members] == ["p1"]
 
 
 def test_one_that_was_left_out_hears_of_it() -> None:

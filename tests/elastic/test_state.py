@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -239,6 +240,45 @@ def resume_without_a_state(arrived: Sequence[int]) -> tuple[float, int]:
 def test_a_state_comes_from_a_rank_that_has_one(arrived: list[int]) -> None:
     wanted = (5.0, 5) if arrived else (0.0, 0)
     assert pool.run(resume_without_a_state, 3, args=(arrived,)) == [wanted] * 3
+
+
+def resume_after_half_a_copy(has_saved: bool) -> tuple[str, float, float, int]:
+    """The ranks have a part of the state of one that has died while it gave it to them."""
+    model = torch.nn.ModuleDict({"first": model_of(1.0), "second": model_of(1.0)})
+    state = hvd.elastic.TorchState(model, other=model_of(1.0), step=1)
+    state.sync()
+    if not has_saved:
+        state.on_arrival()
+    else:
+        state.step = 7
+        torch.nn.init.constant_(state.other.bias, 7.0)
+        state.commit()
+    broadcast = state._handlers["other"].copy_from
+    state._handlers["other"].copy_from = fail_to_copy
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 9.0)
+    if hvd.rank() == 0:  # which is the one that dies, in truth
+        state._is_whole = True
+        state._steps += 1
+    with contextlib.suppress(hvd.RingError):
+        state._copy_from(0, models=True)
+    state._is_whole, state._is_mixed = False, True
+    state._handlers["other"].copy_from = broadcast
+    kind = pool.error_of(state.resume)[0] if not has_saved else state.resume() or ""
+    return kind, model["first"].bias.item(), state.other.bias.item(), state.step
+
+
+def fail_to_copy(_root: int) -> None:
+    raise hvd.RingError("the root has died")
+
+
+def test_a_saved_state_counts_where_no_rank_has_another() -> None:
+    assert pool.run(resume_after_half_a_copy, 2, args=(True,)) == [("", 1.0, 7.0, 7)] * 2
+
+
+def test_a_part_of_a_state_is_an_error_on_all_ranks() -> None:
+    results = pool.run(resume_after_half_a_copy, 2, args=(False,))
+    assert [kind for kind, *_ in results] == ["StateLostError"] * 2
 
 
 def order_of_a_reset() -> list[str]:

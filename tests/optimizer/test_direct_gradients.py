@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import run
+from pool import FORKS, run
 from shared import is_shared
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -370,4 +370,4 @@ def fork_and_compute() -> None:
 
 
 def test_a_forked_child_has_memory_of_its_own():
-    run(fork_and_compute, 2, env=LARGE)
+    run(fork_and_compute, 2, env=LARGE, kind=FORKS)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from pool import run
+from pool import FORKS, run
 from torch import Tensor
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
@@ -204,4 +204,4 @@ def train_after(event: str) -> None:
 
 @pytest.mark.parametrize("event", ["fork", "del"])
 def test_hooks_do_nothing_in_a_child_and_without_their_optimizer(event):
-    run(train_after, 2, args=(event,))
+    run(train_after, 2, args=(event,), kind=FORKS)

@@ -7,7 +7,7 @@ import os
 import weakref
 
 import pytest
-from pool import run
+from pool import FORKS, run
 from torch.optim import SGD
 from training import grads, weights
 
@@ -108,4 +108,4 @@ def test_a_refused_optimizer_leaves_no_hooks():
 
 @pytest.mark.parametrize("shut_down", [False, True])
 def test_a_forked_child_leaves_the_buckets_alone(shut_down):
-    run(fork, 2, args=(shut_down,))
+    run(fork, 2, args=(shut_down,), kind=FORKS)

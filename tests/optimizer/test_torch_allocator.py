@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import run
+from pool import FORKS, run
 from shared import is_shared
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -157,4 +157,4 @@ def fork_with_gradients() -> None:
 
 
 def test_a_forked_child_has_torchs_allocator():
-    run(fork_with_gradients, 2, env=LARGE)
+    run(fork_with_gradients, 2, env=LARGE, kind=FORKS)

@@ -169,6 +169,7 @@ STORES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("secret", ["a secret", ""])
 def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):

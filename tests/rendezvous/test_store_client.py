@@ -198,6 +198,7 @@ def init_again_while_rank_0_is_stopped() -> tuple[str, float] | None:
     return text, time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_rank_0_stopped_in_a_running_job():
     env = on_nodes()
     outcomes = run(init_again_while_rank_0_is_stopped, 3, initialized=False, env=env, may_die=[0])

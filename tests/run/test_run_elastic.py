@@ -38,6 +38,7 @@ def test_too_few_are_ended():
     ]
 
 
+@pytest.mark.slow
 def test_the_example_survives_the_death_of_rank_0():
     pytest.importorskip("sklearn")
     program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.05"]
@@ -55,6 +56,24 @@ def test_the_example_survives_the_death_of_rank_0():
     assert float(found[1]) > 0.85
 
 
+@pytest.mark.slow
+def test_the_rate_follows_the_number_of_ranks():
+    pytest.importorskip("sklearn")
+    program = [sys.executable, str(ROOT / "examples/elastic/scaled_rate.py"), "--pause", "0.02"]
+    job = LaunchedJob("-np", "3", "--min-np", "1", *program, "--epochs", "6")
+    job.wait_for("is process", 3)
+    job.wait_for("on 3 ranks: rate 0.075")
+    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
+    os.kill(int(pids["1"]), signal.SIGKILL)
+    assert job.wait() == 0, job.stderr
+    job.require_nothing_left()
+    assert "on 2 ranks: rate 0.05" in job.stdout
+    found = re.search(r"2 ranks have ended; accuracy ([\d.]+)", job.stdout)
+    assert found, job.stdout + job.stderr
+    assert float(found[1]) > 0.85
+
+
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_replaced():
     pytest.importorskip("sklearn")
     program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.1"]

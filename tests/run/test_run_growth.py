@@ -74,6 +74,7 @@ def test_hosts_come_and_the_first_one_goes(tmp_path):
     assert "process 0.1 has ended" not in job.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_whose_host_goes_stays_while_too_few_would_be_left(tmp_path):
     job = ElasticJob(tmp_path, "--min-np", "2", hosts=f"localhost {OTHER}")
     job.wait_for("is rank 1 of 2")
@@ -86,6 +87,7 @@ def test_a_rank_whose_host_goes_stays_while_too_few_would_be_left(tmp_path):
     assert "rank 1 on 127.0.0.2 has left" in said(job)
 
 
+@pytest.mark.slow
 def test_no_more_ranks_than_are_wanted(tmp_path):
     job = ElasticJob(tmp_path, "-np", "1", "--max-np", "2", hosts="localhost:1")
     job.wait_for("is rank 0 of 1")
@@ -95,6 +97,7 @@ def test_no_more_ranks_than_are_wanted(tmp_path):
     assert [line for line in said(job) if "starts" in line] == ["rank 1 starts on localhost"]
 
 
+@pytest.mark.slow
 def test_a_host_whose_ranks_keep_failing_is_left_out(tmp_path):
     job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost", FAILS_ON=OTHER)
     job.wait_for("is rank 0 of 1")
@@ -105,6 +108,7 @@ def test_a_host_whose_ranks_keep_failing_is_left_out(tmp_path):
     assert failures == [f"rank 1 on {OTHER} failed with exit code 5, before it was let in"] * 3
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_left_out_for_a_time(tmp_path):
     options = ("--min-np", "1", "--blacklist-cooldown-range", "0.5", "1")
     job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}")
@@ -124,6 +128,7 @@ def test_a_script_that_fails_at_once_ends_the_job():
     assert errors == ("torch_ring.run: 'echo gone >&2; exit 3' failed with exit code 3: gone\n")
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_later_leaves_the_hosts_as_they_are(tmp_path):
     job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost")
     job.wait_for("is rank 0 of 1")
@@ -134,6 +139,7 @@ def test_a_script_that_fails_later_leaves_the_hosts_as_they_are(tmp_path):
     assert job.end() == 0, job.stderr
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_hosts_enough(tmp_path):
     job = ElasticJob(tmp_path, "-np", "2", hosts="")
     job.wait_for_error("has found no hosts: waits for slots for 2 ranks")
@@ -186,6 +192,7 @@ def test_standby_processes_that_cannot_live_are_given_up(tmp_path):
     job.require_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_limit_of_resets(tmp_path):
     job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--reset-limit", "0")
     job.wait_for("of 2", 2)

@@ -232,6 +232,7 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> N
             folder.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_nobody_reads_its_output(arguments: list[str]) -> None:
     """As by `| head -1`."""

@@ -31,6 +31,9 @@ from torch.distributed import TCPStore
 
 DEADLINE_S = 60.0  # a hang, not a slow machine: the longest test takes a few seconds
 EXIT_DEADLINE_S = 30.0  # for a process whose function has returned
+FORKS = "forks"
+"""The kind of tests whose ranks fork children that call backward(): torch refuses that in processes
+that have had autograd threads of other tests."""
 
 _context = multiprocessing.get_context("forkserver")
 # What takes seconds to import. The first optimizer of a process imports torch._dynamo.

@@ -1,20 +1,5 @@
 """hosts: network namespaces that stand for hosts."""
 
-import contextlib
-from collections.abc import Iterator
+from host_fixtures import hosts
 
-import namespaces
-import pytest
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[str]]:
-    """Network namespaces of three hosts that see each other; removed afterwards."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(namespaces.hosts(3))
-        except OSError as error:
-            if "netns add" not in str(error):
-                raise
-            pytest.skip(f"no network namespaces here: {error}")
-        yield [host.namespace for host in made]
+__all__ = ["hosts"]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 
+import pytest
 import torch
 from pool import error_of, run
 from worlds import on_both_transports
@@ -70,6 +71,7 @@ def miss_the_last_data_of_a_rank() -> tuple[str, str]:
     return outcome
 
 
+@pytest.mark.slow
 def test_the_last_data_of_a_rank_may_never_come():
     env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "3", "TORCH_RING_TIMEOUT": "40"}
     (kind, text), other = run(miss_the_last_data_of_a_rank, 2, transport="tcp", env=env)

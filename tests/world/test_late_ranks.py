@@ -116,6 +116,7 @@ def outlive_a_stopped_rank(victim: int) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "size", "victim"),
     [("shm", 3, 1), ("tcp", 3, 0), ("tcp", 4, 2), ("tcp", 6, 1)],
@@ -139,6 +140,7 @@ def outlive_on_hosts(victim: int) -> str:
     return outlive_a_stopped_rank(victim)
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 @needs_namespaces
 @pytest.mark.parametrize("victim", [1, 2])

@@ -108,6 +108,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\((?:[\d.]+, )?pid \d+\)", "(pid N)", text)
 
 
+@pytest.mark.slow
 @on_both_transports
 @pytest.mark.parametrize("others", ["compute", "gather", "leave"])
 def test_rank_0_calls_a_collective_alone(others, transport):

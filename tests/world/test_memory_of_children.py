@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import torch
-from pool import eventually, run
+from pool import FORKS, eventually, run
 from shared import NAME, is_shared
 from torch import nn
 from torch.optim import SGD
@@ -53,7 +53,7 @@ def fork_and_touch() -> None:
 
 
 def test_a_child_has_none_of_its_parents_shared_memory():
-    run(fork_and_touch, 2)
+    run(fork_and_touch, 2, kind=FORKS)
 
 
 def load_data_and_die() -> None:

@@ -177,6 +177,7 @@ def leave_while_packets_get_lost() -> None:
         hvd.shutdown()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_job_survives_packet_loss(hosts, full):
     """A hundred jobs with --full: a quarter of an hour."""
     try:

@@ -86,6 +86,7 @@ def init_besieged(layout: list[int], count: int, limit: int) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "count", "limit"), [([0, 0], 1500, 0), ([0, 0, 1], 1500, 0), ([0, 0, 1], 250, 128)]
 )

@@ -190,6 +190,7 @@ def join_beside_a_stranger(with_launcher: bool) -> tuple[list[int], list[str]]:
     return users, lines
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("with_launcher", [True, False])
 def test_one_host_is_closed_to_other_users(with_launcher):

@@ -26,6 +26,7 @@ from torch_ring.c10d.reconfiguration import MeetingPoint, in_order
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
+from torch_ring.rendezvous.given_store import host_of
 from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
 from torch_ring.world.join import World, join_world
@@ -189,7 +190,7 @@ class Group:
         if self._meeting_point is None:
             world = self._shared.world if self._shared is not None else None
             one_host = world is not None and len(set(world.host_of)) == 1
-            towards = getattr(self._store.underlying_store, "host", None)
+            towards = host_of(self._store)
             self._meeting_point = MeetingPoint(self._config.interface, towards, one_host=one_host)
         return self._meeting_point.handle.text()
 

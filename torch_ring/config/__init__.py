@@ -1,9 +1,7 @@
 """The settings, read from the environment here and nowhere else."""
 
-from torch_ring.config.settings import (
-    SETTINGS,
-    Config,
-    Setting,
+from torch_ring.config.settings import SETTINGS, Config, Setting
+from torch_ring.config.variables import (
     failpoints,
     let_ddp_ask_for_memory,
     misspelt,

@@ -10,7 +10,10 @@ from weakref import WeakSet
 from torch_ring._C import ControlPlane, HostMemory, LaunchOrder
 from torch_ring.connections.peer_info import PeerInfo
 
-__all__ = ["Connections", "abandon_all_in_child", "abandon_in_child", "before_fork"]
+__all__ = ["FAREWELL_S", "Connections", "abandon_all_in_child", "abandon_in_child", "before_fork"]
+
+# TCP sends a segment that is lost five times again in 6 s, and six times in 13 s.
+FAREWELL_S = 10.0
 
 
 @dataclass(eq=False)
@@ -26,6 +29,7 @@ class Connections:
         is_private: whether nobody but the ranks can know the key with which they connect.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
         launch_order: in which the process sets use this process's devices.
+        farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
     """
 
     rank: int = 0
@@ -36,6 +40,7 @@ class Connections:
     memory: HostMemory | None = None
     is_private: bool = True
     launch_order: LaunchOrder = field(default_factory=LaunchOrder)
+    farewell_s: float = FAREWELL_S
 
     @property
     def size(self) -> int:
@@ -46,7 +51,7 @@ class Connections:
         """Tell the other ranks that this one leaves, and close all connections."""
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
-            plane.stop()
+            plane.stop(self.farewell_s)
 
     def abandon(self) -> None:
         """Let go of the parent's connections and memory in a forked child.

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -98,11 +98,11 @@ class ElasticJob:
             RingError: too few processes live; or they go on without this one.
         """
         began = time.monotonic()
-        current.shutdown()
+        suspects = self._leave()
         before = len(self.members)
         limits = self._limits
         while True:
-            group = self._next_group(limits)
+            group = self._next_group(limits, suspects)
             try:
                 self._join(group)
                 break
@@ -122,11 +122,25 @@ class ElasticJob:
                 *(len(self.members), before, 1e3 * (time.monotonic() - began), cause),
             )
 
-    def _next_group(self, limits: Limits) -> Group:
+    def _leave(self) -> set[str]:
+        """Leave the last world; return the other hosts with ranks that were lost in it."""
+        world = current.find_world()
+        lost = world.process_sets.lost_ranks() if world is not None and self.members else []
+        if world is not None and lost:
+            world.process_sets.be_brief()
+        current.shutdown()
+        return {self.members[rank].host for rank in lost} - {self._own.host}
+
+    def _next_group(self, limits: Limits, suspects: Collection[str]) -> Group:
         if self.members:
             return regroup(
-                *(self.members, self._generation, self._own),
-                *(self._listener, limits, self._serve),
+                self.members,
+                self._generation,
+                self._own,
+                self._listener,
+                limits,
+                self._serve,
+                suspects,
             )
         directory, key = self._config.directory, self._listener.key
         return come(lambda: ask_directory(directory, key), self._own, key, self._limits)

@@ -14,6 +14,9 @@ if it is stopped for longer than the heartbeat timeout. Lost ones might live, an
 of their own, so only a majority of those that are not gone goes on; of two halves the one with the
 lowest old rank does.
 
+A host with a rank that was lost in the last world is a suspect: it has little time to answer a
+connection. If those that go on would be no majority, all hosts are asked again with more patience.
+
 A newcomer asks rank 0 of the present world. It waits there until the members regroup, and is added
 after the survivors.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty
@@ -83,6 +86,7 @@ def regroup(
     listener: Listener,
     limits: Limits,
     serve: Callable[[], tuple[str, int]],
+    suspects: Collection[str] = (),
 ) -> Group:
     """Return the group that this process goes on with.
 
@@ -93,6 +97,7 @@ def regroup(
         listener: this process's.
         limits: how long to wait, and for how many.
         serve: serves a new store, and returns its address; called if this process leads.
+        suspects: hosts other than this one that are silent already, as it seems.
 
     Raises:
         LeftOutError: the other processes go on without this one, or it cannot know that they do
@@ -103,11 +108,12 @@ def regroup(
     deadline = time.monotonic() + limits.timeout_s
     rank = members.index(own)
     while True:
-        answer = _first_answer(members[:rank], own, listener.key, limits, deadline)
+        answer = _first_answer(members[:rank], own, listener.key, limits, deadline, suspects)
         try:
             if answer is not None:
                 return _group_of(answer)
-            return _Leading(members, generation, rank, listener, limits, deadline).run(serve)
+            leading = _Leading(members, generation, rank, listener, limits, deadline, suspects)
+            return leading.run(serve)
         except _ElsewhereError:  # a lower one lives after all: ask it again
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -122,11 +128,17 @@ class _ElsewhereError(Exception):
 
 
 def _first_answer(
-    candidates: Sequence[Member], own: Member, key: bytes, limits: Limits, deadline: float
+    candidates: Sequence[Member],
+    own: Member,
+    key: bytes,
+    limits: Limits,
+    deadline: float,
+    suspects: Collection[str],
 ) -> dict[str, Any] | None:
     """Return the answer of the first process that lives; None: none does."""
     for candidate in candidates:
-        answer = _ask("join", candidate, own, key, limits, deadline)
+        is_suspect = candidate.host in suspects
+        answer = _ask("join", candidate, own, key, limits, deadline, is_suspect=is_suspect)
         if answer is not None:
             return answer
     return None
@@ -160,11 +172,18 @@ def come(
 
 
 def _ask(
-    kind: str, candidate: Member, own: Member, key: bytes, limits: Limits, deadline: float
+    kind: str,
+    candidate: Member,
+    own: Member,
+    key: bytes,
+    limits: Limits,
+    deadline: float,
+    *,
+    is_suspect: bool = False,
 ) -> dict[str, Any] | None:
     """Ask a process to lead; return its answer, or None if it has died or cannot be reached."""
     try:
-        channel = dial(candidate, key, limits.silence_s)
+        channel = dial(candidate, key, limits.silence_s, is_suspect=is_suspect)
     except OSError:
         return None
     try:
@@ -216,6 +235,7 @@ class _Leading:
         listener: Listener,
         limits: Limits,
         deadline: float,
+        suspects: Collection[str],
     ) -> None:
         self._members = members
         self._generation = generation
@@ -223,6 +243,7 @@ class _Leading:
         self._listener = listener
         self._limits = limits
         self._deadline = deadline
+        self._suspects = suspects
         self._joined: dict[str, JoinRequest] = {}
         self._found: dict[str, Reach] = {}  # of those that have not joined
 
@@ -230,6 +251,10 @@ class _Leading:
         """Wait for the others, and tell them the group."""
         try:
             self._gather()
+            if self._suspects and not self._may_go_on():
+                self._suspects = ()
+                self._found.clear()
+                self._gather()
             survivors = self._survivors()
             for request in self._listener.take_newcomers(self._limits.most - len(survivors)):
                 self._joined[request.member.id] = request
@@ -283,9 +308,7 @@ class _Leading:
                 next_probe = now + _PROBE_EVERY_S
                 for member in missing:
                     if member.id not in probes:
-                        probes[member.id] = probers.submit(
-                            reach, member, self._listener.key, self._limits.silence_s
-                        )
+                        probes[member.id] = probers.submit(self._reach, member)
         finally:
             probers.shutdown(wait=False, cancel_futures=True)
 
@@ -302,17 +325,29 @@ class _Leading:
     def _is_given_up(self, member: Member) -> bool:
         return self._found.get(member.id, Reach.ALIVE) is not Reach.ALIVE
 
+    def _reach(self, member: Member) -> Reach:
+        is_suspect = member.host in self._suspects
+        return reach(member, self._listener.key, self._limits.silence_s, is_suspect=is_suspect)
+
+    def _lost(self) -> list[Member]:
+        """Return those that may live, and form a group of their own."""
+        return [each for each in self._missing() if self._found[each.id] is not Reach.GONE]
+
+    def _may_go_on(self) -> bool:
+        """Return whether those that have joined are a majority, or the half with the lowest."""
+        lost = self._lost()
+        living = [each for each in self._members if each in lost or each not in self._missing()]
+        joined = len(living) - len(lost)
+        return 2 * joined > len(living) or (2 * joined == len(living) and living[0] not in lost)
+
     def _survivors(self) -> list[Member]:
         """Return who goes on, in the old order."""
-        missing = self._missing()
+        missing, lost = self._missing(), self._lost()
         survivors = [member for member in self._members if member not in missing]
-        lost = [member for member in missing if self._found[member.id] is not Reach.GONE]
-        living = len(survivors) + len(lost)
-        first = next(member for member in self._members if member in survivors or member in lost)
-        if 2 * len(survivors) < living or (2 * len(survivors) == living and first in lost):
+        if not self._may_go_on():
             raise LeftOutError(
-                f"{len(survivors)} ranks of {living} find one another; {self._names(lost)} may "
-                "live, and go on: these end"
+                f"{len(survivors)} ranks of {len(survivors) + len(lost)} find one another; "
+                f"{self._names(lost)} may live, and go on: these end"
             )
         if len(survivors) < self._limits.least:
             raise RingError(

@@ -14,6 +14,7 @@ from torch_ring.elastic.driven_job import DrivenJob
 from torch_ring.elastic.job import ElasticJob
 from torch_ring.elastic.object_state import ADDED, REMOVED, State
 from torch_ring.elastic.regroup import LeftOutError
+from torch_ring.elastic.state import StateLostError
 from torch_ring.errors import HostsUpdatedInterrupt, MismatchError, RingError
 from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.world import current
@@ -98,7 +99,7 @@ def _train(job: ElasticJob | DrivenJob, func: Callable[[], ResultT], state: Stat
                 if job.has_newcomers:  # whose messages the state has dropped
                     _note_hosts(state, True)
             return func()
-        except (MismatchError, LeftOutError):
+        except (MismatchError, LeftOutError, StateLostError):
             raise
         except RingError as error:
             cause, prepare = error, state.resume

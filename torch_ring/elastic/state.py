@@ -17,10 +17,21 @@ from torch_ring.elastic.handlers import (
 )
 from torch_ring.elastic.object_state import ObjectState
 from torch_ring.elastic.sampler import ElasticSampler
+from torch_ring.errors import RingError
 
-__all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
+__all__ = [
+    "StateHandler",
+    "StateLostError",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
 
 _log = logging.getLogger("torch_ring")
+
+
+class StateLostError(RingError):
+    """All ranks that had the state have died, and others have a part of it only."""
 
 
 class TorchState(ObjectState):
@@ -52,6 +63,8 @@ class TorchState(ObjectState):
         self._changes = 0  # of plain attributes
         self._steps = 0  # taken by all optimizers
         self._is_whole = False  # nothing of another state is mixed into this one
+        self._is_mixed = False  # a part of another state is, and the rest has not come
+        self._saved_at: tuple[int, int] | None = None  # steps and changes of a whole saved state
         self._progress_at_step: dict[str, Any] = {}  # of each optimizer: at its last step
         self._several_steps = False  # an optimizer has taken two, or more
         self._commits_only = False  # ... between which no attribute and no sampler changed
@@ -80,6 +93,8 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
+        if self._is_whole:
+            self._saved_at = (self._steps, self._changes)
 
     def restore(self) -> None:
         """See `State`."""
@@ -94,6 +109,7 @@ class TorchState(ObjectState):
             handler.sync()
         super().sync()
         self._is_whole = True
+        self._saved_at = (self._steps, self._changes)
 
     def reset(self) -> None:
         """See `State`."""
@@ -102,23 +118,46 @@ class TorchState(ObjectState):
 
     def on_arrival(self) -> None:
         """See `State`."""
-        self._is_whole = False
+        self._is_whole, self._saved_at = False, None
 
     def resume(self) -> None:
         """Go on from where the farthest rank is, or from the last commit. Collective.
 
         Only a rank whose state is whole counts: one that has come, or that a failure has kept from
-        taking a whole state, has none.
+        taking a whole state, has none. If there is none at all, what one has saved before counts.
+
+        Raises:
+            StateLostError: on all ranks: there is a part of a state only.
         """
         own = (self._is_whole, self._steps, self._changes, self._is_live())
-        ranks = allgather_object(own, name="elastic.progress")
+        saved = (self._saved_at, self._is_mixed)
+        both = allgather_object((own, saved), name="elastic.progress")
+        ranks = [own for own, _ in both]
         if not any(is_whole for is_whole, *_ in ranks):
-            self.sync()  # the first sync failed: as at the start
+            self._begin_again([saved_at for _, (saved_at, _) in both], any(m for _, (_, m) in both))
         elif any(is_whole and not is_live for is_whole, _, _, is_live in ranks):
             self._go_back(ranks)
         else:
             self._follow([(whole, steps, changes) for whole, steps, changes, _ in ranks])
         self._progress_at_step.clear()
+
+    def _begin_again(self, saved_at: list[tuple[int, int] | None], some_are_mixed: bool) -> None:
+        """Go on from the farthest saved state; without one, as at the start."""
+        there = [at for at in saved_at if at is not None]
+        if there:
+            root = saved_at.index(max(there))
+            if world.rank() == root:
+                self.restore()
+            self._copy_from(root, models=True)
+            self._steps, self._changes = max(there)
+            self.save()
+        elif some_are_mixed:
+            raise StateLostError(
+                "the ranks that had the state of the training have died before others had taken "
+                "all of it: start again from a checkpoint"
+            )
+        else:
+            self.sync()  # the first sync failed
 
     def _go_back(self, ranks: list[tuple[bool, int, int, bool]]) -> None:
         """Go on from the last commit of the first rank that has one."""
@@ -144,6 +183,7 @@ class TorchState(ObjectState):
     def _copy_from(self, root: int, *, models: bool) -> None:
         """Take attributes and samplers of the root's, and with `models` everything."""
         self._is_whole = self._is_whole and not (models and world.rank() != root)
+        self._is_mixed = self._is_mixed or (models and world.rank() != root)
         for handler in self._handlers.values():
             if models or isinstance(handler.value, ElasticSampler):
                 handler.copy_from(root)
@@ -152,7 +192,7 @@ class TorchState(ObjectState):
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)
-        self._is_whole = True
+        self._is_whole, self._is_mixed = True, False
 
     def _is_live(self) -> bool:
         """Return whether the attributes and samplers say how far the training is."""

@@ -211,6 +211,7 @@ class BackwardSync:
             participant.nothing_pending = False
             participant.weights_compared = False  # a rank that had joined has not stepped
             participant.steps = 0
+            participant.stop_tuning()
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = list(self._participants.values())
@@ -243,7 +244,9 @@ class BackwardSync:
     ) -> tuple[GradientReport, ...]:
         """Return the reports with what planned passes have put aside, for optimizers in use now.
 
-        Another one's gradients would not live until it steps: its zero_grad() may come first.
+        Another one's gradients would not live until it steps: its zero_grad() may come first. But
+        the other ranks hear of them in this report, and not before: till then this rank's steps
+        must be those of ranks that know of none.
         """
         used = [
             report.participant
@@ -251,7 +254,12 @@ class BackwardSync:
             if report.due or self._participants[report.participant] is stepping
         ]
         taken = [index for index in used if self.run_ahead.take_up_aside(index)]
-        return self._reports(stepping) if taken else reports
+        reports = self._reports(stepping) if taken else reports
+        left = self.run_ahead.aside.difference(report.participant for report in reports)
+        return (
+            *reports,
+            *(GradientReport(index, due=0, accumulating=True) for index in sorted(left)),
+        )
 
     def _reduce_all(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce, and end the agreement; Ctrl-C waits for that."""

@@ -19,7 +19,8 @@ from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
 from torch_ring.optimizer.parameter_names import checked_names, unnamed
-from torch_ring.optimizer.reducer import Reducer, has_gradients
+from torch_ring.optimizer.reducer import Reducer
+from torch_ring.optimizer.reducible import has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current

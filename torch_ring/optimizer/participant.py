@@ -62,6 +62,9 @@ class Participant(Protocol):
     def follow_parameters(self) -> None:
         """Give the parameters that have moved to another device memory there."""
 
+    def stop_tuning(self) -> None:
+        """Leave the buckets as they were planned: ranks may have counted passes differently."""
+
     def report(self, everything: bool) -> GradientReport | None:
         """Return which gradients are due here, or with `everything` which exist; None: none."""
 

@@ -11,28 +11,26 @@ from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket, bucket_name
 from torch_ring.collectives.digests import digests_of
-from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.optimizer.autotuner import Autotuner, TuningTarget, untunable
 from torch_ring.optimizer.backward_sync import BackwardSync
+from torch_ring.optimizer.bucket_tuning import BucketLimits
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
-from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
+from torch_ring.optimizer.buckets import Bucket, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.one_device import device_problem
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.participant import FastPath
+from torch_ring.optimizer.reducible import require_same_parameters, spec_of
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.world import current
-from torch_ring.world.process_set import ProcessSet
 
-__all__ = ["Reducer", "has_gradients"]
+__all__ = ["Reducer"]
 
 _log = logging.getLogger("torch_ring")
-
-_REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reducer:
@@ -62,14 +60,14 @@ class Reducer:
     ) -> None:
         named = tuple(zip(names, parameters, strict=True))
         refuse_sharded(named)
-        _require_same_parameters(sync.process_set, parameters, names, settings, groups)
+        require_same_parameters(sync.process_set, parameters, names, settings, groups)
         self._sync = sync
         self._engine = sync.engine
         self._parameters = parameters
         self._names = names
         self._settings = settings
         self._groups = groups
-        self._specs = [_spec(name, parameter) for name, parameter in named]
+        self._specs = [spec_of(name, parameter) for name, parameter in named]
         # What may refuse comes before the hooks: a refused optimizer must leave no trace.
         self._make_wire = wire_maker(settings, sync.engine, sync.size, named)
         self._is_plain = settings.compression is Compression.none
@@ -104,6 +102,8 @@ class Reducer:
         self._order_is_real = False
         self._has_warned = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
+        self._limits = BucketLimits(settings.bucket_bytes)
+        self._tuner: Autotuner | None = None
         self._rebuild_buckets()
         current.disable_in_child(self.hooks)
 
@@ -143,7 +143,6 @@ class Reducer:
             self.follow_parameters()
             due, sparse, accumulating, _ = self.hooks.pending(which)
         bitmap = int.from_bytes(due, "little")
-        accumulating = accumulating or self._sync.run_ahead.has_aside(self.index)
         if not (bitmap or accumulating or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
@@ -222,6 +221,40 @@ class Reducer:
             self.fast_path = self._make_fast_path()
             if self._sync.process_set.rank() == 0:
                 warn_of_ddp(self._parameters)
+            self._tuner = self._make_tuner()
+        elif self._tuner is not None:
+            self._tuner.pass_ended()
+
+    def stop_tuning(self) -> None:
+        """See `Participant`."""
+        if self._tuner is not None:
+            self._tuner.stop()
+
+    def _make_tuner(self) -> Autotuner | None:
+        """Return what tunes the sizes of buckets, if that is wanted, and they matter."""
+        tells = self._sync.process_set.rank() == 0
+        config = current.config()
+        if not config.autotune:
+            return None
+        problem = untunable(self._settings, self._plan, self._engine.overlaps())
+        if problem:
+            if tells:
+                _log.info("autotune: the buckets stay: %s", problem)
+            return None
+        target = TuningTarget(
+            self._engine,
+            f"gradients.{self.index}.tuning",
+            self._parameters,
+            self._planned_within,
+            self._set_limits,
+            tells,
+            config.autotune_log,
+        )
+        return Autotuner(target, self._limits)
+
+    def _set_limits(self, limits: BucketLimits) -> None:
+        self._limits = limits
+        self._rebuild_buckets()
 
     def _overlaps(self, device: torch.device) -> bool:
         """Return whether reducing during backward leaves it the processor."""
@@ -295,21 +328,25 @@ class Reducer:
             self._sync.fail(f"a model has moved: {problem}")
         self._sync.run_ahead.stop()
         named = zip(self._names, self._parameters, strict=True)
-        self._specs = [_spec(name, parameter) for name, parameter in named]
+        self._specs = [spec_of(name, parameter) for name, parameter in named]
         self._direct = self._large_ones()
         self._rebuild_buckets()
         if self._order_is_real:
             self.fast_path = self._make_fast_path()
 
-    def _rebuild_buckets(self) -> None:
-        """Plan the buckets by the order of readiness, and move every gradient into its own."""
-        plan = plan_buckets(
+    def _planned_within(self, limits: BucketLimits) -> tuple[Bucket, ...]:
+        return plan_buckets(
             self._specs,
             self._order,
-            self._settings.bucket_bytes,
+            limits.capacity_bytes,
+            limits.last_bytes,
             groups=self._groups,
             alone=self._direct,
         )
+
+    def _rebuild_buckets(self) -> None:
+        """Plan the buckets by the order of readiness, and move every gradient into its own."""
+        plan = self._planned_within(self._limits)
         if plan == self._plan:
             return
         self._plan = plan
@@ -345,14 +382,6 @@ class Reducer:
         )
 
 
-def has_gradients(parameter: Tensor) -> bool:
-    """Return whether a parameter has gradients to reduce, now or, if it is frozen, perhaps later.
-
-    A frozen one of another dtype (a quantised weight) is none of an optimizer's business.
-    """
-    return parameter.requires_grad or parameter.dtype in _REDUCIBLE or parameter.is_complex()
-
-
 def _members(bitmap: int) -> list[int]:
     """Return the parameters of a bitmap."""
     return [index for index in range(bitmap.bit_length()) if bitmap >> index & 1]
@@ -364,37 +393,3 @@ def _coalesced(gradient: Tensor | None) -> Tensor | None:
         return None
     gradient = gradient.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-
-
-def _spec(name: str, parameter: Tensor) -> TensorSpec:
-    """Return what the planner needs; a complex number is two real ones."""
-    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    numel = parameter.numel()
-    if dtype.is_complex:
-        dtype, numel = dtype.to_real(), 2 * numel
-    if dtype not in _REDUCIBLE:
-        raise ValueError(f"the gradient of '{name}' has dtype {dtype}, which cannot be reduced")
-    return TensorSpec(numel, dtype, parameter.device)
-
-
-def _require_same_parameters(
-    process_set: ProcessSet,
-    parameters: Sequence[Tensor],
-    names: Sequence[str],
-    settings: ReductionSettings,
-    groups: Sequence[Sequence[int]],
-) -> None:
-    problem = device_problem(parameters)
-    lines = [problem or settings.describe()]
-    group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
-    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        line = f"'{name}' {dtype} {list(parameter.shape)}"
-        # The order of elements in memory is the order in which they are added up.
-        line += "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
-        line += f" on {parameter.device.type}"
-        line += f" in group {group_of[index]}" if index in group_of else ""
-        lines.append(line)
-    require_same(lines, "the ranks wrap different optimizers", process_set)
-    if problem:  # on all ranks
-        raise InvalidArgumentError(problem)

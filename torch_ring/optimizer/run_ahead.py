@@ -99,6 +99,9 @@ class RunAhead:
         participants: the wrapped optimizers, by index.
         explain: raises an error of the operation of this name again, with what its user may have
             done wrong.
+
+    Attributes:
+        aside: the optimizers of which gradients were put aside on this rank.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class RunAhead:
         self._open = -1  # the pass for which hooks may launch
         self._tolerated = 0
         self._known_from = 0  # the first pass that the history may have
-        self._aside: set[int] = set()  # optimizers of which gradients were put aside here
+        self.aside: set[int] = set()
         self._difference: MismatchError | None = None
 
     @property
@@ -248,15 +251,11 @@ class RunAhead:
         self.begin_anew()
         self._difference = None
 
-    def has_aside(self, index: int) -> bool:
-        """Return whether gradients of an optimizer were put aside on this rank."""
-        return index in self._aside
-
     def take_up_aside(self, index: int) -> bool:
         """Add what was put aside to an optimizer's gradients; return whether there was some."""
-        if index not in self._aside:
+        if index not in self.aside:
             return False
-        self._aside.discard(index)
+        self.aside.discard(index)
         self._participants[index].hooks.take_up_aside()
         return True
 
@@ -362,7 +361,7 @@ class RunAhead:
         for index, bitmap in extra.items():
             participant = self._participants[index]
             participant.hooks.put_aside(participant.bitmap(bitmap))
-            self._aside.add(index)
+            self.aside.add(index)
 
     def _judge(self, entered: Entered, ranks: Sequence[BackwardReport]) -> None:
         """Draw the conclusions of a report, which are the same on all ranks."""

@@ -26,11 +26,18 @@ from torch_ring.errors import (
     first_line,
 )
 from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.given_store import host_of, without_prefixes
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
 from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, finish
 
-__all__ = ["StorePlace", "drop_connections", "drop_in_child", "given_store", "locate_store"]
+__all__ = [
+    "StorePlace",
+    "drop_connections",
+    "drop_in_child",
+    "given_store",
+    "locate_store",
+]
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
@@ -172,8 +179,9 @@ def locate_store(
 def given_store(store: Store, identity: Identity) -> StorePlace:
     """Return the place of a store that the user has given."""
     view = _of_part(PrefixStore("torch_ring", store), identity)
-    host = getattr(store, "host", None)  # a TCPStore's
-    where = f", at {_text((store.host, store.port))}," if isinstance(store, TCPStore) else ""
+    served = without_prefixes(store)
+    host = host_of(store)
+    where = f", at {_text((served.host, served.port))}," if isinstance(served, TCPStore) else ""
 
     def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
         return StoreClient(view, deadline, f"the store that was given to init(){where}", check)

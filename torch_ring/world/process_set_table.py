@@ -30,6 +30,7 @@ from torch_ring.world.ranks import Ranks, require_below
 __all__ = ["ProcessSetRecord", "ProcessSetTable"]
 
 _NO_SLOT, _FAILED = -1, -2  # in place of a slot's offset
+_BRIEF_S = 0.05  # for peers that live to hear a goodbye
 
 
 class ProcessSetRecord:
@@ -326,6 +327,15 @@ class ProcessSetTable:
             cleanup.callback(self._connections.close)
             for record in records:
                 cleanup.callback(record.shutdown)
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks of the world that have died or were silent for too long."""
+        plane = self._connections.plane
+        return [] if plane is None else plane.lost()
+
+    def be_brief(self) -> None:
+        """Let close() wait for no peer that does not hear its goodbye: the world has failed."""
+        self._connections.farewell_s = _BRIEF_S
 
     def abandon(self) -> None:
         """Let go of the parent's engines in a forked child; the records can still be read."""

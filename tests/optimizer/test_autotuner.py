@@ -1,0 +1,191 @@
+"""Autotuner: sizes of buckets are tried in turns, alike on all ranks, and kept only if they win."""
+
+from __future__ import annotations
+
+import csv
+import logging
+
+import pytest
+import torch
+from pool import run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.optimizer import autotuner
+from torch_ring.optimizer.autotuner import Autotuner, TuningTarget
+from torch_ring.optimizer.bucket_tuning import BucketLimits
+from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
+
+MIB = 1 << 20
+DEFAULT = BucketLimits(25 * MIB)
+COUNT = 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class SlowNetwork:
+    """An engine whose allreduces leave what they get, and take a time of the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.names: list[str] = []
+
+    def allreduce(self, tensor, output, name, op, prescale, postscale, blocking):
+        assert tensor is output
+        self.names.append(name)
+        self.clock.now += 1e-5 + tensor.numel() * tensor.itemsize / (10 * MIB)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class Job:
+    """A model whose passes take a time that depends on the buckets."""
+
+    def __init__(self, monkeypatch, tmp_path, pass_s) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(autotuner, "time", self.clock)
+        self.network = SlowNetwork(self.clock)
+        self.limits = DEFAULT
+        self.pass_s = pass_s
+        self.parameters = [torch.zeros(1, requires_grad=True) for _ in range(COUNT)]
+        specs = [TensorSpec(MIB // 4, torch.float32, torch.device("cpu"))] * COUNT
+        self.rebuilt: list[BucketLimits] = []
+        self.log = tmp_path / "tuned.csv"
+
+        def plan_of(limits):
+            return plan_buckets(
+                specs, range(COUNT - 1, -1, -1), limits.capacity_bytes, limits.last_bytes
+            )
+
+        target = TuningTarget(
+            self.network, "tuning", self.parameters, plan_of, self.rebuild, True, str(self.log)
+        )
+        self.tuner = Autotuner(target, DEFAULT)
+
+    def rebuild(self, limits: BucketLimits) -> None:
+        self.limits = limits
+        self.rebuilt.append(limits)
+        self.clock.now += 50.0  # which counts for no pass
+
+    def train(self, passes: int) -> None:
+        for _ in range(passes):
+            began = self.clock.now
+            for parameter in reversed(self.parameters):
+                parameter.sum().backward()
+                self.clock.now += 0.1
+            self.clock.now = began + self.pass_s(self.limits)
+            self.tuner.pass_ended()
+
+
+def is_default(limits: BucketLimits) -> bool:
+    return limits == DEFAULT
+
+
+def test_limits_that_win_stay(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torch_ring")
+    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else 2.0)
+    job.train(25)
+    assert job.tuner.is_done
+    assert not is_default(job.limits)
+    assert [is_default(each) for each in job.rebuilt] == [False, True, False, False]
+    assert "replace those of 25 MiB" in caplog.text
+    assert "takes 2000 ms, not 3000" in caplog.text
+    with job.log.open() as file:
+        rows = list(csv.DictReader(file))
+    tried = {row["bucket_bytes"]: float(row["step_s"]) for row in rows if row["step_s"]}
+    assert tried == {str(25 * MIB): 3.0, str(job.limits.capacity_bytes): 2.0}
+    assert len(rows) > 20
+    job.train(3)
+    assert len(job.rebuilt) == 4
+
+
+def test_limits_that_do_not_win_go(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torch_ring")
+    job = Job(monkeypatch, tmp_path, lambda limits: 2.0 if is_default(limits) else 1.999)
+    job.train(25)
+    assert job.tuner.is_done
+    assert is_default(job.limits)
+    assert "do not replace" in caplog.text
+
+
+def test_nothing_is_tried_where_nothing_is_to_be_gained(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torch_ring")
+    monkeypatch.setattr(SlowNetwork, "allreduce", lambda self, *_, **__: self)  # takes no time
+    job = Job(monkeypatch, tmp_path, lambda _: 2.0)
+    job.train(5)
+    assert job.tuner.is_done
+    assert not any(map(bool, [len(p._post_accumulate_grad_hooks or ()) for p in job.parameters]))
+    assert "stay" in caplog.text
+    assert job.log.exists()
+
+
+def test_a_tuner_that_is_stopped_goes_back(monkeypatch, tmp_path):
+    for passes in (2, 12, 25):
+        job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else 2.0)
+        job.train(passes)
+        job.tuner.stop()
+        assert is_default(job.limits)
+        job.train(30)
+        assert is_default(job.limits)
+
+
+# --- real ranks
+
+
+def train(passes_of_rank: list[int]) -> tuple[bool, list[int], bytes]:
+    """Train; return whether there is a tuner, the sizes of buckets, and the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4)))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    torch.manual_seed(1 + hvd.rank())
+    for _ in range(passes_of_rank[hvd.rank()]):
+        optimizer.zero_grad()
+        model(torch.randn(4, 96)).square().sum().backward()
+        optimizer.step()
+    if len(set(passes_of_rank)) > 1:
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 96)).square().sum().backward()
+            optimizer.step()
+    reducer = optimizer._reducer
+    sizes = [bucket.numel for bucket in reducer._plan]
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return reducer._tuner is not None, sizes, weights
+
+
+AUTOTUNE = {"TORCH_RING_AUTOTUNE": "1", "TORCH_RING_BUCKET_BYTES": "50000"}
+
+
+@on_both_transports
+def test_ranks_tune_alike_and_train_the_same(transport, tmp_path):
+    env = AUTOTUNE | {"TORCH_RING_AUTOTUNE_LOG": str(tmp_path / "tuned.csv")}
+    tuned = run(train, 3, args=([30] * 3,), transport=transport, env=env)
+    plain = run(
+        train, 3, args=([30] * 3,), transport=transport, env={"TORCH_RING_BUCKET_BYTES": "50000"}
+    )
+    assert tuned[0] == tuned[1] == tuned[2]
+    assert tuned[0][2] == plain[0][2]
+    assert tuned[0][0] == (transport == "tcp")
+    assert not plain[0][0]
+    assert (tmp_path / "tuned.csv").exists() == (transport == "tcp")
+
+
+@pytest.mark.parametrize("passes", [[3, 40], [40, 12], [40, 0]], ids=str)
+def test_a_rank_that_joins(passes):
+    """It misses passes of the trial; when all train again, all have the buckets of the start."""
+    first, second = run(train, 2, args=(passes,), transport="tcp", env=AUTOTUNE)
+    assert first[1:] == second[1:]
+    assert max(first[1]) * 4 <= 50_000
