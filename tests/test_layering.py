@@ -115,6 +115,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"_C", "config", "errors"},
     "connections": {"_C", "config", "errors", "rendezvous"},
     "world": {"_C", "config", "connections", "errors", "rendezvous"},
+    "tracing": set(),
     "capabilities": {"_C", "config", "errors", "world"},
     "lr_schedules": {"world"},
     "collectives": {"_C", "compression", "errors", "world"},
@@ -181,7 +182,7 @@ def imported_modules(module: str) -> set[str]:
 def test_every_room_has_a_rule_and_a_newcomer_sees_few():
     assert {room_of(module) for module in MODULES} == {*MAY_IMPORT, "__init__"}
     others = {"__init__.py", "_C.pyi", "py.typed"}
-    assert len(MAY_IMPORT) + len(others) <= 27
+    assert len(MAY_IMPORT) + len(others) <= 28
 
 
 def test_no_rule_points_upward():

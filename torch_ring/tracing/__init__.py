@@ -1,0 +1,1 @@
+"""Tracing: what the ranks of a job did, and when (docs/timeline.md)."""
