@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,35 @@ def test_dumps_of_two_ranks(tmp_path: Path) -> None:
     assert {each.state for each in waiting} == {"scheduled"}
     assert {each.finished for each in waiting} == {9.5 * MILLISECOND}  # with the recording
     assert "own clock" in " ".join(recording.notes)
+
+
+def test_a_pickled_dump_as_torch_writes_it(tmp_path: Path) -> None:
+    dump = dump_of(rank=0)
+    del dump["rank"]
+    (tmp_path / "flight_3").write_bytes(pickle.dumps(dump))
+    assert read_recording(tmp_path).ranks == [3]
+
+
+def test_a_dump_of_torch_ring_has_names(tmp_path: Path) -> None:
+    dump = dump_of(rank=0)
+    dump["entries"][0]["ring"] = {"name": "gradients.0.7.0.0", "bytes": 77}
+    (tmp_path / "flight_0").write_bytes(pickle.dumps(dump))
+    bucket, other = read_recording(tmp_path).operations
+    assert (bucket.name, bucket.bytes) == ("gradients.0.7.0.0", 77)
+    assert other.name == "all_reduce 2"
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("evil",)
+
+
+def test_a_pickle_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flight_0").write_bytes(pickle.dumps(dump_of(0) | {"version": Evil()}))
+    with pytest.raises(NothingToShowError, match="not plain data"):
+        read_recording(tmp_path / "flight_0")
+    assert not (tmp_path / "evil").exists()
 
 
 def test_a_dump_without_its_rank_has_it_in_its_name(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
         math.prod(size) * _size_of(dtype) for size, dtype in zip(sizes, dtypes, strict=False)
     )
     group = entry["process_group"]
+    ours: Mapping[str, Any] = entry.get("ring") or {}  # what torch's recorder does not have
     started, finished = (
         entry.get("time_discovered_started_ns"),
         entry.get("time_discovered_completed_ns"),
@@ -67,10 +68,10 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
     return Operation(
         rank=rank,
         kind=_KINDS.get(kind, kind),
-        name=str(entry.get("name") or f"{kind} {entry['collective_seq_id']}"),
+        name=str(ours.get("name") or f"{kind} {entry['collective_seq_id']}"),
         process_set=str(group[0] if isinstance(group, list | tuple) else group),
         sequence=int(entry["collective_seq_id"]),
-        bytes=bytes_,
+        bytes=int(ours.get("bytes", bytes_)),
         submitted=float(entry["time_created_ns"]) * _NANOSECONDS,
         started=math.nan if started is None else float(started) * _NANOSECONDS,
         finished=math.nan if finished is None else float(finished) * _NANOSECONDS,

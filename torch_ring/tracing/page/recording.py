@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -69,16 +71,34 @@ def read_recording(path: Path) -> Recording:
     return Recording(operations, sorted({each.rank for each in operations}), sources, notes)
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, strings, lists and dictionaries: nothing in a file can run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it has a {module_name}.{global_name}, and not plain data")
+
+
+def _unpickled(content: bytes) -> Any:
+    try:
+        return _PlainUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # pickle raises anything on a broken file
+        raise ValueError(f"no dump: {error}") from None
+
+
 def _read(file: Path) -> tuple[list[Operation], list[Operation]]:
     """Return the operations of a file: those of a timeline, and those of a dump."""
-    try:
-        text = file.read_text()
-    except UnicodeDecodeError:
-        raise ValueError("not a text (torch's own pickled dumps are not read)") from None
-    try:
-        value: Any = json.loads(text) if text.lstrip().startswith("{") else None
-    except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
+    content = file.read_bytes()
+    if content.startswith(pickle.PROTO):
+        value = _unpickled(content)
+        if not is_dump(value):
+            raise ValueError("a pickle that is no dump")
+        text = ""
+    else:
+        text = content.decode(errors="replace")
+        try:
+            value = json.loads(text) if text.lstrip().startswith("{") else None
+        except ValueError as error:
+            raise ValueError(f"no JSON: {error}") from None
     if is_dump(value):
         rank = value.get("rank")
         if rank is None:
