@@ -12,6 +12,7 @@
 #include "bindings/py_host_memory.h"
 #include "bindings/py_messages.h"
 #include "bindings/py_world.h"
+#include "bindings/records.h"
 
 namespace py = pybind11;
 
@@ -40,6 +41,7 @@ std::unique_ptr<PyEngine> make_engine(
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  bind_records(module);
   py::class_<PyWork>(module, "Work")
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait)
@@ -111,6 +113,8 @@ void bind_engine(py::module_& module) {
                                                                            py::const_),
            py::arg("shape"), py::arg("dtype"))
       .def("gradient_blocks", &PyEngine::gradient_blocks)
+      .def("records", &PyEngine::records)
+      .def("observe", &PyEngine::observe, py::arg("stream"))
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)
       .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)

@@ -21,6 +21,12 @@ Engine::Mode mode_of(bool blocking) {
   return blocking ? Engine::Mode::kBlocking : Engine::Mode::kAsynchronous;
 }
 
+Transport transport_of(int size, int hosts) {
+  if (size == 1) return Transport::kLocal;
+  if (hosts == 1) return Transport::kShared;
+  return hosts == size ? Transport::kNetwork : Transport::kHierarchical;
+}
+
 void check_outputs(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& outputs) {
   if (tensors.size() != outputs.size()) {
     throw Error(ErrorKind::kInvalidArgument, "a group needs an output for each tensor");
@@ -38,6 +44,7 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
       hosts_(world.topology.host_count()),
       set_(set),
       timeout_(config.timeout),
+      transport_(transport_of(size_, hosts_)),
       plane_(std::move(plane)) {
   auto abort = std::make_shared<Abort>();
   // Shared with the engine's thread, which has no GIL.
@@ -58,6 +65,7 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
   }
   Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
                           world.waits, has_other_threads, log_line,     {},  std::move(order)};
+  options.transport = transport_;
   communicator_ = make_communicator(world, config, *abort);
   shared_.emplace(rank_, communicator_, log_line);
   options.make_device = [device = device_, patience = DevicePatience{config, options.log},
@@ -289,6 +297,18 @@ py::bytes PyEngine::gather_reports(PassAgreement& agreement, const std::string& 
     gathered = agreement.gather(*engine, report, kCheckSignals);
   }
   return {gathered};
+}
+
+std::vector<OperationRecord> PyEngine::records() const {
+  const std::shared_ptr<Engine> engine = engine_;
+  const py::gil_scoped_release no_gil;
+  return engine ? engine->records() : std::vector<OperationRecord>{};
+}
+
+void PyEngine::observe(std::shared_ptr<RecordStream> stream) const {
+  const std::shared_ptr<Engine> engine = running();
+  const py::gil_scoped_release no_gil;
+  engine->observe(std::move(stream));
 }
 
 std::shared_ptr<RunAhead> PyEngine::run_ahead() {

@@ -132,6 +132,10 @@ class PyEngine {
   /// Errors: Error(kInternal) after shutdown().
   std::shared_ptr<Engine> running() const;
 
+  /// See Engine. Empty after shutdown(). Thread: with the GIL, which they release.
+  std::vector<OperationRecord> records() const;
+  void observe(std::shared_ptr<RecordStream> stream) const;
+
   int rank() const { return rank_; }
   int size() const { return size_; }
   /// The number of its process set.
@@ -156,6 +160,7 @@ class PyEngine {
   const int hosts_;
   const std::uint64_t set_;
   const std::chrono::milliseconds timeout_;
+  const Transport transport_;
   const std::shared_ptr<DeviceChoice> device_ = DeviceChoice::of_process();
   std::shared_ptr<ControlPlane> plane_;  // outlives the engine
   // Made by the constructor, and closed by shutdown(): any thread may use it. Null in a set of one.

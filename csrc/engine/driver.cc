@@ -83,6 +83,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (target == nullptr && callbacks_.should_yield()) return;
     auto now = Clock::now();
     if (!since) since = now;
+    if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
     board_.wait_until(now + kPollInterval, is_patient ? kBlockingSpin : kSpin);
     // While rounds go on, the checks below can wait.
@@ -137,10 +138,23 @@ void Driver::announce_outbox(bool blocked) {
 void Driver::finish_round() {
   round_open_ = false;
   wait_.end();
+  agreed_ = Clock::now();
+  lag_ = waits_since_ ? agreed_ - *waits_since_ : Clock::duration::zero();
+  waits_since_.reset();
   watchdog_.begin_data(rounds_ + 1);
   run_round();
   watchdog_.end_data();
   ++rounds_;
+}
+
+/// Writes down that the ranks have agreed on the next operation, which is this rank's work.
+void Driver::write_down(Work& work, bool is_inline) {
+  OperationTimes& times = work.times_;
+  times.agreed.store(agreed_, std::memory_order_relaxed);
+  times.sequence.store(decided_, std::memory_order_relaxed);
+  times.round.store(rounds_ + 1, std::memory_order_relaxed);
+  times.lag.store(lag_, std::memory_order_relaxed);
+  times.is_inline.store(is_inline, std::memory_order_relaxed);
 }
 
 /// Runs the requests that every rank has announced by now, and fails mismatches.
@@ -156,6 +170,8 @@ void Driver::run_round() {
   std::vector<const Decision*> on_device;
   for (const Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
+    ++decided_;
+    if (mine != pending_.end()) write_down(*mine->second.work, decision.is_inline);
     if (decision.resets_numbering) reset_numbering();
     for (const std::string& group : decision.ended_groups) end_group(group, *decision.mismatch);
     if (mine == pending_.end() && decision.for_joined) tell_of_pass(pending_, *decision.for_joined);
@@ -209,7 +225,8 @@ const Fingerprint& Driver::fingerprint_of(const Decision& decision) const {
 void Driver::add(Batch& batch, const Decision& decision, Buffers& buffers) {
   if (const auto mine = pending_.find(decision.key); mine != pending_.end()) {
     batch.works.push_back(mine->second.work);
-    batch.jobs.push_back({&mine->second.work->request(), &decision});
+    Work& work = *mine->second.work;
+    batch.jobs.push_back({&work.request(), &decision, &work.times_});
   } else {
     batch.works.push_back(nullptr);
     batch.stand_ins.emplace_back(*decision.for_joined, buffers);
@@ -237,7 +254,9 @@ bool Driver::run_unanimous(const Round& round) {
   const auto decision = Agreement::unanimous(fingerprint, round);
   if (!decision) return false;
   if (decision->resets_numbering) reset_numbering();
-  const Job job{&work.request(), &*decision};
+  ++decided_;
+  write_down(work, decision->is_inline);
+  const Job job{&work.request(), &*decision, &work.times_};
   executor_.run({&job, 1}, [&](std::size_t) { complete(work); });
   pending_.clear();
   return true;

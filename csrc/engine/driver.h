@@ -131,6 +131,7 @@ class Driver {
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
+  void write_down(Work& work, bool is_inline);
   void run_round();
   void run_on_device(const Round& round, std::span<const Decision* const> decisions);
   const Fingerprint& fingerprint_of(const Decision& decision) const;
@@ -176,6 +177,10 @@ class Driver {
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
   std::uint64_t rounds_ = 0;                  // completed
+  std::uint64_t decided_ = 0;                 // operations, mismatches too: the same on all ranks
+  std::optional<Clock::time_point> waits_since_;  // for the open round; none: it has not waited
+  Clock::time_point agreed_;                      // when the last round was complete
+  std::chrono::nanoseconds lag_{0};               // how long this rank waited for it
   LongWait wait_;                             // for the round's other entries
   Clock::time_point last_submission_;         // of an announced work
   // By rank: when it announced something while other requests stayed undecided. The clock's

@@ -33,7 +33,7 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
       name_(name_in(at(options.labels, communicator_->rank()))),
       is_world_(options.set == 0),
       board_(communicator_->board()),
-      queue_(name_),
+      queue_(name_, options.set, options.transport),
       watchdog_(options.plane, options.set, std::move(options.members), options.labels, *abort_,
                 [this] {
                   const Lock lock = queue_.lock();

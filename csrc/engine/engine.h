@@ -51,6 +51,7 @@ class Engine final : private Driver::Callbacks {
     DeviceExecutor::Make make_device;         // may be empty
     /// See Driver::Options.
     std::shared_ptr<LaunchOrder> launch_order = nullptr;
+    Transport transport = Transport::kLocal;  // for the records
   };
 
   /// `abort`: the Abort that the communicator's waits see.
@@ -99,6 +100,20 @@ class Engine final : private Driver::Callbacks {
 
   /// Ends the job on all ranks with this cause, or the first one there was, and throws it.
   [[noreturn]] void end(const Error& cause);
+
+  /// The last operations of this rank, also those in flight (recorder.h). Thread: any; holds the
+  /// queue's mutex for as long as a copy of 2000 records takes, well below a millisecond.
+  std::vector<OperationRecord> records() {
+    const Lock lock = queue_.lock();
+    return queue_.recorder(lock).records();
+  }
+
+  /// Sends the record of every operation that ends from now on to `stream`, in place of an earlier
+  /// one; null: to nobody. Thread: any.
+  void observe(std::shared_ptr<RecordStream> stream) {
+    const Lock lock = queue_.lock();
+    queue_.recorder(lock).observe(std::move(stream));
+  }
 
   /// Throws the fatal cause, if there is one: results that are still on a device are void then.
   void check() const {

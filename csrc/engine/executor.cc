@@ -55,6 +55,14 @@ std::size_t bytes_of_all(std::span<const Request* const> requests) {
       [](std::size_t sum, const Request* request) { return sum + request->input_bytes(); });
 }
 
+/// Writes down that a phase of fused operations begins now.
+void stamp(std::span<OperationTimes* const> times,
+           std::atomic<Clock::time_point> OperationTimes::* phase) {
+  if (times.empty()) return;
+  const auto now = Clock::now();
+  for (OperationTimes* const each : times) (each->*phase).store(now, std::memory_order_relaxed);
+}
+
 void concatenate(void* to, std::span<const ByteSpan> parts) {
   auto* at = static_cast<std::byte*>(to);
   for (const ByteSpan part : parts) {
@@ -93,6 +101,10 @@ Reduction reduction_of(const Fingerprint& f, const Communicator& communicator) {
     reduction.scaling.divisor = communicator.size();
   }
   return reduction;
+}
+
+void Executor::begin(const Job& job) {
+  job.times->started.store(Clock::now(), std::memory_order_relaxed);
 }
 
 void Executor::run_one(const Job& job) {
@@ -254,7 +266,9 @@ void Executor::reducescatter(const Request& request) {
   communicator_.reducescatter(request.input, request.output, counts, reduction_of(f));
 }
 
-void Executor::allreduce_fused(std::span<const Request* const> requests) {
+void Executor::allreduce_fused(std::span<const Request* const> requests,
+                               std::span<OperationTimes* const> times) {
+  stamp(times, &OperationTimes::started);
   const Reduction reduction = reduction_of(requests.front()->fingerprint);
   if (reduction.op == ReduceOp::kAdasum) {
     adasum_fused(requests);
@@ -276,7 +290,9 @@ void Executor::allreduce_fused(std::span<const Request* const> requests) {
     count += request->fingerprint.count();
   }
   buffers_.copy(packing, reduction.dtype);
+  stamp(times, &OperationTimes::packed);
   communicator_.allreduce(buffer, buffer, count, reduction);
+  stamp(times, &OperationTimes::reduced);
   buffers_.copy(unpacking, reduction.dtype);
 }
 

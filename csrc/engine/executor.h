@@ -31,6 +31,7 @@ Reduction reduction_of(const Fingerprint& fingerprint, const Communicator& commu
 struct Job {
   const Request* request;
   const Decision* decision;
+  OperationTimes* times = nullptr;  // where its phases are written down; null: nowhere
 };
 
 /// Runs jobs over a communicator, on memory of its kind.
@@ -57,6 +58,7 @@ class Executor {
       if (fuses(jobs[i])) {
         allreduces.push_back(i);
       } else {
+        if (jobs[i].times != nullptr && !jobs[i].decision->is_inline) begin(jobs[i]);
         run_one(jobs[i]);
         done(i);
       }
@@ -66,10 +68,13 @@ class Executor {
     for (const std::size_t i : allreduces) fingerprints.push_back(&jobs[i].request->fingerprint);
     for (const auto& group : plan_fusion(fingerprints, fusion_threshold_bytes_)) {
       std::vector<const Request*> requests;
+      std::vector<OperationTimes*> times;
       for (const std::size_t member : group) {
-        requests.push_back(jobs[allreduces[member]].request);
+        const Job& job = jobs[allreduces[member]];
+        requests.push_back(job.request);
+        if (job.times != nullptr) times.push_back(job.times);
       }
-      allreduce_fused(requests);
+      allreduce_fused(requests, times);
       for (const std::size_t member : group) done(allreduces[member]);
     }
   }
@@ -79,13 +84,15 @@ class Executor {
   Reduction reduction_of(const Fingerprint& fingerprint) const {
     return torch_ring::reduction_of(fingerprint, communicator_);
   }
+  static void begin(const Job& job);
   void run_one(const Job& job);
   void run_inline(const Request& request, const Decision& decision);
   void collect_inline(const Request& request, const Decision& decision);
   void allgather(const Request& request, const Decision& decision);
   void alltoall(const Request& request, const Decision& decision);
   void reducescatter(const Request& request);
-  void allreduce_fused(std::span<const Request* const> requests);
+  void allreduce_fused(std::span<const Request* const> requests,
+                       std::span<OperationTimes* const> times);
   void adasum_fused(std::span<const Request* const> requests);
   std::vector<std::size_t> parts_of_all(const Fingerprint& fingerprint) const;
   std::size_t scattered_count(const Fingerprint& fingerprint, int rank) const;

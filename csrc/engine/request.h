@@ -122,6 +122,21 @@ struct Request {
 /// evenly, the first ranks get one more.
 std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size);
 
+/// When the phases of an operation began. The clock's beginning: not yet. The progress thread stores
+/// them, and any thread may read them to tell how far an operation is: each by itself, so no order
+/// is needed. The last reader, Recorder::finished(), runs on the thread that has stored them.
+struct OperationTimes {
+  std::atomic<Clock::time_point> agreed{Clock::time_point{}};
+  std::atomic<Clock::time_point> started{Clock::time_point{}};
+  std::atomic<Clock::time_point> packed{Clock::time_point{}};   // into the fusion buffer
+  std::atomic<Clock::time_point> reduced{Clock::time_point{}};  // in the fusion buffer
+  std::atomic<std::uint64_t> sequence{0};  // in the order of agreements; 0: not agreed
+  std::atomic<std::uint64_t> round{0};
+  std::atomic<std::chrono::nanoseconds> lag{std::chrono::nanoseconds{0}};  // wait for last_rank
+  std::atomic<int> last_rank{-1};
+  std::atomic<bool> is_inline{false};
+};
+
 /// The pending result of a request. Engine::submit() makes it.
 /// Thread: any. Blocking: no.
 class Work {
@@ -143,6 +158,7 @@ class Work {
  private:
   friend class RequestQueue;  // names it, and completes it
   friend class Driver;        // runs its request
+  friend class Recorder;      // writes it down
 
   // The store releases error_ and the output to whoever acquires it by done().
   void complete() { done_.store(true, std::memory_order_release); }
@@ -155,6 +171,8 @@ class Work {
   std::string key_;             // by which the ranks match the request: see key_of()
   std::uint32_t launches_ = 0;  // on a device: this rank's earlier launches, modulo 2^32
   Clock::time_point submitted_;
+  std::uint64_t number_ = 0;  // in the order of submissions: Recorder
+  OperationTimes times_;
   std::optional<Error> error_;
   std::atomic<bool> done_{false};
 };

@@ -46,6 +46,7 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
   for (const auto& work : works) {
     const Fingerprint& fingerprint = work->request_.fingerprint;
     if (!fingerprint.on_host()) add_on_device(work);
+    recorder_.submitted(*work);
     works_.push_back(work);
     bytes_ += fingerprint.count() * size_of(fingerprint.dtype);
   }
@@ -86,7 +87,9 @@ void RequestQueue::fail(const Lock&, Work& work, const Error& cause) {
   const std::string request = work.request_.fingerprint.describe();
   std::string text = cause.what();
   if (!text.starts_with(request + ": ")) text = request + ": " + text;
-  work.fail(Error(cause.kind(), rank_name_ + ": " + text));
+  text = rank_name_ + ": " + text;
+  recorder_.failed(work, text);
+  work.fail(Error(cause.kind(), text));
 }
 
 }  // namespace torch_ring

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/names.h"
+#include "engine/recorder.h"
 #include "engine/request.h"
 
 namespace torch_ring {
@@ -35,7 +36,10 @@ class RequestQueue {
   };
 
   /// `rank_name`: "rank 2", with which errors begin.
-  explicit RequestQueue(std::string rank_name) : rank_name_(std::move(rank_name)) {}
+  /// `set`, `transport`: for the records of its operations.
+  explicit RequestQueue(std::string rank_name, std::uint64_t set = 0,
+                        Transport transport = Transport::kLocal)
+      : rank_name_(std::move(rank_name)), recorder_(set, transport) {}
 
   Lock lock() { return Lock(mutex_); }
 
@@ -61,6 +65,7 @@ class RequestQueue {
 
   /// Frees a work's name, and marks the work done.
   void complete(const Lock&, Work& work) {
+    recorder_.finished(work);
     free_name(work);
     work.complete();
   }
@@ -70,6 +75,9 @@ class RequestQueue {
 
   /// Begins to number anew: all ranks wait for the same thing now.
   void reset_numbering(const Lock&) { names_.renew(); }
+
+  /// The records of the works that have been added.
+  Recorder& recorder(const Lock&) { return recorder_; }
 
   /// A work on a device that is not done, which means not enqueued; null if there is none.
   std::shared_ptr<Work> first_on_device(const Lock& lock);
@@ -96,6 +104,7 @@ class RequestQueue {
   std::unordered_map<std::string, Work*> in_flight_;  // by key; without numbered works: no two have
                                                       // the same number
   Names names_;
+  Recorder recorder_;
   std::deque<std::weak_ptr<Work>> on_device_;  // all that are not done, and some that are
   std::uint32_t launches_ = 0;                 // of this rank, modulo 2^32
   std::thread::id submitter_;                  // the first thread that submitted anything

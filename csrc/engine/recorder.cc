@@ -1,0 +1,108 @@
+#include "engine/recorder.h"
+
+#include <algorithm>
+
+namespace torch_ring {
+
+namespace {
+
+std::int64_t ns(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+}  // namespace
+
+void RecordStream::push(const OperationRecord& record) {
+  const std::size_t end = end_.load(std::memory_order_relaxed);
+  const std::size_t next = end + 1 == ring_.size() ? 0 : end + 1;
+  if (next == begin_.load(std::memory_order_acquire)) {
+    dropped_.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  ring_[end] = record;  // into strings that have room already
+  end_.store(next, std::memory_order_release);
+}
+
+void RecordStream::take(std::vector<OperationRecord>& records, std::size_t most) {
+  const std::size_t end = end_.load(std::memory_order_acquire);
+  std::size_t begin = begin_.load(std::memory_order_relaxed);
+  for (; begin != end && most > 0; --most) {
+    records.push_back(ring_[begin]);
+    begin = begin + 1 == ring_.size() ? 0 : begin + 1;
+  }
+  begin_.store(begin, std::memory_order_release);
+}
+
+Recorder::Recorder(std::uint64_t set, Transport transport) : set_(set), transport_(transport) {}
+
+void Recorder::submitted(Work& work) {
+  work.number_ = ++submitted_;
+  const std::size_t index = submitted_ % kOperations;
+  if (index >= ring_.size()) ring_.resize(index + 1);
+  ring_[index].in_flight = &work;
+}
+
+void Recorder::finished(const Work& work) {
+  end(work, OperationRecord::State::kFinished, nullptr);
+}
+
+void Recorder::failed(const Work& work, const std::string& error) {
+  end(work, OperationRecord::State::kFailed, &error);
+}
+
+void Recorder::end(const Work& work, OperationRecord::State state, const std::string* error) {
+  if (work.number_ == 0) return;  // it was never queued
+  Entry& entry = ring_[work.number_ % kOperations];
+  OperationRecord overtaken;  // by kOperations later ones: it has no place any more
+  const bool has_place = entry.in_flight == &work;
+  OperationRecord& record = has_place ? entry.record : overtaken;
+  if (has_place) entry.in_flight = nullptr;
+  write(work, record);
+  record.finished = ns(Clock::now());
+  record.state = state;
+  if (error != nullptr) record.error = *error;
+  if (stream_) stream_->push(record);
+}
+
+void Recorder::write(const Work& work, OperationRecord& record) const {
+  const auto time = [](const std::atomic<Clock::time_point>& stamp) {
+    return ns(stamp.load(std::memory_order_relaxed));
+  };
+  record.number = work.number_;
+  record.sequence = work.times_.sequence.load(std::memory_order_relaxed);
+  record.round = work.times_.round.load(std::memory_order_relaxed);
+  record.set = set_;
+  record.transport = transport_;
+  record.fingerprint = work.request_.fingerprint;
+  record.bytes = work.request_.input_bytes();
+  record.is_inline = work.times_.is_inline.load(std::memory_order_relaxed);
+  record.submitted = ns(work.submitted_);
+  record.agreed = time(work.times_.agreed);
+  record.started = time(work.times_.started);
+  record.packed = time(work.times_.packed);
+  record.reduced = time(work.times_.reduced);
+  record.is_fused = record.packed != 0;
+  record.finished = 0;
+  record.last_rank = work.times_.last_rank.load(std::memory_order_relaxed);
+  record.lag = work.times_.lag.load(std::memory_order_relaxed).count();
+  record.state = record.started != 0  ? OperationRecord::State::kStarted
+                 : record.agreed != 0 ? OperationRecord::State::kAgreed
+                                      : OperationRecord::State::kSubmitted;
+  record.error.clear();
+}
+
+std::vector<OperationRecord> Recorder::records() const {
+  std::vector<OperationRecord> records;
+  const std::uint64_t first = submitted_ < kOperations ? 1 : submitted_ - kOperations + 1;
+  for (std::uint64_t number = first; number <= submitted_; ++number) {
+    const Entry& entry = ring_[number % kOperations];
+    if (entry.in_flight != nullptr) {
+      write(*entry.in_flight, records.emplace_back());
+    } else {
+      records.push_back(entry.record);
+    }
+  }
+  return records;
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,131 @@
+// Recorder: a rank's last operations, with the times of their phases; RecordStream: all of them,
+// for an observer.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/request.h"
+
+namespace torch_ring {
+
+/// What carries the data of an engine's operations.
+enum class Transport : std::uint8_t {
+  kLocal,         // there is one rank
+  kShared,        // shared memory: all ranks are on one host
+  kNetwork,       // connections: one rank a host
+  kHierarchical,  // shared memory inside hosts, connections between them
+};
+
+/// One operation of a rank. Times are nanoseconds of Clock; 0: not yet.
+struct OperationRecord {
+  enum class State : std::uint8_t {
+    kSubmitted,  // this rank asks for it; another one may not have done so
+    kAgreed,     // all ranks have asked for the same
+    kStarted,    // its data move
+    kFinished,   // on a device: enqueued
+    kFailed,
+  };
+
+  std::uint64_t number = 0;  // in the order of this rank's submissions to its engine, from 1
+  // In the order in which the ranks have agreed, from 1: the same on all ranks of the set; 0 while
+  // they have not.
+  std::uint64_t sequence = 0;
+  std::uint64_t round = 0;  // of the board in which they agreed
+  std::uint64_t set = 0;    // the process set's number
+  State state = State::kSubmitted;
+  Transport transport = Transport::kLocal;
+  Fingerprint fingerprint;  // operation, name, dtype, shape, operator, root, device
+  std::uint64_t bytes = 0;  // Request::input_bytes()
+  bool is_inline = false;   // the data travelled with the agreement: it has no start of its own
+  bool is_fused = false;    // reduced in one buffer with others: it has the next two times
+
+  std::int64_t submitted = 0;
+  std::int64_t agreed = 0;
+  std::int64_t started = 0;
+  std::int64_t packed = 0;   // the inputs are in the fusion buffer
+  std::int64_t reduced = 0;  // the results are there
+  std::int64_t finished = 0;
+
+  // The rank, in the set, for which the agreement waited last, as far as this rank can tell; this
+  // rank itself if it waited for nobody; -1: not known.
+  int last_rank = -1;
+  std::int64_t lag = 0;  // ns that this rank waited for it
+
+  std::string error;  // of a failed one
+};
+
+/// The records of one engine on their way to an observer, such as the thread that writes a
+/// timeline: a ring that one thread fills and another one empties. If the observer is too slow,
+/// records are dropped and counted; the engine never waits.
+///
+/// Thread: push() one at a time (the engine holds its queue's mutex), take() one at a time.
+/// Blocking: no.
+class RecordStream {
+ public:
+  /// `capacity`: of records that nobody has taken yet; about 300 bytes each.
+  explicit RecordStream(std::size_t capacity) : ring_(capacity + 1) {}
+
+  void push(const OperationRecord& record);
+
+  /// Moves at most `most` records to the end of `records`, oldest first.
+  void take(std::vector<OperationRecord>& records, std::size_t most);
+
+  /// The records that found no room so far.
+  std::uint64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
+
+ private:
+  std::vector<OperationRecord> ring_;
+  // The writer releases what it has written by end_, the reader releases room by begin_; each
+  // acquires the other's. Equal: empty.
+  std::atomic<std::size_t> begin_{0};
+  std::atomic<std::size_t> end_{0};
+  std::atomic<std::uint64_t> dropped_{0};
+};
+
+/// The flight recorder of an engine. An operation enters when it is submitted. While it is in
+/// flight, its record is made from its Work on demand; when it is done, the record is written to
+/// the ring, in place of the one that is kOperations older. So a submission costs two stores, and a
+/// completion a copy of the fingerprint into memory that is there already.
+///
+/// Thread: with the queue's lock (RequestQueue calls it), but for the constructor.
+/// Blocking: no. Errors: none but bad_alloc.
+class Recorder {
+ public:
+  static constexpr std::size_t kOperations = 2000;
+
+  Recorder(std::uint64_t set, Transport transport);
+
+  void submitted(Work& work);
+  void finished(const Work& work);  // before its waiters know
+  void failed(const Work& work, const std::string& error);
+
+  /// The last operations, oldest first; those in flight, too.
+  std::vector<OperationRecord> records() const;
+
+  /// Sends every record from now on to `stream`, when its operation ends. Null: to nobody.
+  void observe(std::shared_ptr<RecordStream> stream) { stream_ = std::move(stream); }
+
+ private:
+  struct Entry {
+    const Work* in_flight = nullptr;  // then `record` is not written yet
+    OperationRecord record;
+  };
+
+  void end(const Work& work, OperationRecord::State state, const std::string* error);
+  void write(const Work& work, OperationRecord& record) const;
+
+  const std::uint64_t set_;
+  const Transport transport_;
+  std::vector<Entry> ring_;  // operation n is in [n % kOperations]; grows until it has all
+  std::uint64_t submitted_ = 0;
+  std::shared_ptr<RecordStream> stream_;
+};
+
+}  // namespace torch_ring
