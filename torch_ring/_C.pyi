@@ -181,6 +181,122 @@ class LaunchOrder:
     def share(self) -> None:
         """Order them from now on. Call it on all ranks before they agree to make a second set."""
 
+class Timeline:
+    """Writes the records of engines into rank 0's file (csrc/timeline/timeline.h).
+
+    Args:
+        rank: this process.
+        labels: the name of each rank.
+        plane: of this process; None in a world of one.
+        number: of this timeline in its world, the same on all ranks, never given twice.
+        width: sockets of a connection.
+        checksums: whether data between hosts carry checksums.
+        transfer_timeout_s: after which a connection that stands still has failed.
+        has_clock_of_rank_0: whether this process is on rank 0's host.
+        path: of the file; only rank 0 uses it.
+        mark_cycles: whether rounds of agreement are drawn.
+        log: takes a warning.
+
+    Errors: InvalidArgumentError if rank 0 cannot write the file.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        labels: Sequence[str],
+        plane: ControlPlane | None,
+        number: int,
+        width: int,
+        checksums: bool,
+        transfer_timeout_s: float,
+        has_clock_of_rank_0: bool,
+        path: str,
+        mark_cycles: bool,
+        log: Callable[[str], None],
+    ) -> None: ...
+    def watch(self, stream: RecordStream) -> None:
+        """Take the records of one more engine, which fills the stream."""
+
+    def dropped(self) -> int:
+        """Return how many records found no room, once it has stopped."""
+
+    def stop(self, patience_s: float) -> None:
+        """Write what is left, and wait so long at most for the other ranks."""
+
+class OperationRecord:
+    """One operation of this rank (csrc/engine/recorder.h).
+
+    Times are nanoseconds of ``time.monotonic_ns()``; 0: not yet, or there is no such phase.
+
+    Attributes:
+        number: in the order of this rank's submissions to its engine, from 1.
+        sequence: in the order in which the ranks of the process set have agreed, from 1, the same
+            on all of them; 0: they have not.
+        round: of the exchange in which they agreed; operations of one round were agreed together.
+        process_set: the number of its set; 0: the world.
+        state: "submitted", "agreed", "started", "finished" or "failed".
+        transport: "local", "shm", "tcp", "shm+tcp" or "nccl".
+        operation, name, dtype, reduce_op, shape, root: what was asked for. `shape` is without the
+            first dimension for allgather and alltoall.
+        group: the number of members of its group; 0: in none.
+        description: as errors call it.
+        bytes: of this rank's input.
+        is_inline: its data travelled with the agreement, so it has no `started_ns`.
+        is_fused: reduced in one buffer with others, so it has `packed_ns` and `reduced_ns`.
+        submitted_ns, agreed_ns, started_ns, packed_ns, reduced_ns, finished_ns: the phases. On a
+            device `finished_ns` is when the work was enqueued.
+        last_rank: the rank, in the set, for which the agreement waited last; this rank if it waited
+            for nobody; -1: not known.
+        lag_ns: how long this rank waited for the others after it had announced the operation.
+        error: of a failed operation, else empty.
+    """
+
+    number: int
+    sequence: int
+    round: int
+    process_set: int
+    state: str
+    transport: str
+    operation: str
+    name: str
+    dtype: str
+    reduce_op: str
+    shape: list[int]
+    root: int
+    group: int
+    description: str
+    bytes: int
+    is_inline: bool
+    is_fused: bool
+    submitted_ns: int
+    agreed_ns: int
+    started_ns: int
+    packed_ns: int
+    reduced_ns: int
+    finished_ns: int
+    last_rank: int
+    lag_ns: int
+    error: str
+
+class RecordStream:
+    """The records of all operations of one engine that end, for one reader.
+
+    ``Engine.observe(stream)`` fills it. The engine never waits for the reader: what finds no room
+    is dropped and counted.
+
+    Args:
+        capacity: of records that nobody has taken yet; about 300 bytes each.
+    """
+
+    def __init__(self, capacity: int) -> None: ...
+    def take(self, most: int) -> list[OperationRecord]:
+        """Remove the oldest records, at most so many. Never waits. One thread at a time."""
+
+    @property
+    def dropped(self) -> int:
+        """The number of records that found no room so far."""
+
 class Engine:
     """Runs the collectives of a process set.
 
@@ -435,6 +551,12 @@ class Engine:
 
     def gradient_blocks(self) -> BlockPool | None:
         """Return the memory of large gradients; None if they lie in buckets like all others."""
+
+    def records(self) -> list[OperationRecord]:
+        """Return the last 2000 operations, oldest first, also those in flight."""
+
+    def observe(self, stream: RecordStream | None) -> None:
+        """Send the record of each operation that ends from now on to `stream`; None: to nobody."""
 
     def has_shared_memory(self) -> bool: ...
     def overlaps(self) -> bool:

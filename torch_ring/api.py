@@ -92,6 +92,7 @@ from torch_ring.state import (
     broadcast_parameters,
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from torch_ring.tracing.timeline import start_timeline, stop_timeline
 from torch_ring.world import (
     cross_rank,
     cross_size,
@@ -205,6 +206,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
     "verify_consistency",
 ]

@@ -17,6 +17,7 @@ from torch_ring.config.values import (
     number,
     one_of,
     switch,
+    timeline_path,
 )
 from torch_ring.errors import InvalidArgumentError
 
@@ -68,6 +69,8 @@ class Config:
     exit_with_launcher: int = 1
     secret_file: str = ""
     trust_network: bool = False
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
     log_level: str = "info"
 
     @classmethod
@@ -368,6 +371,21 @@ SETTINGS = (
         "TORCH_RING_EXIT_WITH_LAUNCHER",
         count(0, 1),
         "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
+    ),
+    Setting(
+        "timeline",
+        "TORCH_RING_TIMELINE",
+        timeline_path,
+        "path of the file, on rank 0's host, into which a timeline of all ranks is written "
+        "(docs/timeline.md); if unset, or DYNAMIC, there is none before start_timeline()",
+        (("HOROVOD_TIMELINE", timeline_path),),
+    ),
+    Setting(
+        "timeline_mark_cycles",
+        "TORCH_RING_TIMELINE_MARK_CYCLES",
+        switch,
+        "1: that timeline marks each round of agreement",
+        (("HOROVOD_TIMELINE_MARK_CYCLES", switch),),
     ),
     Setting(
         "log_level",
