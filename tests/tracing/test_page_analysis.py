@@ -13,7 +13,7 @@ from torch_ring.tracing.page.analysis import (
     size_classes,
     step_times,
 )
-from torch_ring.tracing.page.lanes import lanes_of
+from torch_ring.tracing.page.lanes import MOST_LANES, lanes_of
 from torch_ring.tracing.page.operation import Operation, Recording
 from torch_ring.tracing.page.recording import read_recording
 
@@ -78,6 +78,14 @@ def test_operations_in_flight_at_once_have_lanes_of_their_own() -> None:
         operation(0, "e", 16, 30),
     ]
     assert lanes_of(operations) == ([0, 0, 1, 0, 0, 2], {0: 3, 1: 1})
+
+
+def test_many_operations_at_once_share_lanes() -> None:
+    operations = [operation(0, str(number), number, 1000) for number in range(MOST_LANES + 2)]
+    operations.append(operation(0, "later", 2000, 2001))
+    lanes, count = lanes_of(operations)
+    assert count == {0: MOST_LANES}
+    assert lanes == [*range(MOST_LANES), 0, 1, 0]
 
 
 def operation(rank: int, name: str, submitted: float, finished: float | None = None) -> Operation:

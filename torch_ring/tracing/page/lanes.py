@@ -6,14 +6,17 @@ from heapq import heappop, heappush
 
 from torch_ring.tracing.page.operation import Operation
 
-__all__ = ["lanes_of"]
+__all__ = ["MOST_LANES", "lanes_of"]
+
+MOST_LANES = 8  # or a hundred broadcasts at the start would leave a pixel for each later bar
 
 
 def lanes_of(operations: list[Operation]) -> tuple[list[int], dict[int, int]]:
     """Return the lane of each operation, and the number of lanes of each rank.
 
     Operations come in the order of their submission; each takes the lowest lane that is free, so
-    a rank has as many lanes as it had operations in flight at once: O(n log n).
+    a rank has as many lanes as it had operations in flight at once, up to MOST_LANES, which later
+    ones share: O(n log n).
     """
     busy: dict[int, list[tuple[float, int]]] = {}
     free: dict[int, list[int]] = {}
@@ -30,4 +33,5 @@ def lanes_of(operations: list[Operation]) -> tuple[list[int], dict[int, int]]:
             count[each.rank] = lane + 1
         heappush(ends, (each.finished, lane))
         lanes.append(lane)
-    return lanes, count
+    shown = {rank: min(lanes_of_rank, MOST_LANES) for rank, lanes_of_rank in count.items()}
+    return [lane % MOST_LANES for lane in lanes], shown
