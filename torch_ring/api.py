@@ -94,6 +94,7 @@ from torch_ring.state import (
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from torch_ring.tracing.flight_recorder import watch_errors
+from torch_ring.tracing.timeline import start_timeline, stop_timeline
 from torch_ring.world import (
     cross_rank,
     cross_size,
@@ -207,6 +208,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
     "verify_consistency",
 ]

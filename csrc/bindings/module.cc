@@ -13,6 +13,7 @@
 #include "bindings/py_control_plane.h"
 #include "bindings/py_engine.h"
 #include "bindings/py_host_memory.h"
+#include "bindings/py_timeline.h"
 #include "bindings/result_allocator.h"
 #include "bindings/store_call.h"
 #include "core/failpoint.h"
@@ -90,6 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<LaunchOrder, std::shared_ptr<LaunchOrder>>(module, "LaunchOrder")
       .def(py::init<>())
       .def("share", &LaunchOrder::share);
+  bind_timeline(module);
   bind_engine(module);
   bind_gradients(module);
   bind_store_call(module);

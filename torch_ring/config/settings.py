@@ -16,6 +16,7 @@ from torch_ring.config.values import (
     number,
     one_of,
     switch,
+    timeline_path,
 )
 from torch_ring.errors import InvalidArgumentError
 
@@ -57,6 +58,8 @@ class Config:
     secret_file: str = ""
     trust_network: bool = False
     flight_dir: str = ""
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
     log_level: str = "info"
 
     @classmethod
@@ -333,6 +336,21 @@ SETTINGS = (
         str,
         "folder into which a rank writes its last operations when a collective fails, and on "
         "SIGUSR2 (docs/tracing.md); if unset, none",
+    ),
+    Setting(
+        "timeline",
+        "TORCH_RING_TIMELINE",
+        timeline_path,
+        "path of the file, on rank 0's host, into which a timeline of all ranks is written "
+        "(docs/timeline.md); if unset, or DYNAMIC, there is none before start_timeline()",
+        (("HOROVOD_TIMELINE", timeline_path),),
+    ),
+    Setting(
+        "timeline_mark_cycles",
+        "TORCH_RING_TIMELINE_MARK_CYCLES",
+        switch,
+        "1: that timeline marks each round of agreement",
+        (("HOROVOD_TIMELINE_MARK_CYCLES", switch),),
     ),
     Setting(
         "log_level",

@@ -18,6 +18,7 @@ __all__ = [
     "number",
     "one_of",
     "switch",
+    "timeline_path",
 ]
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -84,3 +85,8 @@ def horovod_level(text: str) -> str:
 def disables_stall_check(text: str) -> float | None:
     """Read a switch; None leaves the setting as it is."""
     return 0.0 if switch(text) else None
+
+
+def timeline_path(text: str) -> str | None:
+    """Read the path of a timeline. DYNAMIC is Horovod's word for one that starts later."""
+    return None if text.upper() == "DYNAMIC" else text

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from torch_ring._C import ControlPlane, HostMemory, LaunchOrder
+from torch_ring._C import ControlPlane, Engine, HostMemory, LaunchOrder
 from torch_ring.connections.peer_info import PeerInfo
 
 __all__ = ["FAREWELL_S", "Connections", "abandon_all_in_child", "abandon_in_child", "before_fork"]
@@ -30,6 +30,8 @@ class Connections:
         memory: the memory that the ranks of this host share; None if no host has several ranks.
         launch_order: in which the process sets use this process's devices.
         farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
+        engines: those of the process sets that run.
+        on_engine: what is called with each new one of them.
     """
 
     rank: int = 0
@@ -41,11 +43,19 @@ class Connections:
     is_private: bool = True
     launch_order: LaunchOrder = field(default_factory=LaunchOrder)
     farewell_s: float = FAREWELL_S
+    engines: WeakSet[Engine] = field(default_factory=WeakSet)
+    on_engine: Callable[[Engine], None] | None = None
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.labels)
+
+    def add_engine(self, engine: Engine) -> None:
+        """Take note of a new engine."""
+        self.engines.add(engine)
+        if self.on_engine is not None:
+            self.on_engine(engine)
 
     def close(self) -> None:
         """Tell the other ranks that this one leaves, and close all connections."""

@@ -210,6 +210,8 @@ def _leave(why: str) -> None:
         try:
             for callback in () if why or was_parents else old.on_leave:
                 callback()
+            if not was_parents:
+                old.timelines.stop(failed=bool(why))
         finally:
             old.process_sets.close(why)
         keep_results(0)

@@ -36,7 +36,7 @@ def make_engine(
     rank = ranks.index(connections.rank)
     alone = len(ranks) == 1
     peers = [connections.peers[member] for member in ranks] if not alone else []
-    return Engine(
+    engine = Engine(
         rank,
         list(ranks),
         hosts_among(ranks, connections.host_of),
@@ -58,6 +58,8 @@ def make_engine(
         nccl_blocking=nccl_is_blocking(),
         log=_log.warning,
     )
+    connections.add_engine(engine)
+    return engine
 
 
 def wait_for_all(engine: Engine, deadline: Deadline, size: int) -> None:

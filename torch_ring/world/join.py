@@ -30,6 +30,7 @@ from torch_ring.rendezvous.store import StorePlace, drop_connections, given_stor
 from torch_ring.world.engine import wait_for_all
 from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of
+from torch_ring.world.timelines import Timelines
 
 __all__ = ["World", "join_world"]
 
@@ -58,6 +59,7 @@ class World:
         config: the settings.
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
+        timelines: what this rank writes of its operations.
         on_rejoin: called when the collective join() returns, on all ranks alike.
         on_leave: called by shutdown() first, unless the program has failed.
     """
@@ -72,6 +74,7 @@ class World:
     config: Config
     engine: Engine
     process_sets: ProcessSetTable
+    timelines: Timelines
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
 
@@ -109,10 +112,12 @@ def join_world(
         world = _connect(identity, config, comm, store, {"process_sets": sets})
     else:
         world = _alone(config)
+    world.timelines.start_configured()
     try:
         for ranks in sets:
             world.process_sets.add(ranks)
     except BaseException:
+        world.timelines.stop(failed=True)
         world.process_sets.close()
         raise
     return world
@@ -163,10 +168,10 @@ def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ra
 
 
 def _alone(config: Config) -> World:
-    table = ProcessSetTable(Connections(), config)
-    return World(
-        0, 1, Topology(), 1, (0,), "127.0.0.1", False, config, table.everyone.engine(), table
-    )
+    connections = Connections()
+    table = ProcessSetTable(connections, config)
+    engine, timelines = table.everyone.engine(), Timelines(connections, config)
+    return World(0, 1, Topology(), 1, (0,), "127.0.0.1", False, config, engine, table, timelines)
 
 
 def _connect(
@@ -206,7 +211,19 @@ def _connect(
     topology, sharers = topology_of(rank, peers), cpu_sharers(rank, peers)
     address = peers[rank].address if len(set(host_of)) > 1 else "127.0.0.1"
     engine = table.everyone.engine()
-    return World(rank, size, topology, sharers, host_of, address, is_guarded, config, engine, table)
+    return World(
+        rank,
+        size,
+        topology,
+        sharers,
+        host_of,
+        address,
+        is_guarded,
+        config,
+        engine,
+        table,
+        Timelines(connections, config),
+    )
 
 
 def _secret(config: Config, place: StorePlace | None) -> str:

@@ -1,0 +1,53 @@
+// ChromeTrace: the events of one rank in Chrome's trace format, which Perfetto reads.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/recorder.h"
+
+namespace torch_ring {
+
+/// Makes text of operations: objects with a comma and a line break between two of them, so that
+/// blocks of them can be put together (TraceFile). A rank is a "process" of the trace; operations
+/// that overlap lie on "threads" of it, each on the first where there is room. An operation is
+/// NEGOTIATE_ALLREDUCE until all ranks have asked for it, then ALLREDUCE, which contains QUEUE and
+/// its activities: Horovod's names.
+///
+/// Thread: one. Blocking: no.
+class ChromeTrace {
+ public:
+  /// Bytes of an operation's name; the rest of a longer one is left out.
+  static constexpr std::size_t kLongestName = 1024;
+
+  explicit ChromeTrace(int rank) : rank_(rank) {}
+  /// `zero`: the time on this rank's clock that is 0 in the trace.
+  void set_zero(Clock::time_point zero);
+
+  /// Names the rank's rows: "rank 2 (10.0.0.7, pid 4711)".
+  void name_rank(std::string& text, std::string_view label) const;
+  /// A rank's operations come in the order of their ends.
+  void add(std::string& text, const OperationRecord& record);
+  /// Marks the round in which the operation was agreed, unless an earlier one has.
+  void mark_cycle(std::string& text, const OperationRecord& record);
+  /// Says at what time operations are missing, and how many.
+  void add_dropped(std::string& text, Clock::time_point now, std::uint64_t count) const;
+
+ private:
+  std::size_t lane_of(const OperationRecord& record);
+  void begin_span(std::string& text, std::string_view name, std::size_t lane, std::int64_t begin,
+                  std::int64_t end) const;
+
+  const int rank_;
+  std::int64_t zero_ = 0;  // ns of Clock, as the records' times
+  std::vector<std::int64_t> lane_ends_;
+  std::map<std::uint64_t, std::uint64_t> rounds_;  // set -> the last one that was marked
+};
+
+/// A JSON string with its quotes. Bytes that are no UTF-8 become U+FFFD.
+std::string json_string(std::string_view text);
+
+}  // namespace torch_ring

@@ -1,0 +1,168 @@
+"""The page in a browser: it draws without a network, and answers with 100,000 operations."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recordings import timeline_events, write_timeline
+
+from torch_ring.tracing.command import main
+
+pytestmark = pytest.mark.browser
+DEADLINE_S = 120  # a hang, not a slow machine
+
+# Searches the shadow trees, too, in which Bokeh draws.
+_DEEP = """
+const found = [];
+const walk = (root) => {
+  for (const each of root.querySelectorAll("*")) {
+    if (each.matches(arguments[0])) found.push(each);
+    if (each.shadowRoot) walk(each.shadowRoot);
+  }
+};
+walk(document);
+return found;
+"""
+_PLACE = """
+const [name, left, right] = arguments;
+const page = Bokeh.documents[0];
+const model = page.get_model_by_name("timeline");
+const view = [...Bokeh.index.roots].map(each => Bokeh.index.find_one(model)).filter(Boolean)[0];
+const source = page.get_model_by_name(name).data_source;
+const index = source.get("name").indexOf(arguments[3]);
+const middle = (source.get(left)[index] + source.get(right)[index]) / 2;
+const height = (source.get("top")[index] + source.get("bottom")[index]) / 2;
+const frame = view.canvas_view.el.getBoundingClientRect();
+return [
+  frame.x + view.frame.x_scale.compute(middle), frame.y + view.frame.y_scale.compute(height),
+];
+"""
+
+
+@pytest.fixture
+def chromium(tmp_path: Path) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    pytest.importorskip("bokeh", reason="bokeh is not installed: pip install bokeh")
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if browser is None or driver is None:
+        pytest.skip("no Chromium, or no chromedriver: apt-get install chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    flags = (
+        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+        "disable-component-update disable-sync disable-dev-shm-usage window-size=1400,1600"
+    )
+    for flag in [*flags.split(), f"user-data-dir={tmp_path / 'browser'}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    chromium.set_page_load_timeout(DEADLINE_S)
+    chromium.set_script_timeout(DEADLINE_S)
+    yield chromium
+    chromium.quit()
+
+
+def wait_for(chromium: Any, condition: Callable[[Any], Any]) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(chromium, DEADLINE_S).until(condition)
+
+
+def open_page(chromium: Any, folder: Path, events: list[dict[str, Any]]) -> None:
+    write_timeline(folder / "timeline.json", events)
+    assert main(["show", str(folder)]) == 0
+    chromium.get((folder / "page.html").as_uri())
+    drawn = "return document.documentElement.dataset.drawn"
+    wait_for(chromium, lambda page: page.execute_script(drawn))
+
+
+def hover_over(chromium: Any, name: str) -> str:
+    """Point at the bar of an allreduce while it moves data; return what the page shows."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.actions.action_builder import ActionBuilder
+
+    x, y = chromium.execute_script(_PLACE, "bars allreduce", "started", "finished", name)
+    actions = ActionBuilder(chromium)
+    actions.pointer_action.move_to_location(int(x), int(y)).move_to_location(round(x), round(y))
+    actions.perform()
+    ActionChains(chromium).move_by_offset(0, 1).perform()
+
+    def text(page: Any) -> str:
+        shown = [each.text for each in page.execute_script(_DEEP, ".hover") if each.text]
+        return "\n".join(shown)
+
+    return str(wait_for(chromium, text))
+
+
+def counted(chromium: Any) -> int:
+    """Return how many bars the charts have."""
+    return chromium.execute_script(
+        "return [...Bokeh.documents[0]._all_models.values()]"
+        ".filter(each => each.type == 'ColumnDataSource' && /^operations/.test(each.name))"
+        ".reduce((sum, each) => sum + each.get('name').length, 0)"
+    )
+
+
+def test_the_page_draws_and_hovering_shows_a_bucket(chromium: Any, tmp_path: Path) -> None:
+    open_page(chromium, tmp_path, timeline_events(steps=6))
+    assert counted(chromium) == 6 * 3 * 2
+    assert len(chromium.execute_script(_DEEP, "canvas")) >= 5
+    shown = hover_over(chromium, "gradients.0.3.0.0")
+    assert "gradients.0.3.0.0" in shown
+    assert "allreduce on rank 0" in shown
+    assert "4.0 MiB float32" in shown
+    assert "last of the ranks: 1, 5.0" in shown
+    late = chromium.execute_script(
+        "return [...Bokeh.documents[0].get_model_by_name('late').data_source.get('x')]"
+    )
+    assert len(late) == 6 * 3
+    table = chromium.find_element("css selector", "tr.worst").text.split()
+    assert table[:6] == ["rank", "1", "18", "of", "18", "100%"]
+
+
+def test_the_page_needs_no_network_and_reports_no_error(chromium: Any, tmp_path: Path) -> None:
+    open_page(chromium, tmp_path, timeline_events(steps=3))
+    loaded = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    assert [url for url in chromium.execute_script(loaded) if not url.startswith("blob:")] == []
+    assert [each for each in chromium.get_log("browser") if each["level"] == "SEVERE"] == []
+
+
+def test_names_are_text(chromium: Any, tmp_path: Path) -> None:
+    events = timeline_events(steps=2)
+    name = "</script><script>window.ran = 1</script><b>"
+    for event in events:
+        if event["args"].get("tensor") == "gradients.0.1.0.0":
+            event["args"]["tensor"] = name
+    open_page(chromium, tmp_path, events)
+    assert name in hover_over(chromium, name)
+    assert chromium.execute_script("return window.ran") is None
+
+
+def test_light_and_dark(chromium: Any, tmp_path: Path) -> None:
+    open_page(chromium, tmp_path, timeline_events(steps=2))
+    look = (
+        "return [getComputedStyle(document.body).backgroundColor,"
+        "Bokeh.documents[0].get_model_by_name('timeline').below[0].major_label_text_color]"
+    )
+    light = chromium.execute_script(look)
+    chromium.find_element("id", "scheme").click()
+    dark = chromium.execute_script(look)
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+
+
+def test_100_000_operations_stay_usable(chromium: Any, tmp_path: Path) -> None:
+    steps = 16_700
+    open_page(chromium, tmp_path, timeline_events(steps))
+    assert counted(chromium) == steps * 3 * 2 >= 100_000
+    assert "gradients.0.7.0.0" in hover_over(chromium, "gradients.0.7.0.0")
+    # Far into the recording: the frame of the strip moves, and the bars there answer.
+    chromium.execute_script(
+        "const range = Bokeh.documents[0].get_model_by_name('timeline').x_range;"
+        "range.setv({start: 240000, end: 240200})"
+    )
+    assert "gradients.0.12005.0.0" in hover_over(chromium, "gradients.0.12005.0.0")

@@ -1,0 +1,276 @@
+"""The timeline of a job: one file for all ranks, whoever starts it, and however the job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import error_of, eventually, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+DEADLINE_S = 30.0
+LAUNCH_DEADLINE_S = 150
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    events = json.loads(path.read_text())
+    assert all({"name", "ph", "pid"} <= event.keys() for event in events)
+    return events
+
+
+def names_of(events: list[dict[str, Any]], rank: int) -> Counter[str]:
+    return Counter(event["name"] for event in events if event["pid"] == rank)
+
+
+def tensors_of(events: list[dict[str, Any]], rank: int, name: str = "ALLREDUCE") -> list[str]:
+    chosen = [event for event in events if event["pid"] == rank and event["name"] == name]
+    return [event["args"]["tensor"] for event in chosen]
+
+
+def reduce_some() -> None:
+    hvd.init()
+    for i in range(3):
+        hvd.allreduce(torch.ones(2000), name=f"tensor {i}")
+    hvd.broadcast(torch.ones(5), root_rank=0, name="sent")
+    hvd.shutdown()
+
+
+@on_both_transports
+def test_horovods_variable_makes_a_file_of_all_ranks(tmp_path: Path, transport: str) -> None:
+    file = tmp_path / "timeline.json"
+    variables = {
+        "HOROVOD_TIMELINE": str(file),
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "TORCH_RING_TRANSPORT": transport,
+    }
+    run(reduce_some, 3, initialized=False, env=variables)
+    events = read(file)
+    assert "start_time_since_epoch_in_micros" in events[0]["args"]
+    for rank in range(3):
+        names = names_of(events, rank)
+        assert names["NEGOTIATE_ALLREDUCE"] == names["ALLREDUCE"] == 3
+        assert names["NEGOTIATE_BROADCAST"] == names["BROADCAST"] == 1
+        assert names["CYCLE_START"] >= 4
+        assert tensors_of(events, rank) == ["tensor 0", "tensor 1", "tensor 2"]
+
+
+def test_what_an_event_says(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    run(reduce_some, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
+    events = read(file)
+    assert "CYCLE_START" not in names_of(events, 0)
+    mine = [e for e in events if e["pid"] == 1 and e.get("args", {}).get("tensor") == "tensor 1"]
+    wait, operation = sorted(mine, key=lambda event: event["name"], reverse=True)
+    assert (wait["name"], operation["name"]) == ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
+    assert wait["ts"] + wait["dur"] == pytest.approx(operation["ts"], abs=0.01)
+    args = operation["args"]
+    assert (args["bytes"], args["dtype"], args["process_set"]) == (8000, "float32", 0)
+    assert args["transport"] == "shm"
+    assert operation["ts"] <= args["started"] <= operation["ts"] + operation["dur"]
+
+
+def test_operations_have_one_number_on_all_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
+    numbers = [
+        {e["args"]["tensor"]: e["args"]["sequence"] for e in read(file) if e["pid"] == rank
+         and e["name"] == "ALLREDUCE"}
+        for rank in range(2)
+    ]  # fmt: skip
+    assert len(numbers[0]) == 12
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers[0].values())) == 12
+
+
+def reduce_in_another_order() -> None:
+    hvd.init()
+    order = range(12) if hvd.rank() == 0 else reversed(range(12))
+    handles = [hvd.allreduce_async(torch.ones(9000 + i), name=f"tensor {i}") for i in order]
+    for handle in handles:
+        hvd.synchronize(handle)
+    hvd.shutdown()
+
+
+def test_fused_operations_show_their_copies(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
+    names = names_of(read(file), 0)
+    assert names["MEMCPY_IN_FUSION_BUFFER"] == names["MEMCPY_OUT_FUSION_BUFFER"] >= 2
+
+
+def start_in_the_middle(folder: str) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(3000), name="before")
+    for part, mark_cycles in (("first", False), ("second", True)):
+        hvd.start_timeline(Path(folder) / f"{part}.json", mark_cycles=mark_cycles)
+        hvd.allreduce(torch.ones(3000), name=f"during {part}")
+        hvd.stop_timeline()
+        hvd.barrier()
+        hvd.allreduce(torch.ones(3000), name=f"after {part}")
+    hvd.stop_timeline()  # there is none
+    hvd.shutdown()
+
+
+def test_a_timeline_of_a_part_of_the_job(tmp_path: Path) -> None:
+    run(
+        start_in_the_middle,
+        2,
+        initialized=False,
+        args=(str(tmp_path),),
+        env={"HOROVOD_TIMELINE": "DYNAMIC"},
+    )
+    for part, has_cycles in (("first", False), ("second", True)):
+        events = read(tmp_path / f"{part}.json")
+        for rank in range(2):
+            assert tensors_of(events, rank) == [f"during {part}"]
+            assert (names_of(events, rank)["CYCLE_START"] > 0) == has_cycles
+
+
+def train(steps: int) -> None:
+    hvd.init()
+    model = torch.nn.Linear(300, 200)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+    hvd.shutdown()
+
+
+def test_the_page_shows_the_buckets_of_a_training(tmp_path: Path) -> None:
+    from torch_ring.tracing.page.analysis import step_times
+    from torch_ring.tracing.page.recording import read_recording
+
+    run(
+        train,
+        2,
+        initialized=False,
+        args=(5,),
+        env={"TORCH_RING_TIMELINE": str(tmp_path / "timeline.json")},
+    )
+    recording = read_recording(tmp_path)
+    assert recording.ranks == [0, 1]
+    buckets = [each for each in recording.operations if each.name.startswith("gradients.0.")]
+    assert sum(each.bytes for each in buckets if each.rank == 0) >= 5 * (300 * 200 + 200) * 4
+    assert {rank: len(steps) for rank, steps in step_times(recording).items()} == {0: 4, 1: 4}
+    for each in recording.operations:
+        assert each.submitted <= each.started <= each.finished
+
+
+def sets_of_their_own(file: str) -> None:
+    hvd.init(process_sets=[hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])])
+    hvd.start_timeline(file)
+    pair = hvd.add_process_set([0, 2])
+    if pair.included():
+        hvd.allreduce(torch.ones(9), name="in the pair", process_set=pair)
+    hvd.shutdown()
+
+
+def test_process_sets_are_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    run(sets_of_their_own, 3, initialized=False, args=(str(file),))
+    events = read(file)
+    assert [tensors_of(events, rank) for rank in range(3)] == [["in the pair"], [], ["in the pair"]]
+    pair = [e for e in events if e.get("args", {}).get("tensor") == "in the pair"]
+    assert len({event["args"]["process_set"] for event in pair}) == 1
+    assert pair[0]["args"]["process_set"] != 0
+
+
+def alone(file: str) -> None:
+    hvd.init()
+    hvd.start_timeline(file)
+    hvd.allreduce(torch.ones(3), name="mine")
+    hvd.shutdown()
+
+
+def test_a_world_of_one_rank(tmp_path: Path) -> None:
+    run(alone, 1, initialized=False, args=(str(tmp_path / "timeline.json"),))
+    assert tensors_of(read(tmp_path / "timeline.json"), 0) == ["mine"]
+
+
+def killed(file: str) -> None:
+    hvd.init()
+    hvd.start_timeline(file)
+    for i in range(20):
+        hvd.allreduce(torch.ones(3000), name=f"tensor {i}")
+    if hvd.rank() == 0:
+        assert eventually(lambda: "tensor 19" in Path(file).read_text(), DEADLINE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert error_of(lambda: hvd.allreduce(torch.ones(3)))[0] == "PeerLostError"
+    hvd.shutdown()
+
+
+def test_the_file_is_whole_after_a_crash(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    run(killed, 2, initialized=False, args=(str(file),), may_die=[0])
+    assert tensors_of(read(file), 0)[-1] == "tensor 19"
+
+
+def refused() -> tuple[tuple[str, str], tuple[str, str]]:
+    hvd.init()
+    wrong = error_of(lambda: hvd.start_timeline(""))
+    nowhere = error_of(lambda: hvd.start_timeline("/nowhere/timeline.json"))
+    hvd.allreduce(torch.ones(3))  # the job goes on
+    hvd.shutdown()
+    return wrong, nowhere
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    first, second = run(refused, 2, initialized=False)
+    for wrong, _ in (first, second):
+        assert wrong == ("InvalidArgumentError", "file_path='' is not the path of a file")
+    kind, text = first[1]
+    assert kind == "InvalidArgumentError"
+    assert "/nowhere/timeline.json: No such file or directory" in text
+
+
+def test_a_setting_that_cannot_be_written_ends_no_job() -> None:
+    run(reduce_some, 2, initialized=False, env={"TORCH_RING_TIMELINE": "/nowhere/timeline.json"})
+
+
+def twice() -> None:
+    for i in range(2):
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name=f"world {i}")
+        hvd.shutdown()
+
+
+def test_a_world_that_forms_anew_keeps_the_first_file(tmp_path: Path) -> None:
+    run(twice, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(tmp_path / "timeline.json")})
+    assert tensors_of(read(tmp_path / "timeline.json"), 1) == ["world 0"]
+    assert tensors_of(read(tmp_path / "timeline.2.json"), 1) == ["world 1"]
+
+
+@pytest.mark.launcher
+def test_the_launchers_options(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    program = "import torch, torch_ring as hvd; hvd.init(); hvd.allreduce(torch.ones(3), name='a')"
+    options = ["-np", "2", "--timeline-filename", str(file), "--timeline-mark-cycles"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_ring.run", *options, sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LAUNCH_DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = read(file)
+    for rank in range(2):
+        assert tensors_of(events, rank) == ["a"]
+        assert names_of(events, rank)["CYCLE_START"] > 0
+
+
+def test_before_init() -> None:
+    with pytest.raises(hvd.NotInitializedError):
+        hvd.start_timeline("timeline.json")
+    with pytest.raises(hvd.NotInitializedError):
+        hvd.stop_timeline()

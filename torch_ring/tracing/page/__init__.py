@@ -1,0 +1,1 @@
+"""The page: timelines and flight-recorder dumps, drawn as one HTML file."""

@@ -1,0 +1,137 @@
+"""draw_page: the recording of a job as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from torch_ring.tracing.page.analysis import (
+    Lateness,
+    arrivals,
+    lateness,
+    size_classes,
+    step_times,
+)
+from torch_ring.tracing.page.operation import Recording
+
+__all__ = ["MissingChartsError", "draw_page"]
+
+_HERE = Path(__file__).parent
+
+
+class MissingChartsError(ImportError):
+    """The library that draws charts is not installed; the text says how to get it."""
+
+
+def draw_page(recording: Recording, title: str, late_us: float) -> str:
+    """Return the page of a recording.
+
+    Args:
+        recording: the operations to draw.
+        title: what the page is called.
+        late_us: microseconds behind the first rank from which on the last one is marked.
+
+    Raises:
+        MissingChartsError: Bokeh is not installed.
+    """
+    try:
+        from bokeh.embed import components
+        from bokeh.resources import Resources
+
+        from torch_ring.tracing.page.charts import draw_bandwidth, draw_sizes, draw_steps
+        from torch_ring.tracing.page.timeline_chart import draw_timeline
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("bokeh", "numpy"):
+            raise
+        raise MissingChartsError(
+            f"the page is drawn with Bokeh, and there is no {error.name} here: pip install "
+            "'torch_ring[trace]', or pip install bokeh"
+        ) from None
+    arrived = arrivals(recording)
+    classes = size_classes(recording.operations)
+    times = step_times(recording)
+    figures: dict[str, Any] = {"timeline": draw_timeline(recording, arrived, late_us)}
+    if classes:
+        figures |= {"sizes": draw_sizes(classes), "bandwidth": draw_bandwidth(classes)}
+    if times:
+        figures["steps"] = draw_steps(times)
+    script, places = components(figures)
+    resources = Resources(mode="inline", components=["bokeh", "bokeh-gl"])
+    empty = '<p class="empty">nothing of this was recorded</p>'
+    return Template((_HERE / "page.html").read_text()).substitute(
+        title=escape(title),
+        style=(_HERE / "page.css").read_text(),
+        library=resources.render_js(),
+        charts=script,
+        colors=(_HERE / "page.js").read_text(),
+        facts=_facts(recording, times),
+        late=_late_table(lateness(recording, arrived, late_us), late_us),
+        notes="".join(f"<li>{escape(note)}</li>" for note in recording.notes),
+        sources=escape(", ".join(recording.sources)),
+        **{name: places.get(name, empty) for name in ("timeline", "sizes", "bandwidth", "steps")},
+    )
+
+
+def _facts(recording: Recording, times: dict[int, list[tuple[int, float]]]) -> str:
+    """Return the numbers on top of the page."""
+    operations = recording.operations
+    facts = {
+        "ranks": str(len(recording.ranks)),
+        "operations": f"{len(operations):,}",
+        "recorded": _seconds(max(each.finished for each in operations)),
+        "bytes of a rank, at most": _bytes(
+            max(
+                sum(each.bytes for each in operations if each.rank == rank)
+                for rank in recording.ranks
+            )
+        ),
+    }
+    all_times = sorted(time for pairs in times.values() for _, time in pairs)
+    if all_times:
+        facts["a step, median"] = _seconds(all_times[len(all_times) // 2])
+    unfinished = sum(each.state != "completed" for each in operations)
+    if unfinished:
+        facts["not completed"] = f"{unfinished:,}"
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in facts.items()
+    )
+
+
+def _late_table(late: list[Lateness], late_us: float) -> str:
+    """Return the table of how often each rank came last."""
+    if not any(each.of for each in late):
+        return '<p class="empty">one rank alone was recorded: nobody to compare it with</p>'
+    most = max(each.times_last for each in late)
+    rows = []
+    for each in late:
+        share = each.times_last / each.of if each.of else 0.0
+        worst = ' class="worst"' if most and each.times_last == most else ""
+        by = _seconds(each.median_lag) if each.times_last else ""
+        rows.append(
+            f"<tr{worst}><td>rank {each.rank}</td><td>{each.times_last:,} of {each.of:,}</td>"
+            f'<td class="share"><span style="width:{share * 100:.1f}%"></span>{share:.0%}</td>'
+            f"<td>{by}</td></tr>"
+        )
+    return (
+        f"<table><thead><tr><th></th><th>last by {_seconds(late_us)} or more</th><th>share</th>"
+        f"<th>median</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _seconds(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{microseconds:.0f} µs"
+    if microseconds < 1e6:
+        return f"{microseconds / 1e3:.3g} ms"
+    return f"{microseconds / 1e6:.4g} s"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

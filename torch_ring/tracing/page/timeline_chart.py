@@ -1,0 +1,199 @@
+"""draw_timeline: the chart of all operations, and the strip of the whole recording below it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from bokeh.layouts import column
+from bokeh.models import (
+    ColumnDataSource,
+    CustomJSHover,
+    CustomJSTickFormatter,
+    HoverTool,
+    Range1d,
+    RangeTool,
+)
+from bokeh.plotting import figure
+
+from torch_ring.tracing.page.analysis import Arrival
+from torch_ring.tracing.page.lanes import lanes_of
+from torch_ring.tracing.page.look import (
+    BYTES_IN_WORDS,
+    COLORS,
+    LATE_COLOR,
+    LOOK,
+    MICROSECONDS_IN_WORDS,
+    OTHER_COLOR,
+    TICK_IN_WORDS,
+    new_chart,
+    put_legend_above,
+)
+from torch_ring.tracing.page.operation import Operation, Recording
+
+__all__ = ["draw_timeline"]
+
+_FIRST_BARS = 2000  # that the chart shows at first
+_OVERVIEW_BINS = 600  # of the strip
+_TIMELINE_HOVER = """
+<div class="hover">
+  <b>@name</b>
+  <span>@kind on rank @rank, set @set, number @sequence @state</span>
+  <span>@bytes{custom} @dtype @shape</span>
+  <span>waited @waited{custom}, moved data for @moved{custom}</span>
+  <span>last of the ranks: @last, @lag{custom} behind the first</span>
+</div>
+"""
+
+
+def draw_timeline(recording: Recording, arrived: list[Arrival | None], late_us: float) -> Any:
+    """Return the chart of all operations: ranks as rows, a bar for each, the late ones marked."""
+    operations = recording.operations
+    lanes, lane_counts = lanes_of(operations)
+    # A rank's row is one high; its lanes share it. The first rank is on top.
+    rows = {rank: index for index, rank in enumerate(recording.ranks)}
+    end = max(1.0, *(each.finished for each in operations))
+    chart = new_chart(
+        height=max(220, min(60 * len(rows) + 90, 900)),
+        x_range=Range1d(0, _first_window(operations, end), bounds=(-end * 2e-5, end * 1.02e-3)),
+        y_range=Range1d(len(rows), -0.15),
+        output_backend="webgl",
+        name="timeline",
+    )
+    chart.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS)
+    chart.yaxis.ticker = [index + 0.45 for index in rows.values()]
+    chart.yaxis.major_label_overrides = {
+        index + 0.45: f"rank {rank}" for rank, index in rows.items()
+    }
+    by_kind: defaultdict[str, list[int]] = defaultdict(list)
+    for index, each in enumerate(operations):
+        by_kind[each.kind].append(index)
+    hovered = []
+    for kind, indices in sorted(by_kind.items(), key=lambda item: -len(item[1])):
+        columns = _columns(recording, arrived, indices, lanes, lane_counts, rows)
+        source = ColumnDataSource(columns, name=f"operations {kind}")
+        color = COLORS.get(kind, OTHER_COLOR)
+        # Lines as thin as a pixel keep bars visible that are narrower than one.
+        look = {"source": source, "bottom": "bottom", "top": "top", "color": color}
+        waiting = chart.quad("submitted", "started", fill_alpha=0.25, line_alpha=0.35, **look)
+        moving = chart.quad("started", "finished", legend_label=kind, name=f"bars {kind}", **look)
+        hovered += [waiting, moving]
+    _mark_late(chart, recording, arrived, late_us, rows)
+    chart.add_tools(
+        HoverTool(
+            renderers=hovered,
+            tooltips=_TIMELINE_HOVER,
+            formatters={
+                "@bytes": CustomJSHover(code=BYTES_IN_WORDS),
+                "@waited": CustomJSHover(code=MICROSECONDS_IN_WORDS),
+                "@moved": CustomJSHover(code=MICROSECONDS_IN_WORDS),
+                "@lag": CustomJSHover(code=MICROSECONDS_IN_WORDS),
+            },
+        )
+    )
+    chart.ygrid.visible = False
+    put_legend_above(chart)
+    overview = _overview(chart, recording, arrived, end)
+    return column(chart, overview, sizing_mode="stretch_width")
+
+
+def _first_window(operations: list[Operation], end: float) -> float:
+    """Return until when the chart shows at first, in milliseconds: few enough bars to see them."""
+    if len(operations) <= 2 * _FIRST_BARS:
+        return end / 1e3
+    return max(operations[_FIRST_BARS].submitted, 1.0) / 1e3
+
+
+def _overview(chart: Any, recording: Recording, arrived: list[Arrival | None], end: float) -> Any:
+    """Return the strip of the whole time: how late the last rank came; its frame is the chart's."""
+    longest = np.zeros(_OVERVIEW_BINS)
+    for operation, arrival in zip(recording.operations, arrived, strict=True):
+        if arrival is not None and arrival.last == operation.rank:
+            place = min(int(operation.submitted / end * _OVERVIEW_BINS), _OVERVIEW_BINS - 1)
+            longest[place] = max(longest[place], arrival.lag / 1e3)
+    edges = np.linspace(0, end / 1e3, _OVERVIEW_BINS + 1)
+    strip = figure(
+        height=96,
+        x_range=Range1d(0, end / 1e3),
+        y_range=Range1d(0, max(float(longest.max()) * 1.1, 1.0)),
+        y_axis_label="late, ms",
+        tools="",
+        toolbar_location=None,
+        name="overview",
+        **LOOK,
+    )
+    columns = {"left": edges[:-1], "right": edges[1:], "top": longest}
+    strip.quad("left", "right", "top", source=ColumnDataSource(columns), bottom=0, color=LATE_COLOR)
+    strip.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS)
+    strip.yaxis.ticker.desired_num_ticks = 2
+    strip.ygrid.visible = False
+    frame = RangeTool(x_range=chart.x_range)
+    frame.overlay.fill_color = COLORS["allreduce"]
+    frame.overlay.fill_alpha = 0.18
+    strip.add_tools(frame)
+    return strip
+
+
+def _columns(
+    recording: Recording,
+    arrived: list[Arrival | None],
+    indices: list[int],
+    lanes: list[int],
+    lane_counts: dict[int, int],
+    rows: dict[int, int],
+) -> dict[str, Any]:
+    """Return the columns of the bars; times of places in milliseconds, others in microseconds."""
+    chosen = [recording.operations[index] for index in indices]
+    arrivals = [arrived[index] for index in indices]
+    height = np.array([0.9 / lane_counts[each.rank] for each in chosen])
+    row = np.array([rows[each.rank] for each in chosen], dtype=float)
+    top = row + height * np.array([lanes[index] for index in indices])
+    return {
+        "submitted": np.array([each.submitted for each in chosen]) / 1e3,
+        "started": np.array([each.started for each in chosen]) / 1e3,
+        "finished": np.array([each.finished for each in chosen]) / 1e3,
+        "top": top,
+        "bottom": top + height * 0.92,
+        "name": [each.name for each in chosen],
+        "kind": [each.kind for each in chosen],
+        "rank": np.array([each.rank for each in chosen], dtype=np.int32),
+        "set": [each.process_set for each in chosen],
+        "sequence": np.array([each.sequence for each in chosen], dtype=np.int32),
+        "bytes": np.array([each.bytes for each in chosen], dtype=float),
+        "dtype": [each.dtype for each in chosen],
+        "shape": [each.shape for each in chosen],
+        "state": ["" if each.state == "completed" else f"({each.state})" for each in chosen],
+        "waited": np.array([each.started - each.submitted for each in chosen], dtype=np.float32),
+        "moved": np.array([each.finished - each.started for each in chosen], dtype=np.float32),
+        "last": ["?" if each is None else str(each.last) for each in arrivals],
+        "lag": np.array(
+            [-1.0 if each is None else each.lag for each in arrivals], dtype=np.float32
+        ),
+    }
+
+
+def _mark_late(
+    chart: Any,
+    recording: Recording,
+    arrived: list[Arrival | None],
+    late_us: float,
+    rows: dict[int, int],
+) -> None:
+    """Draw a red triangle where the last rank came to an operation that waited for it."""
+    late = [
+        (operation.submitted / 1e3, rows[operation.rank] - 0.04)
+        for operation, arrival in zip(recording.operations, arrived, strict=True)
+        if arrival and arrival.last == operation.rank and arrival.lag >= late_us
+    ]
+    columns = {"x": np.array([x for x, _ in late]), "y": np.array([y for _, y in late])}
+    chart.scatter(
+        "x",
+        "y",
+        source=ColumnDataSource(columns),
+        marker="inverted_triangle",
+        size=9,
+        color=LATE_COLOR,
+        legend_label="came last",
+        name="late",
+    )

@@ -1,0 +1,117 @@
+"""Timelines: what a world writes of its operations, one file for all ranks (csrc/timeline)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from pathlib import Path
+
+from torch_ring._C import Engine, RecordStream, Timeline
+from torch_ring.config import Config
+from torch_ring.connections.connections import Connections
+from torch_ring.errors import InvalidArgumentError, RingError
+
+__all__ = ["Timelines"]
+
+_log = logging.getLogger("torch_ring")
+
+_PATIENCE_S = 5.0  # with ranks that have not handed over all events
+_PATIENCE_AFTER_FAILURE_S = 0.2
+_TRANSFER_TIMEOUT_S = 300.0
+_RECORDS = 1 << 13  # of an engine that wait to be written: 2.5 MB
+
+# How often this process has begun the timeline of a setting: a job that forms worlds anew, as an
+# elastic one does, writes a file for each.
+_begun: Counter[str] = Counter()
+
+
+class Timelines:
+    """The timelines of one world, one at a time.
+
+    Args:
+        connections: of this process.
+        config: the settings.
+    """
+
+    def __init__(self, connections: Connections, config: Config) -> None:
+        self._connections = connections
+        self._config = config
+        self._number = 0
+        self._current: Timeline | None = None
+
+    def start_configured(self) -> None:
+        """Start the timeline of TORCH_RING_TIMELINE, if it is set.
+
+        A file that rank 0 cannot write is a warning: a job does not end for it.
+        """
+        path = self._config.timeline
+        if not path:
+            return
+        _begun[path] += 1
+        try:
+            self.start(_numbered(path, _begun[path]), self._config.timeline_mark_cycles)
+        except InvalidArgumentError as error:
+            _log.warning("TORCH_RING_TIMELINE: %s", error)
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """Start a timeline; one that goes on ends.
+
+        Raises:
+            InvalidArgumentError: rank 0 cannot write the file.
+        """
+        self.stop()
+        self._number += 1  # also of one that fails: the other ranks count it
+        mine = self._connections
+        self._current = Timeline(
+            rank=mine.rank,
+            labels=list(mine.labels),
+            plane=mine.plane,
+            number=self._number,
+            width=self._config.connections,
+            checksums=bool(self._config.checksum),
+            transfer_timeout_s=_TRANSFER_TIMEOUT_S,
+            has_clock_of_rank_0=mine.host_of[mine.rank] == mine.host_of[0],
+            path=path,
+            mark_cycles=mark_cycles,
+            log=_log.warning,
+        )
+        mine.on_engine = self._watch
+        for engine in list(mine.engines):
+            self._watch(engine)
+
+    def _watch(self, engine: Engine) -> None:
+        """Draw the operations of an engine from now on."""
+        if self._current is not None:
+            stream = RecordStream(_RECORDS)
+            self._current.watch(stream)
+            engine.observe(stream)
+
+    def stop(self, failed: bool = False) -> None:
+        """End the timeline that goes on, if there is one.
+
+        Waits some seconds at most for ranks that hand over their events late; after a failure,
+        which may have ended them, less.
+        """
+        timeline, self._current = self._current, None
+        if timeline is None:
+            return
+        self._connections.on_engine = None
+        for engine in list(self._connections.engines):
+            with contextlib.suppress(RingError):  # it has been shut down
+                engine.observe(None)
+        timeline.stop(_PATIENCE_AFTER_FAILURE_S if failed else _PATIENCE_S)
+        if timeline.dropped() > 0:
+            _log.warning(
+                "rank %d: the timeline lacks %d operations: they came faster than it was written",
+                self._connections.rank,
+                timeline.dropped(),
+            )
+
+
+def _numbered(path: str, number: int) -> str:
+    """Return timeline.2.json for the second timeline.json."""
+    if number == 1:
+        return path
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}.{number}{file.suffix}"))
