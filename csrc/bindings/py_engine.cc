@@ -22,12 +22,6 @@ Engine::Mode mode_of(bool blocking) {
   return blocking ? Engine::Mode::kBlocking : Engine::Mode::kAsynchronous;
 }
 
-Transport transport_of(int size, int hosts) {
-  if (size == 1) return Transport::kLocal;
-  if (hosts == 1) return Transport::kShared;
-  return hosts == size ? Transport::kNetwork : Transport::kHierarchical;
-}
-
 void check_outputs(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& outputs) {
   if (tensors.size() != outputs.size()) {
     throw Error(ErrorKind::kInvalidArgument, "a group needs an output for each tensor");

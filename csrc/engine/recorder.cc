@@ -7,13 +7,19 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::size_t kDimensions = 4;  // of most tensors
+constexpr std::size_t kFirstEntries = 64;  // of an engine that is hardly used
 
 std::int64_t ns(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
 }  // namespace
+
+Transport transport_of(int size, int hosts) {
+  if (size == 1) return Transport::kLocal;
+  if (hosts == 1) return Transport::kShared;
+  return hosts == size ? Transport::kNetwork : Transport::kHierarchical;
+}
 
 const char* name_of(Transport transport) {
   constexpr const char* kNames[] = {"local", "shm", "tcp", "shm+tcp"};
@@ -42,14 +48,13 @@ void RecordStream::take(std::vector<OperationRecord>& records, std::size_t most)
 }
 
 Recorder::Recorder(std::uint64_t set, Transport transport)
-    : set_(set), transport_(transport), ring_(kOperations) {
-  // Later on a copy of a shape allocates nothing.
-  for (Entry& entry : ring_) entry.record.fingerprint.shape.reserve(kDimensions);
-}
+    : set_(set), transport_(transport), ring_(kFirstEntries) {}
 
 void Recorder::submitted(Work& work) {
   work.number_ = ++submitted_;
-  ring_[submitted_ % kOperations].in_flight = &work;
+  const std::size_t place = submitted_ % kOperations;
+  if (place >= ring_.size()) ring_.resize(std::min(kOperations, 2 * ring_.size()));
+  ring_[place].in_flight = &work;
 }
 
 void Recorder::finished(const Work& work) { end(work, OperationRecord::State::kFinished, nullptr); }

@@ -25,6 +25,7 @@ enum class Transport : std::uint8_t {
 
 /// "shm": as records, spans and logs call it.
 const char* name_of(Transport transport);
+Transport transport_of(int size, int hosts);
 
 /// One operation of a rank. Times are nanoseconds of Clock; 0: not yet.
 struct OperationRecord {
@@ -116,7 +117,7 @@ class RecordStream {
 /// The flight recorder of an engine. An operation enters when it is submitted. While it is in
 /// flight, its record is made from its Work on demand; when it is done, the record is written to
 /// the ring, in place of the one that is kOperations older. So a submission costs two stores, and a
-/// completion a copy of the fingerprint into memory that is there already.
+/// completion a copy of the fingerprint, into memory that is there already once the ring is full.
 ///
 /// Thread: with the queue's lock (RequestQueue calls it), but for the constructor.
 /// Blocking: no. Errors: none but bad_alloc.
@@ -151,7 +152,7 @@ class Recorder {
 
   const std::uint64_t set_;
   const Transport transport_;
-  std::vector<Entry> ring_;  // operation n is in [n % kOperations]
+  std::vector<Entry> ring_;  // operation n is in [n % kOperations]; grows until it has all
   std::uint64_t submitted_ = 0;
   OperationTotals totals_;
   std::shared_ptr<RecordStream> stream_;

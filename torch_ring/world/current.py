@@ -69,7 +69,7 @@ _is_parents = False  # this process was forked, and _world is its parent's
 _changing = threading.RLock()  # held by init() and shutdown(), even in a signal handler
 _disabled_in_child: WeakSet[_Inherited] = WeakSet()
 _finalizer: multiprocessing.util.Finalize | None = None
-_after_join: list[Callable[[], None]] = []
+_after_join: set[Callable[[], None]] = set()
 
 
 def init(
@@ -179,8 +179,7 @@ def _join(
 
 def after_join(callback: Callable[[], None]) -> None:
     """Call a function, on its own, whenever this process has joined a world."""
-    if callback not in _after_join:
-        _after_join.append(callback)
+    _after_join.add(callback)
 
 
 def prepare(config: Config) -> None:
