@@ -34,7 +34,7 @@ exclude_patterns = [".*", "build", "data", "dist"]
 nitpicky = True
 nitpick_ignore_regex = [
     # of inventories on the internet
-    ("py:.*", r"(torch|collections|os|pickle)\..*|Tensor|Optimizer"),
+    ("py:.*", r"(torch|collections|os|pathlib|pickle)\..*|Tensor|Optimizer"),
     ("py:class", r".*(OptimizerT|CompressorT|ResultT)|Factor"),  # torch_ring's own names for types
 ]
 

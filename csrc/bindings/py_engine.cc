@@ -39,7 +39,7 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
       hosts_(world.topology.host_count()),
       set_(set),
       timeout_(config.timeout),
-      transport_(transport_of(size_, hosts_)),
+      transport_(transport_among(size_, hosts_)),
       plane_(std::move(plane)) {
   auto abort = std::make_shared<Abort>();
   // Shared with the engine's thread, which has no GIL.

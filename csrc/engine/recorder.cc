@@ -15,7 +15,7 @@ std::int64_t ns(Clock::time_point time) {
 
 }  // namespace
 
-Transport transport_of(int size, int hosts) {
+Transport transport_among(int size, int hosts) {
   if (size == 1) return Transport::kLocal;
   if (hosts == 1) return Transport::kShared;
   return hosts == size ? Transport::kNetwork : Transport::kHierarchical;

@@ -25,7 +25,7 @@ enum class Transport : std::uint8_t {
 
 /// "shm": as records, spans and logs call it.
 const char* name_of(Transport transport);
-Transport transport_of(int size, int hosts);
+Transport transport_among(int size, int hosts);
 
 /// One operation of a rank. Times are nanoseconds of Clock; 0: not yet.
 struct OperationRecord {

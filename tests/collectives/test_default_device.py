@@ -206,7 +206,10 @@ COVERED = {
     "synchronize",
     "verify_consistency",
 }
-WITHOUT_TENSORS = ("_built", "_enabled", "_supported", "rank", "size", "homogeneous", "initialized")
+WITHOUT_TENSORS = (
+    *("_built", "_enabled", "_supported", "_timeline"),
+    *("rank", "size", "homogeneous", "initialized"),
+)
 
 
 def call_all(device: str, dtype: torch.dtype, manner: str) -> None:

@@ -6,7 +6,7 @@ Horovod's names: ``run``, ``State``, ``ObjectState``, ``TorchState``, ``ElasticS
 from torch_ring.elastic.object_state import ObjectState, State
 from torch_ring.elastic.retry import run
 from torch_ring.elastic.sampler import ElasticSampler
-from torch_ring.elastic.state import TorchState
+from torch_ring.elastic.state import StateLostError, TorchState
 from torch_ring.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "StateLostError",
     "TorchState",
     "run",
 ]
