@@ -65,21 +65,22 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
   bool blocked = false;
   bool told_blocked = false;
   while (target == nullptr || !target->done()) {
-    abort_.check();
     if (queue_.has_works()) take_submitted(queue_.lock());
     blocked = blocked && outbox_.empty();
-    if (round_open_) {
-      if (board_.complete()) {
-        finish_round();
+    if (round_open_ && board_.complete()) {
+      finish_round();  // what all ranks have come to counts, though one of them has died since
+      continue;
+    }
+    abort_.check();
+    if (!round_open_) {
+      const bool announces = !outbox_.empty() || (blocked && !told_blocked && !pending_.empty()) ||
+                             (!pending_.empty() && board_.peer_posted());
+      if (announces) {
+        told_blocked = blocked;
+        announce_outbox(blocked);
         continue;
       }
-    } else if (!outbox_.empty() || (blocked && !told_blocked && !pending_.empty()) ||
-               (!pending_.empty() && board_.peer_posted())) {
-      told_blocked = blocked;
-      announce_outbox(blocked);
-      continue;
-    } else if (target == nullptr && pending_.empty()) {
-      return;
+      if (target == nullptr && pending_.empty()) return;
     }
     if (target == nullptr && callbacks_.should_yield()) return;
     auto now = Clock::now();

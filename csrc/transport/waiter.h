@@ -63,7 +63,8 @@ class Waiter {
 
   /// Returns whether ready() holds, at `deadline` at the latest. May return false earlier: the
   /// doorbell also rings for other reasons. Spins for `spin` before it sleeps, if it may. Throws
-  /// only the Abort's cause.
+  /// only the Abort's cause, and only while ready() does not hold: what peers did before one of
+  /// them died counts.
   template <class Ready>
   bool wait_until(Ready&& ready, Clock::time_point deadline, std::chrono::microseconds spin,
                   std::span<const pollfd> fds = {}) const {
@@ -80,13 +81,14 @@ class Waiter {
       } while (Clock::now() < end);
     }
     for (int i = 0; i < kYields; ++i) {
-      abort_.check();
       if (ready()) return true;
+      abort_.check();
       ::sched_yield();
     }
     doorbell_.sleep([&] { return abort_.raised() || ready(); }, deadline, fds);
+    if (ready()) return true;
     abort_.check();
-    return ready();
+    return false;
   }
 
   /// Ends the sleep of the progress thread, if it sleeps. Call after a seq_cst store of the data

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.groups import default_group, on_ring
-from tests.support.pool import error_of, run
+from tests.support.pool import all_have_passed, error_of, run
 
 
 def differing_shapes() -> tuple[str, str]:
@@ -225,9 +226,10 @@ def test_monitored_barriers_leave_nothing_in_the_store() -> None:
         assert before == after
 
 
-def dies(how: str) -> tuple[str, str]:
+def dies(how: str, passed: Path) -> tuple[str, str]:
     rank = dist.get_rank()
     dist.barrier()
+    all_have_passed(passed, dist.get_world_size())
     if rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and how == "leave":
@@ -242,16 +244,17 @@ def dies(how: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("how", ["kill", "leave", "message"])
-def test_a_rank_that_is_gone(how: str, transport: str) -> None:
-    outcomes = on_ring(dies, 3, how, transport=transport, may_die=[1])
+def test_a_rank_that_is_gone(how: str, transport: str, tmp_path: Path) -> None:
+    outcomes = on_ring(dies, 3, how, tmp_path, transport=transport, may_die=[1])
     for rank in (0, 2):
         kind, text = outcomes[rank]
         assert kind == "PeerLostError", text
         assert "rank 1" in text
 
 
-def future_of_lost_rank() -> str:
+def future_of_lost_rank(passed: Path) -> str:
     dist.barrier()
+    all_have_passed(passed, dist.get_world_size())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.ones(4), async_op=True)
@@ -259,8 +262,8 @@ def future_of_lost_rank() -> str:
     return error_of(work.get_future().wait)[1]
 
 
-def test_a_future_of_a_rank_that_is_gone() -> None:
-    assert "rank 1" in on_ring(future_of_lost_rank, 2, may_die=[1])[0]
+def test_a_future_of_a_rank_that_is_gone(tmp_path: Path) -> None:
+    assert "rank 1" in on_ring(future_of_lost_rank, 2, tmp_path, may_die=[1])[0]
 
 
 def abort_in_a_thread() -> tuple[str, str]:

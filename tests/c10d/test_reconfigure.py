@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.groups import TIMEOUT_S, default_group, group_store, on_ring
-from tests.support.pool import error_of, run
+from tests.support.pool import all_have_passed, error_of, run
 
 reconfigurable = pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "_reconfigure"), reason="torch 2.14 and later"
@@ -34,10 +35,11 @@ def reconfigure(uuid: int, handles: list[str] | set[str]) -> None:
     work.wait()
 
 
-def survive() -> tuple[int, int, float]:
+def survive(passed: Path) -> tuple[int, int, float]:
     rank = dist.get_rank()
     assert dist.distributed_c10d._supports_reconfigure()
     assert total() == 3
+    all_have_passed(passed, 3)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     kind, text = error_of(total)
@@ -51,8 +53,8 @@ def survive() -> tuple[int, int, float]:
 
 @reconfigurable
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_after_a_lost_rank(transport: str) -> None:
-    outcomes = on_ring(survive, 3, transport=transport, may_die=[0])
+def test_after_a_lost_rank(transport: str, tmp_path: Path) -> None:
+    outcomes = on_ring(survive, 3, tmp_path, transport=transport, may_die=[0])
     assert outcomes == [None, (1, 2, 2.0), (0, 2, 2.0)]
 
 

@@ -6,11 +6,12 @@ import gc
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from dtype_checks import MOVED, SHAPES, patterned, same
-from pool import error_of, eventually, run
+from pool import all_have_passed, error_of, eventually, run
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -218,9 +219,10 @@ def test_a_world_of_one_has_no_messages():
     run(call_alone, 1)
 
 
-def lose_a_rank(victim: int, how: str) -> tuple[str, str]:
+def lose_a_rank(victim: int, how: str, passed: Path) -> tuple[str, str]:
     engine = current.engine()
     hvd.barrier()
+    all_have_passed(passed, hvd.size())
     if hvd.rank() == victim:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -235,8 +237,11 @@ def lose_a_rank(victim: int, how: str) -> tuple[str, str]:
 
 @on_two_and_three
 @pytest.mark.parametrize("how", ["kill", "leave"])
-def test_a_lost_rank_is_named(how, transport, size):
-    results = run(lose_a_rank, size, args=(size - 1, how), transport=transport, may_die={size - 1})
+def test_a_lost_rank_is_named(how, transport, size, tmp_path):
+    victim = size - 1
+    results = run(
+        lose_a_rank, size, args=(victim, how, tmp_path), transport=transport, may_die={victim}
+    )
     for kind, text in results[:-1]:
         assert kind == "PeerLostError"
         assert f"rank {size - 1} (pid " in text

@@ -19,6 +19,17 @@ Bytes pattern(std::size_t bytes, int seed) {
   return data;
 }
 
+TEST(waiter_takes_what_has_come_even_after_an_abort) {
+  Waiting waiting;
+  waiting.abort.raise(Error(ErrorKind::kPeerLost, "rank 1 died"));
+  const auto nothing_stuck = [] { return Standstill{}; };
+  waiting.waiter.wait([] { return true; }, nothing_stuck);
+  // wait() looks once, and once more before it would sleep.
+  waiting.waiter.wait([looks = 0]() mutable { return ++looks > 1; }, nothing_stuck);
+  CHECK_THROWS(waiting.waiter.wait([] { return false; }, nothing_stuck), ErrorKind::kPeerLost,
+               "rank 1 died");
+}
+
 /// Two ranks, each with its connection to the other and its Waiter.
 struct End {
   End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout, bool slow)

@@ -7,11 +7,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from logs import logged
-from pool import error_of, run
+from pool import all_have_passed, error_of, run
 from torch.optim import SGD
 from training import make_model
 from worlds import on_both_transports
@@ -163,17 +164,18 @@ def test_a_late_rank(transport, env):
         assert "gradients." not in line
 
 
-def die() -> tuple[str, str]:
+def die(passed: Path) -> tuple[str, str]:
     step = make_step("one")
     step()
+    all_have_passed(passed, hvd.size())
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return error_of(step)
 
 
 @on_both_transports
-def test_a_rank_that_has_died_had_no_fewer_batches(transport):
-    (kind, text), _ = run(die, 2, transport=transport, may_die={1})
+def test_a_rank_that_has_died_had_no_fewer_batches(transport, tmp_path):
+    (kind, text), _ = run(die, 2, args=(tmp_path,), transport=transport, may_die={1})
     assert kind == "PeerLostError", text
     assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
         text

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -64,6 +65,19 @@ def eventually(holds: Callable[[], bool], deadline_s: float = 1.0) -> bool:
     while not (held := holds()) and time.monotonic() < end:
         time.sleep(0.001)
     return held
+
+
+def all_have_passed(directory: Path, size: int) -> None:
+    """Say that this rank is here, and wait until all of a run's ranks have said so.
+
+    For ranks that die on purpose. A barrier is not enough: the last message of one may be handed on
+    by the rank that dies.
+
+    Args:
+        directory: an empty one, of this call.
+    """
+    (directory / f"{os.getpid()}").touch()
+    assert eventually(lambda: len(list(directory.iterdir())) == size, DEADLINE_S / 2)
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:

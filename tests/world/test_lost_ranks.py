@@ -160,6 +160,30 @@ def test_the_text_of_a_death_is_that_of_the_page():
     assert text in without_numbers((ROOT / "docs" / "errors.md").read_text())
 
 
+def pass_a_barrier_late() -> str:
+    """Return the error of a rank that runs again when another one has passed its barrier, and died.
+
+    Rank 1 waits in the barrier, and is stopped; rank 0 completes it, and dies; rank 2 sees to it
+    that rank 1 runs again.
+    """
+    pids = hvd.allgather_object(os.getpid())
+    if hvd.rank() != 1:
+        time.sleep(0.3)  # rank 1 waits now
+    if hvd.rank() == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    error = error_of(hvd.barrier)[1]
+    if hvd.rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if hvd.rank() == 2:
+        assert error_of(hvd.barrier)[0] == "PeerLostError"
+        os.kill(pids[1], signal.SIGCONT)
+    return error
+
+
+def test_what_all_ranks_have_come_to_is_done_though_one_has_died_since():
+    assert run(pass_a_barrier_late, 3, may_die={0})[1:] == ["", ""]
+
+
 def disagree() -> str:
     return "{}: {}".format(
         *error_of(lambda: hvd.allreduce(torch.ones(3 + hvd.rank()), name="loss"))

@@ -3,11 +3,12 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import namespaces
 import pytest
 import torch
-from pool import error_of, run
+from pool import all_have_passed, error_of, run
 
 import torch_ring as hvd
 
@@ -88,13 +89,14 @@ def test_sets_without_the_leaders_of_hosts(hosts, layout, sets):
     run_on_hosts(use_sets, hosts, layout, (sets,))
 
 
-def outlive_the_leaders(leaders: list[int]) -> tuple[str, str]:
+def outlive_the_leaders(leaders: list[int], passed: Path) -> tuple[str, str]:
     """The leaders of hosts die when the set has been used, and before another one is used first."""
     rest = [rank for rank in range(hvd.size()) if rank not in leaders]
     members, unused = hvd.add_process_set(rest), hvd.add_process_set(rest[1:])
     if members.included():
         use_every_collective(members, 2)
     hvd.barrier()
+    all_have_passed(passed, hvd.size())
     if hvd.rank() in leaders:
         os.kill(os.getpid(), signal.SIGKILL)
     error = error_of(hvd.barrier)
@@ -108,8 +110,10 @@ def outlive_the_leaders(leaders: list[int]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("layout", "leaders"), [([0, 0, 0, 1, 1, 1], [0, 3]), ([0, 0, 1, 1, 2, 2], [0, 2])], ids=str
 )
-def test_a_set_goes_on_when_leaders_of_hosts_have_died(hosts, layout, leaders):
-    outcomes = run_on_hosts(outlive_the_leaders, hosts, layout, (leaders,), may_die=leaders)
+def test_a_set_goes_on_when_leaders_of_hosts_have_died(hosts, layout, leaders, tmp_path):
+    outcomes = run_on_hosts(
+        outlive_the_leaders, hosts, layout, (leaders, tmp_path), may_die=leaders
+    )
     for rank, outcome in enumerate(outcomes):
         if rank not in leaders:
             assert outcome[0] == "PeerLostError", outcomes
