@@ -249,8 +249,9 @@ class OperationRecord:
         is_fused: reduced in one buffer with others, so it has `packed_ns` and `reduced_ns`.
         submitted_ns, agreed_ns, started_ns, packed_ns, reduced_ns, finished_ns: the phases. On a
             device `finished_ns` is when the work was enqueued.
-        last_rank: the rank, in the set, for which the agreement waited last; this rank if it waited
-            for nobody; -1: not known.
+        last_rank: the rank, in the set, that was the last to ask for it; -1: not known. It is known
+            with the next agreement of the set, where this rank has waited for a millisecond or
+            more.
         lag_ns: how long this rank waited for the others after it had announced the operation.
         error: of a failed operation, else empty.
     """

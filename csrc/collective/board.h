@@ -12,11 +12,29 @@ namespace torch_ring {
 
 using ByteSpan = std::span<const std::byte>;
 
+/// Who has waited least in a round, which is who posted last to it: the others waited for that rank
+/// at least. Needs no clock that two ranks share.
+struct LeastWait {
+  static constexpr std::uint32_t kNone = 0xffffffff;
+
+  std::uint32_t us = kNone;
+  std::uint32_t rank = 0;
+
+  void include(const LeastWait& other) {
+    if (other.us < us) *this = other;
+  }
+  /// The rank, or -1.
+  int last() const { return us == kNone ? -1 : static_cast<int>(rank); }
+};
+
 /// An entry as its rank posts it.
 struct Post {
   ByteSpan common;  // usually equal on all ranks: then it is sent once for all of them
   ByteSpan own;     // differs from rank to rank; usually empty
   ByteSpan local;   // only the ranks of this rank's host see it
+  // For how long this rank waited in the round before. LeastWait::kNone if it had only answered
+  // others there: who answers posts after the last, and waits for nobody.
+  std::uint32_t waited_us = LeastWait::kNone;
 };
 
 /// Consecutive ranks that posted equal entries.
@@ -32,6 +50,7 @@ struct Round {
   std::span<const Run> runs;         // of all ranks, in their order; neighbours may be equal
   std::span<const ByteSpan> locals;  // the local parts, by index within this rank's host
   std::span<const int> host_ranks;   // the ranks of this host, ascending: whose parts these are
+  int last_of_previous = -1;         // the rank that posted last to the round before; -1: unknown
 };
 
 /// An all-to-all exchange of small entries, in rounds. In each round every rank posts one entry.
@@ -78,11 +97,6 @@ class Board {
   /// The ranks whose entries are missing from the posted round. Between hosts also ranks that
   /// have posted, if their entries arrive behind the missing ones: the WaitGraph tells them apart.
   virtual std::vector<int> missing() const = 0;
-
-  /// The rank that posted last to the completed round, as far as this rank has had to wait for it:
-  /// which rank's post has delayed the last of what it waited for. This rank itself if it has
-  /// waited for nothing. Exact but for what a message takes; the clocks of hosts play no part.
-  virtual int last() const = 0;
 
   /// Waits until the round that this rank posted to is complete, until a peer has posted to one
   /// that this rank has not, until wake(), or until `deadline`. May return early. Spins for `spin`

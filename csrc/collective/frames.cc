@@ -33,10 +33,9 @@ Frames::Frames(int member, std::span<const std::uint32_t> ranks_of_member, std::
       outgoing_(steps_.size()),
       incoming_(steps_.size()) {}
 
-void Frames::begin(const Runs& own, int late) {
+void Frames::begin(const Runs& own, const LeastWait& least_wait) {
   ++round_;
-  late_ = static_cast<std::uint32_t>(late);
-  delayed_ = false;
+  least_wait_ = least_wait;
   due_ = 0;
   received_ = 0;
   for (auto& frame : outgoing_) frame.clear();
@@ -70,7 +69,7 @@ void Frames::absorb(std::size_t bytes) {
   if (received_ < sizeof header_ + header_.bytes) return;
   const BruckStep& step = steps_[due_];
   decode(incoming_[due_], ranks_of(step.from, step.count), capacity_, runs_);
-  if (std::exchange(delayed_, false)) late_ = header_.late;
+  least_wait_.include(header_.least_wait);
   ++due_;
   received_ = 0;
   make_frame();
@@ -82,9 +81,10 @@ void Frames::read_header() {
     throw Error(ErrorKind::kInternal, "of round " + std::to_string(header_.round) + " in round " +
                                           std::to_string(round_));
   }
-  if (header_.late >= first_rank_.back()) {
-    throw Error(ErrorKind::kInternal, "it is late because of rank " + std::to_string(header_.late) +
-                                          ", which there is not");
+  const LeastWait& least = header_.least_wait;
+  if (least.last() >= 0 && least.rank >= first_rank_.back()) {
+    throw Error(ErrorKind::kInternal,
+                "of a wait of rank " + std::to_string(least.rank) + ", which there is not");
   }
   const BruckStep& step = steps_[due_];
   const std::uint32_t ranks = ranks_of(step.from, step.count);
@@ -105,7 +105,7 @@ void Frames::make_frame() {
     return;
   }
   const Runs sent = runs_.part(0, ranks_of(member_, steps_[due_].count));
-  const Header header{round_, late_, encoded_bytes(sent)};
+  const Header header{round_, least_wait_, 0, encoded_bytes(sent)};
   std::vector<std::byte>& frame = outgoing_[due_];
   frame.resize(sizeof header + header.bytes);
   std::memcpy(frame.data(), &header, sizeof header);

@@ -14,10 +14,10 @@ namespace torch_ring {
 /// the leader of a host, for several. A frame has the runs of all ranks that its members stand for
 /// (runs.h), so that it is as long as one entry while all entries are equal:
 ///
-///   frame:  u32 round, modulo 2^32 | u32 late rank | u64 bytes of the runs | runs
+///   frame:  u32 round, modulo 2^32 | u32 us | u32 rank | u32 0 | u64 bytes of the runs | runs
 ///
-/// The late rank is the one whose post has delayed the frame: who has to wait for a frame hands its
-/// late rank on. So all members learn who posted last, in no more bytes and with no clock.
+/// The second and third are the LeastWait of the round before, among the same ranks: that of all
+/// members is the least one of the frames, however often one of them is counted.
 ///
 /// Cost of a round: ceil(log2(members)) frames. Time: of a received frame, O(its bytes + runs).
 ///
@@ -29,16 +29,12 @@ class Frames {
 
   const std::vector<BruckStep>& steps() const { return steps_; }
 
-  /// Starts the next round with the entries of this member's ranks. Copies them. `late`: the one of
-  /// these ranks that posted last.
-  void begin(const Runs& own, int late = 0);
+  /// Starts the next round with the entries of this member's ranks. Copies them. `least_wait`: of
+  /// these ranks, in the round before.
+  void begin(const Runs& own, const LeastWait& least_wait = {});
 
-  /// The frame that is due was not there when it was looked for.
-  void delay() { delayed_ = true; }
-
-  /// The rank whose post has delayed the last frame that was waited for; if none was, as given to
-  /// begin().
-  int late() const { return static_cast<int>(late_); }
+  /// Of all members' ranks, in the round before. Precondition: complete().
+  const LeastWait& least_wait() const { return least_wait_; }
 
   /// The step whose frame is due; steps().size() when all frames have arrived.
   std::size_t due() const { return due_; }
@@ -66,7 +62,8 @@ class Frames {
  private:
   struct Header {
     std::uint32_t round = 0;
-    std::uint32_t late = 0;
+    LeastWait least_wait;
+    std::uint32_t zero = 0;
     std::uint64_t bytes = 0;
   };
 
@@ -81,8 +78,7 @@ class Frames {
   const std::vector<BruckStep> steps_;
 
   std::uint32_t round_ = 0;
-  std::uint32_t late_ = 0;
-  bool delayed_ = false;
+  LeastWait least_wait_;
   std::size_t due_ = 0;
   std::vector<std::byte> own_;                    // the encoded entries of this member
   std::vector<std::vector<std::byte>> outgoing_;  // by step; each empty before its step

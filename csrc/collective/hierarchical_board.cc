@@ -59,14 +59,14 @@ bool HierarchicalBoard::complete() {
     return false;
   }
   read();
-  last_ = host_.header(0).latest.load(std::memory_order_relaxed);
   open_ = false;
   return true;
 }
 
 /// Posts this host's entries to the other leaders.
 void HierarchicalBoard::gather() {
-  leaders_->post_runs(Runs(local_.round().runs), local_.last());
+  const Round local = local_.round();
+  leaders_->post_runs(Runs(local.runs), local_.least_wait());
   gathered_ = true;
 }
 
@@ -74,7 +74,7 @@ void HierarchicalBoard::gather() {
 void HierarchicalBoard::publish() {
   write_slot(world_slot(host_.own_slot(), local_.round_number()), leaders_->runs());
   // Relaxed: published before the counter, whose store releases it.
-  host_.own().latest.store(leaders_->last(), std::memory_order_relaxed);
+  host_.own().last_of_previous.store(leaders_->least_wait().last(), std::memory_order_relaxed);
   host_.publish(host_.own().published, local_.round_number());
 }
 
@@ -88,7 +88,8 @@ void HierarchicalBoard::read() {
 Round HierarchicalBoard::round() {
   const Round local = local_.round();
   entries_.assign(runs_, order_);
-  return {entries_.runs(), local.locals, local.host_ranks};
+  return {entries_.runs(), local.locals, local.host_ranks,
+          host_.header(0).last_of_previous.load(std::memory_order_relaxed)};
 }
 
 std::vector<int> HierarchicalBoard::missing() const {

@@ -32,7 +32,6 @@ class HierarchicalBoard : public Board {
   bool complete() override;
   Round round() override;
   std::vector<int> missing() const override;
-  int last() const override { return last_; }
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
@@ -49,7 +48,6 @@ class HierarchicalBoard : public Board {
   std::vector<int> order_;  // the ranks in the order of runs; empty if that is their own order
   bool open_ = false;       // posted to and not complete
   bool gathered_ = false;   // the leader has posted its host's entries
-  int last_ = 0;            // as the leader has learnt it
   Runs runs_;               // in the leader's world slot
   RoundEntries entries_;
   std::atomic<bool> woken_{false};

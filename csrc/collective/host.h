@@ -59,14 +59,10 @@ class Host {
 
   /// Whether every rank's `counter` has reached `value`.
   bool all_reached(Counter counter, std::uint64_t value) const {
-    return first_behind(counter, value) < 0;
-  }
-  /// A rank (host index) whose `counter` is below `value`, or -1.
-  int first_behind(Counter counter, std::uint64_t value) const {
     for (int peer = 0; peer < size(); ++peer) {
-      if (load(header(peer).*counter) < value) return peer;
+      if (load(header(peer).*counter) < value) return false;
     }
-    return -1;
+    return true;
   }
 
   void wait_all(Counter counter, std::uint64_t value, const char* doing) const;

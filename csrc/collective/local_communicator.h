@@ -38,7 +38,6 @@ class LocalCommunicator : public HostCommunicator, private Board {
   bool complete() override { return true; }
   Round round() override;
   std::vector<int> missing() const override { return {}; }
-  int last() const override { return 0; }
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 

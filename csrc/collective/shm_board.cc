@@ -12,7 +12,7 @@ struct SlotHeader {
   std::uint32_t common_bytes;
   std::uint32_t own_bytes;
   std::uint32_t local_bytes;
-  std::uint32_t zero;
+  std::uint32_t waited_us;
 };
 static_assert(sizeof(SlotHeader) + Slot::kEntryBytes <= Slot::kEntrySlotBytes);
 
@@ -38,11 +38,10 @@ void ShmBoard::post(const Post& entry) {
   std::byte* to = host_.own_slot().entry(round_);
   const SlotHeader header{static_cast<std::uint32_t>(entry.common.size()),
                           static_cast<std::uint32_t>(entry.own.size()),
-                          static_cast<std::uint32_t>(entry.local.size()), 0};
+                          static_cast<std::uint32_t>(entry.local.size()), entry.waited_us};
   std::memcpy(to, &header, sizeof header);
   put(put(put(to + sizeof header, entry.common), entry.own), entry.local);
   open_ = true;
-  last_ = host_.index();
   host_.publish(host_.own().posted, round_);
 }
 
@@ -55,17 +54,16 @@ bool ShmBoard::peer_posted() {
 
 bool ShmBoard::complete() {
   if (!open_) return true;
-  // Who is seen behind last has come last: before it is seen, those of a lower index have come.
-  const int behind = host_.first_behind(&SegmentHeader::posted, round_);
-  open_ = behind >= 0;
-  if (open_) last_ = behind;
+  open_ = !host_.all_reached(&SegmentHeader::posted, round_);
   return !open_;
 }
 
 Round ShmBoard::round() {
   runs_.clear();
+  least_wait_ = {};
   for (int index = 0; index < host_.size(); ++index) {
-    const auto [common, own, local] = entry(index);
+    const auto [common, own, local, waited_us] = entry(index);
+    least_wait_.include({waited_us, static_cast<std::uint32_t>(at(ranks_, index))});
     at(locals_, index) = local;
     // Own parts are not compared here: usually they are empty, or differ.
     if (own.empty() && !runs_.empty() && runs_.back().own.empty() &&
@@ -76,7 +74,7 @@ Round ShmBoard::round() {
       runs_.push_back({index, 1, common, own});
     }
   }
-  return {runs_, locals_, ranks_};
+  return {runs_, locals_, ranks_, least_wait_.last()};
 }
 
 /// The entry of one rank of this host. Checks the sizes in its slot.
@@ -94,7 +92,8 @@ Post ShmBoard::entry(int index) const {
   }
   return {{from, header.common_bytes},
           {from + common, header.own_bytes},
-          {from + common + own, header.local_bytes}};
+          {from + common + own, header.local_bytes},
+          header.waited_us};
 }
 
 std::vector<int> ShmBoard::missing() const {

@@ -13,7 +13,8 @@ namespace torch_ring {
 /// round r + 1 is complete: every rank has posted r + 1, and so has read round r. Two slots are
 /// enough, with no second barrier. Cost of a round: one barrier.
 ///
-///   slot:  u32 bytes of common | u32 of own | u32 of local | u32 0 | the parts, each padded to 8
+///   slot:  u32 bytes of common | u32 of own | u32 of local | u32 us waited | the parts, each
+///          padded to 8
 ///
 /// The board of one host of several gives entries by index within the host.
 class ShmBoard : public Board {
@@ -27,11 +28,13 @@ class ShmBoard : public Board {
   bool complete() override;
   Round round() override;
   std::vector<int> missing() const override;
-  int last() const override { return at(ranks_, last_); }
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
   std::uint64_t round_number() const { return round_; }
+
+  /// Of the round before the completed one. Valid after round().
+  const LeastWait& least_wait() const { return least_wait_; }
 
  private:
   Post entry(int index) const;
@@ -42,7 +45,7 @@ class ShmBoard : public Board {
   std::vector<ByteSpan> locals_;  // of the completed round, by index
   std::uint64_t round_ = 0;
   bool open_ = false;  // posted to, and not yet seen complete
-  int last_ = 0;       // the host index of the rank that this one has waited for last
+  LeastWait least_wait_;
   std::atomic<bool> woken_{false};
 };
 

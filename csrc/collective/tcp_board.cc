@@ -24,12 +24,12 @@ void TcpBoard::post(const Post& entry) {
   local_part_ = local_;
   Runs own;
   own.append({1, entry.common, entry.own});
-  post_runs(own, rank_);
+  post_runs(own, {entry.waited_us, static_cast<std::uint32_t>(rank_)});
 }
 
-void TcpBoard::post_runs(const Runs& entries, int late) {
+void TcpBoard::post_runs(const Runs& entries, const LeastWait& least_wait) {
   open_ = true;
-  frames_.begin(entries, late);
+  frames_.begin(entries, least_wait);
   sent_.assign(sent_.size(), 0);
   complete();
 }
@@ -55,7 +55,7 @@ bool TcpBoard::peer_posted() {
 
 Round TcpBoard::round() {
   entries_.assign(frames_.runs());
-  return {entries_.runs(), {&local_part_, 1}, {&rank_, 1}};
+  return {entries_.runs(), {&local_part_, 1}, {&rank_, 1}, least_wait().last()};
 }
 
 std::vector<int> TcpBoard::missing() const {
@@ -103,10 +103,7 @@ bool TcpBoard::receive_frame() {
     } catch (const Error& error) {
       throw Error(ErrorKind::kPeerLost, from.peer() + " sent a garbled frame: " + error.what());
     }
-    if (bytes < room.size()) {
-      frames_.delay();
-      return false;
-    }
+    if (bytes < room.size()) return false;
   }
   return true;
 }

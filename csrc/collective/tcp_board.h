@@ -41,12 +41,14 @@ class TcpBoard : public Board {
   bool complete() override;
   Round round() override;
   std::vector<int> missing() const override;
-  int last() const override { return frames_.late(); }
   void wait_until(Clock::time_point deadline, std::chrono::microseconds spin) override;
   void wake() override;
 
-  /// post() of the entries of all ranks of this member, of which `late` posted last.
-  void post_runs(const Runs& entries, int late);
+  /// post() of the entries of all ranks of this member.
+  void post_runs(const Runs& entries, const LeastWait& least_wait);
+
+  /// Of the round before the completed one.
+  const LeastWait& least_wait() const { return frames_.least_wait(); }
 
   /// The entries of the completed round, in the order of members; valid until the next post.
   const Runs& runs() const { return frames_.runs(); }

@@ -26,6 +26,15 @@ constexpr milliseconds kBlockedAfter{200};
 // The time after its own timeout for which a set waits for another one, whose error is the cause.
 constexpr milliseconds kGrace{1000};
 
+// A shorter wait needs no culprit.
+constexpr milliseconds kNotableLag{1};
+
+/// A wait as a Post has it.
+std::uint32_t waited_us(Clock::duration wait) {
+  const auto us = std::chrono::duration_cast<microseconds>(wait).count();
+  return static_cast<std::uint32_t>(std::min<decltype(us)>(us, LeastWait::kNone - 1));
+}
+
 /// Tells this rank's join of a pass that the others have entered, if that is what they have done.
 /// They run ahead there: nobody else tells the rank that it has to launch something.
 void tell_of_pass(const auto& pending, const Fingerprint& entered) {
@@ -133,7 +142,10 @@ void Driver::announce_outbox(bool blocked) {
     pending_.emplace(work.key_, Pending{std::move(outbox_.front())});
     outbox_.pop_front();
   }
-  board_.post(entry_.post());
+  Post post = entry_.post();
+  post.waited_us = answered_ ? LeastWait::kNone : waited_us(lag_);
+  answered_ = entry_.count() == 0;
+  board_.post(post);
   round_open_ = true;
 }
 
@@ -142,14 +154,31 @@ void Driver::finish_round() {
   round_open_ = false;
   wait_.end();
   agreed_ = Clock::now();
+  const Round round = board_.round();
+  settle(round.last_of_previous);
   lag_ = waits_since_ ? agreed_ - *waits_since_ : Clock::duration::zero();
   waits_since_.reset();
-  last_rank_ = board_.last();
-  if (const auto text = lateness_.note(last_rank_, lag_, agreed_); text && log_) log_(*text);
   watchdog_.begin_data(rounds_ + 1);
-  run_round();
+  run_round(round);
   watchdog_.end_data();
   ++rounds_;
+}
+
+/// Writes down for whom this rank has waited in the round before, in which `last` posted last (-1:
+/// unknown).
+void Driver::settle(int last) {
+  if (lag_ >= Lateness::kNotable) {
+    if (const auto text = lateness_.note(last, lag_, agreed_); text && log_) log_(*text);
+  }
+  if (unsettled_.empty()) return;
+  const Lock lock = queue_.lock();
+  for (const auto& [number, candidates] : unsettled_) {
+    // Who posted last may have announced only other operations there.
+    const bool is_one =
+        candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
+    if (is_one) queue_.recorder(lock).settle(number, last);
+  }
+  unsettled_.clear();
 }
 
 /// Writes down that the ranks have agreed on the next operation, which is this rank's work.
@@ -163,15 +192,16 @@ void Driver::write_down(Work& work, const Decision& decision) {
   times.round.store(rounds_ + 1, std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
   // Only who has announced it in this round can have come last.
-  const bool may_be_last =
-      decision.last.empty() || std::ranges::find(decision.last, last_rank_) != decision.last.end();
-  times.last_rank.store(may_be_last ? last_rank_ : decision.last.back(), std::memory_order_relaxed);
+  if (decision.last.size() == 1) {
+    times.last_rank.store(decision.last.front(), std::memory_order_relaxed);
+  } else if (lag >= kNotableLag) {
+    unsettled_.emplace_back(work.number_, decision.last);
+  }
   times.is_inline.store(decision.is_inline, std::memory_order_relaxed);
 }
 
 /// Runs the requests that every rank has announced by now, and fails mismatches.
-void Driver::run_round() {
-  const Round round = board_.round();
+void Driver::run_round(const Round& round) {
   const bool others_wait = !outbox_.empty() || queue_.has_works();  // to be announced
   if (others_wait) note_progress(round, Clock::now());
   if (run_unanimous(round)) return;

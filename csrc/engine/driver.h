@@ -133,7 +133,8 @@ class Driver {
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
   void write_down(Work& work, const Decision& decision);
-  void run_round();
+  void settle(int last);
+  void run_round(const Round& round);
   void run_on_device(const Round& round, std::span<const Decision* const> decisions);
   const Fingerprint& fingerprint_of(const Decision& decision) const;
   void add(Batch& batch, const Decision& decision, Buffers& buffers);
@@ -182,7 +183,10 @@ class Driver {
   std::optional<Clock::time_point> waits_since_;  // for the open round; none: it has not waited
   Clock::time_point agreed_;                      // when the last round was complete
   std::chrono::nanoseconds lag_{0};               // how long this rank waited for it
-  int last_rank_ = 0;                             // ... and for whom last
+  bool answered_ = true;                          // ... having brought nothing new to it
+  // Of the last round: numbers of operations for whose last rank this one waited, and who it can be
+  // (empty: any).
+  std::vector<std::pair<std::uint64_t, std::vector<int>>> unsettled_;
   Lateness lateness_;
   LongWait wait_;                      // for the round's other entries
   Clock::time_point last_submission_;  // of an announced work

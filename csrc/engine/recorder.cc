@@ -63,6 +63,13 @@ void Recorder::failed(const Work& work, const std::string& error) {
   end(work, OperationRecord::State::kFailed, &error);
 }
 
+void Recorder::settle(std::uint64_t number, int last_rank) {
+  Entry& entry = ring_[number % kOperations];
+  if (entry.in_flight == nullptr && entry.record.number == number) {
+    entry.record.last_rank = last_rank;
+  }
+}
+
 void Recorder::end(const Work& work, OperationRecord::State state, const std::string* error) {
   if (work.number_ == 0) return;  // it was never queued
   Entry& entry = ring_[work.number_ % kOperations];

@@ -57,8 +57,8 @@ struct OperationRecord {
   std::int64_t reduced = 0;  // the results are there
   std::int64_t finished = 0;
 
-  // The rank, in the set, for which the agreement waited last, as far as this rank can tell; this
-  // rank itself if it waited for nobody; -1: not known.
+  // The rank, in the set, that was the last to ask for it; -1: not known. Known with the set's next
+  // agreement, and only if this rank has waited for a millisecond or more.
   int last_rank = -1;
   std::int64_t lag = 0;  // ns that this rank waited for it
 
@@ -130,6 +130,9 @@ class Recorder {
   void submitted(Work& work);
   void finished(const Work& work);  // before its waiters know
   void failed(const Work& work, const std::string& error);
+
+  /// It is known now which rank was the last to ask for an operation, which has ended.
+  void settle(std::uint64_t number, int last_rank);
 
   /// The last operations, oldest first; those in flight, too.
   std::vector<OperationRecord> records() const;

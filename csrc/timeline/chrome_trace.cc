@@ -109,9 +109,7 @@ void ChromeTrace::add(std::string& text, const OperationRecord& record) {
   const std::int64_t agreed = record.agreed != 0 ? record.agreed : record.finished;
   const std::int64_t started = record.started != 0 ? record.started : agreed;
   begin_span(text, "NEGOTIATE_" + name, lane, record.submitted, agreed);
-  text += args;
-  if (record.last_rank >= 0) text += R"(,"last_rank":)" + std::to_string(record.last_rank);
-  text += "}}";
+  text += args + "}}";
   begin_span(text, name, lane, agreed, record.finished);
   text += args + R"(,"bytes":)" + std::to_string(record.bytes) + R"(,"dtype":")" +
           name_of(asked.dtype) + R"(","transport":")" + transport_of(record) + '"';

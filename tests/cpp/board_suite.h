@@ -149,6 +149,26 @@ inline void board_names_the_missing(const Layout& layout, int size) {
   });
 }
 
+/// Who has waited least in the round before was the last there. Who has only answered is nobody.
+inline void board_knows_who_was_last(const Layout& layout, int size) {
+  run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
+    Board& board = communicator.board();
+    for (int round = 0; round < 3 * size; ++round) {
+      const int last = round % size;
+      const auto waited = [&](int rank) {
+        if (round >= 2 * size || rank == (last + 1) % size) return LeastWait::kNone;
+        return static_cast<std::uint32_t>(10 + (rank - last + size) % size);
+      };
+      Post post;
+      post.waited_us = waited(communicator.rank());
+      board.post(post);
+      wait_complete(board);
+      const bool is_known = size > 1 && round < 2 * size;
+      if (size > 1) CHECK_EQ(board.round().last_of_previous, is_known ? last : -1);
+    }
+  });
+}
+
 inline void board_wakes(const Layout& layout, int size) {
   run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
@@ -173,6 +193,7 @@ inline bool add_board_suite(const Layout& layout) {
   add_for_sizes(layout, "board: entries are aligned to 8 bytes", board_entries_are_aligned);
   add_for_sizes(layout, "board: an idle rank learns of a post", board_rouses_the_idle);
   add_for_sizes(layout, "board: a late rank is missing", board_names_the_missing);
+  add_for_sizes(layout, "board: all ranks know who was last", board_knows_who_was_last);
   add_for_sizes(layout, "board: wake() ends a wait", board_wakes);
   return true;
 }

@@ -38,9 +38,9 @@ void mutate(Frame& frame, Random& random) {
         frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(at), random() % 64, std::byte{1});
         break;
       default:
-        if (frame.size() >= 16) {  // the header agrees with the length
-          const std::uint64_t bytes = frame.size() - 16;
-          std::memcpy(frame.data() + 8, &bytes, sizeof bytes);
+        if (frame.size() >= 24) {  // the header agrees with the length
+          const std::uint64_t bytes = frame.size() - 24;
+          std::memcpy(frame.data() + 16, &bytes, sizeof bytes);
         }
     }
   }
@@ -145,8 +145,8 @@ TEST(frames_fuzz_random_frames_are_an_error_or_entries) {
     for (std::byte& byte : frame) {
       byte = static_cast<std::byte>(random() % 4 == 0 ? random() % 256 : 0);
     }
-    if (frame.size() >= 16 && i % 8 != 0) {  // a header that leads on to the runs
-      const std::uint64_t header[] = {1, frame.size() - 16};
+    if (frame.size() >= 24 && i % 8 != 0) {  // a header that leads on to the runs
+      const std::uint64_t header[] = {1, 0, frame.size() - 24};
       std::memcpy(frame.data(), header, sizeof header);
     }
     Frames frames = begun(example);
@@ -160,7 +160,7 @@ TEST(frames_fuzz_a_header_alone_allocates_little) {
   Runs runs;
   runs.append({1'000'000, entry, {}});
   frames.begin(runs);
-  const std::uint64_t header[] = {1, 60'000'000'000};
+  const std::uint64_t header[] = {1, 0, 60'000'000'000};
   receive(frames, std::as_bytes(std::span(header)));
   CHECK_EQ(frames.room().size(), 64u << 10);
 }

@@ -13,7 +13,7 @@ namespace {
 ByteSpan bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
 
 const std::string kCommon(120, 'c');  // a request's fingerprint has about as many bytes
-constexpr std::size_t kFrameBytes = 16 + 16 + 120;
+constexpr std::size_t kFrameBytes = 24 + 16 + 120;
 
 std::size_t steps_among(std::size_t members) {
   return static_cast<std::size_t>(std::bit_width(members - 1));
@@ -115,7 +115,7 @@ TEST(frames_that_all_differ_have_the_bytes_of_all_entries) {
     entries[rank] = bytes_of(texts[rank]);
   }
   SimulatedMembers world(64, 1);
-  CHECK_EQ(world.round(entries).bytes, 6 * 16 + 63 * (16 + 40u));
+  CHECK_EQ(world.round(entries).bytes, 6 * 24 + 63 * (16 + 40u));
 }
 
 TEST(frames_know_whose_entries_are_here) {

@@ -10,6 +10,7 @@ using namespace torch_ring::test;
 
 namespace {
 
+constexpr std::uint64_t kRank0 = 0;    // who has waited least, for 0 us, as a frame's header has it
 constexpr std::uint64_t kOneRank = 1;  // the begin of a run's header
 
 /// A board as rank 0 of two; the test plays rank 1, byte by byte.
@@ -51,7 +52,8 @@ TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
   Peer peer;
   peer.board->post({});
   // Round 1, 24 bytes: one rank with a common part of 5 bytes and no own part.
-  const std::vector<std::uint64_t> frame{1, 24, kOneRank | 5ull << 32, 0, 0x0807060504030201};
+  const std::vector<std::uint64_t> frame{
+      1, kRank0, 24, kOneRank | 5ull << 32, 0, 0x0807060504030201};
   for (const std::byte& byte : std::as_bytes(std::span(frame))) {
     CHECK(!peer.board->complete());
     CHECK_EQ(peer.board->missing(), std::vector<int>{1});
@@ -69,23 +71,24 @@ TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
 }
 
 TEST(tcp_board_throws_for_garbled_frames) {
-  check_garbled({1, 1ull << 60}, "1152921504606846976 bytes for 1 entries");
-  check_garbled({1, 0}, "0 bytes for 1 entries");
-  check_garbled({1, 1032, 0}, "1032 bytes for 1 entries");
-  check_garbled({2, 16, kOneRank, 0}, "of round 2 in round 1");
-  check_garbled({1, 16, kOneRank | 1ull << 32, 0}, "an entry that does not fit");
-  check_garbled({1, 16, kOneRank | ~0ull << 32, 0}, "an entry that does not fit");
-  check_garbled({1, 24, kOneRank, 8, kOneRank | 1ull << 32}, "an entry that does not fit");
-  check_garbled({1, 16, 2, 0}, "entries of other ranks than its own");
-  check_garbled({1, 32, kOneRank, 0, kOneRank, 0}, "entries of other ranks than its own");
+  check_garbled({1, 2, 0}, "of a wait of rank 2, which there is not");
+  check_garbled({1, kRank0, 1ull << 60}, "1152921504606846976 bytes for 1 entries");
+  check_garbled({1, kRank0, 0}, "0 bytes for 1 entries");
+  check_garbled({1, kRank0, 1032, 0}, "1032 bytes for 1 entries");
+  check_garbled({2, kRank0, 16, kOneRank, 0}, "of round 2 in round 1");
+  check_garbled({1, kRank0, 16, kOneRank | 1ull << 32, 0}, "an entry that does not fit");
+  check_garbled({1, kRank0, 16, kOneRank | ~0ull << 32, 0}, "an entry that does not fit");
+  check_garbled({1, kRank0, 24, kOneRank, 8, kOneRank | 1ull << 32}, "an entry that does not fit");
+  check_garbled({1, kRank0, 16, 2, 0}, "entries of other ranks than its own");
+  check_garbled({1, kRank0, 32, kOneRank, 0, kOneRank, 0}, "entries of other ranks than its own");
 }
 
 TEST(tcp_board_round_completes_though_its_peer_has_left) {
   Peer peer;
   peer.board->post({});
-  peer.send({1, 16, kOneRank, 0});
+  peer.send({1, kRank0, 16, kOneRank, 0});
   Bytes taken(100);
-  CHECK_EQ(peer.us->try_receive(taken), 32u);
+  CHECK_EQ(peer.us->try_receive(taken), 40u);
   peer.from_us.reset();
   CHECK(peer.board->complete());
   CHECK(peer.board->peer_posted());  // the end of the stream counts as a post
@@ -111,7 +114,7 @@ TEST(tcp_board_polls_the_sockets_that_the_round_needs) {
   const Bytes entry(1000);
   int rounds = 0;
   while (polled() == std::vector<int>{POLLIN}) {  // until the socket is full
-    peer.send({static_cast<std::uint64_t>(++rounds), 16, kOneRank, 0});
+    peer.send({static_cast<std::uint64_t>(++rounds), kRank0, 16, kOneRank, 0});
     peer.board->post({entry, {}, {}});
   }
   CHECK_EQ(polled(), std::vector<int>{POLLOUT});

@@ -56,7 +56,6 @@ OperationRecord record(const std::string& name, std::uint64_t sequence = 1) {
   it.packed = now + 130'000;
   it.reduced = now + 180'000;
   it.finished = now + 200'000;
-  it.last_rank = 0;
   return it;
 }
 

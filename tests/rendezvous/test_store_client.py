@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bell import Bell, a_signal_after
-from pool import error_of, run
+from pool import error_of, eventually, run
 from ports import free_port
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
@@ -155,6 +155,12 @@ def on_nodes() -> dict[str, str]:
     }
 
 
+def has_begun_to_listen() -> bool:
+    """Return whether rank 0 has made its store, stopped or not."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+
+
 def init_while_rank_0_is_stopped(when: str) -> tuple[str, float] | None:
     if become_a_node() == 0:
         identity, deadline = Identity(0, 3, launcher="env", node="0"), Deadline(30.0)
@@ -165,6 +171,7 @@ def init_while_rank_0_is_stopped(when: str) -> tuple[str, float] | None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
     os.environ.pop("TORCHELASTIC_RUN_ID")  # "env": the prefix of the keys is the same then
+    assert eventually(has_begun_to_listen, 20.0)
     began = time.monotonic()
     _, text = error_of(hvd.init)
     return text, time.monotonic() - began

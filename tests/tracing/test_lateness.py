@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from typing import Any
 
+import namespaces
 import pytest
 import torch
 from pool import run
@@ -16,6 +19,7 @@ from torch_ring.tracing.lateness import Straggler
 
 LATE_S = 0.2
 STEPS = 20
+HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") is not None
 BUCKETS = {"TORCH_RING_BUCKET_BYTES": "20000"}  # one of each layer below
 
 
@@ -33,8 +37,10 @@ class Sleeps(torch.autograd.Function):
         return gradient, None
 
 
-def train(late: int) -> list[Straggler]:
+def train(late: int | None, init: bool) -> list[Straggler]:
     """Train some steps; `late` sleeps in each backward, before it has the gradients of layer 0."""
+    if init:
+        hvd.init()
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64) for _ in range(3)]
     optimizer = hvd.DistributedOptimizer(
@@ -46,8 +52,11 @@ def train(late: int) -> list[Straggler]:
         optimizer.zero_grad()
         layers[2](layers[1](values)).square().mean().backward()
         optimizer.step()
+    hvd.barrier()  # with which it is known who was last before
     found = tracing.stragglers(min_lag_s=LATE_S / 4)  # a busy machine makes all ranks late by less
     hvd.barrier()
+    if init:
+        hvd.shutdown()
     return found
 
 
@@ -66,7 +75,30 @@ def check(found: list[list[Straggler]], late: int, operation: str) -> None:
 
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_rank_that_sleeps_in_backward_is_named_on_shared_memory(late: int) -> None:
-    check(run(train, 4, args=(late,), env=BUCKETS), late, "the end of a backward pass")
+    check(run(train, 4, args=(late, False), env=BUCKETS), late, "the end of a backward pass")
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_tcp(late: int) -> None:
+    found = run(train, 4, args=(late, False), env=BUCKETS, transport="tcp")
+    check(found, late, "bucket")
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)")
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_two_hosts(
+    hosts: list[str], late: int
+) -> None:
+    found = run(
+        train,
+        4,
+        args=(late, True),
+        initialized=False,
+        transport="",
+        env=BUCKETS | {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29437"},
+        namespaces=[hosts[0], hosts[0], hosts[1], hosts[1]],
+    )
+    check(found, late, "bucket")
 
 
 def take_turns() -> list[Straggler]:

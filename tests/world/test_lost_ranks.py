@@ -61,7 +61,8 @@ def test_a_lost_rank_is_named(how, bytes_each, size, transport):
     for kind, text, _ in results[:victim]:
         assert kind == "PeerLostError", text
         assert f"rank {victim} (pid " in text, text
-        assert "allreduce 'doomed' float32" in text, text
+        # The second: it died between two of them.
+        assert "allreduce 'doomed' float32" in text or "this world has ended" in text, text
 
 
 def lines_logged(call: Callable[[], object]) -> list[str]:

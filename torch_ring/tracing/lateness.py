@@ -49,8 +49,7 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     which it has waited more than two thirds of that time, three times at least, is a straggler. The
     late rank itself waits for nobody, so it finds none: ask another one. Talks to no other rank.
 
-    Between hosts a part of the waits may be charged to another rank than the late one, and nobody
-    be found then (docs/tracing.md).
+    Who was last in an agreement is known with the next one, so the last agreement does not count.
 
     Args:
         min_lag_s: the shortest wait that counts, in seconds.
