@@ -122,7 +122,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capabilities": {"_C", "config", "errors", "world"},
     "lr_schedules": {"world"},
     "collectives": {"_C", "compression", "errors", "world"},
-    "c10d": {"_C", "config", "errors", "rendezvous", "world"},
+    "c10d": {"_C", "config", "errors", "rendezvous", "tracing", "world"},
     "metrics": {"collectives", "world"},
     "sync_batch_norm": {"collectives", "world"},
     "state": {"collectives", "world"},

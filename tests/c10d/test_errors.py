@@ -305,7 +305,7 @@ def leave_while_connecting() -> tuple[str, str]:
     if dist.get_rank() == 1:
         return "", ""
     store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
-    group = Group(0, 2, (0, 1), store, 60.0, is_default=False)
+    group = Group(0, 2, (0, 1), store, 60.0, name="1", is_default=False)
     threading.Timer(0.5, group.leave).start()
     return error_of(group.connect)
 

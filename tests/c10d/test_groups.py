@@ -182,7 +182,7 @@ def wait_for_late_member() -> tuple[str, str]:
         late = timedelta(seconds=1)
         from torch_ring.c10d.groups import Group
 
-        group = Group(0, 2, (0, 1), store, late.total_seconds(), is_default=False)
+        group = Group(0, 2, (0, 1), store, late.total_seconds(), name="1", is_default=False)
         return error_of(group.connect)
     return "", ""
 

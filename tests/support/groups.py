@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -47,6 +47,7 @@ def on_ring(
     timeout_s: float = TIMEOUT_S,
     may_die: Sequence[int] = (),
     is_fresh: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ranks with a default group of the backend ring; return by rank.
 
@@ -59,6 +60,7 @@ def on_ring(
         size,
         args=(fn, args, timeout_s),
         transport=transport,
+        env=env,
         initialized=False,
         kind=None if may_die or is_fresh else "c10d",
         may_die=may_die,

@@ -27,10 +27,12 @@ from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.rendezvous.given_store import host_of
+from torch_ring.tracing.flight_recorder import handle_signal, watch_errors
 from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
 from torch_ring.world.join import World, join_world
 from torch_ring.world.process_set_table import ProcessSetRecord
+from torch_ring.world.recorded import RecordedGroup, add_recorded
 
 __all__ = ["Group"]
 
@@ -91,6 +93,7 @@ class Group:
         store: of this group alone.
         timeout_s: seconds for which an operation waits for a late rank; and for which ranks wait
             for one another here, at most TORCH_RING_INIT_TIMEOUT.
+        name: as torch.distributed calls it; the same on all its ranks, and of no other group.
         is_default: whether it is the one that init_process_group() makes. It is connected at once,
             so that its errors come there; other groups are, when they are used.
         is_deferred: whether the group has no ranks before `reconfigure`.
@@ -110,9 +113,11 @@ class Group:
         store: Store,
         timeout_s: float,
         *,
+        name: str,
         is_default: bool,
         is_deferred: bool = False,
     ) -> None:
+        self.name = name
         self.rank, self.size, self._global_ranks = rank, size, global_ranks
         self._store = PrefixStore("torch_ring", store)
         config = Config.from_environment()
@@ -131,10 +136,13 @@ class Group:
         self._has_left = False
         _prepare_exit(self._config)
         current.disable_in_child(self)
+        watch_errors()
+        handle_signal(self._config.flight_dir)
         with _changing:
             _groups.add(self)
         self._meeting_point: MeetingPoint | None = None
         self._is_deferred = is_deferred
+        add_recorded(self)
         if is_deferred:
             return
         if is_default:
@@ -183,7 +191,8 @@ class Group:
         """
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         rank = list(ranks).index(self.rank)
-        return Group(rank, len(ranks), global_ranks, store, timeout_s, is_default=False)
+        name = f"{self.name}/{','.join(map(str, global_ranks))}"
+        return Group(rank, len(ranks), global_ranks, store, timeout_s, name=name, is_default=False)
 
     def handle(self) -> str:
         """Return what the other ranks need to know of this one for `reconfigure`."""
@@ -239,6 +248,15 @@ class Group:
     def leave(self) -> None:
         """Leave the group: its operations in flight fail, on all ranks."""
         self._leave(reason_to_leave())
+
+    def recorded(self) -> RecordedGroup | None:
+        """Return what the tracing needs to know of the group, if it is connected."""
+        shared, record = self._shared, self._record
+        if shared is None or not self._is_connected:
+            return None
+        engine = (record or shared.world.process_sets.everyone).running
+        ranks, folder = self._global_ranks, self._config.flight_dir
+        return RecordedGroup(self.name, ranks, ranks[self.rank], folder, engine) if engine else None
 
     def disable(self) -> None:
         """Let go of the parent's engines in a forked child."""

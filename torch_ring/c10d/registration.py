@@ -64,6 +64,7 @@ def _make_backend(options: Any, _: Any) -> RingBackend:
         tuple(options.global_ranks_in_group) or tuple(range(size)),
         options.store,
         timeout_s,
+        name=options.group_id,
         is_default=not dist.is_initialized(),
         is_deferred=getattr(options, "enable_reconfigure", False),  # torch 2.14 and later
     )

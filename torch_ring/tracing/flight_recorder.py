@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring import errors
-from torch_ring.tracing.operations import recorded_sets
+from torch_ring.tracing.operations import own_rank, recorded_sets
 from torch_ring.tracing.stacks import main_thread_stack
 from torch_ring.tracing.torch_format import to_torch
 from torch_ring.world import current
+from torch_ring.world.recorded import recorded_groups
 
-__all__ = ["dump", "watch_errors"]
+__all__ = ["dump", "handle_signal", "watch_errors"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -26,7 +27,7 @@ _PREFIX = "flight_"  # torchfrtrace wants a common prefix and the rank
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write the last 2000 operations of this rank, each process set's, with their times.
+    """Write the last 2000 operations of this rank, in each process set and group.
 
     Call it on any rank, at any time, also while operations are in flight; it waits for nobody. A
     file of all ranks in one folder is what ``torchfrtrace FOLDER`` compares: it names the first
@@ -41,13 +42,13 @@ def dump(path: str | os.PathLike[str]) -> Path:
         The file that was written. Readers never see half of it.
 
     Raises:
-        NotInitializedError: before init().
+        NotInitializedError: before init(), and without a connected group of the backend ring.
         OSError: the file cannot be written.
     """
     target = Path(path)
     if target.is_dir():
-        target = target / f"{_PREFIX}{current.world().rank}"
-    content = to_torch(recorded_sets(), main_thread_stack(), current.world().rank)
+        target = target / f"{_PREFIX}{own_rank()}"
+    content = to_torch(recorded_sets(), main_thread_stack(), own_rank())
     _write(target, content)
     return target
 
@@ -71,8 +72,8 @@ def _write(target: Path, content: dict[str, Any]) -> None:
 def watch_errors() -> None:
     """From now on, write a dump on each error of a collective and on SIGUSR2, if there is a folder.
 
-    The folder is TORCH_RING_FLIGHT_DIR of the current world. Without it no file is written and no
-    signal handler installed.
+    The folder is TORCH_RING_FLIGHT_DIR of the current world, or of a group of torch.distributed.
+    Without it no file is written and no signal handler installed.
     """
     errors.add_to_texts(_note)
     current.after_join(_handle_signal)
@@ -80,9 +81,9 @@ def watch_errors() -> None:
 
 def _folder() -> Path | None:
     world = current.find_world()
-    if world is None or not world.config.flight_dir:
-        return None
-    return Path(world.config.flight_dir)
+    named = [world.config.flight_dir] if world is not None else []
+    named += [group.flight_dir for group in recorded_groups()]
+    return next((Path(each) for each in named if each), None)
 
 
 def _note() -> str:
@@ -98,7 +99,12 @@ def _note() -> str:
 
 
 def _handle_signal() -> None:
-    if _folder() is None:
+    handle_signal(current.config().flight_dir)
+
+
+def handle_signal(folder: str) -> None:
+    """Write a dump on SIGUSR2 from now on, if there is a folder and the program has no handler."""
+    if not folder:
         return
     try:
         if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 from torch_ring._C import OperationRecord
 from torch_ring.world import current
+from torch_ring.world.recorded import recorded_groups
 
-__all__ = ["RecordedSet", "recorded_sets"]
+__all__ = ["RecordedSet", "own_rank", "recorded_sets"]
+
+_GROUPS_FROM = 1 << 32  # above the numbers of process sets
 
 
 @dataclass(frozen=True)
 class RecordedSet:
-    """The operations of this rank in one process set.
+    """The operations of this rank in one process set, or group of torch.distributed.
 
     Attributes:
-        set_id: the number of the set, which no other set gets; 0: the world.
-        ranks: its members, ranks of the world.
+        set_id: the number of the set, which no other set gets; 0: the world. A group's follows from
+            its name.
+        name: "world", "process set 2" or "group 1 of torch.distributed".
+        ranks: its members, ranks of the world, or of torch.distributed.
         records: the last 2000, oldest first, also those in flight.
     """
 
     set_id: int
+    name: str
     ranks: tuple[int, ...]
     records: list[OperationRecord]
 
 
 def recorded_sets() -> list[RecordedSet]:
-    """Return what this rank has recorded, the world first. Raises NotInitializedError."""
-    current.require_own()
+    """Return what this rank has recorded, the world first, groups of torch.distributed last.
+
+    Raises:
+        NotInitializedError: there is no world, and no connected group of the backend ring.
+    """
     found: list[RecordedSet] = []
-    for set_id, ranks, engine in current.world().process_sets.engines():
-        found.append(RecordedSet(set_id, tuple(ranks), engine.records()))
+    groups = recorded_groups()
+    if not groups or current.find_world() is not None:
+        current.require_own()
+        for set_id, ranks, engine in current.world().process_sets.engines():
+            name = f"process set {set_id}" if set_id else "world"
+            found.append(RecordedSet(set_id, name, tuple(ranks), engine.records()))
+    for group in groups:
+        number = _GROUPS_FROM + zlib.crc32(group.name.encode())
+        name = f"group {group.name} of torch.distributed"
+        found.append(RecordedSet(number, name, group.ranks, group.engine.records()))
     return found
+
+
+def own_rank() -> int:
+    """Return the rank of this process in the world, without one in torch.distributed."""
+    groups = recorded_groups()
+    return groups[0].rank if groups and current.find_world() is None else current.world().rank

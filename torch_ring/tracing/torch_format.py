@@ -68,7 +68,7 @@ def to_torch(
         "pg_config": {
             str(each.set_id): {
                 "name": str(each.set_id),
-                "desc": _description(each),
+                "desc": each.name,
                 "ranks": str(list(each.ranks)),
             }
             for each in sets
@@ -76,10 +76,6 @@ def to_torch(
         "pg_status": {str(each.set_id): _status(each) for each in sets},
         "entries": entries,
     }
-
-
-def _description(recorded: RecordedSet) -> str:
-    return f"process set {recorded.set_id}" if recorded.set_id else "world"
 
 
 def _sequence(record: OperationRecord) -> int:
@@ -118,7 +114,7 @@ def _entry(
     return {
         "record_id": recorded.set_id * _PER_SET + sequence,
         "pg_id": recorded.set_id,
-        "process_group": (str(recorded.set_id), _description(recorded)),
+        "process_group": (str(recorded.set_id), recorded.name),
         "collective_seq_id": sequence,
         "p2p_seq_id": 0,
         "op_id": record.number,

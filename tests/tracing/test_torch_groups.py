@@ -1,0 +1,109 @@
+"""Groups of torch.distributed with the backend ring: what they have done, and who is late."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.groups import on_ring
+from tests.support.pool import error_of, run
+from tests.tracing.test_flight_recorder import analysed
+from torch_ring import tracing
+from torch_ring.tracing.lateness import Straggler
+
+
+def content(folder: Path, rank: int) -> Any:
+    return pickle.loads((folder / f"flight_{rank}").read_bytes())
+
+
+def use_two_groups(folder: str) -> None:
+    dist.all_reduce(torch.ones(6, 2))
+    pair = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        dist.broadcast(torch.ones(3), src=1, group=pair)
+    work = dist.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+    tracing.dump(folder)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path, transport: str) -> None:
+    on_ring(use_two_groups, 3, str(tmp_path), transport=transport)
+    text = analysed(tmp_path)
+    assert "Not all ranks" not in text, text
+    assert "errors" not in text, text
+    names = []
+    for rank in range(3):
+        found = content(tmp_path, rank)
+        assert found["rank"] == rank
+        descriptions = {each["desc"]: each["ranks"] for each in found["pg_config"].values()}
+        names.append(sorted(descriptions))
+        assert descriptions["group 0 of torch.distributed"] == "[0, 1, 2]"
+        (default,) = (i for i, each in found["pg_config"].items() if "group 0" in each["desc"])
+        operations = [
+            entry["profiling_name"]
+            for entry in found["entries"]
+            if entry["process_group"][0] == default
+        ]
+        # torch has barriers of its own in init_process_group() and new_group().
+        assert operations.count("gloo:all_reduce") == 2
+        assert operations[-2:] == ["gloo:all_reduce", "gloo:barrier"]
+    assert len(names[0]) == 1
+    assert names[1] == names[2]
+    assert len(names[1]) == 2
+
+
+def disagree() -> str:
+    dist.all_reduce(torch.ones(3))
+    return error_of(lambda: dist.all_reduce(torch.ones(3 + dist.get_rank())))[1]
+
+
+def test_an_error_writes_a_dump_in_which_the_analyser_finds_the_mismatch(tmp_path: Path) -> None:
+    texts = on_ring(disagree, 2, env={"TORCH_RING_FLIGHT_DIR": str(tmp_path)})
+    for rank, text in enumerate(texts):
+        assert f"the last operations of this rank are in {tmp_path}/flight_{rank}" in text, text
+    assert "mismatch" in analysed(tmp_path).lower()
+
+
+def send_a_signal(folder: str) -> None:
+    dist.all_reduce(torch.ones(3))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert content(Path(folder), dist.get_rank())["entries"]
+
+
+def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
+    on_ring(send_a_signal, 2, str(tmp_path), is_fresh=True, env=env)
+
+
+def be_late(late: int) -> list[Straggler]:
+    for _ in range(6):
+        if dist.get_rank() == late:
+            time.sleep(0.1)
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()  # with which it is known who was last
+    return tracing.stragglers(min_lag_s=0.03)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_late_rank_of_a_group_is_named(transport: str) -> None:
+    for rank, found in enumerate(on_ring(be_late, 3, 1, transport=transport)):
+        assert [each.rank for each in found] == ([] if rank == 1 else [1]), found
+
+
+def without_group() -> tuple[str, str]:
+    return error_of(lambda: tracing.dump("anywhere"))
+
+
+def test_without_world_and_group_there_is_nothing_to_dump() -> None:
+    assert run(without_group, 1, initialized=False)[0][0] == "NotInitializedError"
