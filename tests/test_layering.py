@@ -118,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"_C", "config", "errors"},
     "connections": {"_C", "config", "errors", "rendezvous"},
     "world": {"_C", "config", "connections", "errors", "rendezvous"},
-    "tracing": {"_C", "errors", "world"},
+    "tracing": {"_C", "connections", "errors", "world"},
     "capabilities": {"_C", "config", "errors", "world"},
     "lr_schedules": {"world"},
     "collectives": {"_C", "compression", "errors", "world"},

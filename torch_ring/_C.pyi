@@ -168,6 +168,18 @@ class ControlPlane:
     def lost(self) -> list[int]:
         """Return the ranks that have died or were silent for too long, as far as this one knows."""
 
+    def ask(self, rank: int) -> int:
+        """Ask a rank of the world what it does; return the number of the question."""
+
+    def answer(self, rank: int, number: int, text: str) -> None:
+        """Answer a rank's question, by 4096 bytes at most: the rest is cut."""
+
+    def take_letter(self) -> tuple[bool, int, int, str] | None:
+        """Return the next letter to this rank, as soon as there is one; None after stop().
+
+        It is whether it is a question, from which rank, the question's number, and the answer.
+        """
+
     def stop(self, patience_s: float) -> None:
         """Say goodbye until it is heard, or for so long; close all connections. Idempotent."""
 

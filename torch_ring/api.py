@@ -93,7 +93,7 @@ from torch_ring.state import (
     broadcast_parameters,
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from torch_ring.tracing.flight_recorder import watch_errors
+from torch_ring.tracing.always_on import trace_process
 from torch_ring.tracing.timeline import start_timeline, stop_timeline
 from torch_ring.world import (
     cross_rank,
@@ -215,4 +215,4 @@ __all__ = [
 ]
 
 register_backend()
-watch_errors()
+trace_process()

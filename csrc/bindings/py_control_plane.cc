@@ -74,6 +74,13 @@ void PyControlPlane::give_reason(std::string why) {
   if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
 
+std::optional<Letter> PyControlPlane::take_letter() {
+  const std::shared_ptr<ControlPlane> plane = plane_;
+  if (!plane) return std::nullopt;
+  const py::gil_scoped_release no_gil;
+  return plane->take_letter();
+}
+
 void PyControlPlane::stop(std::chrono::milliseconds patience) {
   if (::getpid() != pid_) return abandon();
   if (!plane_) return;
@@ -124,6 +131,18 @@ void bind_control_plane(py::module_& module) {
       .def("close_set", &PyControlPlane::close_set, py::arg("number"))
       .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("lost", &PyControlPlane::lost)
+      .def("ask", &PyControlPlane::ask, py::arg("rank"))
+      .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
+      .def("take_letter",
+           [](PyControlPlane& plane)
+               -> std::optional<std::tuple<bool, int, std::uint64_t, py::str>> {
+             const std::optional<Letter> letter = plane.take_letter();
+             if (!letter) return std::nullopt;
+             // Another program's bytes: what is no UTF-8 is replaced.
+             const py::str text = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
+                 letter->text.data(), static_cast<Py_ssize_t>(letter->text.size()), "replace"));
+             return std::tuple(letter->is_question, letter->from, letter->number, text);
+           })
       .def(
           "stop",
           [](PyControlPlane& plane, double patience_s) {

@@ -39,6 +39,12 @@ class PyControlPlane {
   void give_reason(std::string why);
   /// The ranks that are lost.
   std::vector<int> lost() const { return plane_->lost(); }
+  std::uint64_t ask(int rank) { return plane_ ? plane_->ask(rank) : 0; }
+  void answer(int rank, std::uint64_t number, std::string text) {
+    if (plane_) plane_->answer(rank, number, std::move(text));
+  }
+  /// See ControlPlane. Without the GIL while it waits.
+  std::optional<Letter> take_letter();
   void stop(std::chrono::milliseconds patience = kPartingPatience);
 
   /// Takes note of the descriptors that a child is about to inherit.

@@ -34,6 +34,9 @@ class PlaneWaits : public WaitGraph {
 
   std::chrono::milliseconds patience() const override { return patience_; }
   void tell(std::span<const int> ranks) override { loop_.tell_wait(set_, in_world(ranks)); }
+  void ask(std::span<const int> ranks) override {
+    for (const int rank : in_world(ranks)) loop_.ask(rank);
+  }
   bool is_told() const override { return loop_.somebody_waits(set_); }
   const std::string& label(int rank) const override { return loop_.label(at(members_, rank)); }
   std::optional<int> departed(std::span<const int> ranks) const override {
@@ -110,6 +113,14 @@ std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<in
                                                std::chrono::milliseconds patience) {
   return std::make_unique<PlaneWaits>(*loop_, set, std::move(members), patience);
 }
+
+std::uint64_t ControlPlane::ask(int rank) { return loop_->ask(rank); }
+
+void ControlPlane::answer(int rank, std::uint64_t number, std::string text) {
+  loop_->answer(rank, number, std::move(text));
+}
+
+std::optional<Letter> ControlPlane::take_letter() { return loop_->letters().take(); }
 
 std::vector<int> ControlPlane::descriptors() const { return loop_->descriptors(); }
 

@@ -5,9 +5,11 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "control/letters.h"
 #include "control/observer.h"
 #include "control/options.h"
 #include "control/parting.h"
@@ -90,6 +92,15 @@ class ControlPlane {
   /// The plane must outlive it.
   std::unique_ptr<WaitGraph> waits(std::uint64_t set, std::vector<int> members,
                                    std::chrono::milliseconds patience);
+
+  /// Asks a rank of the world what it does. Returns the question's number. Blocking: no.
+  std::uint64_t ask(int rank);
+  /// Answers a rank's question; of a longer text the first Message::kTextBytes. Blocking: no.
+  void answer(int rank, std::uint64_t number, std::string text);
+  /// The next question or answer for this rank; waits for it. None after stop(). An answer may
+  /// never come: the rank is lost, its program takes no letters, or news on its way was lost with
+  /// others.
+  std::optional<Letter> take_letter();
 
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
   /// death while the child lives. Call it before the fork: the child may find its lock taken.

@@ -16,6 +16,7 @@
 #include "control/data_connections.h"
 #include "control/entrance.h"
 #include "control/launcher_watch.h"
+#include "control/letters.h"
 #include "control/link.h"
 #include "control/neighbourhood.h"
 #include "control/news.h"
@@ -47,6 +48,9 @@ class ControlLoop {
   void give_reason(std::string why);
   void leave(std::uint64_t set, std::uint64_t rounds);
   void tell_wait(std::uint64_t set, std::vector<int> ranks);
+  std::uint64_t ask(int rank);
+  void answer(int rank, std::uint64_t number, std::string text);
+  Letters& letters() { return letters_; }
   bool somebody_waits(std::uint64_t set) const;
   std::vector<int> ends_of_waits(std::uint64_t set, std::span<const int> ranks) const;
   const std::string& label(int rank) const;
@@ -63,6 +67,8 @@ class ControlLoop {
   std::vector<int> descriptors() const;
 
  private:
+  template <class Make>
+  void tell(Make&& make);
   void run();
   Clock::time_point prepare(PollSet& polls);
   void turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now);
@@ -92,6 +98,7 @@ class ControlLoop {
   const int rank_;
   const Fd wake_;
   Subscriptions subscriptions_;
+  Letters letters_;
 
   mutable std::mutex mutex_;  // guards what follows
   News news_;
@@ -107,6 +114,7 @@ class ControlLoop {
   std::vector<Message> own_news_;      // failures, departures and waits of this rank, not sent yet
   std::string why_;                    // this rank leaves
   std::uint64_t waits_told_ = 0;       // by this rank
+  std::uint64_t asked_ = 0;            // questions, likewise
   std::vector<Message> untold_;        // for the observers
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told

@@ -47,6 +47,10 @@ bool plausible(const Message& message, std::size_t text_bytes) {
       return own && message.rounds == 0;
     case Message::Kind::kWaits:
       return own && message.rounds == 0 && is_wait(text_bytes);
+    case Message::Kind::kAsks:
+      return own && text_bytes == 0;
+    case Message::Kind::kAnswers:
+      return own;
   }
   return false;
 }
@@ -96,6 +100,11 @@ Message::Wait Message::wait() const {
   return wait;
 }
 
+Message Message::answers(int rank, int whom, std::uint64_t number, std::string text) {
+  return {Kind::kAnswers,      {}, rank, rank, number, static_cast<std::uint64_t>(whom),
+          cut(std::move(text))};
+}
+
 void Message::append_to(std::string& frames) const {
   const auto text_bytes = std::min(text.size(), kTextBytes);
   put(frames, static_cast<std::uint8_t>(kind));
@@ -141,6 +150,11 @@ std::optional<Message> MessageParser::next() {
         throw Error(ErrorKind::kPeerLost, "waits for a rank that there is not");
       }
     }
+  }
+  const bool is_letter =
+      message.kind == Message::Kind::kAsks || message.kind == Message::Kind::kAnswers;
+  if (is_letter && message.rounds >= size) {
+    throw Error(ErrorKind::kPeerLost, "writes to a rank that there is not");
   }
   done_ += Message::kHeaderBytes + text_bytes;
   return message;

@@ -22,6 +22,8 @@ struct Message {
     kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
     kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
     kWaits = 'W',      // `rank` waits in `set`: wait()
+    kAsks = 'A',       // `rank` asks rank `rounds` what it does; its question number `set`
+    kAnswers = 'R',    // `rank` answers rank `rounds`' question number `set` by `text`
   };
   static constexpr std::size_t kHeaderBytes = 28;
   static constexpr std::size_t kTextBytes = 4096;  // longer texts are cut
@@ -52,6 +54,13 @@ struct Message {
   static Message waits(int rank, std::uint64_t set, const Wait& wait);
   /// Precondition: a kWaits.
   Wait wait() const;
+
+  static Message asks(int rank, int whom, std::uint64_t number) {
+    return {Kind::kAsks, {}, rank, rank, number, static_cast<std::uint64_t>(whom), {}};
+  }
+  static Message answers(int rank, int whom, std::uint64_t number, std::string text);
+  /// Precondition: a kAsks or kAnswers. The rank that it is for.
+  int recipient() const { return static_cast<int>(rounds); }
 
   void append_to(std::string& frames) const;
   bool operator==(const Message&) const = default;

@@ -7,6 +7,17 @@
 
 namespace torch_ring {
 
+namespace {
+
+/// Whether the number is above the last one; then it is the last one.
+bool is_next(std::uint64_t& last, std::uint64_t number) {
+  if (number <= last) return false;
+  last = number;
+  return true;
+}
+
+}  // namespace
+
 bool News::learn(const Message& message) {
   Fate& fate = at(fates_, message.rank);
   switch (message.kind) {
@@ -25,6 +36,10 @@ bool News::learn(const Message& message) {
       break;
     case Message::Kind::kWaits:
       return waits_.learn(message);
+    case Message::Kind::kAsks:
+      return is_next(asked_[message.rank], message.set);
+    case Message::Kind::kAnswers:
+      return is_next(answered_[{message.rank, message.recipient()}], message.set);
   }
   known_.push_back(message);
   return true;

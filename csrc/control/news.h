@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <span>
@@ -19,6 +20,9 @@ namespace torch_ring {
 /// messengers die on the way; n ranks with d neighbours each need at most n (d - 1) + 1 messages.
 /// Connections keep the order, so the flood keeps causes before effects: what a rank told before
 /// its departure is known wherever its departure is known.
+///
+/// Questions and answers are numbered, and only the next one is new. A rank that connects too late
+/// to hear one never does.
 ///
 /// A rank has one fate, lost or departed; the first word about it counts.
 ///
@@ -55,7 +59,9 @@ class News {
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
   std::set<std::pair<std::uint64_t, int>> left_;    // likewise
   Waits waits_;
-  std::vector<Message> known_;  // without waits
+  std::map<int, std::uint64_t> asked_;                     // rank -> its last question
+  std::map<std::pair<int, int>, std::uint64_t> answered_;  // (rank, to whom) -> likewise
+  std::vector<Message> known_;                             // without waits, questions and answers
 };
 
 }  // namespace torch_ring

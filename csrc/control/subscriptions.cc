@@ -58,6 +58,8 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
   switch (news.kind) {
     case Message::Kind::kHeartbeat:
     case Message::Kind::kWaits:
+    case Message::Kind::kAsks:
+    case Message::Kind::kAnswers:
       return;
     case Message::Kind::kLeft:
       if (news.set == set_of(set)) observer.on_departed(news.rank, news.rounds, news.text);

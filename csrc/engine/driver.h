@@ -149,6 +149,7 @@ class Driver {
   void end_group(const std::string& group, const Error& cause);
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
+  void ask(std::span<const int> late);
   void warn(std::span<Pending* const> stalled, Clock::time_point now);
   std::string timeout_text(const Request& request) const;
   Clock::time_point last_progress(const Work& work) const;

@@ -63,6 +63,16 @@ void Driver::warn(std::span<Pending* const> stalled, Clock::time_point now) {
   text += fails ? "fails after " + timeout_text(work.request())
                 : "goes on waiting: TORCH_RING_TIMEOUT is not set";
   log_(text);
+  ask(late_ranks(work));
+}
+
+/// Asks late ranks what they do: the answers are logged. One rank asks for all, and not of many.
+void Driver::ask(std::span<const int> late) {
+  constexpr std::size_t kMost = 4;
+  int first = 0;
+  while (std::ranges::find(late, first) != late.end()) ++first;
+  if (waits_ && first == communicator_.rank())
+    waits_->ask(late.first(std::min(late.size(), kMost)));
 }
 
 /// How long this rank waits for late ones, as errors say it.

@@ -28,6 +28,9 @@ class WaitGraph {
   /// Tells the other ranks that this one waits for some of `ranks`; for nobody, if that is empty.
   virtual void tell(std::span<const int> ranks) = 0;
 
+  /// Asks ranks what they do. The answers come elsewhere, as those of the whole process.
+  virtual void ask(std::span<const int> ranks) = 0;
+
   /// Whether any rank waits, as far as it is told.
   virtual bool is_told() const = 0;
 

@@ -135,6 +135,29 @@ int count(const std::vector<Message>& heard, Message::Kind kind, int rank, std::
   return found;
 }
 
+TEST(news_of_a_question_and_its_answer_reach_their_ranks_in_order) {
+  for (unsigned seed = 0; seed < 30; ++seed) {
+    const int size = 2 + static_cast<int>(seed);
+    Simulation world(size, seed);
+    for (std::uint64_t number = 1; number <= 5; ++number) {
+      world.say(0, Message::asks(0, size - 1, number));
+      world.say(size - 1, Message::answers(size - 1, 0, number, "here"));
+    }
+    world.run();
+    for (int rank = 0; rank < size; ++rank) {
+      std::uint64_t asked = 0;
+      std::uint64_t answered = 0;
+      for (const Message& message : world.heard(rank)) {
+        std::uint64_t& last = message.kind == Message::Kind::kAsks ? asked : answered;
+        CHECK_EQ(message.set, ++last);
+      }
+      CHECK_EQ(asked, 5u);
+      CHECK_EQ(answered, 5u);
+    }
+    CHECK(!world.heard(0).empty());
+  }
+}
+
 TEST(news_reaches_every_rank_once) {
   for (unsigned seed = 0; seed < 30; ++seed) {
     const int size = 2 + static_cast<int>(seed);

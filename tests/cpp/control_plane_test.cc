@@ -218,6 +218,28 @@ TEST(control_plane_tells_a_late_observer_what_happened) {
   CHECK(of_others.events().empty());
 }
 
+TEST(control_plane_carries_questions_and_answers) {
+  Watched world(host_of(7, 2));
+  CHECK_EQ(world.planes[2]->ask(5), 1u);
+  CHECK_EQ(world.planes[2]->ask(2), 2u);  // itself
+  const auto question = world.planes[5]->take_letter();
+  CHECK(question && question->is_question && question->from == 2 && question->number == 1);
+  world.planes[5]->answer(2, question->number, "in load");
+  int answers = 0;
+  for (int i = 0; i < 2; ++i) {
+    const auto letter = world.planes[2]->take_letter();
+    CHECK(letter.has_value());
+    if (!letter->is_question) {
+      CHECK(letter->from == 5 && letter->number == 1 && letter->text == "in load");
+      ++answers;
+    }
+  }
+  CHECK_EQ(answers, 1);
+  std::thread waits([&] { CHECK(!world.planes[3]->take_letter()); });
+  world.planes[3]->stop();
+  waits.join();
+}
+
 TEST(control_plane_checks_its_options) {
   const auto refused = [](const std::function<void(ControlOptions&)>& change, const char* why) {
     auto all = make_plane_options({0, 0, 1});

@@ -27,7 +27,7 @@ from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.rendezvous.given_store import host_of
-from torch_ring.tracing.flight_recorder import handle_signal, watch_errors
+from torch_ring.tracing.always_on import trace_process
 from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
 from torch_ring.world.join import World, join_world
@@ -136,8 +136,7 @@ class Group:
         self._has_left = False
         _prepare_exit(self._config)
         current.disable_in_child(self)
-        watch_errors()
-        handle_signal(self._config.flight_dir)
+        trace_process(self._config.flight_dir)
         with _changing:
             _groups.add(self)
         self._meeting_point: MeetingPoint | None = None

@@ -32,6 +32,7 @@ from torch_ring._C import (
 from torch_ring.config import Config
 from torch_ring.connections import topology
 from torch_ring.connections.connections import Connections, abandon_in_child
+from torch_ring.connections.inquiries import Inquiries
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import pauses
@@ -109,6 +110,7 @@ def connect(
                 *watched,
             )
             _wait_for_neighbours(connections, connections.plane, meeting)
+            connections.inquiries = Inquiries(connections.plane, connections.labels)
             unless_connected.pop_all()
     return connections
 

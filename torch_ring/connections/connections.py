@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from torch_ring._C import ControlPlane, Engine, HostMemory, LaunchOrder
+from torch_ring.connections.inquiries import Inquiries
 from torch_ring.connections.peer_info import PeerInfo
 
 __all__ = ["FAREWELL_S", "Connections", "abandon_all_in_child", "abandon_in_child", "before_fork"]
@@ -27,6 +28,7 @@ class Connections:
         labels: the name of each rank in messages.
         plane: who lives and who has left, and connections for data; None in a world of one.
         is_private: whether nobody but the ranks can know the key with which they connect.
+        inquiries: what the ranks ask one another; None in a world of one.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
         launch_order: in which the process sets use this process's devices.
         farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
@@ -39,6 +41,7 @@ class Connections:
     host_of: Sequence[int] = (0,)
     labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
     plane: ControlPlane | None = None
+    inquiries: Inquiries | None = None
     memory: HostMemory | None = None
     is_private: bool = True
     launch_order: LaunchOrder = field(default_factory=LaunchOrder)
@@ -62,6 +65,9 @@ class Connections:
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
             plane.stop(self.farewell_s)
+        inquiries, self.inquiries = self.inquiries, None
+        if inquiries is not None:
+            inquiries.join()
 
     def abandon(self) -> None:
         """Let go of the parent's connections and memory in a forked child.

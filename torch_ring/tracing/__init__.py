@@ -9,11 +9,19 @@ if TYPE_CHECKING:
     from torch_ring.tracing.flight_recorder import dump as dump
     from torch_ring.tracing.lateness import stragglers as stragglers
     from torch_ring.tracing.metrics import snapshot as snapshot
+    from torch_ring.tracing.whereabouts import RankReport as RankReport
+    from torch_ring.tracing.whereabouts import report as report
 
 # The names that need torch, by their modules: a command that draws files needs none.
-_PUBLIC = {"dump": "flight_recorder", "snapshot": "metrics", "stragglers": "lateness"}
+_PUBLIC = {
+    "RankReport": "whereabouts",
+    "dump": "flight_recorder",
+    "report": "whereabouts",
+    "snapshot": "metrics",
+    "stragglers": "lateness",
+}
 
-__all__ = ["dump", "snapshot", "stragglers"]
+__all__ = ["RankReport", "dump", "report", "snapshot", "stragglers"]
 
 
 def __getattr__(name: str) -> Any:

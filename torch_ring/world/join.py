@@ -16,6 +16,7 @@ from torch_ring._C import Engine
 from torch_ring.config import Config
 from torch_ring.connections.connect import connect
 from torch_ring.connections.connections import Connections
+from torch_ring.connections.inquiries import Inquiries
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.deadline import Deadline
@@ -60,6 +61,7 @@ class World:
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
         timelines: what this rank writes of its operations.
+        inquiries: what the ranks ask one another; None in a world of one.
         on_rejoin: called when the collective join() returns, on all ranks alike.
         on_leave: called by shutdown() first, unless the program has failed.
     """
@@ -75,6 +77,7 @@ class World:
     engine: Engine
     process_sets: ProcessSetTable
     timelines: Timelines
+    inquiries: Inquiries | None = None
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
 
@@ -223,6 +226,7 @@ def _connect(
         engine,
         table,
         Timelines(connections, config),
+        connections.inquiries,
     )
 
 

@@ -1,0 +1,112 @@
+"""What the ranks do now: report(), and the log of a rank that waits long."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from pool import eventually, run
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring import tracing
+from torch_ring.tracing.whereabouts import RankReport
+
+
+def load_a_batch(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def report_of_a_late_rank() -> list[RankReport] | None:
+    hvd.barrier()
+    if hvd.rank() == 1:
+        load_a_batch(3.0)
+        hvd.allreduce(torch.ones(3), name="loss")
+        return None
+    handle = hvd.allreduce_async(torch.ones(3), name="loss")
+    found = []
+    if hvd.rank() == 0:
+        time.sleep(0.3)
+        found = tracing.report()
+    hvd.synchronize(handle)
+    return found
+
+
+@on_both_transports
+def test_report_says_where_every_rank_is(transport: str) -> None:
+    found = run(report_of_a_late_rank, 3, transport=transport)[0]
+    assert [each.rank for each in found] == [0, 1, 2]
+    asks, late, waits = (each.text for each in found)
+    assert "in allreduce 'loss'" in asks
+    assert "in no collective; its main thread is in load_a_batch (" in late
+    assert ", called in report_of_a_late_rank (" in late
+    assert "in allreduce 'loss'" in waits
+    assert "in report_of_a_late_rank (" in waits
+
+
+def report_of_a_stopped_rank() -> list[RankReport]:
+    pids = hvd.allgather_object(os.getpid())
+    found = []
+    if hvd.rank() == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        found = tracing.report(timeout_s=0.5)
+        os.kill(pids[1], signal.SIGCONT)
+    hvd.barrier()
+    return found
+
+
+def test_a_rank_that_does_not_answer_is_said_so() -> None:
+    found = run(report_of_a_stopped_rank, 3)[0]
+    assert [each.text is None for each in found] == [False, True, False]
+    assert str(found[1]) == "rank 1: has not answered"
+
+
+def report_alone() -> str:
+    return str(tracing.report()[0])
+
+
+def test_a_world_of_one_reports_itself() -> None:
+    assert run(report_alone, 1)[0].startswith("rank 0: in no collective; its main thread is in ")
+
+
+def wait_for_a_late_rank() -> str:
+    stream = io.StringIO()
+    log = logging.getLogger("torch_ring")
+    handler = logging.StreamHandler(stream)
+    log.addHandler(handler)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        load_a_batch(3.0)
+    hvd.allreduce(torch.ones(3), name="loss")
+    if hvd.rank() == 0:
+        assert eventually(lambda: "load_a_batch" in stream.getvalue(), 10.0), stream.getvalue()
+    hvd.barrier()
+    log.removeHandler(handler)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_stack_of_a_late_rank_is_logged_by_one_rank(transport: str) -> None:
+    env = {"TORCH_RING_STALL_WARNING": "0.5", "TORCH_RING_TIMEOUT": "0"}
+    logs = run(wait_for_a_late_rank, 3, transport=transport, env=env)
+    assert "has waited" in logs[0]
+    assert "rank 1 (" in logs[0]
+    assert "in no collective; its main thread is in load_a_batch (" in logs[0]
+    assert "has waited" in logs[2]
+    assert "load_a_batch" not in logs[2]
+
+
+def threads_of_a_world() -> tuple[int, int]:
+    within = threading.active_count()
+    hvd.shutdown()
+    return within, threading.active_count()
+
+
+def test_the_thread_that_answers_ends_with_the_world() -> None:
+    assert run(threads_of_a_world, 2) == [(2, 1)] * 2

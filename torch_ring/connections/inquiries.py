@@ -1,0 +1,93 @@
+"""Inquiries: what the ranks of a world ask one another, over their control connections."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torch_ring._C import ControlPlane
+
+__all__ = ["Inquiries", "answer_with"]
+
+_log = logging.getLogger("torch_ring")
+
+_JOIN_S = 1.0  # for a thread that answers
+
+_answer: Callable[[], str] = str  # of nothing: ""
+
+
+def answer_with(answer: Callable[[], str]) -> None:
+    """Set what tells other ranks what this process does, in 4096 bytes of UTF-8 at most.
+
+    Another thread calls it than the one that trains.
+    """
+    global _answer
+    _answer = answer
+
+
+class Inquiries:
+    """Answers the questions of other ranks, and asks them. Logs an answer that nobody awaits.
+
+    The engine asks the ranks for which it has waited long. A thread answers: the one that trains
+    may be the one that is asked about.
+
+    Args:
+        plane: of this process. When it stops, the thread ends.
+        labels: the name of each rank in messages.
+    """
+
+    def __init__(self, plane: ControlPlane, labels: Sequence[str]) -> None:
+        self._plane, self._labels = plane, labels
+        self._changed = threading.Condition()
+        self._awaited: dict[int, str | None] = {}  # by number of the question
+        self._thread = threading.Thread(target=self._serve, name="torch_ring letters", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread: not worth the job
+            _log.warning("this rank answers no questions of others: %s", error)
+
+    def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
+        """Return what ranks do, of those that answer within `timeout_s` seconds."""
+        numbers = {rank: self._ask(rank) for rank in ranks}
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(self._awaited[number] is not None for number in numbers.values()),
+                max(0.0, deadline - time.monotonic()),
+            )
+            answers = {rank: self._awaited.pop(number) for rank, number in numbers.items()}
+        return {rank: answer for rank, answer in answers.items() if answer is not None}
+
+    def _ask(self, rank: int) -> int:
+        with self._changed:  # before the answer comes
+            number = self._plane.ask(rank)
+            self._awaited[number] = None
+            return number
+
+    def join(self) -> None:
+        """Wait for the thread, after the plane has stopped."""
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def _serve(self) -> None:
+        while (letter := self._plane.take_letter()) is not None:
+            is_question, rank, number, text = letter
+            if is_question:
+                self._plane.answer(rank, number, _told())
+                continue
+            with self._changed:
+                if number in self._awaited:
+                    self._awaited[number] = text
+                    self._changed.notify_all()
+                    continue
+            if text:
+                _log.warning("%s: %s", self._labels[rank], text)
+
+
+def _told() -> str:
+    try:
+        return _answer()
+    except Exception as error:  # of no importance but to the one who asks
+        return f"cannot tell what it does: {error}"
