@@ -174,10 +174,10 @@ class ControlPlane:
     def answer(self, rank: int, number: int, text: str) -> None:
         """Answer a rank's question, by 4096 bytes at most: the rest is cut."""
 
-    def take_letter(self) -> tuple[bool, int, int, str] | None:
-        """Return the next letter to this rank, as soon as there is one; None after stop().
+    def read_letters(self, reader: Callable[[bool, int, int, str], None]) -> None:
+        """Call `reader` with each letter to this rank until stop(), in another thread.
 
-        It is whether it is a question, from which rank, the question's number, and the answer.
+        It gets whether it is a question, from which rank, the question's number, and the answer.
         """
 
     def stop(self, patience_s: float) -> None:

@@ -74,11 +74,24 @@ void PyControlPlane::give_reason(std::string why) {
   if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
 
-std::optional<Letter> PyControlPlane::take_letter() {
-  const std::shared_ptr<ControlPlane> plane = plane_;
-  if (!plane) return std::nullopt;
-  const py::gil_scoped_release no_gil;
-  return plane->take_letter();
+void PyControlPlane::read_letters(py::function reader) {
+  if (!plane_) return;
+  const std::shared_ptr<py::function> shared(new py::function(std::move(reader)),
+                                             [](py::function* function) {
+                                               const py::gil_scoped_acquire gil;
+                                               delete function;
+                                             });
+  plane_->read_letters([shared](const Letter& letter) {
+    const py::gil_scoped_acquire gil;
+    try {
+      // Another program's bytes: what is no UTF-8 is replaced.
+      const auto text = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
+          letter.text.data(), static_cast<Py_ssize_t>(letter.text.size()), "replace"));
+      (*shared)(letter.is_question, letter.from, letter.number, text);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("torch_ring: a letter of another rank");
+    }
+  });
 }
 
 void PyControlPlane::stop(std::chrono::milliseconds patience) {
@@ -133,16 +146,7 @@ void bind_control_plane(py::module_& module) {
       .def("lost", &PyControlPlane::lost)
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
-      .def("take_letter",
-           [](PyControlPlane& plane)
-               -> std::optional<std::tuple<bool, int, std::uint64_t, py::str>> {
-             const std::optional<Letter> letter = plane.take_letter();
-             if (!letter) return std::nullopt;
-             // Another program's bytes: what is no UTF-8 is replaced.
-             const py::str text = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
-                 letter->text.data(), static_cast<Py_ssize_t>(letter->text.size()), "replace"));
-             return std::tuple(letter->is_question, letter->from, letter->number, text);
-           })
+      .def("read_letters", &PyControlPlane::read_letters, py::arg("reader"))
       .def(
           "stop",
           [](PyControlPlane& plane, double patience_s) {

@@ -13,6 +13,7 @@
 #include "control/control_plane.h"
 
 namespace pybind11 {
+class function;
 class module_;
 }
 
@@ -43,8 +44,8 @@ class PyControlPlane {
   void answer(int rank, std::uint64_t number, std::string text) {
     if (plane_) plane_->answer(rank, number, std::move(text));
   }
-  /// See ControlPlane. Without the GIL while it waits.
-  std::optional<Letter> take_letter();
+  /// See ControlPlane. The reader takes a letter's is_question, from, number and text.
+  void read_letters(pybind11::function reader);
   void stop(std::chrono::milliseconds patience = kPartingPatience);
 
   /// Takes note of the descriptors that a child is about to inherit.

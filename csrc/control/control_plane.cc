@@ -120,7 +120,9 @@ void ControlPlane::answer(int rank, std::uint64_t number, std::string text) {
   loop_->answer(rank, number, std::move(text));
 }
 
-std::optional<Letter> ControlPlane::take_letter() { return loop_->letters().take(); }
+void ControlPlane::read_letters(Letters::Reader reader) {
+  loop_->letters().read_by(std::move(reader));
+}
 
 std::vector<int> ControlPlane::descriptors() const { return loop_->descriptors(); }
 

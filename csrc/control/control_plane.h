@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -97,10 +96,9 @@ class ControlPlane {
   std::uint64_t ask(int rank);
   /// Answers a rank's question; of a longer text the first Message::kTextBytes. Blocking: no.
   void answer(int rank, std::uint64_t number, std::string text);
-  /// The next question or answer for this rank; waits for it. None after stop(). An answer may
-  /// never come: the rank is lost, its program takes no letters, or news on its way was lost with
-  /// others.
-  std::optional<Letter> take_letter();
+  /// `reader` gets the questions and answers for this rank, one at a time, until stop(). An answer
+  /// may never come: the rank is lost, or has no reader, or news on its way was lost with others.
+  void read_letters(Letters::Reader reader);
 
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
   /// death while the child lives. Call it before the fork: the child may find its lock taken.

@@ -1,14 +1,13 @@
-// Letters: what other ranks ask this one, and what they answer it, until somebody takes them.
+// Letters: what other ranks ask this one, and what they answer it, on the way to who reads them.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <utility>
+#include <thread>
 
 namespace torch_ring {
 
@@ -19,40 +18,36 @@ struct Letter {
   std::string text;          // the answer
 };
 
-/// Thread: any. Blocking: take().
+/// Hands letters to a reader on a thread of their own, which is there while there are any: letters
+/// are rare, and the reader may wait for Python's lock.
+///
+/// Thread: any. Blocking: close().
 class Letters {
  public:
-  /// One that finds no room, because nobody takes any, is lost.
-  void put(Letter letter) {
-    const std::scoped_lock lock(mutex_);
-    if (closed_ || letters_.size() == kMost) return;
-    letters_.push_back(std::move(letter));
-    changed_.notify_one();
-  }
+  using Reader = std::function<void(const Letter&)>;
 
-  /// The oldest; waits for one. None after close().
-  std::optional<Letter> take() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return closed_ || !letters_.empty(); });
-    if (closed_) return std::nullopt;
-    Letter letter = std::move(letters_.front());
-    letters_.pop_front();
-    return letter;
-  }
+  ~Letters() { close(); }
 
-  void close() {
-    const std::scoped_lock lock(mutex_);
-    closed_ = true;
-    changed_.notify_all();
-  }
+  /// From now on, `reader` gets the letters; without one they are lost.
+  void read_by(Reader reader);
+
+  /// One that finds no room, because the reader is stuck, or no thread, is lost.
+  void put(Letter letter);
+
+  /// Loses what has not been read, and waits for the reader to return.
+  void close();
 
  private:
   static constexpr std::size_t kMost = 4096;
 
+  void hand_out();
+
   std::mutex mutex_;
-  std::condition_variable changed_;
+  Reader reader_;
   std::deque<Letter> letters_;
+  bool is_handing_out_ = false;
   bool closed_ = false;
+  std::thread thread_;
 };
 
 }  // namespace torch_ring

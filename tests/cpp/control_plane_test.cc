@@ -4,6 +4,7 @@
 #include <fcntl.h>
 
 #include <functional>
+#include <future>
 #include <numeric>
 #include <set>
 
@@ -220,24 +221,43 @@ TEST(control_plane_tells_a_late_observer_what_happened) {
 
 TEST(control_plane_carries_questions_and_answers) {
   Watched world(host_of(7, 2));
-  CHECK_EQ(world.planes[2]->ask(5), 1u);
-  CHECK_EQ(world.planes[2]->ask(2), 2u);  // itself
-  const auto question = world.planes[5]->take_letter();
-  CHECK(question && question->is_question && question->from == 2 && question->number == 1);
-  world.planes[5]->answer(2, question->number, "in load");
-  int answers = 0;
-  for (int i = 0; i < 2; ++i) {
-    const auto letter = world.planes[2]->take_letter();
-    CHECK(letter.has_value());
-    if (!letter->is_question) {
-      CHECK(letter->from == 5 && letter->number == 1 && letter->text == "in load");
-      ++answers;
-    }
-  }
-  CHECK_EQ(answers, 1);
-  std::thread waits([&] { CHECK(!world.planes[3]->take_letter()); });
-  world.planes[3]->stop();
-  waits.join();
+  std::promise<Letter> question;
+  std::promise<Letter> answer;
+  std::promise<Letter> own;
+  world.planes[5]->read_letters([&](const Letter& letter) { question.set_value(letter); });
+  world.planes[2]->read_letters([&](const Letter& letter) {
+    if (letter.is_question) return world.planes[2]->answer(letter.from, letter.number, "mine");
+    (letter.from == 2 ? own : answer).set_value(letter);
+  });
+  CHECK_EQ(world.planes[2]->ask(6), 1u);  // which has no reader
+  CHECK_EQ(world.planes[2]->ask(5), 2u);
+  const Letter asked = question.get_future().get();
+  CHECK(asked.is_question && asked.from == 2 && asked.number == 2);
+  world.planes[5]->answer(2, asked.number, "in load");
+  const Letter answered = answer.get_future().get();
+  CHECK(!answered.is_question && answered.from == 5 && answered.text == "in load");
+  CHECK_EQ(world.planes[2]->ask(2), 3u);  // itself
+  CHECK(own.get_future().get().text == "mine");
+  for (const auto& plane : world.planes) plane->stop();  // before the promises end
+}
+
+TEST(letters_that_nobody_can_read_are_lost_and_close_waits_for_the_reader) {
+  Letters letters;
+  letters.put({true, 1, 1, {}});
+  std::promise<void> begun;
+  std::atomic<int> read{0};
+  letters.read_by([&](const Letter& letter) {
+    if (letter.number == 2) begun.set_value();
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    ++read;
+  });
+  letters.put({true, 1, 2, {}});
+  begun.get_future().wait();
+  letters.put({true, 1, 3, {}});
+  letters.close();
+  CHECK(read == 1);
+  letters.put({true, 1, 4, {}});
+  CHECK(read == 1);
 }
 
 TEST(control_plane_checks_its_options) {

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -100,13 +99,3 @@ def test_the_stack_of_a_late_rank_is_logged_by_one_rank(transport: str) -> None:
     assert "in no collective; its main thread is in load_a_batch (" in logs[0]
     assert "has waited" in logs[2]
     assert "load_a_batch" not in logs[2]
-
-
-def threads_of_a_world() -> tuple[int, int]:
-    within = threading.active_count()
-    hvd.shutdown()
-    return within, threading.active_count()
-
-
-def test_the_thread_that_answers_ends_with_the_world() -> None:
-    assert run(threads_of_a_world, 2) == [(2, 1)] * 2

@@ -65,9 +65,7 @@ class Connections:
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
             plane.stop(self.farewell_s)
-        inquiries, self.inquiries = self.inquiries, None
-        if inquiries is not None:
-            inquiries.join()
+        self.inquiries = None
 
     def abandon(self) -> None:
         """Let go of the parent's connections and memory in a forked child.

@@ -13,8 +13,6 @@ __all__ = ["Inquiries", "answer_with"]
 
 _log = logging.getLogger("torch_ring")
 
-_JOIN_S = 1.0  # for a thread that answers
-
 _answer: Callable[[], str] = str  # of nothing: ""
 
 
@@ -30,11 +28,11 @@ def answer_with(answer: Callable[[], str]) -> None:
 class Inquiries:
     """Answers the questions of other ranks, and asks them. Logs an answer that nobody awaits.
 
-    The engine asks the ranks for which it has waited long. A thread answers: the one that trains
-    may be the one that is asked about.
+    The engine asks the ranks for which it has waited long. Another thread answers than the one that
+    trains, which may be the one that is asked about; it lives while there is something to answer.
 
     Args:
-        plane: of this process. When it stops, the thread ends.
+        plane: of this process. When it stops, nothing is answered any more.
         labels: the name of each rank in messages.
     """
 
@@ -42,11 +40,7 @@ class Inquiries:
         self._plane, self._labels = plane, labels
         self._changed = threading.Condition()
         self._awaited: dict[int, str | None] = {}  # by number of the question
-        self._thread = threading.Thread(target=self._serve, name="torch_ring letters", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no thread: not worth the job
-            _log.warning("this rank answers no questions of others: %s", error)
+        plane.read_letters(self._read)
 
     def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Return what ranks do, of those that answer within `timeout_s` seconds."""
@@ -66,24 +60,17 @@ class Inquiries:
             self._awaited[number] = None
             return number
 
-    def join(self) -> None:
-        """Wait for the thread, after the plane has stopped."""
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
-
-    def _serve(self) -> None:
-        while (letter := self._plane.take_letter()) is not None:
-            is_question, rank, number, text = letter
-            if is_question:
-                self._plane.answer(rank, number, _told())
-                continue
-            with self._changed:
-                if number in self._awaited:
-                    self._awaited[number] = text
-                    self._changed.notify_all()
-                    continue
-            if text:
-                _log.warning("%s: %s", self._labels[rank], text)
+    def _read(self, is_question: bool, rank: int, number: int, text: str) -> None:
+        if is_question:
+            self._plane.answer(rank, number, _told())
+            return
+        with self._changed:
+            if number in self._awaited:
+                self._awaited[number] = text
+                self._changed.notify_all()
+                return
+        if text:
+            _log.warning("%s: %s", self._labels[rank], text)
 
 
 def _told() -> str:
