@@ -12,6 +12,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSetLostError",
     "RingError",
     "TimeoutError",
     "add_to_texts",
@@ -46,6 +47,10 @@ class MismatchError(RingError):
 
 class PeerLostError(RingError):
     """A rank has died, has left early, or has been silent for too long."""
+
+
+class ProcessSetLostError(RingError):
+    """A process set has lost a rank in an elastic job. The job may go on, with another set."""
 
 
 class TimeoutError(RingError, builtins.TimeoutError):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch_ring._C import Engine
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
 from torch_ring.world import current
 from torch_ring.world.process_set_table import ProcessSetRecord
-from torch_ring.world.ranks import ranks_of
+from torch_ring.world.ranks import Ranks, ranks_of
 
 __all__ = [
     "ProcessSet",
@@ -16,6 +17,7 @@ __all__ = [
     "engine_of",
     "global_process_set",
     "membership",
+    "objects_of",
     "remove_process_set",
     "root_in",
 ]
@@ -26,6 +28,10 @@ class ProcessSet:
 
     Its ranks identify the set: two objects with the same ranks are equal and mean the same set, and
     an object that was pickled, or used in an earlier world, can be used again.
+
+    In an elastic job, a set whose ranks live is made again when other ranks die or come, and all
+    objects of it get the new numbers of its ranks. If it loses a rank, what uses it raises
+    ProcessSetLostError, until the object is given to :func:`add_process_set` again.
 
     Operations of two sets may be in flight in any order, on GPUs too: there all ranks enqueue them
     in one order.
@@ -38,7 +44,9 @@ class ProcessSet:
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        self._ranks = ranks_of(ranks_or_comm)
+        self._ranks = ranks_of(ranks_or_comm)  # none, once one is lost
+        self._lost: tuple[Ranks, str] | None = None  # the ranks before one was lost, and the error
+        _objects[id(self)] = self
 
     @property
     def process_set_id(self) -> int | None:
@@ -48,11 +56,19 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The members, ascending; None for the global set when there is no world."""
-        return list(self._ranks)
+        """The members, ascending; None for the global set when there is no world.
+
+        Of a set that has lost a rank: those that it had, as they were numbered then.
+        """
+        return list(self._ranks if self._lost is None else self._lost[0])
 
     def size(self) -> int:
-        """Return the number of members."""
+        """Return the number of members.
+
+        Raises:
+            ProcessSetLostError: the set has lost one.
+        """
+        self.require_whole()
         return len(self._ranks)
 
     def rank(self) -> int:
@@ -61,21 +77,44 @@ class ProcessSet:
         Raises:
             InvalidArgumentError: this process is no member, or the set has not been added.
             NotInitializedError: there is no world.
+            ProcessSetLostError: the set has lost a rank.
         """
         return membership(self).ranks.index(current.rank())
 
     def included(self) -> bool:
-        """Return whether the set has been added and this process is a member."""
+        """Return whether the set has been added and this process is a member.
+
+        Raises:
+            ProcessSetLostError: the set has lost a rank.
+        """
         record = self._record()
+        if record is None:
+            self.require_whole()
         return record is not None and record.is_member
 
+    def require_whole(self) -> None:
+        """Raise ProcessSetLostError if the set has lost a rank."""
+        if self._lost is not None:
+            raise ProcessSetLostError(self._lost[1])
+
+    def renumber(self, ranks: Ranks) -> None:
+        """Give the set the numbers that its processes have now. Called when a world is made."""
+        self._ranks, self._lost = ranks, None
+
+    def lose(self, why: str) -> None:
+        """Let all uses of the set fail with `why`. Called when a world is made."""
+        self._ranks, self._lost = (), (self._ranks, why)
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ProcessSet) or _GlobalProcessSet in (type(self), type(other)):
-            return self is other
-        return self._ranks == other._ranks
+        if self is other:
+            return True
+        if not isinstance(other, ProcessSet):
+            return False
+        return bool(self._ranks) and self._ranks == other._ranks  # neither global nor lost
 
     def __hash__(self) -> int:
-        return hash(self._ranks)
+        # It stays when the ranks get other numbers, so that a dict still finds the set.
+        return hash(len(self.ranks or ()))
 
     def __repr__(self) -> str:
         return (
@@ -83,10 +122,26 @@ class ProcessSet:
         )
 
     def __reduce__(self) -> Any:
+        if self._lost is not None:
+            return _copy_of_lost, self._lost
         return ProcessSet, (self._ranks,)
 
     def _record(self) -> ProcessSetRecord | None:
         return current.world().process_sets.find(self._ranks) if current.is_initialized() else None
+
+
+def _copy_of_lost(ranks: Ranks, why: str) -> ProcessSet:
+    copy = ProcessSet(ranks)
+    copy.lose(why)
+    return copy
+
+
+_objects: WeakValueDictionary[int, ProcessSet] = WeakValueDictionary()  # all that live
+
+
+def objects_of(ranks: Ranks) -> list[ProcessSet]:
+    """Return the objects of this process that mean the set of these ranks."""
+    return [each for each in list(_objects.values()) if each._ranks == ranks]
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -94,6 +149,7 @@ class _GlobalProcessSet(ProcessSet):
 
     def __init__(self) -> None:
         self._ranks = ()
+        self._lost = None
 
     @property
     def process_set_id(self) -> int:
@@ -105,6 +161,9 @@ class _GlobalProcessSet(ProcessSet):
 
     def size(self) -> int:
         return current.size()
+
+    def __hash__(self) -> int:
+        return 0
 
     def __reduce__(self) -> Any:
         return "global_process_set"
@@ -122,12 +181,14 @@ def add_process_set(process_set: Any) -> ProcessSet:
 
     Args:
         process_set: a ProcessSet, a list of ranks or an mpi4py communicator; the same on all ranks.
+            A set that has lost a rank begins anew with the ranks of these numbers.
 
     Returns:
         The set; it exists until it is removed, or until shutdown().
 
     Raises:
-        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
+        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist. Once
+            for each set that an elastic job has made again, it is no error that the set exists.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         NotInitializedError: there is no world, or only the one of this process's parent.
         RingError: on all ranks: a member has no memory for the set; says why.
@@ -135,7 +196,10 @@ def add_process_set(process_set: Any) -> ProcessSet:
     current.require_own()
     table = current.world().process_sets
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    table.add(tuple(added.ranks or ()))
+    ranks = tuple(added.ranks or ())
+    table.add(ranks)
+    if added is not global_process_set:
+        added.renumber(ranks)
     return added
 
 
@@ -154,9 +218,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         InvalidArgumentError: `process_set` is not a ProcessSet.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         NotInitializedError: there is no world, or only the one of this process's parent.
+        ProcessSetLostError: the set has lost a rank, and ended with that.
     """
     current.require_own()
     _require_process_set(process_set)
+    process_set.require_whole()
     return current.world().process_sets.remove(tuple(process_set.ranks or ()))
 
 
@@ -193,6 +259,7 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
     _require_process_set(process_set)
     record = process_set._record()
     if record is None:
+        process_set.require_whole()
         current.world()  # raises NotInitializedError
         raise InvalidArgumentError(
             f"{process_set} has not been added, or has been removed: call add_process_set() on all "
