@@ -7,16 +7,20 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pool
 import pytest
 import torch
+from arrivals import run_with_arrivals
 from process_set_use import check_process_set
 from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.elastic.process_sets import sets_to_keep
+from torch_ring.world import current
+from torch_ring.world.engine_exchange import EngineExchange
 
 STEPS = 8
 
@@ -241,6 +245,103 @@ def outside_of_elastic() -> None:
 
 def test_init_makes_no_set_again() -> None:
     pool.run(outside_of_elastic, 3)
+
+
+# --- in the recovery, and with newcomers
+
+
+def die_in_the_recovery(victim: int, moment: str) -> tuple[list[int], list[int]]:
+    """Rank 3 dies, and then another one while the sets are made again."""
+    name, numbers = hvd.rank(), EngineExchange.numbers
+    sets = [hvd.add_process_set(ranks) for ranks in ([1, 2], [0, 1, 2], [2], [0, 3])]
+    visits = [0]
+
+    def count(self: EngineExchange, *values: int) -> list[list[int]]:
+        visits[0] += 1
+        if (visits[0], moment) == (2, "before"):
+            die()
+        result = numbers(self, *values)
+        if (visits[0], moment) == (2, "after"):
+            die()
+        return result
+
+    def step(state: Any) -> None:
+        if state.step == 1 and hvd.size() == 4:
+            if name == 3:
+                die()
+            if name == victim:
+                EngineExchange.numbers = count  # type: ignore[method-assign]
+        kept = [each for each in sets if each.process_set_id is not None]
+        for each in kept:
+            check_process_set(each, each.ranks or [])
+
+    run_steps([], step)
+    whole = [each.ranks or [] for each in sets if each.process_set_id is not None]
+    kinds = [pool.error_of(each.size)[0] for each in sets if each.process_set_id is None]
+    assert kinds == ["ProcessSetLostError"] * (len(sets) - len(whole))
+    return whole, [record.id for record in current.world().process_sets.records]
+
+
+@on_both_transports
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(("victim", "whole"), [(0, [[0, 1], [1]]), (1, [[1]]), (2, [])])
+def test_a_rank_dies_while_sets_are_made_again(
+    victim: int, whole: list[list[int]], moment: str, transport: str
+) -> None:
+    results = pool.run(
+        die_in_the_recovery, 4, args=(victim, moment), transport=transport, may_die=[victim, 3]
+    )
+    wanted = (whole, list(range(len(whole) + 1)))
+    assert results == [None if rank in (victim, 3) else wanted for rank in range(4)]
+
+
+def let_one_in(folder: str) -> tuple[Any, ...]:
+    """Rank 0 of three dies, then a process comes."""
+    death, index = Path(folder) / "death", int(os.environ["TORCH_RING_PROCESS"][1:])
+    hvd.shutdown()
+    pairs = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    hvd.init(process_sets=pairs)  # the newcomer makes none
+    seen = []
+    if index == 3:
+        assert pool.eventually(death.exists, 20.0)
+        pairs = []
+    state = hvd.elastic.ObjectState(step=0, end=-1)
+
+    def add() -> None:
+        if hvd.size() == 3:
+            seen.append(hvd.add_process_set([0, hvd.size() - 1]))
+
+    state.register_reset_callbacks([add])
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        while state.step != state.end:
+            if (index, state.step) == (0, 2):
+                die()
+            hvd.barrier()
+            if hvd.size() == 2:
+                death.touch()
+                check_process_set(pairs[1], [0, 1])
+            if seen:
+                check_process_set(hvd.ProcessSet([0, 1]), [0, 1])
+                check_process_set(seen[0], [0, 2])
+                state.end = state.step + 3 if state.end < 0 else state.end
+            state.step += 1
+            state.commit()
+
+    go_on(state)
+    kinds = [pool.error_of(each.included)[0] for each in pairs]
+    return hvd.rank(), kinds, hvd._basics._get_process_set_ids_and_ranks()
+
+
+@on_both_transports
+def test_newcomers_know_the_sets_of_the_others(transport: str, tmp_path: Path) -> None:
+    results = run_with_arrivals(
+        let_one_in, 3, 1, args=(str(tmp_path),), transport=transport, may_die=[0]
+    )
+    sets = {0: [0, 1, 2], 1: [0, 1], 2: [0, 2]}
+    lost = ["ProcessSetLostError", "nothing"]
+    assert results == [None, (0, lost, sets), (1, lost, sets), (2, [], sets)]
 
 
 # --- optimizers

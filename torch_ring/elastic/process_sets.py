@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch_ring.collectives.objects import allgather_object
 from torch_ring.rendezvous.member import Member
 from torch_ring.world import current
-from torch_ring.world.process_set import ProcessSet, objects_of
+from torch_ring.world.process_set import ProcessSet, lose, objects_of, renumber
 from torch_ring.world.ranks import Ranks
 
 __all__ = ["ProcessSetKeeper", "sets_to_keep"]
@@ -79,9 +79,9 @@ class ProcessSetKeeper:
         for each in self._sets:
             for process_set in each.objects:
                 if each.names in kept:
-                    process_set.renumber(kept[each.names])
+                    renumber(process_set, kept[each.names])
                 else:
-                    process_set.lose(self._what_became_of(each, rank_of))
+                    lose(process_set, self._what_became_of(each, rank_of))
         self._sets = []
 
     def _what_became_of(self, lost: _Set, rank_of: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ from torch_ring.optimizer.reducible import has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
-from torch_ring.world.process_set import ProcessSet, global_process_set
+from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 
 __all__ = ["DistributedOptimizer", "follow_world"]
 
@@ -220,7 +220,7 @@ class _DistributedOptimizer(Wrapped):
         if self._reducer:
             self._reducer.reduce_pending()
         else:
-            self._settings.process_set.require_whole()
+            require_whole(self._settings.process_set)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ def _before_step(
     optimizer._step_is_open = True
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
-        optimizer._settings.process_set.require_whole()
+        require_whole(optimizer._settings.process_set)
         return None
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)

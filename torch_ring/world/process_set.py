@@ -16,9 +16,12 @@ __all__ = [
     "add_process_set",
     "engine_of",
     "global_process_set",
+    "lose",
     "membership",
     "objects_of",
     "remove_process_set",
+    "renumber",
+    "require_whole",
     "root_in",
 ]
 
@@ -68,7 +71,7 @@ class ProcessSet:
         Raises:
             ProcessSetLostError: the set has lost one.
         """
-        self.require_whole()
+        require_whole(self)
         return len(self._ranks)
 
     def rank(self) -> int:
@@ -89,21 +92,8 @@ class ProcessSet:
         """
         record = self._record()
         if record is None:
-            self.require_whole()
+            require_whole(self)
         return record is not None and record.is_member
-
-    def require_whole(self) -> None:
-        """Raise ProcessSetLostError if the set has lost a rank."""
-        if self._lost is not None:
-            raise ProcessSetLostError(self._lost[1])
-
-    def renumber(self, ranks: Ranks) -> None:
-        """Give the set the numbers that its processes have now. Called when a world is made."""
-        self._ranks, self._lost = ranks, None
-
-    def lose(self, why: str) -> None:
-        """Let all uses of the set fail with `why`. Called when a world is made."""
-        self._ranks, self._lost = (), (self._ranks, why)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -130,9 +120,25 @@ class ProcessSet:
         return current.world().process_sets.find(self._ranks) if current.is_initialized() else None
 
 
+def require_whole(process_set: ProcessSet) -> None:
+    """Raise ProcessSetLostError if the set has lost a rank."""
+    if process_set._lost is not None:
+        raise ProcessSetLostError(process_set._lost[1])
+
+
+def renumber(process_set: ProcessSet, ranks: Ranks) -> None:
+    """Give a set the numbers that its processes have in a new world."""
+    process_set._ranks, process_set._lost = ranks, None
+
+
+def lose(process_set: ProcessSet, why: str) -> None:
+    """Let all uses of a set fail with `why`: it is not in the new world."""
+    process_set._ranks, process_set._lost = (), (process_set._ranks, why)
+
+
 def _copy_of_lost(ranks: Ranks, why: str) -> ProcessSet:
     copy = ProcessSet(ranks)
-    copy.lose(why)
+    lose(copy, why)
     return copy
 
 
@@ -199,7 +205,7 @@ def add_process_set(process_set: Any) -> ProcessSet:
     ranks = tuple(added.ranks or ())
     table.add(ranks)
     if added is not global_process_set:
-        added.renumber(ranks)
+        renumber(added, ranks)
     return added
 
 
@@ -222,7 +228,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     current.require_own()
     _require_process_set(process_set)
-    process_set.require_whole()
+    require_whole(process_set)
     return current.world().process_sets.remove(tuple(process_set.ranks or ()))
 
 
@@ -259,7 +265,7 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
     _require_process_set(process_set)
     record = process_set._record()
     if record is None:
-        process_set.require_whole()
+        require_whole(process_set)
         current.world()  # raises NotInitializedError
         raise InvalidArgumentError(
             f"{process_set} has not been added, or has been removed: call add_process_set() on all "
