@@ -14,6 +14,7 @@ __all__ = [
     "PeerLostError",
     "ProcessSetLostError",
     "RingError",
+    "StateDamagedError",
     "TimeoutError",
     "add_to_texts",
     "first_line",
@@ -51,6 +52,10 @@ class PeerLostError(RingError):
 
 class ProcessSetLostError(RingError):
     """A process set has lost a rank in an elastic job. The job may go on, with another set."""
+
+
+class StateDamagedError(RingError):
+    """What ranks have taken from another one is not what it has sent."""
 
 
 class TimeoutError(RingError, builtins.TimeoutError):
