@@ -100,7 +100,7 @@ def verify_step(
     _compare(things, engine_of(process_set), f"after step {step}: ")
 
 
-def find_damage(root: int, things: Sequence[Thing], engine: Engine) -> str:
+def find_damage(root: int, things: Sequence[Thing] | None, engine: Engine) -> str:
     """Compare what ranks have with what the root has, from which they have taken it. Collective.
 
     What a rank has besides is no damage.
@@ -110,7 +110,7 @@ def find_damage(root: int, things: Sequence[Thing], engine: Engine) -> str:
 
     Args:
         root: the rank that the others have copied.
-        things: of this rank.
+        things: of this rank; None: it only takes part, and is not compared.
         engine: of the ranks.
 
     Returns:
@@ -177,8 +177,13 @@ def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
         )
 
 
-def _gather_if_different(things: Sequence[Thing], engine: Engine) -> dict[int, list[list[Any]]]:
+def _gather_if_different(
+    things: Sequence[Thing] | None, engine: Engine
+) -> dict[int, list[list[Any]]]:
     """Return name, description and digest of the things of each rank; nothing if all are alike."""
+    if things is None:
+        gathered = _gather(b"", engine)
+        return {} if len(set(gathered)) == 1 else dict(map(json.loads, _gather(b"", engine)))
     tensors = [thing.value for thing in things if isinstance(thing.value, Tensor)]
     digests = iter(digests_of(tensors).tolist())
     lines = [
@@ -193,8 +198,8 @@ def _gather_if_different(things: Sequence[Thing], engine: Engine) -> dict[int, l
 
 
 def _gather(own: bytes, engine: Engine) -> list[bytes]:
-    """Return what each rank gives that has not joined."""
-    payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    """Return what each rank gives that gives something, and has not joined."""
+    payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
     work = engine.allgather(payload, "", blocking=True, joinable=True)
     parts = torch.split(work.wait(), work.received_splits())
     return [bytes(part.numpy()) for part in parts if len(part)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from torch_ring.collectives.consistency import Thing, things_of
+from torch_ring.collectives.consistency import things_of
 from torch_ring.collectives.objects import allgather_object, broadcast_checked_object
 from torch_ring.elastic.sampler import ElasticSampler
 from torch_ring.optimizer.adasum_optimizer import AdasumOptimizer
@@ -51,12 +51,14 @@ class StateHandler(ABC):
     def copy_from(self, root: int) -> None:
         """Give all ranks the present state of the root's value. Collective."""
 
-    def contents(self) -> Iterable[Thing]:
-        """Return what `copy_from` has given, for a comparison with the root's; nothing by default.
+    def contents(self) -> Mapping[str, Any]:
+        """Return what `copy_from` has given, to be compared with the root's: nothing by default.
 
-        It is the same on all ranks then, but for things that the root has not.
+        Returns:
+            Tensors, numbers and texts by name. They are the same on all ranks, but for names that
+            the root has not.
         """
-        return ()
+        return {}
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0's value, and save it. Collective."""
@@ -86,10 +88,10 @@ class ModelStateHandler(StateHandler):
         """See `StateHandler`."""
         broadcast_parameters(self.value.state_dict(), root)
 
-    def contents(self) -> Iterable[Thing]:
+    def contents(self) -> Mapping[str, Any]:
         """See `StateHandler`."""
         state = self.value.state_dict()
-        return [Thing(f"'{k}'", v) for k, v in state.items() if isinstance(v, torch.Tensor)]
+        return {f"'{k}'": value for k, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 class OptimizerStateHandler(StateHandler):
@@ -117,9 +119,9 @@ class OptimizerStateHandler(StateHandler):
 
         copy_optimizer_state(self.value, root, global_process_set, send)
 
-    def contents(self) -> Iterable[Thing]:
+    def contents(self) -> Mapping[str, Any]:
         """See `StateHandler`."""
-        return things_of(self.value, {})
+        return {thing.name: thing.value for thing in things_of(self.value, {})}
 
     def reset(self) -> None:
         """See `StateHandler`."""

@@ -178,13 +178,15 @@ class TorchState(ObjectState):
         some_are_behind = any(rank[:2] != farthest[:2] for rank in ranks)
         if some_are_behind and self._is_whole and self._steps != steps:
             self.save()  # to go back there, should the root die
-        self._copy_from(ranks.index(farthest), models=some_are_behind)
+        is_behind = (self._is_whole, self._steps) != farthest[:2]
+        self._copy_from(ranks.index(farthest), models=some_are_behind, had_it=not is_behind)
         self._steps, self._changes = steps, changes
 
-    def _copy_from(self, root: int, *, models: bool) -> None:
+    def _copy_from(self, root: int, *, models: bool, had_it: bool = False) -> None:
         """Take attributes and samplers of the root's, and with `models` everything.
 
-        What has come is compared with what the root has, before it counts.
+        What has come is compared with what the root has, before it counts. A rank that had the same
+        model already is spared the time.
         """
         self._is_whole = self._is_whole and not (models and world.rank() != root)
         self._is_mixed = self._is_mixed or (models and world.rank() != root)
@@ -194,23 +196,20 @@ class TorchState(ObjectState):
         plain = {name: getattr(self, name) for name in self._saved_state}
         plain = broadcast_checked_object(plain, root, "elastic.attributes")
         if models:
-            self._require_undamaged(root)
+            self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)
         self._is_whole, self._is_mixed = True, False
 
-    def _require_undamaged(self, root: int) -> None:
+    def _require_undamaged(self, root: int, *, is_compared: bool) -> None:
         """Raise StateDamagedError on all ranks if one of them has not got what the root has."""
-        damage = find_damage(
-            root,
-            [
-                Thing(f"{name}: {thing.name}", thing.value)
-                for name, handler in self._handlers.items()
-                for thing in handler.contents()
-            ],
-            world.current.engine(),
-        )
+        things = [
+            Thing(f"{name}: {part}", value)
+            for name, handler in self._handlers.items()
+            for part, value in handler.contents().items()
+        ]
+        damage = find_damage(root, things if is_compared else None, world.current.engine())
         if damage:
             raise StateDamagedError(
                 f"rank {world.rank()}: the state of rank {root} has not arrived as it was sent: "
