@@ -19,6 +19,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.elastic.process_sets import sets_to_keep
+from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.world import current
 from torch_ring.world.engine_exchange import EngineExchange
 
@@ -457,3 +458,32 @@ def test_a_callback_may_replace_an_optimizer_on_a_lost_set() -> None:
     assert [outcomes[rank][0] for rank in (0, 2, 3)] == ["nothing"] * 3
     # Three steps of ranks 0 and 1, then five of those that were 0 and 3, at twice the rate.
     assert outcomes[0][1] == -4.5 - 2 * 5 * 2.5
+
+
+def count_agreements() -> tuple[int, int]:
+    """Train on all ranks, which are those of a set that no optimizer is on."""
+    name = hvd.rank()
+    pair = hvd.add_process_set([0, 1])
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    counts: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            optimizer.zero_grad()
+            if (name, state.step) == (2, 3):
+                die()
+            model(torch.ones(1, 1)).sum().backward()
+            counts.append(backward_sync_of(hvd.global_process_set).number)
+            optimizer.step()
+
+    train(state)
+    check_process_set(pair, [0, 1])
+    return pair.process_set_id or 0, counts[-1] - counts[-2]
+
+
+def test_a_set_that_has_all_ranks_is_no_other_world() -> None:
+    """A backward pass is agreed on once."""
+    assert pool.run(count_agreements, 3, may_die=[2])[:2] == [(1, 1)] * 2
