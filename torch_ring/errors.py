@@ -12,7 +12,9 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSetLostError",
     "RingError",
+    "StateDamagedError",
     "TimeoutError",
     "add_to_texts",
     "first_line",
@@ -46,6 +48,14 @@ class MismatchError(RingError):
 
 class PeerLostError(RingError):
     """A rank has died, has left early, or has been silent for too long."""
+
+
+class ProcessSetLostError(RingError):
+    """A process set has lost a rank in an elastic job. The job may go on, with another set."""
+
+
+class StateDamagedError(RingError):
+    """What ranks have taken from another one is not what it has sent."""
 
 
 class TimeoutError(RingError, builtins.TimeoutError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "broadcast_nested",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "copy_optimizer_state",
 ]
 
 _AS_BYTES = frozenset({torch.bits8, torch.float4_e2m1fn_x2})  # not moved by broadcast() itself
@@ -167,6 +168,27 @@ def broadcast_optimizer_state(
         TypeError: `optimizer` is no optimizer.
         MismatchError: the parameter groups are not the same on all ranks.
     """
+
+    def send(packed: Any) -> Any:
+        return broadcast_object(packed, root_rank, None, process_set)
+
+    copy_optimizer_state(optimizer, root_rank, process_set, send)
+
+
+def copy_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    process_set: ProcessSet,
+    send: Callable[[Any], Any],
+) -> None:
+    """Do what `broadcast_optimizer_state` does, and send what is no tensor in another way.
+
+    Args:
+        optimizer: as there.
+        root_rank: as there.
+        process_set: as there.
+        send: takes an object, of which the root's counts, and returns that on all ranks.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             "broadcast_optimizer_state takes the optimizer itself, not "
@@ -187,10 +209,10 @@ def broadcast_optimizer_state(
     if world.rank() == root_rank:
         tensors: list[Tensor] = []
         packed = _pack(_contents(optimizer, parameters), tensors)
-        broadcast_object(packed, root_rank, None, process_set)
+        send(packed)
         _broadcast_all(_numbered(tensors), root_rank, process_set)
         return
-    packed = broadcast_object(None, root_rank, None, process_set)
+    packed = send(None)
     received: dict[int, Tensor] = {}
     state = {
         (parameters[key] if isinstance(key, int) else key): _unpack(

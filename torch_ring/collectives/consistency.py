@@ -1,4 +1,4 @@
-"""verify_consistency: whether all ranks have the same model and optimizer state, bit for bit."""
+"""verify_consistency, find_damage: whether ranks have the same model and state, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_ring.errors import InvalidArgumentError, MismatchError
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
-__all__ = ["verify_consistency", "verify_step"]
+__all__ = ["Thing", "find_damage", "things_of", "verify_consistency", "verify_step"]
 
 _MOST_RANKS_NAMED = 4
 
@@ -61,10 +61,10 @@ def verify_consistency(
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in reversed([*model.named_parameters()])
     }
-    things = [_Thing(f"parameter '{name}'", value) for name, value in model.named_parameters()]
-    things += [_Thing(f"buffer '{name}'", value) for name, value in model.named_buffers()]
+    things = [Thing(f"parameter '{name}'", value) for name, value in model.named_parameters()]
+    things += [Thing(f"buffer '{name}'", value) for name, value in model.named_buffers()]
     if optimizer is not None:
-        things += _things_of(optimizer, names)
+        things += things_of(optimizer, names)
     _compare(things, engine_of(process_set), "")
 
 
@@ -94,17 +94,47 @@ def verify_step(
     """
     if not every or step % every:
         return
-    things = [_Thing(f"parameter '{name}'", parameter) for parameter, name in names.items()]
+    things = [Thing(f"parameter '{name}'", parameter) for parameter, name in names.items()]
     if with_state:
-        things += _things_of(optimizer, names)
+        things += things_of(optimizer, names)
     _compare(things, engine_of(process_set), f"after step {step}: ")
 
 
-class _Thing(NamedTuple):
-    """Something that all ranks should have alike."""
+def find_damage(root: int, things: Sequence[Thing] | None, engine: Engine) -> str:
+    """Compare what ranks have with what the root has, from which they have taken it. Collective.
+
+    What a rank has besides is no damage.
+
+    Cost: one pass over the tensors, on their device, and 32 bytes a rank; more only if ranks
+    differ.
+
+    Args:
+        root: the rank that the others have copied.
+        things: of this rank; None: it only takes part, and is not compared.
+        engine: of the ranks.
+
+    Returns:
+        The first thing that has not arrived as it was sent, and on which ranks, the same text on
+        all ranks; empty if everything has.
+    """
+    every = _gather_if_different(things, engine)
+    sent = {name for name, *_ in every.get(root, ())}
+    found = _first_difference(
+        {rank: [line for line in lines if line[0] in sent] for rank, lines in every.items()}
+    )
+    return "" if found is None else found.text
+
+
+class Thing(NamedTuple):
+    """Something that ranks should have alike.
+
+    Attributes:
+        name: what a message calls it; another one for each thing of a rank.
+        value: a tensor, a number, a text or None.
+    """
 
     name: str
-    value: Any  # a tensor, a number, a text or None
+    value: Any
 
     def describe(self) -> str:
         """Return what is compared besides the bits of a tensor."""
@@ -114,7 +144,7 @@ class _Thing(NamedTuple):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[_Thing]:
+def things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[Thing]:
     """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -126,9 +156,9 @@ def _things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) ->
                 yield from _leaves(f"state '{key}' of '{name}'", value)
 
 
-def _leaves(name: str, value: Any) -> Iterator[_Thing]:
+def _leaves(name: str, value: Any) -> Iterator[Thing]:
     if isinstance(value, (Tensor, bool, int, float, complex, str)) or value is None:
-        yield _Thing(name, value)
+        yield Thing(name, value)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{name}, {key!r}", item)
@@ -137,8 +167,23 @@ def _leaves(name: str, value: Any) -> Iterator[_Thing]:
             yield from _leaves(f"{name}, {index}", item)
 
 
-def _compare(things: Sequence[_Thing], engine: Engine, when: str) -> None:
+def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
     """Raise MismatchError on all ranks that have not joined, unless they give the same things."""
+    found = _first_difference(_gather_if_different(things, engine))
+    if found is not None:
+        raise MismatchError(
+            f"rank {current.rank()}: {when}the ranks are not consistent: {found.text}. "
+            + _remedy(found.name, found.root)
+        )
+
+
+def _gather_if_different(
+    things: Sequence[Thing] | None, engine: Engine
+) -> dict[int, list[list[Any]]]:
+    """Return name, description and digest of the things of each rank; nothing if all are alike."""
+    if things is None:
+        gathered = _gather(b"", engine)
+        return {} if len(set(gathered)) == 1 else dict(map(json.loads, _gather(b"", engine)))
     tensors = [thing.value for thing in things if isinstance(thing.value, Tensor)]
     digests = iter(digests_of(tensors).tolist())
     lines = [
@@ -148,21 +193,25 @@ def _compare(things: Sequence[_Thing], engine: Engine, when: str) -> None:
     text = json.dumps([current.rank(), lines]).encode()
     own = hashlib.sha256(json.dumps(lines).encode()).digest()
     if all_sent(b"".join(_gather(own, engine)), own):
-        return
-    difference = _describe_difference(dict(map(json.loads, _gather(text, engine))))
-    if difference:
-        raise MismatchError(f"rank {current.rank()}: {when}{difference}")
+        return {}
+    return dict(map(json.loads, _gather(text, engine)))
 
 
 def _gather(own: bytes, engine: Engine) -> list[bytes]:
-    """Return what each rank gives that has not joined."""
-    payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    """Return what each rank gives that gives something, and has not joined."""
+    payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
     work = engine.allgather(payload, "", blocking=True, joinable=True)
     parts = torch.split(work.wait(), work.received_splits())
     return [bytes(part.numpy()) for part in parts if len(part)]
 
 
-def _describe_difference(every: dict[int, list[list[Any]]]) -> str:
+class _Difference(NamedTuple):
+    text: str
+    name: str  # of the first thing that differs
+    root: int  # a rank that has what most have
+
+
+def _first_difference(every: dict[int, list[list[Any]]]) -> _Difference | None:
     """Return the first thing that the ranks do not have alike, and on which ranks.
 
     Args:
@@ -176,17 +225,17 @@ def _describe_difference(every: dict[int, list[list[Any]]]) -> str:
         name for name in names if len({things.get(name) for things in by_name.values()}) > 1
     ]
     if not differing:
-        return ""  # the same in another order
+        return None  # they may be in another order
     first = {rank: things.get(differing[0]) for rank, things in by_name.items()}
     usual = Counter(first.values()).most_common(1)[0][0]  # of the lowest rank, if there are several
     others = [rank for rank, found in first.items() if found != usual]
     same = [rank for rank, found in first.items() if found == usual]
-    return (
-        f"the ranks are not consistent: {differing[0]} on {_ranks(others)} "
-        f"({_found(first[others[0]])}) is not that on {_ranks(same)} ({_found(usual)}): "
-        f"{len(differing)} of {len(names)} tensors and settings differ. "
-        + _remedy(differing[0], same[0])
+    text = (
+        f"{differing[0]} on {_ranks(others)} ({_found(first[others[0]])}) is not that on "
+        f"{_ranks(same)} ({_found(usual)}): {len(differing)} of {len(names)} tensors and settings "
+        "differ"
     )
+    return _Difference(text, differing[0], same[0])
 
 
 def _found(found: tuple[str, int | None] | None) -> str:

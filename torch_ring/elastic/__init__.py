@@ -7,14 +7,21 @@ from torch_ring.elastic.object_state import ObjectState, State
 from torch_ring.elastic.retry import run
 from torch_ring.elastic.sampler import ElasticSampler
 from torch_ring.elastic.state import StateLostError, TorchState
-from torch_ring.errors import HorovodInternalError, HostsUpdatedInterrupt
+from torch_ring.errors import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    ProcessSetLostError,
+    StateDamagedError,
+)
 
 __all__ = [
     "ElasticSampler",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
+    "ProcessSetLostError",
     "State",
+    "StateDamagedError",
     "StateLostError",
     "TorchState",
     "run",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from torch_ring.collectives.objects import allgather_object, broadcast_object
+from torch_ring.collectives.consistency import things_of
+from torch_ring.collectives.objects import allgather_object, broadcast_checked_object
 from torch_ring.elastic.sampler import ElasticSampler
 from torch_ring.optimizer.adasum_optimizer import AdasumOptimizer
 from torch_ring.optimizer.distributed_optimizer import follow_world
-from torch_ring.state import broadcast_optimizer_state, broadcast_parameters
+from torch_ring.state import broadcast_parameters, copy_optimizer_state
+from torch_ring.world.process_set import global_process_set
 
 __all__ = [
     "ModelStateHandler",
@@ -48,6 +51,15 @@ class StateHandler(ABC):
     def copy_from(self, root: int) -> None:
         """Give all ranks the present state of the root's value. Collective."""
 
+    def contents(self) -> Mapping[str, Any]:
+        """Return what `copy_from` has given, to be compared with the root's: nothing by default.
+
+        Returns:
+            Tensors, numbers and texts by name. They are the same on all ranks, but for names that
+            the root has not.
+        """
+        return {}
+
     def sync(self) -> None:
         """Give all ranks the state of rank 0's value, and save it. Collective."""
         self.copy_from(0)
@@ -76,6 +88,11 @@ class ModelStateHandler(StateHandler):
         """See `StateHandler`."""
         broadcast_parameters(self.value.state_dict(), root)
 
+    def contents(self) -> Mapping[str, Any]:
+        """See `StateHandler`."""
+        state = self.value.state_dict()
+        return {f"'{k}'": value for k, value in state.items() if isinstance(value, torch.Tensor)}
+
 
 class OptimizerStateHandler(StateHandler):
     """Handles an optimizer, wrapped or not."""
@@ -96,7 +113,15 @@ class OptimizerStateHandler(StateHandler):
 
     def copy_from(self, root: int) -> None:
         """See `StateHandler`."""
-        broadcast_optimizer_state(self.value, root)
+
+        def send(packed: Any) -> Any:
+            return broadcast_checked_object(packed, root, "elastic.optimizer")
+
+        copy_optimizer_state(self.value, root, global_process_set, send)
+
+    def contents(self) -> Mapping[str, Any]:
+        """See `StateHandler`."""
+        return {thing.name: thing.value for thing in things_of(self.value, {})}
 
     def reset(self) -> None:
         """See `StateHandler`."""
@@ -120,7 +145,9 @@ class SamplerStateHandler(StateHandler):
 
     def copy_from(self, root: int) -> None:
         """See `StateHandler`."""
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root))
+        self.value.load_state_dict(
+            broadcast_checked_object(self.value.state_dict(), root, "elastic.sampler")
+        )
 
     def sync(self) -> None:
         """Give all ranks the farthest progress of any of them, and save it. Collective."""

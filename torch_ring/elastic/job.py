@@ -14,6 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.listener import Listener
+from torch_ring.elastic.process_sets import ProcessSetKeeper
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
 from torch_ring.errors import MismatchError, PeerLostError, RingError, first_line
 from torch_ring.rendezvous.channel import key_of
@@ -54,6 +55,7 @@ class ElasticJob:
         self._generation = 1
         self._store: TCPStore | None = None  # of the present world
         self._serves: tuple[str, int] | None = None  # the address of the last store served here
+        self._process_sets = ProcessSetKeeper()
         key = key_of(config.secret) if config.secret else self._common_key()
         host = current.world().address
         if config.directory:  # where hosts that are to come find it, as far as it can know
@@ -98,19 +100,23 @@ class ElasticJob:
             RingError: too few processes live; or they go on without this one.
         """
         began = time.monotonic()
-        suspects = self._leave()
+        if self.members and current.is_initialized():
+            self._process_sets.note(self.members)
+        suspects = self._leave(self.members)
         before = len(self.members)
         limits = self._limits
         while True:
             group = self._next_group(limits, suspects)
             try:
                 self._join(group)
+                self._process_sets.restore(group.members, is_newcomer=not self.members)
                 break
             except RingError as error:  # another one has died meanwhile, or a newcomer is different
                 has_newcomers = any(member not in self.members for member in group.members)
                 is_ours = isinstance(error, MismatchError) and not has_newcomers
                 if is_ours or time.monotonic() - began > self._limits.timeout_s:
                     raise
+                suspects |= self._leave(group.members)
                 limits = replace(limits, most=0)
                 _log.warning("the next world was not made: %s", first_line(error))
         self.members, self._generation = group.members, group.generation
@@ -122,14 +128,14 @@ class ElasticJob:
                 *(len(self.members), before, 1e3 * (time.monotonic() - began), cause),
             )
 
-    def _leave(self) -> set[str]:
-        """Leave the last world; return the other hosts with ranks that were lost in it."""
+    def _leave(self, members: Sequence[Member]) -> set[str]:
+        """Leave the world of `members`; return the other hosts with ranks that were lost in it."""
         world = current.find_world()
-        lost = world.process_sets.lost_ranks() if world is not None and self.members else []
+        lost = world.process_sets.lost_ranks() if world is not None and members else []
         if world is not None and lost:
             world.process_sets.be_brief()
         current.shutdown()
-        return {self.members[rank].host for rank in lost} - {self._own.host}
+        return {members[rank].host for rank in lost} - {self._own.host}
 
     def _next_group(self, limits: Limits, suspects: Collection[str]) -> Group:
         if self.members:

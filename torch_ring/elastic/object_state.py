@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_ring import world
-from torch_ring.collectives.objects import broadcast_object
+from torch_ring.collectives.objects import broadcast_checked_object, broadcast_object
 from torch_ring.errors import HostsUpdatedInterrupt
 
 __all__ = ["ADDED", "REMOVED", "ObjectState", "State"]
@@ -96,14 +96,15 @@ class ObjectState(State):
     """A state of picklable attributes.
 
     Args:
-        bcast_object: returns the root's object on all ranks, as `broadcast_object` does.
+        bcast_object: returns the root's object on all ranks, as `broadcast_object` does; by
+            default, once it has been compared with what the root has sent.
         get_rank: returns the rank.
         **kwargs: the attributes, with their first values.
     """
 
     def __init__(
         self,
-        bcast_object: Callable[..., Any] = broadcast_object,
+        bcast_object: Callable[..., Any] = broadcast_checked_object,
         get_rank: Callable[[], int] = world.rank,
         **kwargs: Any,
     ) -> None:

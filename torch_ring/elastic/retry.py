@@ -15,7 +15,12 @@ from torch_ring.elastic.job import ElasticJob
 from torch_ring.elastic.object_state import ADDED, REMOVED, State
 from torch_ring.elastic.regroup import LeftOutError
 from torch_ring.elastic.state import StateLostError
-from torch_ring.errors import HostsUpdatedInterrupt, MismatchError, RingError
+from torch_ring.errors import (
+    HostsUpdatedInterrupt,
+    MismatchError,
+    ProcessSetLostError,
+    RingError,
+)
 from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.world import current
 
@@ -51,10 +56,10 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
     Returns:
         A function of the same arguments. It calls `init`, gives the state of rank 0 to all ranks,
-        and returns what `func` returns. Errors of `func` that are no RingError, and MismatchErrors,
-        come out of it. So does a RingError, if fewer than TORCH_RING_MIN_RANKS live, or if the
-        others go on without this rank. A rank whose host is taken from the job ends with
-        ``SystemExit(0)``.
+        and returns what `func` returns. Errors of `func` that are no RingError, MismatchErrors and
+        ProcessSetLostErrors come out of it. So does a RingError, if fewer than TORCH_RING_MIN_RANKS
+        live, or if the others go on without this rank. A rank whose host is taken from the job ends
+        with ``SystemExit(0)``.
     """
 
     @functools.wraps(func)
@@ -99,7 +104,7 @@ def _train(job: ElasticJob | DrivenJob, func: Callable[[], ResultT], state: Stat
                 if job.has_newcomers:  # whose messages the state has dropped
                     _note_hosts(state, True)
             return func()
-        except (MismatchError, LeftOutError, StateLostError):
+        except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):
             raise
         except RingError as error:
             cause, prepare = error, state.resume

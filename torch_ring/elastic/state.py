@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from torch_ring import world
-from torch_ring.collectives.objects import allgather_object, broadcast_object
+from torch_ring.collectives.consistency import Thing, find_damage
+from torch_ring.collectives.objects import allgather_object, broadcast_checked_object
 from torch_ring.elastic.handlers import (
     StateHandler,
     get_handler_registry,
@@ -17,7 +18,7 @@ from torch_ring.elastic.handlers import (
 )
 from torch_ring.elastic.object_state import ObjectState
 from torch_ring.elastic.sampler import ElasticSampler
-from torch_ring.errors import RingError
+from torch_ring.errors import RingError, StateDamagedError
 
 __all__ = [
     "StateHandler",
@@ -177,22 +178,43 @@ class TorchState(ObjectState):
         some_are_behind = any(rank[:2] != farthest[:2] for rank in ranks)
         if some_are_behind and self._is_whole and self._steps != steps:
             self.save()  # to go back there, should the root die
-        self._copy_from(ranks.index(farthest), models=some_are_behind)
+        is_behind = (self._is_whole, self._steps) != farthest[:2]
+        self._copy_from(ranks.index(farthest), models=some_are_behind, had_it=not is_behind)
         self._steps, self._changes = steps, changes
 
-    def _copy_from(self, root: int, *, models: bool) -> None:
-        """Take attributes and samplers of the root's, and with `models` everything."""
+    def _copy_from(self, root: int, *, models: bool, had_it: bool = False) -> None:
+        """Take attributes and samplers of the root's, and with `models` everything.
+
+        What has come is compared with what the root has, before it counts. A rank that had the same
+        model already is spared the time.
+        """
         self._is_whole = self._is_whole and not (models and world.rank() != root)
         self._is_mixed = self._is_mixed or (models and world.rank() != root)
         for handler in self._handlers.values():
             if models or isinstance(handler.value, ElasticSampler):
                 handler.copy_from(root)
         plain = {name: getattr(self, name) for name in self._saved_state}
-        plain = broadcast_object(plain, root, "elastic.attributes")
+        plain = broadcast_checked_object(plain, root, "elastic.attributes")
+        if models:
+            self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)
         self._is_whole, self._is_mixed = True, False
+
+    def _require_undamaged(self, root: int, *, is_compared: bool) -> None:
+        """Raise StateDamagedError on all ranks if one of them has not got what the root has."""
+        things = [
+            Thing(f"{name}: {part}", value)
+            for name, handler in self._handlers.items()
+            for part, value in handler.contents().items()
+        ]
+        damage = find_damage(root, things if is_compared else None, world.current.engine())
+        if damage:
+            raise StateDamagedError(
+                f"rank {world.rank()}: the state of rank {root} has not arrived as it was sent: "
+                + damage
+            )
 
     def _is_live(self) -> bool:
         """Return whether the attributes and samplers say how far the training is."""

@@ -103,12 +103,12 @@ class BackwardSync:
         world = current.find_world()
         if world is None:
             return
+        is_synchronised = False
         for record in world.process_sets.records:
             sync = record.owned.get(BackwardSync)
             if sync is not None:
                 sync.finalize()
-        found = world.process_sets.find(self._record.ranks)
-        is_synchronised = found is not None and BackwardSync in found.owned
+                is_synchronised = is_synchronised or record.ranks == self._record.ranks
         if not is_synchronised and world.engine is self._world_engine:
             self.finalize()
 

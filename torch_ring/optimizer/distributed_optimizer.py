@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -15,6 +16,7 @@ from torch_ring.collectives.consistency import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.errors import ProcessSetLostError
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
@@ -24,9 +26,11 @@ from torch_ring.optimizer.reducible import has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
-from torch_ring.world.process_set import ProcessSet, global_process_set
+from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 
 __all__ = ["DistributedOptimizer", "follow_world"]
+
+_log = logging.getLogger("torch_ring")
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -148,7 +152,7 @@ def follow_world(optimizer: torch.optim.Optimizer) -> None:
     """Make a wrapped optimizer average over the ranks of the present world. Collective.
 
     Gradients of the world before are dropped, reduced or not. An optimizer that is not wrapped
-    stays as it is.
+    stays as it is. If the process set of one has lost a rank, its steps raise ProcessSetLostError.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         optimizer._follow_world()
@@ -215,6 +219,8 @@ class _DistributedOptimizer(Wrapped):
         """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
         if self._reducer:
             self._reducer.reduce_pending()
+        else:
+            require_whole(self._settings.process_set)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -303,7 +309,11 @@ class _DistributedOptimizer(Wrapped):
     def _follow_world(self) -> None:
         self._step_is_open = False
         super().zero_grad(set_to_none=True)
-        self._make_reducer()
+        try:
+            self._make_reducer()
+        except ProcessSetLostError as error:  # step() raises it, unless the program replaces this
+            if current.rank() == 0:
+                _log.warning("the steps of an optimizer will fail: %s", error)
 
     def _make_reducer(self) -> None:
         self._reducer = None  # frees its buckets before new ones are made
@@ -318,6 +328,7 @@ def _before_step(
     optimizer._step_is_open = True
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
+        require_whole(optimizer._settings.process_set)
         return None
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)

@@ -93,7 +93,7 @@ def init(
         comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
             anew in the order of their ranks. None, the usual value: all ranks.
         process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks.
-            "dynamic", Horovod's word, and None add none; sets can always be added later.
+            "dynamic" (Horovod's word) and None add none, as does a newcomer to an elastic job.
         rank: the rank of this process, from 0; None: the launcher's variables tell it.
         size: the number of processes; goes with `rank`. None: the launcher's variables tell it.
         local_rank: the index of this process within its node; None: the launcher's, or what the
@@ -127,7 +127,7 @@ def init(
             if process_group is not None:
                 rank, size, store = place_in(process_group)
         if config.is_newcomer:  # alone, until the ranks of the job let it in: rejoin()
-            comm, rank, size, local_rank, local_size = None, 0, 1, None, None
+            comm, process_sets, rank, size, local_rank, local_size = None, None, 0, 1, None, None
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
         driver = horovod_driver()
         if driver is not None and comm is None and rank is None and store is None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch_ring._C import Engine
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
 from torch_ring.world import current
 from torch_ring.world.process_set_table import ProcessSetRecord
-from torch_ring.world.ranks import ranks_of
+from torch_ring.world.ranks import Ranks, ranks_of
 
 __all__ = [
     "ProcessSet",
     "add_process_set",
     "engine_of",
     "global_process_set",
+    "lose",
     "membership",
+    "objects_of",
     "remove_process_set",
+    "renumber",
+    "require_whole",
     "root_in",
 ]
 
@@ -26,6 +31,10 @@ class ProcessSet:
 
     Its ranks identify the set: two objects with the same ranks are equal and mean the same set, and
     an object that was pickled, or used in an earlier world, can be used again.
+
+    In an elastic job, a set whose ranks live is made again when other ranks die or come, and all
+    objects of it get the new numbers of its ranks. If it loses a rank, what uses it raises
+    ProcessSetLostError, until the object is given to :func:`add_process_set` again.
 
     Operations of two sets may be in flight in any order, on GPUs too: there all ranks enqueue them
     in one order.
@@ -38,7 +47,9 @@ class ProcessSet:
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        self._ranks = ranks_of(ranks_or_comm)
+        self._ranks = ranks_of(ranks_or_comm)  # none, once one is lost
+        self._lost: tuple[Ranks, str] | None = None  # the ranks before one was lost, and the error
+        _objects[id(self)] = self
 
     @property
     def process_set_id(self) -> int | None:
@@ -48,11 +59,19 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The members, ascending; None for the global set when there is no world."""
-        return list(self._ranks)
+        """The members, ascending; None for the global set when there is no world.
+
+        Of a set that has lost a rank: those that it had, as they were numbered then.
+        """
+        return list(self._ranks if self._lost is None else self._lost[0])
 
     def size(self) -> int:
-        """Return the number of members."""
+        """Return the number of members.
+
+        Raises:
+            ProcessSetLostError: the set has lost one.
+        """
+        require_whole(self)
         return len(self._ranks)
 
     def rank(self) -> int:
@@ -61,21 +80,31 @@ class ProcessSet:
         Raises:
             InvalidArgumentError: this process is no member, or the set has not been added.
             NotInitializedError: there is no world.
+            ProcessSetLostError: the set has lost a rank.
         """
         return membership(self).ranks.index(current.rank())
 
     def included(self) -> bool:
-        """Return whether the set has been added and this process is a member."""
+        """Return whether the set has been added and this process is a member.
+
+        Raises:
+            ProcessSetLostError: the set has lost a rank.
+        """
         record = self._record()
+        if record is None:
+            require_whole(self)
         return record is not None and record.is_member
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ProcessSet) or _GlobalProcessSet in (type(self), type(other)):
-            return self is other
-        return self._ranks == other._ranks
+        if self is other:
+            return True
+        if not isinstance(other, ProcessSet):
+            return False
+        return bool(self._ranks) and self._ranks == other._ranks  # neither global nor lost
 
     def __hash__(self) -> int:
-        return hash(self._ranks)
+        # It stays when the ranks get other numbers, so that a dict still finds the set.
+        return hash(len(self.ranks or ()))
 
     def __repr__(self) -> str:
         return (
@@ -83,10 +112,42 @@ class ProcessSet:
         )
 
     def __reduce__(self) -> Any:
+        if self._lost is not None:
+            return _copy_of_lost, self._lost
         return ProcessSet, (self._ranks,)
 
     def _record(self) -> ProcessSetRecord | None:
         return current.world().process_sets.find(self._ranks) if current.is_initialized() else None
+
+
+def require_whole(process_set: ProcessSet) -> None:
+    """Raise ProcessSetLostError if the set has lost a rank."""
+    if process_set._lost is not None:
+        raise ProcessSetLostError(process_set._lost[1])
+
+
+def renumber(process_set: ProcessSet, ranks: Ranks) -> None:
+    """Give a set the numbers that its processes have in a new world."""
+    process_set._ranks, process_set._lost = ranks, None
+
+
+def lose(process_set: ProcessSet, why: str) -> None:
+    """Let all uses of a set fail with `why`: it is not in the new world."""
+    process_set._ranks, process_set._lost = (), (process_set._ranks, why)
+
+
+def _copy_of_lost(ranks: Ranks, why: str) -> ProcessSet:
+    copy = ProcessSet(ranks)
+    lose(copy, why)
+    return copy
+
+
+_objects: WeakValueDictionary[int, ProcessSet] = WeakValueDictionary()  # all that live
+
+
+def objects_of(ranks: Ranks) -> list[ProcessSet]:
+    """Return the objects of this process that mean the set of these ranks."""
+    return [each for each in list(_objects.values()) if each._ranks == ranks]
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -94,6 +155,7 @@ class _GlobalProcessSet(ProcessSet):
 
     def __init__(self) -> None:
         self._ranks = ()
+        self._lost = None
 
     @property
     def process_set_id(self) -> int:
@@ -105,6 +167,9 @@ class _GlobalProcessSet(ProcessSet):
 
     def size(self) -> int:
         return current.size()
+
+    def __hash__(self) -> int:
+        return 0
 
     def __reduce__(self) -> Any:
         return "global_process_set"
@@ -122,12 +187,14 @@ def add_process_set(process_set: Any) -> ProcessSet:
 
     Args:
         process_set: a ProcessSet, a list of ranks or an mpi4py communicator; the same on all ranks.
+            A set that has lost a rank begins anew with the ranks of these numbers.
 
     Returns:
         The set; it exists until it is removed, or until shutdown().
 
     Raises:
-        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
+        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist. Once
+            for each set that an elastic job has made again, it is no error that the set exists.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         NotInitializedError: there is no world, or only the one of this process's parent.
         RingError: on all ranks: a member has no memory for the set; says why.
@@ -135,7 +202,10 @@ def add_process_set(process_set: Any) -> ProcessSet:
     current.require_own()
     table = current.world().process_sets
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    table.add(tuple(added.ranks or ()))
+    ranks = tuple(added.ranks or ())
+    table.add(ranks)
+    if added is not global_process_set:
+        renumber(added, ranks)
     return added
 
 
@@ -154,9 +224,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         InvalidArgumentError: `process_set` is not a ProcessSet.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         NotInitializedError: there is no world, or only the one of this process's parent.
+        ProcessSetLostError: the set has lost a rank, and ended with that.
     """
     current.require_own()
     _require_process_set(process_set)
+    require_whole(process_set)
     return current.world().process_sets.remove(tuple(process_set.ranks or ()))
 
 
@@ -193,6 +265,7 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
     _require_process_set(process_set)
     record = process_set._record()
     if record is None:
+        require_whole(process_set)
         current.world()  # raises NotInitializedError
         raise InvalidArgumentError(
             f"{process_set} has not been added, or has been removed: call add_process_set() on all "

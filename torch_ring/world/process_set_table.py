@@ -50,6 +50,7 @@ class ProcessSetRecord:
         id: the set's.
         ranks: as above.
         is_member: whether this process is one.
+        is_kept: whether the set was made again from one of the world before; until it is added.
         owned: state of higher layers for this set, by type; it ends with the set.
     """
 
@@ -66,6 +67,7 @@ class ProcessSetRecord:
         self.id = set_id
         self.ranks = ranks
         self.is_member = connections.rank in ranks
+        self.is_kept = False
         self.owned: dict[type, Any] = {}
         self._connections = connections
         self._config = config
@@ -201,11 +203,16 @@ class ProcessSetTable:
         ]
 
     def find(self, ranks: Ranks) -> ProcessSetRecord | None:
-        """Return the set of these ranks, if there is one."""
+        """Return the set of these ranks, if there is one; set 0 only if no other has all ranks."""
         return self._by_ranks.get(ranks)
 
-    def add(self, ranks: Ranks) -> ProcessSetRecord:
+    def add(self, ranks: Ranks, *, keeps: bool = False) -> ProcessSetRecord:
         """Make a set. Cost: one allgather of two numbers a rank.
+
+        Args:
+            ranks: the members, ascending.
+            keeps: whether it is made again from one of the world before. It may have all ranks
+                then, and who adds it afterwards gets it.
 
         Raises:
             InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
@@ -227,7 +234,11 @@ class ProcessSetTable:
                 broken = slots.index(_FAILED)
                 raise RingError(f"rank {broken} could not join the process set: {failures[broken]}")
             require_below(ranks, self._size)
-            if ranks in self._by_ranks:
+            there = self._by_ranks.get(ranks)
+            if there is not None and there.is_kept:
+                there.is_kept = False
+                return there
+            if there is not None and not (keeps and there is self.everyone):
                 raise InvalidArgumentError(f"there is a process set of the ranks {list(ranks)}")
             with self._changing:
                 if self._closed:
@@ -242,6 +253,7 @@ class ProcessSetTable:
                     number=self._numbers,
                     slots=[slots[rank] for rank in ranks],
                 )
+                record.is_kept = keeps
                 self._keep([*self.records, record])
             cleanup.pop_all()
         for callback in self.on_change:

@@ -1,0 +1,61 @@
+"""Jobs of the pool into which processes come that were not there at the start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import pool
+
+import torch_ring as hvd
+from torch_ring.rendezvous.channel import key_of
+from torch_ring.rendezvous.directory import Directory
+
+SECRET = "of this test"
+
+
+def run_with_arrivals(
+    function: Callable[..., Any],
+    size: int,
+    arrivals: int,
+    *,
+    args: Sequence[Any] = (),
+    transport: str = "shm",
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Call ``function(*args)`` on `size` ranks, and on processes that want to be let in.
+
+    ``hvd.init()`` has been called; it left the latter alone.
+
+    Returns:
+        What they returned: those that were there at the start by rank, then those that came.
+    """
+    directory = Directory("127.0.0.1", key_of(SECRET))
+    variables = {
+        "TORCH_RING_SECRET": SECRET,
+        "TORCH_RING_ELASTIC_DIRECTORY": directory.address,
+        "TORCH_RING_ELASTIC_TIMEOUT": "30",
+    }
+    return pool.run(
+        _start,
+        size + arrivals,
+        args=(function, size, tuple(args)),
+        transport=transport,
+        env=variables,
+        initialized=False,
+        may_die=may_die,
+    )
+
+
+def _start(function: Callable[..., Any], size: int, args: Sequence[Any]) -> Any:
+    index = int(os.environ["RANK"])
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ["TORCH_RING_PROCESS"] = f"p{index}"
+    if index >= size:
+        os.environ["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(size - 1)
+    hvd.init()
+    result = function(*args)
+    hvd.shutdown()
+    return result

@@ -1,0 +1,173 @@
+"""The state that ranks take from another one is compared with what that one has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pool
+import pytest
+import torch
+from arrivals import run_with_arrivals
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.collectives import objects
+from torch_ring.elastic import handlers
+
+FOR_EVER = 1 << 30
+
+
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    octets = tensor.detach().view(-1).view(torch.uint8)
+    octets[len(octets) // 2] ^= 1
+
+
+def damage(part: str, times: int) -> None:
+    """Let this rank get something else than was sent, in one part of the state."""
+    left = [times]
+
+    def after(function: Callable[..., Any], where: Callable[..., torch.Tensor | None]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            tensor = where(*args, **kwargs)
+            if tensor is not None and left[0]:
+                left[0] -= 1
+                flip_a_bit(tensor)
+            return result
+
+        return call
+
+    def momentum(handler: handlers.OptimizerStateHandler, _: int) -> torch.Tensor:
+        state = next(iter(handler.value.state.values()))
+        tensor: torch.Tensor = state["momentum_buffer"]
+        return tensor
+
+    def payload(tensor: torch.Tensor, _: int, name: str | None = None, *__: Any) -> Any:
+        return tensor if name == part else None
+
+    model, optimizer = handlers.ModelStateHandler, handlers.OptimizerStateHandler
+    if part == "parameter":
+        model.copy_from = after(model.copy_from, lambda h, _: h.value.weight)  # type: ignore[method-assign]
+    elif part == "buffer":
+        model.copy_from = after(model.copy_from, lambda h, _: h.value.count)  # type: ignore[method-assign]
+    elif part == "momentum":
+        optimizer.copy_from = after(optimizer.copy_from, momentum)  # type: ignore[method-assign]
+    else:
+        objects.broadcast_ = after(objects.broadcast_, payload)
+
+
+class Model(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("count", torch.zeros(5))
+
+
+def let_one_in(part: str, times: int) -> tuple[str, str, Any]:
+    """A process comes, and gets something else than was sent to it, `times` times."""
+    is_newcomer = os.environ["TORCH_RING_PROCESS"] == "p2"
+    torch.manual_seed(int(is_newcomer))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    sampler = hvd.elastic.ElasticSampler(range(999))
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, step=0, end=-1, text="a" * 99)
+    if is_newcomer:
+        state.text = "b"
+        damage(part, times)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step != state.end:
+            if hvd.size() == 3 and state.end < 0:
+                state.end = state.step + 2
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            model.count += 1.0
+            sampler.record_batch(0, 1)
+            state.step += 1
+            state.check_host_updates()
+
+    kind, text = pool.error_of(lambda: train(state))
+    if kind != "nothing":
+        return kind, text, None
+    momentum = [each["momentum_buffer"] for each in optimizer.state.values()]
+    tensors = [*model.state_dict().values(), *momentum]
+    return kind, state.text, [tensor.tolist() for tensor in tensors]
+
+
+PARTS = {
+    "parameter": "model: 'weight' on rank 2 (float32 [2, 3], digest ",
+    "buffer": "model: 'count' on rank 2 (float32 [5], digest ",
+    "momentum": "optimizer: state 'momentum_buffer' of '0.0' on rank 2 (float32 [2, 3], digest ",
+    "elastic.optimizer": "elastic.optimizer of rank 0 (",
+    "elastic.sampler": "elastic.sampler of rank 0 (",
+    "elastic.attributes": "elastic.attributes of rank 0 (",
+}
+
+
+@on_both_transports
+@pytest.mark.parametrize("part", PARTS)
+def test_a_newcomer_that_gets_something_else_is_an_error_on_all_ranks(
+    part: str, transport: str
+) -> None:
+    results = run_with_arrivals(let_one_in, 2, 1, args=(part, FOR_EVER), transport=transport)
+    for rank, (kind, text, _) in enumerate(results):
+        assert kind == "StateDamagedError", (kind, text)
+        assert text.startswith(f"rank {rank}: ")
+        assert "has not arrived as it was sent" in text
+        assert PARTS[part] in text
+        assert "on rank 2" in text
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_damaged_once_is_sent_again(part: str) -> None:
+    results = run_with_arrivals(let_one_in, 2, 1, args=(part, 1))
+    kind, text, tensors = results[0]
+    assert (kind, text) == ("nothing", "a" * 99)
+    assert results == [(kind, text, tensors)] * 3
+
+
+def let_one_into_an_object_state(times: int) -> tuple[str, Any]:
+    is_newcomer = os.environ["TORCH_RING_PROCESS"] == "p2"
+    state = hvd.elastic.ObjectState(step=0, end=-1, table={"a": [1.5] * 20})
+    if is_newcomer:
+        damage("elastic.state", times)
+        state.table = None
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step != state.end:
+            if hvd.size() == 3 and state.end < 0:
+                state.end = state.step + 2
+            hvd.barrier()
+            state.step += 1
+            state.commit()
+
+    return pool.error_of(lambda: train(state))[0], state.table
+
+
+def test_the_state_of_any_program_is_compared() -> None:
+    results = run_with_arrivals(let_one_into_an_object_state, 2, 1, args=(FOR_EVER,))
+    assert [kind for kind, _ in results] == ["StateDamagedError"] * 3
+    results = run_with_arrivals(let_one_into_an_object_state, 2, 1, args=(1,))
+    assert results == [("nothing", {"a": [1.5] * 20})] * 3
+
+
+def take_what_the_root_has() -> None:
+    """What a rank has besides is no damage: a setting that a scheduler has added there, say."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.sync()
+    if hvd.rank() == 1:
+        optimizer.param_groups[0]["initial_lr"] = 0.3
+        state.on_arrival()
+    state.resume()
+    assert optimizer.param_groups[0].get("initial_lr") == (0.3 if hvd.rank() == 1 else None)
+
+
+def test_what_the_root_has_not_is_not_compared() -> None:
+    pool.run(take_what_the_root_has, 2)

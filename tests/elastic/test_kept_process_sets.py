@@ -1,0 +1,489 @@
+"""Process sets while ranks die and come: those that live are made again, a lost one says so."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import torch
+from arrivals import run_with_arrivals
+from process_set_use import check_process_set
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.elastic.process_sets import sets_to_keep
+from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.world import current
+from torch_ring.world.engine_exchange import EngineExchange
+
+STEPS = 8
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- which sets are made again
+
+
+def test_sets_whose_processes_live_are_kept_in_their_order() -> None:
+    told = [((("a", "c"), True), (("a",), True), (("b", "c"), False)), None]
+    told.append(((("a", "c"), False), (("a",), False), (("b", "c"), True)))
+    assert sets_to_keep(told, {"a": 0, "b": 1, "c": 2}) == [("a", "c"), ("a",), ("b", "c")]
+    assert sets_to_keep(told, {"a": 0, "c": 1}) == [("a", "c"), ("a",)]
+
+
+def test_sets_that_not_all_survivors_know_are_not_kept() -> None:
+    """A rank died while one was added."""
+    living = {"a": 0, "b": 1}
+    assert sets_to_keep([((("a", "b"), True),), ()], living) == []
+    assert sets_to_keep([(), ((("a", "b"), True),)], living) == []
+
+
+def test_sets_that_no_program_has_an_object_of_are_not_kept() -> None:
+    assert sets_to_keep([((("a",), False),), ((("a",), False),)], {"a": 0, "b": 1}) == []
+    assert sets_to_keep([None, None], {"a": 0}) == []
+
+
+# --- on ranks that die
+
+Death = tuple[int, int]
+"""The rank of the first world that dies, and the step in which it does."""
+
+
+def run_steps(deaths: Sequence[Death], step: Callable[[Any], None]) -> None:
+    """Call `step` STEPS times while ranks die; each begins with a barrier of all ranks."""
+    name = hvd.rank()
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            if (name, state.step) in deaths:
+                die()
+            hvd.barrier()
+            step(state)
+            state.commit()
+
+    go_on(state)
+
+
+def use_sets(sets: Sequence[Sequence[int]], deaths: Sequence[Death]) -> int:
+    """Use process sets in all steps; return how many of them have lost a rank in the end."""
+    names = list(range(hvd.size()))  # of the first world, by rank
+    mine = hvd.rank()
+    objects = [hvd.add_process_set(ranks) for ranks in sets]
+    copies = copy.deepcopy(objects)
+    found = {each: index for index, each in enumerate(objects)}
+    seen: dict[int, list[int]] = {}  # ranks of a set in the last world in which it was whole
+
+    def step(_: Any) -> None:
+        living = hvd.allgather(torch.tensor([mine])).tolist()
+        assert living == sorted(living)
+        assert set(names) - set(dict(deaths)) <= set(living)
+        assert hvd.global_process_set.ranks == list(range(len(living)))
+        check_process_set(hvd.global_process_set, list(range(len(living))))
+        for index, (before, each, other) in enumerate(zip(sets, objects, copies, strict=True)):
+            if set(before) <= set(living):
+                seen[index] = ranks = sorted(living.index(name) for name in before)
+                assert each.ranks == other.ranks == ranks
+                assert each.process_set_id == other.process_set_id
+                assert each.included() is (mine in before)
+                assert each.size() == len(before)
+                check_process_set(each, ranks)
+                check_process_set(other, ranks)
+            else:
+                check_lost(each, seen[index])
+                check_lost(other, seen[index])
+        assert [found[each] for each in objects] == list(range(len(objects)))
+
+    run_steps(deaths, step)
+    return sum(each.process_set_id is None for each in objects)
+
+
+def check_lost(process_set: hvd.ProcessSet, before: list[int]) -> None:
+    tensor = torch.ones(3)
+    uses: list[Callable[[], object]] = [
+        process_set.included,
+        process_set.rank,
+        process_set.size,
+        lambda: hvd.allreduce(tensor, process_set=process_set),
+        lambda: hvd.broadcast(tensor, 0, process_set=process_set),
+        lambda: hvd.allgather_object(1, process_set=process_set),
+        lambda: hvd.barrier(process_set),
+        lambda: hvd.remove_process_set(process_set),
+        pickle.loads(pickle.dumps(process_set)).included,
+    ]
+    for use in uses:
+        kind, text = pool.error_of(use)
+        assert kind == "ProcessSetLostError", (kind, text)
+        assert f"the process set {before} has lost rank" in text
+        assert "add_process_set()" in text
+    assert process_set.process_set_id is None
+    assert process_set != hvd.ProcessSet(before)
+    assert str(before) in repr(process_set)
+
+
+CASES = [
+    (3, [[1, 2], [0, 2]], [(0, 2)]),  # rank 0, which is in one of them
+    (4, [[1, 3], [2], [0, 1, 2]], [(3, 2)]),  # the last one; [0, 1, 2] are all that are left
+    (4, [[0, 3], [1, 2], [3, 2]], [(1, 1), (0, 4)]),  # two after another
+    (4, [[0, 1], [2, 3]], [(1, 3), (0, 3)]),  # a whole set at once
+    (3, [[2], [0], [1, 2]], [(0, 2), (1, 5)]),  # down to one
+]
+
+
+@on_both_transports
+@pytest.mark.parametrize(("size", "sets", "deaths"), CASES)
+def test_sets_are_made_again(
+    size: int, sets: list[list[int]], deaths: list[Death], transport: str
+) -> None:
+    victims = [rank for rank, _ in deaths]
+    left = pool.run(use_sets, size, args=(sets, deaths), transport=transport, may_die=victims)
+    lost = sum(bool(set(ranks) & set(victims)) for ranks in sets)
+    assert left == [None if rank in victims else lost for rank in range(size)]
+
+
+def lose_a_rank(victim: int) -> str:
+    pair = hvd.add_process_set([1, 2])
+    texts: list[str] = []
+
+    def step(_: Any) -> None:
+        if hvd.size() < 4:
+            texts.append(pool.error_of(pair.included)[1])
+
+    run_steps([(victim, 2)], step)
+    return texts[-1]
+
+
+@pytest.mark.parametrize(("victim", "left"), [(1, 1), (2, 1)])
+def test_a_lost_set_says_which_rank_it_has_lost(victim: int, left: int) -> None:
+    texts = pool.run(lose_a_rank, 4, args=(victim,), may_die=[victim])
+    wanted = (
+        f"the process set [1, 2] has lost rank {victim} of the 4 ranks that there were; its other "
+        f"ranks have the numbers [{left}] now. Make another one: call add_process_set() on all "
+        "ranks, in a reset callback or in the elastic function"
+    )
+    assert texts == [None if rank == victim else wanted for rank in range(4)]
+
+
+def add_again(how: str) -> tuple[list[int], list[int], dict[int, list[int]]]:
+    """Rank 0 dies; programs add their sets after that, as they must for Horovod."""
+    first, second = hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])
+    hvd.add_process_set(first)
+    hvd.add_process_set(second)
+    name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
+
+    def add() -> None:
+        if how == "objects":  # the lost one has the ranks of these numbers now
+            assert hvd.add_process_set(first) is first
+            assert hvd.add_process_set(second) is second
+        else:
+            hvd.add_process_set([1, 2])  # are what is left of [2, 3]
+            kind, _ = pool.error_of(lambda: hvd.add_process_set([1, 2]))
+            assert kind == "InvalidArgumentError"
+            assert first.process_set_id is None
+            hvd.add_process_set([0, 1])
+            hvd.remove_process_set(hvd.ProcessSet([0, 1]))
+            hvd.add_process_set(first)
+
+    state.register_reset_callbacks([add])
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            if (name, state.step) == (0, 2):
+                die()
+            hvd.barrier()
+            state.commit()
+
+    go_on(state)
+    for each in (first, second):
+        check_process_set(each, each.ranks or [])
+    sets = hvd._basics._get_process_set_ids_and_ranks()
+    return first.ranks or [], second.ranks or [], sets
+
+
+@pytest.mark.parametrize("how", ["objects", "ranks"])
+def test_sets_may_be_added_again(how: str) -> None:
+    wanted = ([0, 1], [1, 2], {0: [0, 1, 2], 1: [1, 2], 2: [0, 1]})
+    assert pool.run(add_again, 4, args=(how,), may_die=[0]) == [None, *[wanted] * 3]
+
+
+def forget_sets() -> dict[int, list[int]]:
+    kept = hvd.ProcessSet([2])
+    for ranks in ([1, 2], [0, 2], kept):
+        hvd.add_process_set(ranks)
+    run_steps([(0, 1)], lambda _: None)
+    assert kept.ranks == [1]
+    return hvd._basics._get_process_set_ids_and_ranks()
+
+
+def test_sets_that_nobody_has_an_object_of_end_with_the_world() -> None:
+    """A program that adds new ones after each death does not gather them."""
+    wanted = {0: [0, 1], 1: [1]}
+    assert pool.run(forget_sets, 3, may_die=[0])[1:] == [wanted] * 2
+
+
+def outside_of_elastic() -> None:
+    """Worlds that the program itself makes know nothing of the ranks of those before."""
+    pair = hvd.add_process_set([0, 1])
+    hvd.shutdown()
+    hvd.init()
+    assert (pair.process_set_id, pair.ranks, pair.included()) == (None, [0, 1], False)
+    kind, text = pool.error_of(lambda: hvd.barrier(pair))
+    assert (kind, "has not been added" in text) == ("InvalidArgumentError", True)
+    hvd.add_process_set(pair)
+    check_process_set(pair, [0, 1])
+
+
+def test_init_makes_no_set_again() -> None:
+    pool.run(outside_of_elastic, 3)
+
+
+# --- in the recovery, and with newcomers
+
+
+def die_in_the_recovery(victim: int, moment: str) -> tuple[list[int], list[int]]:
+    """Rank 3 dies, and then another one while the sets are made again."""
+    name, numbers = hvd.rank(), EngineExchange.numbers
+    sets = [hvd.add_process_set(ranks) for ranks in ([1, 2], [0, 1, 2], [2], [0, 3])]
+    visits = [0]
+
+    def count(self: EngineExchange, *values: int) -> list[list[int]]:
+        visits[0] += 1
+        if (visits[0], moment) == (2, "before"):
+            die()
+        result = numbers(self, *values)
+        if (visits[0], moment) == (2, "after"):
+            die()
+        return result
+
+    def step(state: Any) -> None:
+        if state.step == 1 and hvd.size() == 4:
+            if name == 3:
+                die()
+            if name == victim:
+                EngineExchange.numbers = count  # type: ignore[method-assign]
+        kept = [each for each in sets if each.process_set_id is not None]
+        for each in kept:
+            check_process_set(each, each.ranks or [])
+
+    run_steps([], step)
+    whole = [each.ranks or [] for each in sets if each.process_set_id is not None]
+    kinds = [pool.error_of(each.size)[0] for each in sets if each.process_set_id is None]
+    assert kinds == ["ProcessSetLostError"] * (len(sets) - len(whole))
+    return whole, [record.id for record in current.world().process_sets.records]
+
+
+@on_both_transports
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(("victim", "whole"), [(0, [[0, 1], [1]]), (1, [[1]]), (2, [])])
+def test_a_rank_dies_while_sets_are_made_again(
+    victim: int, whole: list[list[int]], moment: str, transport: str
+) -> None:
+    results = pool.run(
+        die_in_the_recovery, 4, args=(victim, moment), transport=transport, may_die=[victim, 3]
+    )
+    wanted = (whole, list(range(len(whole) + 1)))
+    assert results == [None if rank in (victim, 3) else wanted for rank in range(4)]
+
+
+def let_one_in(folder: str) -> tuple[Any, ...]:
+    """Rank 0 of three dies, then a process comes."""
+    death, index = Path(folder) / "death", int(os.environ["TORCH_RING_PROCESS"][1:])
+    hvd.shutdown()
+    pairs = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    hvd.init(process_sets=pairs)  # the newcomer makes none
+    seen = []
+    if index == 3:
+        assert pool.eventually(death.exists, 20.0)
+        pairs = []
+    state = hvd.elastic.ObjectState(step=0, end=-1)
+
+    def add() -> None:
+        if hvd.size() == 3:
+            seen.append(hvd.add_process_set([0, hvd.size() - 1]))
+
+    state.register_reset_callbacks([add])
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        while state.step != state.end:
+            if (index, state.step) == (0, 2):
+                die()
+            hvd.barrier()
+            if hvd.size() == 2:
+                death.touch()
+                check_process_set(pairs[1], [0, 1])
+            if seen:
+                check_process_set(hvd.ProcessSet([0, 1]), [0, 1])
+                check_process_set(seen[0], [0, 2])
+                state.end = state.step + 3 if state.end < 0 else state.end
+            state.step += 1
+            state.commit()
+
+    go_on(state)
+    kinds = [pool.error_of(each.included)[0] for each in pairs]
+    return hvd.rank(), kinds, hvd._basics._get_process_set_ids_and_ranks()
+
+
+@on_both_transports
+def test_newcomers_know_the_sets_of_the_others(transport: str, tmp_path: Path) -> None:
+    results = run_with_arrivals(
+        let_one_in, 3, 1, args=(str(tmp_path),), transport=transport, may_die=[0]
+    )
+    sets = {0: [0, 1, 2], 1: [0, 1], 2: [0, 2]}
+    lost = ["ProcessSetLostError", "nothing"]
+    assert results == [None, (0, lost, sets), (1, lost, sets), (2, [], sets)]
+
+
+# --- optimizers
+
+
+def train_in_a_set(ranks: Sequence[int], deaths: Sequence[Death]) -> tuple[float, float]:
+    """Train on a process set, and on all ranks; return the weights of both."""
+    name = hvd.rank()
+    workers = hvd.add_process_set(ranks)
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        torch.nn.init.zeros_(model.weight)
+    in_set, of_all = (
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), process_set=process_set
+        )
+        for model, process_set in zip(models, (workers, hvd.global_process_set), strict=True)
+    )
+    state = hvd.elastic.TorchState(
+        models[0], in_set, other=models[1], other_optimizer=of_all, step=0
+    )
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            for model, optimizer in zip(models, (in_set, of_all), strict=True):
+                optimizer.zero_grad()
+                loss = model(torch.full((1, 1), (state.step + 1.0) * (name + 1))).sum()
+                if (name, state.step) in deaths and optimizer is of_all:
+                    die()
+                loss.backward()
+            of_all.step()
+            in_set.step()
+
+    train(state)
+    return models[0].weight.item(), models[1].weight.item()
+
+
+def expected_weights(
+    members: Sequence[int], size: int, deaths: Sequence[Death]
+) -> tuple[float, float]:
+    """Return the weights of the members; the death of a rank ends its part with that step."""
+    weight = other = 0.0
+    for step in range(STEPS):
+        living = [rank for rank in range(size) if dict(deaths).get(rank, STEPS) > step]
+        weight -= (step + 1.0) * sum(rank + 1 for rank in members) / len(members)
+        other -= (step + 1.0) * sum(rank + 1 for rank in living) / len(living)
+    return weight, other
+
+
+@on_both_transports
+@pytest.mark.parametrize(
+    ("size", "ranks", "deaths"),
+    [
+        (3, [1, 2], [(0, 3)]),
+        (4, [0, 2, 3], [(1, 0)]),
+        (4, [1, 3], [(2, 2), (0, 5)]),
+    ],
+)
+def test_an_optimizer_on_a_set_goes_on(
+    size: int, ranks: list[int], deaths: list[Death], transport: str
+) -> None:
+    victims = [rank for rank, _ in deaths]
+    weights = pool.run(
+        train_in_a_set, size, args=(ranks, deaths), transport=transport, may_die=victims
+    )
+    for rank in ranks:
+        assert weights[rank] == pytest.approx(expected_weights(ranks, size, deaths))
+
+
+def step_in_a_lost_set(replaces: bool) -> tuple[str, float]:
+    name = hvd.rank()
+    workers = hvd.add_process_set([0, 1])
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), process_set=workers
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    def replace() -> None:
+        others = hvd.add_process_set([0, hvd.size() - 1])
+        state.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=2.0), process_set=others
+        )
+
+    if replaces:
+        state.register_reset_callbacks([replace])
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            hvd.barrier()
+            state.optimizer.zero_grad()
+            model(torch.full((1, 1), name + 1.0)).sum().backward()
+            hvd.barrier()
+            if (name, state.step) == (1, 3):
+                die()
+            hvd.barrier()
+            state.optimizer.step()
+
+    return pool.error_of(lambda: train(state))[0], model.weight.item()
+
+
+def test_an_optimizer_on_a_lost_set_does_not_step() -> None:
+    outcomes = pool.run(step_in_a_lost_set, 4, args=(False,), may_die=[1])
+    assert [outcomes[rank][0] for rank in (0, 2, 3)] == ["ProcessSetLostError"] * 3
+    assert outcomes[0][1] == -4.5  # of the three steps before
+
+
+def test_a_callback_may_replace_an_optimizer_on_a_lost_set() -> None:
+    outcomes = pool.run(step_in_a_lost_set, 4, args=(True,), may_die=[1])
+    assert [outcomes[rank][0] for rank in (0, 2, 3)] == ["nothing"] * 3
+    # Three steps of ranks 0 and 1, then five of those that were 0 and 3, at twice the rate.
+    assert outcomes[0][1] == -4.5 - 2 * 5 * 2.5
+
+
+def count_agreements() -> tuple[int, int]:
+    """Train on all ranks, which are those of a set that no optimizer is on."""
+    name = hvd.rank()
+    pair = hvd.add_process_set([0, 1])
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    counts: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            optimizer.zero_grad()
+            if (name, state.step) == (2, 3):
+                die()
+            model(torch.ones(1, 1)).sum().backward()
+            counts.append(backward_sync_of(hvd.global_process_set).number)
+            optimizer.step()
+
+    train(state)
+    check_process_set(pair, [0, 1])
+    return pair.process_set_id or 0, counts[-1] - counts[-2]
+
+
+def test_a_set_that_has_all_ranks_is_no_other_world() -> None:
+    """A backward pass is agreed on once."""
+    assert pool.run(count_agreements, 3, may_die=[2])[:2] == [(1, 1)] * 2
