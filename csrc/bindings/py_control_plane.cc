@@ -124,6 +124,7 @@ void bind_control_plane(py::module_& module) {
       .def("close_set", &PyControlPlane::close_set, py::arg("number"))
       .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("lost", &PyControlPlane::lost)
+      .def("connections", &PyControlPlane::connections)
       .def(
           "stop",
           [](PyControlPlane& plane, double patience_s) {

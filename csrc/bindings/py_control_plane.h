@@ -39,6 +39,8 @@ class PyControlPlane {
   void give_reason(std::string why);
   /// The ranks that are lost.
   std::vector<int> lost() const { return plane_->lost(); }
+  /// The data connections that have been made so far.
+  std::uint64_t connections() const { return plane_->connections(); }
   void stop(std::chrono::milliseconds patience = kPartingPatience);
 
   /// Takes note of the descriptors that a child is about to inherit.

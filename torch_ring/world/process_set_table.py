@@ -333,6 +333,16 @@ class ProcessSetTable:
         plane = self._connections.plane
         return [] if plane is None else plane.lost()
 
+    def data_connections(self) -> int:
+        """Return how many data connections this rank has made or accepted, of all sets."""
+        plane = self._connections.plane
+        return 0 if plane is None else plane.connections()
+
+    def shared_bytes(self) -> int:
+        """Return how much of this rank's part of its host's shared memory is in use, in bytes."""
+        memory = self._connections.memory
+        return 0 if memory is None else memory.used_bytes()
+
     def be_brief(self) -> None:
         """Let close() wait for no peer that does not hear its goodbye: the world has failed."""
         self._connections.farewell_s = _BRIEF_S
