@@ -2,7 +2,7 @@
 
 `torch_ring/__init__.py` hands them on when the first of them is used, or at once where torch has
 been imported. Its last lines make the backend ``ring`` known to torch.distributed, and see to it
-that errors leave a trace where the user wants one.
+that errors leave a trace, and counters are exported, where the user wants that.
 """
 
 from torch_ring import (
@@ -93,6 +93,7 @@ from torch_ring.state import (
     broadcast_parameters,
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from torch_ring.tracing.exporter import export_metrics
 from torch_ring.tracing.flight_recorder import watch_errors
 from torch_ring.tracing.timeline import start_timeline, stop_timeline
 from torch_ring.world import (
@@ -216,3 +217,4 @@ __all__ = [
 
 register_backend()
 watch_errors()
+export_metrics()
