@@ -113,6 +113,9 @@ class HostMemory:
     def release_slot(self, offset: int) -> None:
         """Give such memory back, after all members have ended."""
 
+    def used_bytes(self) -> int:
+        """Return the bytes of this rank's part that are allocated."""
+
     def abandon(self) -> None:
         """In a forked child: let go of the parent's memory. It reads as zeros from then on."""
 
@@ -179,6 +182,9 @@ class ControlPlane:
 
         It gets whether it is a question, from which rank, the question's number, and the answer.
         """
+
+    def connections(self) -> int:
+        """Return how many data connections this rank has made or accepted."""
 
     def stop(self, patience_s: float) -> None:
         """Say goodbye until it is heard, or for so long; close all connections. Idempotent."""
@@ -567,6 +573,9 @@ class Engine:
 
     def gradient_blocks(self) -> BlockPool | None:
         """Return the memory of large gradients; None if they lie in buckets like all others."""
+
+    def vacant_gradient_bytes(self) -> int:
+        """Return the bytes of that memory which wait for the next gradients."""
 
     def records(self) -> list[OperationRecord]:
         """Return the last 2000 operations, oldest first, also those in flight."""

@@ -2,7 +2,7 @@
 
 `torch_ring/__init__.py` hands them on when the first of them is used, or at once where torch has
 been imported. Its last lines make the backend ``ring`` known to torch.distributed, and see to it
-that errors leave a trace where the user wants one.
+that errors leave a trace, and counters are exported, where the user wants that.
 """
 
 from torch_ring import (
@@ -94,6 +94,7 @@ from torch_ring.state import (
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from torch_ring.tracing.always_on import trace_process
+from torch_ring.tracing.exporter import export_metrics
 from torch_ring.tracing.timeline import start_timeline, stop_timeline
 from torch_ring.world import (
     cross_rank,
@@ -216,3 +217,4 @@ __all__ = [
 
 register_backend()
 trace_process()
+export_metrics()

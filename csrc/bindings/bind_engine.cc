@@ -113,6 +113,7 @@ void bind_engine(py::module_& module) {
                                                                            py::const_),
            py::arg("shape"), py::arg("dtype"))
       .def("gradient_blocks", &PyEngine::gradient_blocks)
+      .def("vacant_gradient_bytes", &PyEngine::vacant_gradient_bytes)
       .def("records", &PyEngine::records)
       .def("totals", [](const PyEngine& engine) { return totals_of(engine.totals()); })
       .def("observe", &PyEngine::observe, py::arg("stream"))

@@ -147,6 +147,7 @@ void bind_control_plane(py::module_& module) {
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
       .def("read_letters", &PyControlPlane::read_letters, py::arg("reader"))
+      .def("connections", &PyControlPlane::connections)
       .def(
           "stop",
           [](PyControlPlane& plane, double patience_s) {

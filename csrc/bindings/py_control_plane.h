@@ -46,6 +46,8 @@ class PyControlPlane {
   }
   /// See ControlPlane. The reader takes a letter's is_question, from, number and text.
   void read_letters(pybind11::function reader);
+  /// The data connections that have been made so far.
+  std::uint64_t connections() const { return plane_->connections(); }
   void stop(std::chrono::milliseconds patience = kPartingPatience);
 
   /// Takes note of the descriptors that a child is about to inherit.

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -109,6 +110,7 @@ class PyEngine {
   /// Blocks for large gradients of all optimizers of this set. Null where buckets are not in shared
   /// memory, and where they are sent during backward: large buckets keep the network busier.
   std::shared_ptr<BlockPool> gradient_blocks();
+  std::size_t vacant_gradient_bytes() const { return shared_ ? shared_->vacant_bytes() : 0; }
 
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }

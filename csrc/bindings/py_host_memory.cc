@@ -74,6 +74,7 @@ void bind_host_memory(py::module_& module) {
            py::arg("fd"), py::arg("ranks"), py::arg("rank"))
       .def("reserve_slot", &PyHostMemory::reserve_slot)
       .def("release_slot", &PyHostMemory::release_slot, py::arg("offset"))
+      .def("used_bytes", &PyHostMemory::used_bytes)
       .def("abandon", &PyHostMemory::abandon);
 }
 

@@ -1,6 +1,7 @@
 // PyHostMemory: the memory of this process's host, as Python holds it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -27,6 +28,7 @@ class PyHostMemory {
   void abandon() const noexcept { host_->leave_to_parent(); }
 
   std::int64_t reserve_slot() { return static_cast<std::int64_t>(arena_->reserve()); }
+  std::size_t used_bytes() const { return arena_->used_bytes(); }
   void release_slot(std::int64_t offset) { arena_->release(static_cast<std::size_t>(offset)); }
 
   /// Gives a set's `world` its slots and the arena. `members`: the set's ranks in the world, by

@@ -49,6 +49,7 @@ py::dict totals_of(const OperationTotals& totals) {
   all["fused"] = totals.fused;
   all["lags"] = totals.lags;
   all["lag_ns"] = totals.lag;
+  all["rounds"] = totals.rounds;
   return all;
 }
 

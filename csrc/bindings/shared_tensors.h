@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,7 +17,7 @@
 namespace torch_ring {
 
 /// What one process set's communicator has of that memory.
-/// Thread: any; of gradient_blocks() one at a time (the GIL's).
+/// Thread: any; of gradient_blocks() and vacant_bytes() one at a time (the GIL's).
 class SharedTensors {
  public:
   using Log = std::function<void(const std::string&)>;
@@ -31,6 +32,9 @@ class SharedTensors {
 
   /// Blocks for large gradients of all optimizers of the set.
   std::shared_ptr<BlockPool> gradient_blocks();
+
+  /// Of these, those that wait for their next gradients.
+  std::size_t vacant_bytes() const { return blocks_ ? blocks_->vacant_bytes() : 0; }
 
  private:
   const int rank_;

@@ -86,6 +86,8 @@ void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds) { loop_->leave
 
 std::vector<int> ControlPlane::lost() const { return loop_->lost(); }
 
+std::uint64_t ControlPlane::connections() const { return loop_->connections(); }
+
 void ControlPlane::stop(std::chrono::milliseconds patience) {
   loop_->stop(ControlLoop::Farewell::kGoodbye, patience);
 }

@@ -64,6 +64,10 @@ class ControlPlane {
   /// The ranks that have died or were silent for too long, as far as this one knows.
   std::vector<int> lost() const;
 
+  /// The data connections that this rank has made or accepted so far, and that a SocketSource has
+  /// taken.
+  std::uint64_t connections() const;
+
   /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
   /// and closes all connections, also those that a SocketSource has not taken.
   void stop(std::chrono::milliseconds patience = kPartingPatience);

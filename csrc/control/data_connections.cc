@@ -42,6 +42,7 @@ std::vector<Fd> DataConnections::take(std::uint64_t set, int peer, int width) {
   std::vector<Fd> sockets;
   for (auto& [channel, socket] : pair.ready) sockets.push_back(std::move(socket));
   if (!connects(set, options_.rank, peer)) untaken_ -= sockets.size();
+  taken_ += sockets.size();
   pairs_.erase(found);
   return sockets;
 }

@@ -36,6 +36,9 @@ class DataConnections {
   /// Errors: why they cannot be made, once; then connect() may try again.
   std::vector<Fd> take(std::uint64_t set, int peer, int width);
 
+  /// The sockets that have been taken so far.
+  std::uint64_t taken() const { return taken_; }
+
   /// Goes on connecting. Returns the sets for which take() has news.
   std::vector<std::uint64_t> advance(const PollSet& polls, Clock::time_point now);
 
@@ -67,6 +70,7 @@ class DataConnections {
   std::map<std::pair<std::uint64_t, int>, Pair> pairs_;  // by (set, peer)
   NumberRuns closed_;  // sets are numbered from 0 on: one run, but for those that still live
   std::size_t untaken_ = 0;
+  std::uint64_t taken_ = 0;
 };
 
 }  // namespace torch_ring

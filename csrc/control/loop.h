@@ -62,6 +62,10 @@ class ControlLoop {
     const std::scoped_lock lock(mutex_);
     return news_.lost();
   }
+  std::uint64_t connections() const {
+    const std::scoped_lock lock(mutex_);
+    return data_.taken();
+  }
   std::chrono::milliseconds heartbeat_timeout() const { return options_.heartbeat_timeout; }
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
   std::vector<int> descriptors() const;

@@ -138,7 +138,7 @@ void Driver::announce_outbox(bool blocked) {
     }
     entry_.append(announcement);
     last_submission_ = work.submitted_;
-    work.times_.round.store(rounds_ + 1, std::memory_order_relaxed);
+    work.times_.round.store(round_number(), std::memory_order_relaxed);
     pending_.emplace(work.key_, Pending{std::move(outbox_.front())});
     outbox_.pop_front();
   }
@@ -158,10 +158,10 @@ void Driver::finish_round() {
   settle(round.last_of_previous);
   lag_ = waits_since_ ? agreed_ - *waits_since_ : Clock::duration::zero();
   waits_since_.reset();
-  watchdog_.begin_data(rounds_ + 1);
+  watchdog_.begin_data(round_number());
   run_round(round);
   watchdog_.end_data();
-  ++rounds_;
+  round_number_.store(round_number() + 1, std::memory_order_relaxed);
 }
 
 /// Writes down for whom this rank has waited in the round before, in which `last` posted last (-1:
@@ -185,11 +185,11 @@ void Driver::settle(int last) {
 void Driver::write_down(Work& work, const Decision& decision) {
   OperationTimes& times = work.times_;
   // What this rank announced in an earlier round has waited since then, and not for this round.
-  const bool waited = times.round.load(std::memory_order_relaxed) != rounds_ + 1;
+  const bool waited = times.round.load(std::memory_order_relaxed) != round_number();
   const std::chrono::nanoseconds lag = waited ? agreed_ - work.submitted_ : lag_;
   times.agreed.store(agreed_, std::memory_order_relaxed);
   times.sequence.store(decided_, std::memory_order_relaxed);
-  times.round.store(rounds_ + 1, std::memory_order_relaxed);
+  times.round.store(round_number(), std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
   // Only who has announced it in this round can have come last.
   if (decision.last.size() == 1) {

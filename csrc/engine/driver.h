@@ -1,6 +1,7 @@
 // Driver: the state and the steps of the progress thread.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -87,8 +88,8 @@ class Driver {
   /// Blocking. Errors: fatal ones (the ranks are out of step then); whatever pause() throws.
   void make_progress(const Work* target, const Interrupt& interrupt);
 
-  /// The rounds that this rank has completed, and whose works it has run.
-  std::uint64_t rounds() const { return rounds_; }
+  /// The rounds that this rank has completed, and whose works it has run. Thread: any.
+  std::uint64_t rounds() const { return round_number() - 1; }
 
   /// Whether nothing is in the outbox or pending.
   bool idle() const { return outbox_.empty() && pending_.empty(); }
@@ -128,6 +129,7 @@ class Driver {
     std::list<StandIn> stand_ins;
   };
 
+  std::uint64_t round_number() const { return round_number_.load(std::memory_order_relaxed); }
   bool is_blocked(Clock::duration waited);
   void announce_outbox(bool blocked);
   bool round_is_complete() { return round_open_ && board_.complete(); }
@@ -179,8 +181,10 @@ class Driver {
   std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
   std::map<std::string, Pending> pending_;    // announced, by key
   bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
-  std::uint64_t rounds_ = 0;                  // completed
-  std::uint64_t decided_ = 0;                 // operations, mismatches too: the same on all ranks
+  // Of the round that comes next, from 1. The progress thread alone stores it; for others it is a
+  // number and nothing else.
+  std::atomic<std::uint64_t> round_number_{1};
+  std::uint64_t decided_ = 0;  // operations, mismatches too: the same on all ranks
   std::optional<Clock::time_point> waits_since_;  // for the open round; none: it has not waited
   Clock::time_point agreed_;                      // when the last round was complete
   std::chrono::nanoseconds lag_{0};               // how long this rank waited for it

@@ -23,7 +23,7 @@ milliseconds rounded(Clock::duration duration) {
 /// rank has left.
 void Driver::check_stalls() {
   if (pending_.empty() || round_is_complete()) return;
-  watchdog_.check_departures(rounds_ + 1);
+  watchdog_.check_departures(round_number());
   const auto now = Clock::now();
   const auto is_over = [](Clock::duration waited, milliseconds limit) {
     return limit.count() > 0 && waited > limit;

@@ -110,10 +110,12 @@ class Engine final : private Driver::Callbacks {
     return queue_.recorder(lock).records();
   }
 
-  /// The sums over all operations of this rank that have ended. Thread: any.
+  /// The sums over all operations of this rank that have ended, and its rounds. Thread: any.
   OperationTotals totals() {
     const Lock lock = queue_.lock();
-    return queue_.recorder(lock).totals();
+    OperationTotals totals = queue_.recorder(lock).totals();
+    totals.rounds = role_.rounds();
+    return totals;
   }
 
   /// Sends the record of every operation that ends from now on to `stream`, in place of an earlier

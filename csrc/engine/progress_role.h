@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cassert>
+#include <cstdint>
 #include <thread>
 #include <utility>
 
@@ -39,6 +40,9 @@ class ProgressRole {
 
   /// The part of the driver that other threads reach, too, to launch. Needs no lock.
   DeviceExecutor& device() { return driver_.device(); }
+
+  /// Driver::rounds(). Needs no lock.
+  std::uint64_t rounds() const { return driver_.rounds(); }
 
   /// Calls `interrupt` as a pause of this turn. Thread: the progress thread, without the lock.
   template <class Interrupt>

@@ -83,7 +83,8 @@ struct OperationTotals {
   // Of the operations that were agreed on, [i]: those for which this rank waited less than 2^i us,
   // and not less than 2^(i-1).
   std::array<std::uint64_t, kLags> lags{};
-  std::int64_t lag = 0;  // ns, the sum
+  std::int64_t lag = 0;      // ns, the sum
+  std::uint64_t rounds = 0;  // of the agreement: the driver counts them
 };
 
 /// The records of one engine on their way to an observer, such as the thread that writes a

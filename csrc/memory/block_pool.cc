@@ -54,6 +54,13 @@ std::shared_ptr<void> BlockPool::take(std::size_t bytes) noexcept {
   }
 }
 
+std::size_t BlockPool::vacant_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  std::size_t vacant = 0;
+  for (const auto& [bytes, size] : sizes_) vacant += bytes * size.vacant.size();
+  return vacant;
+}
+
 void BlockPool::give_back(Block block, std::size_t bytes) noexcept {
   if (::getpid() != pid_) return;
   Block unneeded;

@@ -32,6 +32,9 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   /// expected, if twice the expected number of blocks is in use, or if no memory is left.
   std::shared_ptr<void> take(std::size_t bytes) noexcept;
 
+  /// The size of the blocks that wait for their next tensors.
+  std::size_t vacant_bytes() const;
+
  private:
   using Block = std::shared_ptr<void>;
 
@@ -46,7 +49,7 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
 
   const Allocate allocate_;
   const pid_t pid_;
-  std::mutex mutex_;  // guards the members below
+  mutable std::mutex mutex_;  // guards the members below
   std::map<std::size_t, Size> sizes_;
 };
 

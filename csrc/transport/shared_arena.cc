@@ -117,6 +117,13 @@ void SharedArena::release(std::size_t slot) noexcept {
   give_back(used);
 }
 
+std::size_t SharedArena::used_bytes() const {
+  const std::scoped_lock lock(mutex_);
+  std::size_t bytes = 0;
+  for (const auto& [offset, length] : used_) bytes += length;
+  return bytes;
+}
+
 void SharedArena::take(Ranges::iterator hole, std::size_t offset, std::size_t bytes) {
   const auto [begin, hole_bytes] = *hole;
   const std::size_t end = begin + hole_bytes;

@@ -42,6 +42,10 @@ class SharedArena {
   /// Releases a slot, when no rank touches it any more.
   void release(std::size_t slot) noexcept;
 
+  /// What is allocated and reserved now: whole pages, also those of slots that nobody has touched.
+  /// Cost: a look at each allocation.
+  std::size_t used_bytes() const;
+
   /// The offset of [data, data + bytes) from the beginning of the memory, or -1 if it lies
   /// elsewhere, or a part of it is isolated.
   std::int64_t offset_of(const void* data, std::size_t bytes) const noexcept;

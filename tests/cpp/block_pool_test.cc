@@ -44,7 +44,9 @@ TEST(block_pool_reuses_a_returned_block) {
   pool->expect(kBytes);
   auto block = pool->take(kBytes);
   void* const data = block.get();
+  CHECK_EQ(pool->vacant_bytes(), std::size_t{0});
   block.reset();
+  CHECK_EQ(pool->vacant_bytes(), kBytes);
   CHECK_EQ(pool->take(kBytes).get(), data);
   CHECK_EQ(memory.allocations, 1);
 }

@@ -54,6 +54,10 @@ TEST(control_plane_makes_data_connections_from_both_sides) {
       check_same_order(ours, theirs);
       check_same_order(theirs, ours);
       CHECK(low->take(0, false).empty());  // once
+      for (const int rank : {2, 0}) {
+        CHECK_EQ(at(planes, rank)->connections(), static_cast<std::uint64_t>(width));
+      }
+      CHECK_EQ(planes[1]->connections(), std::uint64_t{0});
       int domain = 0;
       socklen_t bytes = sizeof domain;
       CHECK_EQ(::getsockopt(ours[0].get(), SOL_SOCKET, SO_DOMAIN, &domain, &bytes), 0);

@@ -173,6 +173,19 @@ TEST(arena_blocks_share_huge_pages) {
 
 TEST(arena_commits_only_the_huge_pages_of_its_blocks) { use_at_random(); }
 
+TEST(arena_knows_what_it_has_given) {
+  Memory memory;
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  CHECK_EQ(memory.arena.used_bytes(), std::size_t{0});
+  void* const first = memory.arena.allocate(1);
+  void* const second = memory.arena.allocate(3 * page - 1);
+  CHECK_EQ(memory.arena.used_bytes(), 4 * page);
+  memory.arena.free(first);
+  CHECK_EQ(memory.arena.used_bytes(), 3 * page);
+  memory.arena.free(second);
+  CHECK_EQ(memory.arena.used_bytes(), std::size_t{0});
+}
+
 TEST(arena_works_without_huge_pages) {
   if (test::kEmulated) return;  // QEMU passes no such call on
   const NoHugePages none;

@@ -225,17 +225,78 @@ def refused() -> tuple[tuple[str, str], tuple[str, str]]:
     return wrong, nowhere
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    first, second = run(refused, 2, initialized=False)
-    for wrong, _ in (first, second):
+@on_both_transports
+def test_a_file_that_cannot_be_written(transport: str) -> None:
+    for wrong, (kind, text) in run(refused, 3, initialized=False, transport=transport):
         assert wrong == ("InvalidArgumentError", "file_path='' is not the path of a file")
-    kind, text = first[1]
-    assert kind == "InvalidArgumentError"
-    assert "/nowhere/timeline.json: No such file or directory" in text
+        assert kind == "InvalidArgumentError"
+        assert "/nowhere/timeline.json: No such file or directory" in text
 
 
-def test_a_setting_that_cannot_be_written_ends_no_job() -> None:
-    run(reduce_some, 2, initialized=False, env={"TORCH_RING_TIMELINE": "/nowhere/timeline.json"})
+def one_is_wrong(file: str) -> tuple[str, str]:
+    hvd.init()
+    error = error_of(lambda: hvd.start_timeline(file if hvd.rank() != 1 else ""))
+    hvd.start_timeline(file)
+    hvd.allreduce(torch.ones(3), name="afterwards")
+    hvd.shutdown()
+    return error
+
+
+def test_what_one_rank_cannot_start_no_rank_starts(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    expected = ("InvalidArgumentError", "file_path='' is not the path of a file")
+    assert run(one_is_wrong, 2, initialized=False, args=(str(file),)) == [expected] * 2
+    for rank in range(2):
+        assert tensors_of(read(file), rank) == ["afterwards"]
+
+
+def one_does_not_call(file: str) -> tuple[str, str]:
+    hvd.init()
+    if hvd.rank() == 0:
+        error = error_of(lambda: hvd.start_timeline(file))
+    else:
+        error = error_of(lambda: hvd.allreduce(torch.ones(3), name="instead"))
+    hvd.allreduce(torch.ones(3), name="afterwards")
+    hvd.shutdown()
+    return error
+
+
+def test_a_rank_that_does_not_call_is_a_mismatch_on_all(tmp_path: Path) -> None:
+    for kind, text in run(one_does_not_call, 2, initialized=False, args=(str(tmp_path / "t"),)):
+        assert kind == "MismatchError", text
+
+
+def init_fails() -> tuple[str, str]:
+    error = error_of(hvd.init)
+    assert not hvd.is_initialized()
+    return error
+
+
+@on_both_transports
+def test_a_setting_that_cannot_be_written_is_an_error_on_every_rank(transport: str) -> None:
+    env = {"TORCH_RING_TIMELINE": "/nowhere/timeline.json"}
+    errors = run(init_fails, 3, initialized=False, transport=transport, env=env)
+    assert [kind for kind, _ in errors] == ["InvalidArgumentError", "RingError", "RingError"]
+    for _, text in errors:
+        assert "/nowhere/timeline.json: No such file or directory" in text
+
+
+def cannot_write_the_second(folder: str) -> None:
+    hvd.init()
+    hvd.shutdown()
+    if os.environ["RANK"] == "0":
+        Path(folder).rename(f"{folder} is gone")
+    hvd.init()
+    hvd.allreduce(torch.ones(3))
+    hvd.shutdown()
+
+
+def test_a_job_that_goes_on_does_not_end_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "timelines"
+    folder.mkdir()
+    env = {"TORCH_RING_TIMELINE": str(folder / "timeline.json")}
+    run(cannot_write_the_second, 2, initialized=False, args=(str(folder),), env=env)
+    assert not folder.exists()
 
 
 def twice() -> None:

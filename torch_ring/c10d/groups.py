@@ -345,7 +345,7 @@ class Group:
 
     def _make_world(self) -> _SharedWorld:
         given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
-        world = join_world(None, None, given, self._store, self._config)
+        world = join_world(None, None, given, self._store, self._config, of_init=False)
         token = self._store.compare_set("token", "", secrets.token_hex(16)).decode()
         shared = _SharedWorld(world, self._global_ranks, token, users=1)
         with _changing:

@@ -12,6 +12,7 @@ from torch_ring.config.values import (
     byte_count,
     count,
     disables_stall_check,
+    file_path,
     horovod_level,
     number,
     one_of,
@@ -60,6 +61,9 @@ class Config:
     flight_dir: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
+    metrics_file: str = ""
+    metrics_interval_s: float = 15.0
+    metrics_port: int = 0
     log_level: str = "info"
 
     @classmethod
@@ -351,6 +355,27 @@ SETTINGS = (
         switch,
         "1: that timeline marks each round of agreement",
         (("HOROVOD_TIMELINE_MARK_CYCLES", switch),),
+    ),
+    Setting(
+        "metrics_file",
+        "TORCH_RING_METRICS_FILE",
+        file_path,
+        "path of a file for the textfile collector of Prometheus' node exporter, into which each "
+        "rank writes its counters; {rank} in it is the rank, without which metrics.prom becomes "
+        "metrics.rank0.prom (docs/tracing.md); if unset, none",
+    ),
+    Setting(
+        "metrics_interval_s",
+        "TORCH_RING_METRICS_INTERVAL",
+        number(0.1),
+        "seconds after which that file is written anew; also when init() and shutdown() end",
+    ),
+    Setting(
+        "metrics_port",
+        "TORCH_RING_METRICS_PORT",
+        count(0, 65535),
+        "port on 127.0.0.1 at which local rank 0 serves its counters to Prometheus, local rank 1 "
+        "at the next one, and so on (docs/tracing.md); 0: none",
     ),
     Setting(
         "log_level",

@@ -14,6 +14,7 @@ __all__ = [
     "byte_count",
     "count",
     "disables_stall_check",
+    "file_path",
     "horovod_level",
     "number",
     "one_of",
@@ -74,6 +75,13 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 def switch(text: str) -> bool:
     """Read 0, 1, false or true."""
     return one_of("0", "1", "false", "true")(text) in ("1", "true")
+
+
+def file_path(text: str) -> str:
+    """Read the path of a file, which need not be there."""
+    if text.endswith("/"):
+        raise ValueError("must be the path of a file, not of a folder")
+    return text
 
 
 def horovod_level(text: str) -> str:

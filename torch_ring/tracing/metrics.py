@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from torch_ring._C import kept_result_bytes
 from torch_ring.world import current
+from torch_ring.world.join import World
 
-__all__ = ["Histogram", "OperationCounts", "SetMetrics", "Snapshot", "snapshot"]
+__all__ = [
+    "Histogram",
+    "MemoryUse",
+    "OperationCounts",
+    "SetMetrics",
+    "Snapshot",
+    "snapshot",
+    "snapshot_of",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class SetMetrics:
         inlined: operations whose data travelled with the agreement.
         fused: operations that were reduced in one buffer with others.
         lag: of every operation that was agreed on, how long this rank has waited for the last one.
+        rounds: of the agreement, those without an operation too.
     """
 
     ranks: tuple[int, ...]
@@ -61,6 +72,25 @@ class SetMetrics:
     inlined: int
     fused: int
     lag: Histogram
+    rounds: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The memory of this rank that torch_ring allocates, in bytes, now.
+
+    Attributes:
+        shared_bytes: of this rank's part of the memory that the ranks of its host share: buckets,
+            gradients, `empty_shared()`, and address space for process sets; 0 where no two ranks
+            share a host.
+        kept_gradient_bytes: of these, blocks that are kept for the gradients of the next pass.
+        kept_result_bytes: private memory that is kept for the next results
+            (TORCH_RING_KEPT_RESULT_BYTES).
+    """
+
+    shared_bytes: int
+    kept_gradient_bytes: int
+    kept_result_bytes: int
 
 
 @dataclass(frozen=True)
@@ -70,11 +100,17 @@ class Snapshot:
     Attributes:
         rank, size: of this process; of the world.
         sets: by the number of the process set; 0: the world. A set that is removed is gone.
+        connections: data connections that this rank has made or accepted, for collectives and
+            messages. Each is made once, when it is first used, so more of them come with new
+            process sets and new peers only.
+        memory: what is allocated now.
     """
 
     rank: int
     size: int
-    sets: dict[int, SetMetrics] = field(default_factory=dict)
+    sets: dict[int, SetMetrics]
+    connections: int
+    memory: MemoryUse
 
 
 def snapshot() -> Snapshot:
@@ -84,9 +120,15 @@ def snapshot() -> Snapshot:
         NotInitializedError: before init().
     """
     current.require_own()
-    world = current.world()
+    return snapshot_of(current.world())
+
+
+def snapshot_of(world: World) -> Snapshot:
+    """Return the same for a world of this process. Thread: any."""
     sets = {}
+    kept_gradient_bytes = 0
     for number, ranks, engine in world.process_sets.engines():
+        kept_gradient_bytes += engine.vacant_gradient_bytes()
         totals = engine.totals()
         lags = totals["lags"]
         sets[number] = SetMetrics(
@@ -106,5 +148,12 @@ def snapshot() -> Snapshot:
             Histogram(
                 tuple(2**i / 1e6 for i in range(len(lags) - 1)), tuple(lags), totals["lag_ns"] / 1e9
             ),
+            totals["rounds"],
         )
-    return Snapshot(world.rank, world.size, sets)
+    return Snapshot(
+        world.rank,
+        world.size,
+        sets,
+        world.process_sets.data_connections(),
+        MemoryUse(world.process_sets.shared_bytes(), kept_gradient_bytes, kept_result_bytes()),
+    )

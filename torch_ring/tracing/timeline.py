@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from torch_ring.errors import InvalidArgumentError
 from torch_ring.world import current
 
 __all__ = ["start_timeline", "stop_timeline"]
@@ -13,8 +12,8 @@ __all__ = ["start_timeline", "stop_timeline"]
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Begin to write what the ranks do into a file that Perfetto and chrome://tracing open.
 
-    Call it on all ranks; it does not wait for them. Rank 0 writes the file; a rank that does not
-    call is not in it. A timeline that goes on ends, also that of TORCH_RING_TIMELINE.
+    A collective: call it on all ranks, which wait for one another. Rank 0 writes the file. A
+    timeline that goes on ends, also that of TORCH_RING_TIMELINE.
 
     Args:
         file_path: of the file, on rank 0's host. A file that exists is replaced. The other ranks
@@ -23,13 +22,13 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Raises:
         NotInitializedError: before init().
-        InvalidArgumentError: `file_path` is no path, or rank 0 cannot write the file.
+        InvalidArgumentError: on all ranks: `file_path` is no path on one of them, or rank 0 cannot
+            write the file.
+        MismatchError: on all ranks: not all of them call this.
     """
     current.require_own()
     world = current.world()
-    if not isinstance(file_path, str | os.PathLike) or not os.fspath(file_path):
-        raise InvalidArgumentError(f"file_path={file_path!r} is not the path of a file")
-    world.timelines.start(os.fspath(file_path), bool(mark_cycles))
+    world.timelines.start(file_path, bool(mark_cycles), world.process_sets.first_failure)
 
 
 def stop_timeline() -> None:

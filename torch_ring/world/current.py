@@ -209,10 +209,8 @@ def _leave(why: str) -> None:
         try:
             for callback in () if why or was_parents else old.on_leave:
                 callback()
-            if not was_parents:
-                old.timelines.stop(failed=bool(why))
         finally:
-            old.process_sets.close(why)
+            old.close(why)
         keep_results(0)
 
 
@@ -388,6 +386,7 @@ def _leave_parents_world() -> None:
         inherited.disable()
     if _world is not None:
         _world.process_sets.abandon()
+        _world.on_end.clear()
         _is_parents = True
     connections.abandon_all_in_child()
     rendezvous_inherited.close_all_in_child()

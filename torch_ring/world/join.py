@@ -21,6 +21,7 @@ from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together, lacking
+from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.rendezvous.job_key import JobKey
 from torch_ring.rendezvous.launchers import Identity, discover
 from torch_ring.rendezvous.meeting import Meeting
@@ -33,7 +34,7 @@ from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of
 from torch_ring.world.timelines import Timelines
 
-__all__ = ["World", "join_world"]
+__all__ = ["World", "join_world", "on_join"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -43,6 +44,10 @@ _NO_SECRET = (
     "same random text on all ranks (`openssl rand -hex 32`), or TORCH_RING_TRUST_NETWORK=1 if "
     "nobody else can reach the hosts (docs/security.md)"
 )
+
+_Begin = list[Callable[["World"], None]]
+_begin: _Begin = []  # what begins with each world of this process: on_join()
+_has_joined = False  # this process has been in a world
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class World:
         inquiries: what the ranks ask one another; None in a world of one.
         on_rejoin: called when the collective join() returns, on all ranks alike.
         on_leave: called by shutdown() first, unless the program has failed.
+        on_end: called, with whether the program has failed, before the engines end: by what has
+            observed them. Not in a forked child.
     """
 
     rank: int
@@ -80,6 +87,29 @@ class World:
     inquiries: Inquiries | None = None
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
+    on_end: list[Callable[[bool], None]] = field(default_factory=list)
+
+    def close(self, why: str = "", *, failed: bool = False) -> None:
+        """End what has observed the world, then its engines and connections.
+
+        Args:
+            why: the reason for the other ranks, if the program has failed.
+            failed: whether something else has.
+        """
+        with contextlib.ExitStack() as cleanup:  # all of it, the last callback first
+            cleanup.callback(self.process_sets.close, why)
+            for end in self.on_end:
+                cleanup.callback(end, failed or bool(why))
+
+
+def on_join(begin: Callable[[World], None]) -> None:
+    """Call a function with every world that this process joins by init(), when its engine runs.
+
+    An InvalidArgumentError that it raises ends init() on all ranks. But it is a warning if this is
+    not the first world of the process, or a newcomer's or a worker's of Horovod's elastic driver:
+    a job that goes on does not end for what only observes it.
+    """
+    _begin.append(begin)
 
 
 def join_world(
@@ -88,6 +118,8 @@ def join_world(
     given: dict[str, Any],
     store: Store | None,
     config: Config,
+    *,
+    of_init: bool = True,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
 
@@ -97,7 +129,9 @@ def join_world(
         given: rank, size, local_rank and local_size as for init().
         store: as for init().
         config: the settings.
+        of_init: whether init() makes it, so that what on_join() says begins with it.
     """
+    global _has_joined
     if config.secret_file and not config.secret:
         config = replace(config, secret=read_secret(config.secret_file))
     if comm is None or (isinstance(comm, Sequence) and not isinstance(comm, str)):
@@ -111,18 +145,19 @@ def join_world(
             _log.warning(
                 "no launcher was found: this process trains alone (size 1), but %s", reason
             )
+    begin = _begin if of_init else []
     if identity.size > 1:
-        world = _connect(identity, config, comm, store, {"process_sets": sets})
+        common = {"process_sets": sets}
+        world = _connect(identity, config, comm, store, common, begin)
     else:
-        world = _alone(config)
-    world.timelines.start_configured()
+        world = _alone(config, begin)
     try:
         for ranks in sets:
             world.process_sets.add(ranks)
     except BaseException:
-        world.timelines.stop(failed=True)
-        world.process_sets.close()
+        world.close(failed=True)
         raise
+    _has_joined = True
     return world
 
 
@@ -170,20 +205,29 @@ def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ra
 # --- connecting
 
 
-def _alone(config: Config) -> World:
+def _alone(config: Config, begin: _Begin) -> World:
     connections = Connections()
-    table = ProcessSetTable(connections, config)
-    engine, timelines = table.everyone.engine(), Timelines(connections, config)
-    return World(0, 1, Topology(), 1, (0,), "127.0.0.1", False, config, engine, table, timelines)
+    world = _world_of(connections, config, ProcessSetTable(connections, config))
+    try:
+        _begin_observing(world, begin)
+    except BaseException:
+        world.close(failed=True)
+        raise
+    return world
 
 
 def _connect(
-    identity: Identity, config: Config, comm: Any, store: Store | None, common: dict[str, Any]
+    identity: Identity,
+    config: Config,
+    comm: Any,
+    store: Store | None,
+    common: dict[str, Any],
+    begin: _Begin,
 ) -> World:
     """Connect this rank to the others; `common` must be the same on all of them."""
     rank, size = identity.rank, identity.size
     deadline = Deadline(config.init_timeout_s)
-    table = None
+    world = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
         # A store of the user's may be for ranks to which their launchers give different names.
@@ -193,41 +237,23 @@ def _connect(
             failing_together(meeting),
         ):
             connections = connect(identity, config, _towards(place), meeting, common)
-            table = _start(connections, config, deadline)
+            world = _start(connections, config, deadline, begin)
             meeting.leave_store()
             # Then torch.distributed may have its port. Some ranks may know of no store.
-            wait_for_all(table.everyone.engine(), deadline, size)
+            wait_for_all(world.engine, deadline, size)
     except BaseException as error:
-        if table is not None:
-            table.close()
+        if world is not None:
+            world.close(failed=True)
         drop_connections()
         failure = lacking(error, rank)
         if failure is not None:
             raise failure from None
         raise
-    peers, host_of = connections.peers, connections.host_of
-    is_guarded = len(set(host_of)) > 1 and not (connections.is_private or config.trust_network)
     if rank == 0:
         _log.info("%s", _describe(connections))
-        if is_guarded:
+        if world.is_guarded:
             _log.warning("%s", _NO_SECRET)
-    topology, sharers = topology_of(rank, peers), cpu_sharers(rank, peers)
-    address = peers[rank].address if len(set(host_of)) > 1 else "127.0.0.1"
-    engine = table.everyone.engine()
-    return World(
-        rank,
-        size,
-        topology,
-        sharers,
-        host_of,
-        address,
-        is_guarded,
-        config,
-        engine,
-        table,
-        Timelines(connections, config),
-        connections.inquiries,
-    )
+    return world
 
 
 def _secret(config: Config, place: StorePlace | None) -> str:
@@ -257,15 +283,60 @@ def _towards(place: StorePlace | None) -> str | None:
     return "127.0.0.1" if place is None else place.host
 
 
-def _start(connections: Connections, config: Config, deadline: Deadline) -> ProcessSetTable:
-    """Start the world's engine, and wait until those of all ranks run."""
+def _start(connections: Connections, config: Config, deadline: Deadline, begin: _Begin) -> World:
+    """Start the world's engine and what observes it, and wait until those of all ranks run."""
     table = ProcessSetTable(connections, config)
     try:
-        wait_for_all(table.everyone.engine(), deadline, connections.size)
+        world = _world_of(connections, config, table)
     except BaseException:
         table.close()
         raise
-    return table
+    try:
+        _begin_observing(world, begin)
+        wait_for_all(world.engine, deadline, connections.size)
+    except BaseException:
+        world.close(failed=True)
+        raise
+    return world
+
+
+def _world_of(connections: Connections, config: Config, table: ProcessSetTable) -> World:
+    """Return the world, whose engine this starts."""
+    rank, peers, host_of = connections.rank, connections.peers, connections.host_of
+    has_several_hosts = len(set(host_of)) > 1
+    timelines = Timelines(connections, config)
+    return World(
+        rank,
+        connections.size,
+        topology_of(rank, peers) if peers else Topology(),
+        cpu_sharers(rank, peers) if peers else 1,
+        host_of,
+        peers[rank].address if has_several_hosts else "127.0.0.1",
+        has_several_hosts and not (connections.is_private or config.trust_network),
+        config,
+        table.everyone.engine(),
+        table,
+        timelines,
+        connections.inquiries,
+        on_end=[timelines.stop],
+    )
+
+
+def _begin_observing(world: World, begin: _Begin) -> None:
+    """Begin the timeline of the settings, and what else begins with a world.
+
+    Call it while a failure of this rank is one of all ranks.
+    """
+    if world.config.is_newcomer and not _has_joined:
+        return  # alone, and about to be let into a world whose files it must not touch
+    is_of_going_job = _has_joined or world.config.is_newcomer or horovod_driver() is not None
+    for each in (lambda world: world.timelines.start_configured(), *begin):
+        try:
+            each(world)
+        except InvalidArgumentError as error:
+            if not is_of_going_job:
+                raise
+            _log.warning("rank %d: %s", world.rank, error)
 
 
 def _describe(connections: Connections) -> str:

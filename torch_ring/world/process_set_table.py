@@ -345,6 +345,25 @@ class ProcessSetTable:
         plane = self._connections.plane
         return [] if plane is None else plane.lost()
 
+    def data_connections(self) -> int:
+        """Return how many data connections this rank has made or accepted, of all sets."""
+        plane = self._connections.plane
+        return 0 if plane is None else plane.connections()
+
+    def shared_bytes(self) -> int:
+        """Return how much of this rank's part of its host's shared memory is in use, in bytes."""
+        memory = self._connections.memory
+        return 0 if memory is None else memory.used_bytes()
+
+    def first_failure(self, failure: str) -> str:
+        """Return the failure of the first rank that has one; "": none has. All ranks call it.
+
+        Raises:
+            MismatchError: on all ranks: not all of them call it.
+        """
+        with self._in_collective, EngineExchange(self.everyone.engine()) as exchange:
+            return next((text for text in exchange.texts(failure) if text), "")
+
     def be_brief(self) -> None:
         """Let close() wait for no peer that does not hear its goodbye: the world has failed."""
         self._connections.farewell_s = _BRIEF_S

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from torch_ring._C import Engine, RecordStream, Timeline
@@ -43,27 +45,54 @@ class Timelines:
     def start_configured(self) -> None:
         """Start the timeline of TORCH_RING_TIMELINE, if it is set.
 
-        A file that rank 0 cannot write is a warning: a job does not end for it.
+        Raises:
+            InvalidArgumentError: on rank 0: it cannot write the file.
         """
         path = self._config.timeline
-        if not path:
-            return
-        _begun[path] += 1
-        try:
+        if path:
+            _begun[path] += 1
             self.start(_numbered(path, _begun[path]), self._config.timeline_mark_cycles)
-        except InvalidArgumentError as error:
-            _log.warning("TORCH_RING_TIMELINE: %s", error)
 
-    def start(self, path: str, mark_cycles: bool) -> None:
+    def start(
+        self,
+        path: str | os.PathLike[str],
+        mark_cycles: bool,
+        agree: Callable[[str], str] = lambda failure: failure,
+    ) -> None:
         """Start a timeline; one that goes on ends.
 
+        Args:
+            path: of the file, on rank 0's host.
+            mark_cycles: whether rounds are marked.
+            agree: takes why this rank cannot start, "" if it can; returns why no rank shall start.
+
         Raises:
-            InvalidArgumentError: rank 0 cannot write the file.
+            InvalidArgumentError: `agree` has returned a reason, or raises what `agree` raises.
         """
         self.stop()
         self._number += 1  # also of one that fails: the other ranks count it
+        timeline, failure = None, ""
+        try:
+            timeline = self._make(path, mark_cycles)
+        except InvalidArgumentError as error:
+            failure = str(error)
+        with contextlib.ExitStack() as unless_agreed:
+            if timeline is not None:
+                unless_agreed.callback(timeline.stop, _PATIENCE_AFTER_FAILURE_S)
+            failure = agree(failure)
+            if failure:
+                raise InvalidArgumentError(failure)
+            unless_agreed.pop_all()
+        self._current = timeline
+        self._connections.on_engine = self._watch
+        for engine in list(self._connections.engines):
+            self._watch(engine)
+
+    def _make(self, path: str | os.PathLike[str], mark_cycles: bool) -> Timeline:
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise InvalidArgumentError(f"file_path={path!r} is not the path of a file")
         mine = self._connections
-        self._current = Timeline(
+        return Timeline(
             rank=mine.rank,
             labels=list(mine.labels),
             plane=mine.plane,
@@ -72,13 +101,10 @@ class Timelines:
             checksums=bool(self._config.checksum),
             transfer_timeout_s=_TRANSFER_TIMEOUT_S,
             has_clock_of_rank_0=mine.host_of[mine.rank] == mine.host_of[0],
-            path=path,
+            path=os.fspath(path),
             mark_cycles=mark_cycles,
             log=_log.warning,
         )
-        mine.on_engine = self._watch
-        for engine in list(mine.engines):
-            self._watch(engine)
 
     def _watch(self, engine: Engine) -> None:
         """Draw the operations of an engine from now on."""
