@@ -19,7 +19,7 @@ from torch_ring.optimizer.uneven_batches import explained, require_same_steps
 from torch_ring.optimizer.weight_comparison import summary_of
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
-from torch_ring.world.process_set_table import ProcessSetRecord
+from torch_ring.world.process_set_record import ProcessSetRecord
 
 __all__ = ["BackwardSync", "backward_sync_of"]
 

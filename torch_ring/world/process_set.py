@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from torch_ring._C import Engine
 from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
 from torch_ring.world import current
-from torch_ring.world.process_set_table import ProcessSetRecord
+from torch_ring.world.process_set_record import ProcessSetRecord
 from torch_ring.world.ranks import Ranks, ranks_of
 
 __all__ = [
