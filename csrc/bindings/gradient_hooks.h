@@ -163,7 +163,8 @@ class GradientHooks final : public AccumulationObserver,
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
 
-  /// Stops the hooks, in a forked child: the buckets are its parent's.
+  /// Stops the hooks: in a forked child, as the buckets are its parent's; and of an optimizer that
+  /// has others now. Not during a backward pass.
   void disable();
 
   // For the hooks, in a thread of autograd; as AccumulationObserver says.
@@ -206,7 +207,7 @@ class GradientHooks final : public AccumulationObserver,
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
-  std::atomic<bool> disabled_{false};  // set by the only thread of a forked child
+  std::atomic<bool> disabled_{false};  // set while no hook runs
 
   std::atomic<bool> has_plan_{false};  // whether planned_ has a value; guards no other data
 

@@ -15,7 +15,7 @@
 namespace pybind11 {
 class function;
 class module_;
-}
+}  // namespace pybind11
 
 namespace torch_ring {
 

@@ -15,7 +15,7 @@ std::optional<std::string> Lateness::note_notable(int last, std::chrono::nanosec
     for (auto& waits : waits_) waits.clear();
     begin_ = now;
   }
-  if (last != rank_) at(waits_, last).push_back(lag);
+  if (last >= 0 && last != rank_) at(waits_, last).push_back(lag);
   return text;
 }
 

@@ -25,8 +25,9 @@ class Lateness {
 
   Lateness(int rank, int size) : rank_(rank), waits_(static_cast<std::size_t>(size)) {}
 
-  /// This rank has waited `lag` for an agreement, for `last` at the end. Returns what to log, which
-  /// is seldom anything: after a period in which one rank was last in most of the notable waits.
+  /// This rank has waited `lag` for an agreement, for `last` at the end (-1: unknown). Returns what
+  /// to log, which is seldom anything: after a period in which one rank was last in most of the
+  /// notable waits.
   std::optional<std::string> note(int last, std::chrono::nanoseconds lag, Clock::time_point now) {
     if (lag < kNotable) return std::nullopt;
     return note_notable(last, lag, now);

@@ -56,9 +56,9 @@ TEST(control_messages_are_checked_before_they_are_believed) {
     frame[at] = to;
     return frame;
   };
-  refused(4, changed(Message::heartbeat(2), 0, 'X'));                    // no kind
-  refused(4, changed(Message::asks(2, 1, 1), 2, 1));                     // a question with a text
-  refused(4, changed(Message::answers(2, 1, 1, {}), 8, 1));              // in another one's name
+  refused(4, changed(Message::heartbeat(2), 0, 'X'));        // no kind
+  refused(4, changed(Message::asks(2, 1, 1), 2, 1));         // a question with a text
+  refused(4, changed(Message::answers(2, 1, 1, {}), 8, 1));  // in another one's name
   const std::string to_nobody = frames_of({Message::asks(2, 4, 1)});
   CHECK_THROWS(parse(4, to_nobody, to_nobody.size()), ErrorKind::kPeerLost,
                "writes to a rank that there is not");

@@ -40,6 +40,7 @@ TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
   CHECK(lines(0, {1, 2, 3}, milliseconds(38)).empty());
   CHECK(lines(0, {1, 2}, milliseconds(38)).empty());
   CHECK(lines(0, {3}, milliseconds(9)).empty());
+  CHECK(lines(0, {-1}, milliseconds(38)).empty());  // nobody knows for whom it waited
 }
 
 }  // namespace

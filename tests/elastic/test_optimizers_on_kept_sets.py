@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,15 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_in_a_set(ranks: Sequence[int], deaths: Sequence[Death]) -> tuple[float, float]:
-    """Train on a process set, and on all ranks; return the weights of both."""
+def train_in_a_set(
+    ranks: Sequence[int], deaths: Sequence[Death], early: bool = False
+) -> tuple[float, float]:
+    """Train on a process set, and on all ranks; return the weights of both.
+
+    Args:
+        early: whether victims die before the step's first pass, which fails then at its end: with
+            buckets sent, and the error's traceback keeps what it used.
+    """
     name = hvd.rank()
     workers = hvd.add_process_set(ranks)
     models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
@@ -49,8 +57,10 @@ def train_in_a_set(ranks: Sequence[int], deaths: Sequence[Death]) -> tuple[float
             for model, optimizer in zip(models, (in_set, of_all), strict=True):
                 optimizer.zero_grad()
                 loss = model(torch.full((1, 1), (state.step + 1.0) * (name + 1))).sum()
-                if (name, state.step) in deaths and optimizer is of_all:
+                if (name, state.step) in deaths and (early or optimizer is of_all):
                     die()
+                if early and state.step in (step for _, step in deaths):
+                    time.sleep(0.1)  # the others hear of it before that pass
                 loss.backward()
             of_all.step()
             in_set.step()
@@ -89,6 +99,16 @@ def test_an_optimizer_on_a_set_goes_on(
     )
     for rank in ranks:
         assert weights[rank] == pytest.approx(expected_weights(ranks, size, deaths))
+
+
+@on_both_transports
+def test_a_pass_that_failed_at_its_end_leaves_nothing_behind(transport: str) -> None:
+    ranks, deaths = [0, 2, 3], [(1, 0)]
+    weights = pool.run(
+        train_in_a_set, 4, args=(ranks, deaths, True), transport=transport, may_die=[1]
+    )
+    for rank in ranks:
+        assert weights[rank] == pytest.approx(expected_weights(ranks, 4, deaths))
 
 
 def step_in_a_lost_set(replaces: bool) -> tuple[str, float]:

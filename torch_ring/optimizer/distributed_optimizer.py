@@ -316,6 +316,8 @@ class _DistributedOptimizer(Wrapped):
                 _log.warning("the steps of an optimizer will fail: %s", error)
 
     def _make_reducer(self) -> None:
+        if self._reducer is not None:  # the traceback of a pass that has failed may keep it alive
+            self._reducer.release()
         self._reducer = None  # frees its buckets before new ones are made
         self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
 

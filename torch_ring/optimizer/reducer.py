@@ -107,6 +107,10 @@ class Reducer:
         self._rebuild_buckets()
         current.disable_in_child(self.hooks)
 
+    def release(self) -> None:
+        """Let go of the parameters: gradients that arrive from now on are another reducer's."""
+        self.hooks.disable()
+
     def reduce_pending(self) -> None:
         """Reduce whatever any rank has accumulated; see `BackwardSync.reduce_pending`."""
         self._sync.reduce_pending(self)
