@@ -98,7 +98,8 @@ def reduce_on_rank_0(others: str) -> tuple[list[str], list[str]]:
     def reduce() -> None:
         errors.append("{}: {}".format(*error_of(lambda: hvd.allreduce(loss, name="loss"))))
 
-    log = lines_logged(reduce)
+    # Without where the late rank is, which comes when that rank has answered.
+    log = [line for line in lines_logged(reduce) if "its main thread is" not in line]
     reduce()
     return errors, log
 
