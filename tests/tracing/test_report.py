@@ -70,6 +70,24 @@ def test_a_rank_that_does_not_answer_is_said_so() -> None:
     assert str(found[1]) == "rank 1: has not answered"
 
 
+def report_within_a_long_name() -> str:
+    if hvd.rank() == 1:
+        hvd.barrier()
+        hvd.allreduce(torch.ones(1), name="x" * 3000)
+        return ""
+    handle = hvd.allreduce_async(torch.ones(1), name="x" * 3000)
+    text = tracing.report()[0].text or ""
+    hvd.barrier()
+    hvd.synchronize(handle)
+    return text
+
+
+def test_a_long_name_leaves_room_for_the_place() -> None:
+    text = run(report_within_a_long_name, 2)[0]
+    assert "xxx; its main thread is in report_within_a_long_name (" in text, text[-300:]
+    assert len(text.encode()) <= 4096
+
+
 def report_alone() -> str:
     return str(tracing.report()[0])
 

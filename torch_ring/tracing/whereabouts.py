@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +73,8 @@ def what_it_does() -> str:
         text = "in " + ", ".join(in_flight[:_MOST_IN_FLIGHT])
         if len(in_flight) > _MOST_IN_FLIGHT:
             text += f" and {len(in_flight) - _MOST_IN_FLIGHT} more"
-    return _shortened(f"{text}; its main thread is ", _places())
+    text = text.encode(errors="replace")[: _MOST_BYTES // 2].decode(errors="ignore")
+    return _with_places(f"{text}; its main thread is ", _places())
 
 
 def _places() -> list[str]:
@@ -83,9 +83,8 @@ def _places() -> list[str]:
     ]
 
 
-def _shortened(begin: str, places: Sequence[str]) -> str:
+def _with_places(text: str, places: Sequence[str]) -> str:
     """Return the text with as many places as an answer has room for."""
-    text = os.fsencode(begin)[: _MOST_BYTES // 2].decode(errors="ignore")
     for i, place in enumerate(places):
         longer = f"{text}, called {place}" if i else text + place
         if len(longer.encode(errors="replace")) > _MOST_BYTES:
