@@ -170,10 +170,10 @@ void EntryWriter::append(const Announcement& a) {
   put(at, a.fingerprint.data(), a.fingerprint.size());
   if (!a.payload.empty()) {
     const std::uint64_t bytes = a.payload.size();
-    at =
-        put(grow(own_, a.rows.size() + sizeof bytes + padded(bytes)), a.rows.data(), a.rows.size());
-    at = put(at, &bytes, sizeof bytes);
-    put(at, a.payload.data(), bytes);
+    at = put(grow(own_, a.rows.size() + sizeof bytes), a.rows.data(), a.rows.size());
+    put(at, &bytes, sizeof bytes);
+    own_.insert(own_.end(), a.payload.begin(), a.payload.end());
+    grow(own_, padded(bytes) - bytes);
   } else if (!a.rows.empty()) {
     put(grow(own_, a.rows.size()), a.rows.data(), a.rows.size());
   }

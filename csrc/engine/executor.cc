@@ -187,9 +187,9 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
     for (int rank = 0; scatters && rank < communicator_.rank(); ++rank) {
       begin += scattered_count(f, rank) * size_of(f.dtype);
     }
-    std::vector<const void*> inputs;
-    for (const ByteSpan payload : decision.payloads) inputs.push_back(payload.data() + begin);
-    communicator_.reduce_inputs(inputs, request.output,
+    inputs_.clear();
+    for (const ByteSpan payload : decision.payloads) inputs_.push_back(payload.data() + begin);
+    communicator_.reduce_inputs(inputs_, request.output,
                                 scatters ? scattered_count(f, communicator_.rank()) : f.count(),
                                 reduction_of(f));
   } else if (f.collective == Collective::kAlltoall) {

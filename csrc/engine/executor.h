@@ -100,6 +100,7 @@ class Executor {
   Communicator& communicator_;
   Buffers& buffers_;
   const std::size_t fusion_threshold_bytes_;
+  std::vector<const void*> inputs_;  // of all ranks, in run_inline(): kept for its memory
 };
 
 }  // namespace torch_ring

@@ -1,6 +1,8 @@
 // Names: the numbers that name requests without a name.
 #pragma once
 
+#include <array>
+#include <charconv>
 #include <cstdint>
 #include <string>
 
@@ -17,11 +19,9 @@ class Names {
   /// which have submitted different numbers of requests still wait at the same barrier.
   std::string next(Collective collective) {
     std::string name = "#";
-    if (era_ > 0) name.append(std::to_string(era_)).append(".");
-    if (collective == Collective::kBarrier) {
-      return name.append("barrier.").append(std::to_string(++barriers_));
-    }
-    return name.append(std::to_string(++numbered_));
+    if (era_ > 0) append(name, era_).push_back('.');
+    if (collective == Collective::kBarrier) return append(name.append("barrier."), ++barriers_);
+    return append(name, ++numbered_);
   }
 
   /// Begins an era.
@@ -32,6 +32,12 @@ class Names {
   }
 
  private:
+  static std::string& append(std::string& name, std::uint64_t number) {
+    std::array<char, 20> digits;  // of the largest number
+    const auto end = std::to_chars(digits.begin(), digits.end(), number).ptr;
+    return name.append(digits.begin(), end);
+  }
+
   std::uint64_t era_ = 0;
   std::uint64_t numbered_ = 0;
   std::uint64_t barriers_ = 0;

@@ -141,7 +141,7 @@ struct OperationTimes {
 /// Thread: any. Blocking: no.
 class Work {
  public:
-  explicit Work(Request request) : request_(std::move(request)) {}
+  explicit Work(Request&& request) : request_(std::move(request)) {}
 
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
 

@@ -10,7 +10,7 @@ constexpr std::size_t kNameBytes = 4096;
 
 }  // namespace
 
-std::shared_ptr<Work> RequestQueue::make_work(Request request) {
+std::shared_ptr<Work> RequestQueue::make_work(Request&& request) {
   if (request.fingerprint.name.starts_with('#')) {
     throw Error(ErrorKind::kInvalidArgument,
                 "the name '" + request.fingerprint.name + "' is reserved: it begins with #");

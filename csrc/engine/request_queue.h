@@ -44,7 +44,7 @@ class RequestQueue {
   Lock lock() { return Lock(mutex_); }
 
   /// A work for add(). Errors: Error(kInvalidArgument) if the name is reserved or too long.
-  static std::shared_ptr<Work> make_work(Request request);
+  static std::shared_ptr<Work> make_work(Request&& request);
 
   /// Numbers works without a name, and queues all works, or none on an error. Works of a group
   /// (Fingerprint::group) are added alone, and get one number.

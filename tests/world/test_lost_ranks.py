@@ -149,15 +149,17 @@ def test_rank_0_calls_a_collective_alone(others, transport):
         assert others == "gather" or ended in text or text in page, text
 
 
-def die_on_rank_1() -> str:
-    values = torch.ones(4000000)
+def kill_rank_1_in_a_pass() -> str:
+    pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return "{}: {}".format(*error_of(lambda: hvd.allreduce(values, name="gradients.0.17.3.0")))
+        time.sleep(60)
+    handle = hvd.allreduce_async(torch.ones(4000000), name="gradients.0.17.3.0")
+    os.kill(pids[1], signal.SIGKILL)
+    return "{}: {}".format(*error_of(lambda: hvd.synchronize(handle)))
 
 
 def test_the_text_of_a_death_is_that_of_the_page():
-    text = without_numbers(run(die_on_rank_1, 2, may_die={1})[0])
+    text = without_numbers(run(kill_rank_1_in_a_pass, 2, may_die={1})[0])
     assert text.endswith("rank 1 (pid N) died: its connection closed; see its output")
     assert text in without_numbers((ROOT / "docs" / "errors.md").read_text())
 
