@@ -108,6 +108,25 @@ std::uint64_t ControlLoop::ask(int rank) {
   return number;
 }
 
+std::uint64_t ControlLoop::look(int rank) {
+  std::uint64_t number = 0;
+  tell([&] {
+    looks_.begin(number = ++asked_, rank);
+    return Message::asks(rank_, rank, number, kLook);
+  });
+  return number;
+}
+
+void ControlLoop::end_look(std::uint64_t number) {
+  const std::scoped_lock lock(mutex_);
+  looks_.end(number);
+}
+
+std::string ControlLoop::looks_at(int rank) const {
+  const std::scoped_lock lock(mutex_);
+  return looks_.describe(rank);
+}
+
 void ControlLoop::answer(int rank, std::uint64_t number, std::string text) {
   tell([&] { return Message::answers(rank_, rank, number, std::move(text)); });
 }

@@ -18,6 +18,7 @@
 #include "control/launcher_watch.h"
 #include "control/letters.h"
 #include "control/link.h"
+#include "control/looks.h"
 #include "control/neighbourhood.h"
 #include "control/news.h"
 #include "control/options.h"
@@ -49,6 +50,9 @@ class ControlLoop {
   void leave(std::uint64_t set, std::uint64_t rounds);
   void tell_wait(std::uint64_t set, std::vector<int> ranks);
   std::uint64_t ask(int rank);
+  std::uint64_t look(int rank);
+  void end_look(std::uint64_t number);
+  std::string looks_at(int rank) const;
   void answer(int rank, std::uint64_t number, std::string text);
   Letters& letters() { return letters_; }
   bool somebody_waits(std::uint64_t set) const;
@@ -115,10 +119,11 @@ class ControlLoop {
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> own_news_;      // failures, departures and waits of this rank, not sent yet
-  std::string why_;                    // this rank leaves
-  std::uint64_t waits_told_ = 0;       // by this rank
-  std::uint64_t asked_ = 0;            // questions, likewise
+  std::vector<Message> own_news_;  // failures, departures and waits of this rank, not sent yet
+  std::string why_;                // this rank leaves
+  std::uint64_t waits_told_ = 0;   // by this rank
+  std::uint64_t asked_ = 0;        // questions, likewise
+  Looks looks_;
   std::vector<Message> untold_;        // for the observers
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told

@@ -231,7 +231,11 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
   const bool own_left = left && message.rank == rank_;
   const bool asks = message.kind == Message::Kind::kAsks;
   if (asks || message.kind == Message::Kind::kAnswers) {
-    if (message.recipient() == rank_) letters_.put({asks, message.rank, message.set, message.text});
+    if (message.recipient() != rank_) {
+      // It is on its way to another rank.
+    } else if (asks || !looks_.learn(message.set, message.text)) {
+      letters_.put({asks, message.rank, message.set, message.text});
+    }
   } else if (message.kind != Message::Kind::kWaits && !own_left) {
     untold_.push_back(message);
   }

@@ -48,7 +48,7 @@ bool plausible(const Message& message, std::size_t text_bytes) {
     case Message::Kind::kWaits:
       return own && message.rounds == 0 && is_wait(text_bytes);
     case Message::Kind::kAsks:
-      return own && text_bytes == 0;
+      return own && text_bytes <= Message::kQuestionBytes;
     case Message::Kind::kAnswers:
       return own;
   }

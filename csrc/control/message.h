@@ -22,10 +22,11 @@ struct Message {
     kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
     kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
     kWaits = 'W',      // `rank` waits in `set`: wait()
-    kAsks = 'A',       // `rank` asks rank `rounds` what it does; its question number `set`
+    kAsks = 'A',       // `rank` asks rank `rounds` what it does; its question number `set`: `text`
     kAnswers = 'R',    // `rank` answers rank `rounds`' question number `set` by `text`
   };
   static constexpr std::size_t kHeaderBytes = 28;
+  static constexpr std::size_t kQuestionBytes = 16;
   static constexpr std::size_t kTextBytes = 4096;  // longer texts are cut
 
   Kind kind = Kind::kHeartbeat;
@@ -55,8 +56,9 @@ struct Message {
   /// Precondition: a kWaits.
   Wait wait() const;
 
-  static Message asks(int rank, int whom, std::uint64_t number) {
-    return {Kind::kAsks, {}, rank, rank, number, static_cast<std::uint64_t>(whom), {}};
+  static Message asks(int rank, int whom, std::uint64_t number, std::string question = {}) {
+    return {Kind::kAsks,        {}, rank, rank, number, static_cast<std::uint64_t>(whom),
+            std::move(question)};
   }
   static Message answers(int rank, int whom, std::uint64_t number, std::string text);
   /// Precondition: a kAsks or kAnswers. The rank that it is for.

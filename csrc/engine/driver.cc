@@ -96,9 +96,11 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (!since) since = now;
     if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
-    board_.wait_until(now + kPollInterval, is_patient ? kBlockingSpin : kSpin);
-    // While rounds go on, the checks below can wait.
+    const Clock::duration poll = is_to_look() ? Lateness::kNotable : kPollInterval;
+    board_.wait_until(now + poll, is_patient ? kBlockingSpin : kSpin);
     now = Clock::now();
+    if (is_to_look()) look(now);
+    // While rounds go on, the checks below can wait.
     if (now - last_check_ < kPollInterval && round_is_complete()) continue;
     last_check_ = now;
     check_stalls();
@@ -153,6 +155,7 @@ void Driver::announce_outbox(bool blocked) {
 void Driver::finish_round() {
   round_open_ = false;
   wait_.end();
+  if (look_) end_look();
   agreed_ = Clock::now();
   const Round round = board_.round();
   settle(round.last_of_previous);
@@ -168,7 +171,9 @@ void Driver::finish_round() {
 /// unknown).
 void Driver::settle(int last) {
   if (lag_ >= Lateness::kNotable) {
-    if (const auto text = lateness_.note(last, lag_, agreed_); text && log_) log_(*text);
+    if (const auto summary = lateness_.note(last, lag_, agreed_); summary && log_) {
+      log_(summary->text + looks_at(summary->rank));
+    }
   }
   if (unsettled_.empty()) return;
   const Lock lock = queue_.lock();

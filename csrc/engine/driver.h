@@ -151,6 +151,11 @@ class Driver {
   void end_group(const std::string& group, const Error& cause);
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
+  /// Whether this wait is one for a rank that is often late, and it is to be asked what keeps it.
+  bool is_to_look() const { return round_open_ && !look_ && lateness_.suspect() && waits_; }
+  void look(Clock::time_point now);
+  void end_look();
+  std::string looks_at(int rank) const;
   void ask(std::span<const int> late);
   void warn(std::span<Pending* const> stalled, Clock::time_point now);
   std::string timeout_text(const Request& request) const;
@@ -193,6 +198,7 @@ class Driver {
   // (empty: any).
   std::vector<std::pair<std::uint64_t, std::vector<int>>> unsettled_;
   Lateness lateness_;
+  std::optional<std::uint64_t> look_;  // at the rank that keeps the open round from being complete
   LongWait wait_;                      // for the round's other entries
   Clock::time_point last_submission_;  // of an announced work
   // By rank: when it announced something while other requests stayed undecided. The clock's

@@ -75,6 +75,27 @@ void Driver::ask(std::span<const int> late) {
     waits_->ask(late.first(std::min(late.size(), kMost)));
 }
 
+/// Asks the rank that is last in most waits what keeps it, if it keeps this rank waiting.
+void Driver::look(Clock::time_point now) {
+  const int suspect = *lateness_.suspect();
+  if (!waits_since_ || now - *waits_since_ < Lateness::kNotable) return;
+  const std::vector<int> missing = board_.missing();
+  if (std::ranges::find(missing, suspect) == missing.end()) return;
+  look_ = waits_->look(suspect);
+  lateness_.looked();
+}
+
+void Driver::end_look() {
+  waits_->end_look(*look_);
+  look_.reset();
+}
+
+/// What a rank was found to do while it was late: the end of a line.
+std::string Driver::looks_at(int rank) const {
+  const std::string found = waits_ ? waits_->looks_at(rank) : "";
+  return found.empty() ? "" : ". Asked while it was late, it was " + found;
+}
+
 /// How long this rank waits for late ones, as errors say it.
 std::string Driver::timeout_text(const Request& request) const {
   return request.timeout ? in_seconds(*request.timeout) + " (the timeout of this operation)"

@@ -6,37 +6,51 @@
 
 namespace torch_ring {
 
-std::optional<std::string> Lateness::note_notable(int last, std::chrono::nanoseconds lag,
-                                                  Clock::time_point now) {
-  std::optional<std::string> text;
+std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::nanoseconds lag,
+                                                        Clock::time_point now) {
+  std::optional<Summary> summary;
   if (!begin_) begin_ = now;
   if (now - *begin_ >= kPeriod) {
-    text = sum_up();
+    summary = sum_up();
     for (auto& waits : waits_) waits.clear();
     begin_ = now;
+    looks_left_ = kLooks;
   }
   if (last >= 0 && last != rank_) at(waits_, last).push_back(lag);
-  return text;
+  if (all() >= kFewestToLook) suspect_ = last_in_most();  // else that of the period before
+  return summary;
 }
 
-/// What this rank has to say of the period, if it is the one that speaks.
-std::optional<std::string> Lateness::sum_up() const {
+/// The number of notable waits in this period.
+std::size_t Lateness::all() const {
   std::size_t all = 0;
   for (const auto& waits : waits_) all += waits.size();
+  return all;
+}
+
+/// The rank that was last in most of the waits, if it is this rank that speaks of it.
+std::optional<int> Lateness::last_in_most() const {
   const auto most =
       std::ranges::max_element(waits_, {}, [](const auto& waits) { return waits.size(); });
-  if (all < kFewest || 2 * most->size() <= all) return std::nullopt;
+  if (2 * most->size() <= all()) return std::nullopt;
   const auto late = static_cast<int>(most - waits_.begin());
-  if (rank_ != (late == 0 ? 1 : 0)) return std::nullopt;
-  std::vector<std::chrono::nanoseconds> lags = *most;
+  return rank_ == (late == 0 ? 1 : 0) ? std::optional(late) : std::nullopt;
+}
+
+/// What this rank has to say of the period.
+std::optional<Lateness::Summary> Lateness::sum_up() const {
+  const std::optional<int> late = last_in_most();
+  if (!late || all() < kFewest) return std::nullopt;
+  std::vector<std::chrono::nanoseconds> lags = at(waits_, *late);
   const auto middle = lags.begin() + static_cast<std::ptrdiff_t>(lags.size() / 2);
   std::ranges::nth_element(lags, middle);
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(*middle).count();
-  return "rank " + std::to_string(late) + " was last in " +
-         std::to_string(100 * most->size() / all) + " % of the " + std::to_string(all) +
-         " agreements for which rank " + std::to_string(rank_) + " waited " +
-         std::to_string(kNotable.count()) + " ms or more in the last minute, by " +
-         std::to_string(ms) + " ms in the median (docs/tracing.md)";
+  return Summary{*late, "rank " + std::to_string(*late) + " was last in " +
+                            std::to_string(100 * lags.size() / all()) + " % of the " +
+                            std::to_string(all()) + " agreements for which rank " +
+                            std::to_string(rank_) + " waited " + std::to_string(kNotable.count()) +
+                            " ms or more in the last minute, by " + std::to_string(ms) +
+                            " ms in the median (docs/tracing.md)"};
 }
 
 }  // namespace torch_ring

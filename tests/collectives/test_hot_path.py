@@ -11,8 +11,8 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "core_tests"
 CALLS = 1000
-# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete, write it down. That
-# was 4712 before the flight recorder; at most 5 % more.
+# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete, write it down.
+# That was 4712 before the flight recorder; at most 5 % more.
 MOST_INSTRUCTIONS = 4950
 
 

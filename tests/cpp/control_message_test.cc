@@ -27,6 +27,7 @@ std::vector<Message> samples() {
           Message::waits(2, 7, {0x0123456789abcdef, {0, 3}}),
           Message::waits(2, 7, {0x0123456789abcdf0, {}}),
           Message::asks(1, 3, 0x0123456789abcdef),
+          Message::asks(1, 3, 0x0123456789abcdf0, "look"),
           Message::answers(3, 1, 0x0123456789abcdef, "in train.py:41"),
           Message::failed(3, 0, Error(ErrorKind::kInternal, std::string(5000, 'x')))};
 }
@@ -57,7 +58,7 @@ TEST(control_messages_are_checked_before_they_are_believed) {
     return frame;
   };
   refused(4, changed(Message::heartbeat(2), 0, 'X'));        // no kind
-  refused(4, changed(Message::asks(2, 1, 1), 2, 1));         // a question with a text
+  refused(4, changed(Message::asks(2, 1, 1), 2, 17));        // too long a question
   refused(4, changed(Message::answers(2, 1, 1, {}), 8, 1));  // in another one's name
   const std::string to_nobody = frames_of({Message::asks(2, 4, 1)});
   CHECK_THROWS(parse(4, to_nobody, to_nobody.size()), ErrorKind::kPeerLost,

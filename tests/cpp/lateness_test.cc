@@ -16,7 +16,7 @@ std::vector<std::string> lines(int self, const std::vector<int>& last, milliseco
   for (int second = 0; second <= 120; ++second) {
     const int late = last[static_cast<std::size_t>(second) % last.size()];
     const auto text = lateness.note(late, lag, Clock::time_point{} + seconds(second));
-    if (text) lines.push_back(*text);
+    if (text) lines.push_back(text->text);
   }
   return lines;
 }
@@ -41,6 +41,26 @@ TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
   CHECK(lines(0, {1, 2}, milliseconds(38)).empty());
   CHECK(lines(0, {3}, milliseconds(9)).empty());
   CHECK(lines(0, {-1}, milliseconds(38)).empty());  // nobody knows for whom it waited
+}
+
+TEST(lateness_the_rank_that_speaks_looks_at_the_late_one_but_not_without_end) {
+  Lateness speaks(0, 4);
+  Lateness listens(2, 4);
+  const auto note = [&](int second) {
+    for (Lateness* const lateness : {&speaks, &listens}) {
+      lateness->note(3, milliseconds(38), Clock::time_point{} + seconds(second));
+    }
+  };
+  note(0);
+  note(1);
+  CHECK(!speaks.suspect());
+  note(2);
+  CHECK(speaks.suspect() == 3);
+  CHECK(!listens.suspect());
+  for (int i = 0; i < Lateness::kLooks; ++i) speaks.looked();
+  CHECK(!speaks.suspect());
+  note(70);  // a new period
+  CHECK(speaks.suspect() == 3);
 }
 
 }  // namespace

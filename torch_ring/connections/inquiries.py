@@ -13,16 +13,25 @@ __all__ = ["Inquiries", "answer_with"]
 
 _log = logging.getLogger("torch_ring")
 
-_answer: Callable[[], str] = str  # of nothing: ""
+
+def _nothing(*_: object) -> str:
+    return ""
 
 
-def answer_with(answer: Callable[[], str]) -> None:
-    """Set what tells other ranks what this process does, in 4096 bytes of UTF-8 at most.
+_answer: Callable[[], str] = _nothing
+_glance: Callable[[float], str] = _nothing
 
-    Another thread calls it than the one that trains.
+
+def answer_with(answer: Callable[[], str], glance: Callable[[float], str]) -> None:
+    """Set what tells other ranks what this process does. Another thread calls it than the trainer.
+
+    Args:
+        answer: tells what it does, in 4096 bytes of UTF-8 at most.
+        glance: tells in a few words what its main thread does, and on a line of its own where. Gets
+            the seconds for which the asking thread waited for the interpreter's lock.
     """
-    global _answer
-    _answer = answer
+    global _answer, _glance
+    _answer, _glance = answer, glance
 
 
 class Inquiries:
@@ -60,9 +69,14 @@ class Inquiries:
             self._awaited[number] = None
             return number
 
-    def _read(self, is_question: bool, rank: int, number: int, text: str) -> None:
+    def looks_at(self, rank: int) -> str:
+        """Return in words what a rank was found to do while this one waited for it; or ""."""
+        return self._plane.looks_at(rank)
+
+    def _read(self, is_question: bool, rank: int, number: int, text: str, waited_s: float) -> None:
         if is_question:
-            self._plane.answer(rank, number, _told())
+            told = _told(lambda: _glance(waited_s) if text == "look" else _answer())
+            self._plane.answer(rank, number, told)
             return
         with self._changed:
             if number in self._awaited:
@@ -73,8 +87,8 @@ class Inquiries:
             _log.warning("%s: %s", self._labels[rank], text)
 
 
-def _told() -> str:
+def _told(answer: Callable[[], str]) -> str:
     try:
-        return _answer()
+        return answer()
     except Exception as error:  # of no importance but to the one who asks
         return f"cannot tell what it does: {error}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from torch_ring._C import OperationRecord
 from torch_ring.tracing.operations import recorded_sets
+from torch_ring.world import current
 
 __all__ = ["Straggler", "stragglers", "who_is_late"]
 
@@ -25,6 +26,7 @@ class Straggler:
         operation: what was waited for most often among these. Between hosts, where buckets are
             reduced during the backward pass, the bucket that the rank had not filled. On one host
             they are reduced when the pass has ended, and that end is what is waited for.
+        instead: what the rank was found to do meanwhile, in words; "" if this rank has not looked.
     """
 
     rank: int
@@ -32,13 +34,15 @@ class Straggler:
     waits: int
     median_s: float
     operation: str
+    instead: str = ""
 
     def __str__(self) -> str:
         share = 100 * self.last // self.waits
-        return (
+        text = (
             f"rank {self.rank} was last in {share} % of {self.waits} waits, by "
             f"{self.median_s * 1e3:.0f} ms in the median, most often for {self.operation}"
         )
+        return f"{text}. Asked while it was late, it was {self.instead}" if self.instead else text
 
 
 def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
@@ -48,6 +52,12 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     operations of each process set for which this rank has waited `min_lag_s` or more. The rank for
     which it has waited more than two thirds of that time, three times at least, is a straggler. The
     late rank itself waits for nobody, so it finds none: ask another one. Talks to no other rank.
+
+    Rank 0 (rank 1, if rank 0 is late) asks the late rank what it does while it waits for it, 30
+    times a minute at most, from its fourth such wait on. The last 100 answers are summed up in
+    `Straggler.instead`: "waiting for data", "computing" (in torch, or other native code), "in
+    Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "not answering" while
+    it was late (stopped, without a core, or in native code that keeps the interpreter's lock).
 
     Who was last in an agreement is known with the next one, so the last agreement does not count.
 
@@ -62,7 +72,11 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
         late = who_is_late(recorded.records, recorded.ranks, min_lag_s)
         if late is not None:
             found.append(late)
-    return sorted(found, key=lambda each: -each.last)[:1]
+    worst = sorted(found, key=lambda each: -each.last)[:1]
+    world = current.find_world()
+    if world is None or world.inquiries is None:
+        return worst
+    return [replace(each, instead=world.inquiries.looks_at(each.rank)) for each in worst]
 
 
 def who_is_late(

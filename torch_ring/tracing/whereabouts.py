@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch_ring.connections.inquiries import answer_with
 from torch_ring.tracing.operations import recorded_sets
@@ -57,7 +62,7 @@ def report(timeout_s: float = 5.0) -> list[RankReport]:
 
 def answer_questions() -> None:
     """From now on, tell other ranks that ask what this process does."""
-    answer_with(what_it_does)
+    answer_with(what_it_does, what_keeps_it)
 
 
 def what_it_does() -> str:
@@ -77,10 +82,45 @@ def what_it_does() -> str:
     return _with_places(f"{text}; its main thread is ", _places())
 
 
+def what_keeps_it(waited_s: float) -> str:
+    """Return in a few words what the main thread does, and on a second line where it is.
+
+    Args:
+        waited_s: the seconds for which this thread waited for the interpreter's lock. The main
+            thread gives it up at once when it enters an operation of torch, or sleeps; else after
+            5 ms (``sys.setswitchinterval``).
+    """
+    frames = main_thread_stack()
+    where = _place(frames[0]) if frames else ""
+    if any(_DATA.search(str(frame["filename"])) for frame in frames):
+        return f"waiting for data\n{where}"
+    if waited_s >= sys.getswitchinterval() / 2:
+        return f"in Python\n{where}"
+    return f"{_STATES.get(_main_thread_state(), 'computing')}\n{where}"
+
+
+# Of torch.utils.data and torch_ring.data. What a dataset does is called from there.
+_DATA = re.compile(r"/torch/utils/data/|/torch_ring/data/")
+# Of a thread, in /proc. Others: it computes, or is about to.
+_STATES = {"S": "asleep", "D": "waiting for a disk or a file system", "T": "stopped"}
+
+
+def _main_thread_state() -> str:
+    """Return the letter of the main thread's state, whose id is the process's."""
+    pid = os.getpid()
+    try:
+        text = Path(f"/proc/self/task/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
 def _places() -> list[str]:
-    return [
-        f"in {frame['name']} ({frame['filename']}:{frame['line']})" for frame in main_thread_stack()
-    ]
+    return [_place(frame) for frame in main_thread_stack()]
+
+
+def _place(frame: dict[str, Any]) -> str:
+    return f"in {frame['name']} ({frame['filename']}:{frame['line']})"
 
 
 def _with_places(text: str, places: Sequence[str]) -> str:

@@ -1,0 +1,72 @@
+#include "control/looks.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace torch_ring {
+
+namespace {
+
+// Answers that never come: their ranks are lost.
+constexpr std::size_t kMostUnanswered = 1000;
+
+}  // namespace
+
+void Looks::begin(std::uint64_t number, int rank) {
+  if (unanswered_.size() == kMostUnanswered) unanswered_.erase(unanswered_.begin());
+  unanswered_.emplace(number, Look{rank});
+}
+
+void Looks::end(std::uint64_t number) {
+  const auto look = unanswered_.find(number);
+  if (look == unanswered_.end()) return;
+  look->second.is_over = true;
+  add(look->second.rank, {"not answering", ""});
+}
+
+bool Looks::learn(std::uint64_t number, const std::string& answer) {
+  const auto look = unanswered_.find(number);
+  if (look == unanswered_.end()) return false;
+  if (!look->second.is_over) {
+    const std::size_t end = std::min(answer.find('\n'), answer.size());
+    add(look->second.rank,
+        {answer.substr(0, end), answer.substr(std::min(end + 1, answer.size()))});
+  }
+  unanswered_.erase(look);
+  return true;
+}
+
+void Looks::add(int rank, Finding finding) {
+  auto& found = found_[rank];
+  if (found.size() == kMost) found.pop_front();
+  found.push_back(std::move(finding));
+}
+
+std::string Looks::describe(int rank) const {
+  struct Tally {
+    const Finding* last = nullptr;
+    int times = 0;
+  };
+  const auto found = found_.find(rank);
+  if (found == found_.end()) return "";
+  std::map<std::string, Tally> by_what;
+  for (const Finding& finding : found->second) {
+    Tally& tally = by_what[finding.what];
+    tally.last = &finding;
+    ++tally.times;
+  }
+  std::vector<Tally> tallies;
+  for (const auto& [what, tally] : by_what) tallies.push_back(tally);
+  std::ranges::stable_sort(tallies, std::ranges::greater(), &Tally::times);
+  std::string text;
+  for (const Tally& tally : tallies) {
+    if (!text.empty()) text += ", ";
+    text += tally.last->what + " in " + std::to_string(tally.times);
+    if (&tally == tallies.data()) text += " of " + std::to_string(found->second.size()) + " looks";
+    if (!tally.last->where.empty()) text += " (at last " + tally.last->where + ")";
+  }
+  return text;
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,50 @@
+// Looks: what a rank that is often late was found to do while this one waited for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+
+namespace torch_ring {
+
+/// The answers to looks, which are questions to a rank that this one waits for. An answer that
+/// comes when the wait is over tells nothing of it: the rank has not answered then.
+///
+/// Thread: one at a time. Blocking: no.
+class Looks {
+ public:
+  static constexpr std::size_t kMost = 100;  // of a rank, the latest
+
+  /// Rank `rank` was asked; `number`: of the question.
+  void begin(std::uint64_t number, int rank);
+
+  /// The wait in which it was asked is over.
+  void end(std::uint64_t number);
+
+  /// Takes the answer, what the rank does and, on a line of its own, where: "computing\nin f".
+  /// Returns whether the question was a look.
+  bool learn(std::uint64_t number, const std::string& answer);
+
+  /// "asleep in 24 of 30 looks (at last in f (train.py:3)), computing in 6 (...)"; empty before
+  /// any.
+  std::string describe(int rank) const;
+
+ private:
+  struct Look {
+    int rank = 0;
+    bool is_over = false;
+  };
+  struct Finding {
+    std::string what;
+    std::string where;  // may be empty
+  };
+
+  void add(int rank, Finding finding);
+
+  std::map<std::uint64_t, Look> unanswered_;  // by number
+  std::map<int, std::deque<Finding>> found_;  // by rank
+};
+
+}  // namespace torch_ring

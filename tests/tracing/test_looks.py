@@ -1,0 +1,105 @@
+"""What a rank that is often late was found to do instead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from pool import run
+from torch.utils.data import DataLoader, Dataset
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring import tracing
+
+LATE_S = 0.15
+STEPS = 12
+
+
+class SlowRows(Dataset[torch.Tensor]):
+    """Rows that take long to load on rank 1."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(LATE_S if hvd.rank() == 1 else 0.0)
+        return torch.full((3,), float(index))
+
+
+def load() -> str:
+    for batch in DataLoader(SlowRows(), batch_size=1):
+        hvd.allreduce(batch, name="x")
+    return found()
+
+
+def sleep() -> str:
+    for _ in range(STEPS):
+        time.sleep(LATE_S if hvd.rank() == 1 else 0.0)
+        hvd.allreduce(torch.ones(3), name="x")
+    return found()
+
+
+def until(seconds: float) -> float:
+    return time.monotonic() + (seconds if hvd.rank() == 1 else 0.0)
+
+
+def multiply() -> str:
+    large = torch.ones(200, 200)
+    for _ in range(STEPS):
+        end = until(LATE_S)
+        while time.monotonic() < end:
+            torch.chain_matmul(*[large] * 40)
+        hvd.allreduce(torch.ones(3), name="x")
+    return found()
+
+
+def count_in_python() -> str:
+    for _ in range(STEPS):
+        end = until(LATE_S)
+        while time.monotonic() < end:
+            sum(i for i in range(1000))
+        hvd.allreduce(torch.ones(3), name="x")
+    return found()
+
+
+def be_stopped() -> str:
+    """Stop rank 1 for a while before each operation."""
+    pids = hvd.allgather_object(os.getpid())
+    for step in range(STEPS):
+        if hvd.rank() == 0:
+            os.kill(pids[1], signal.SIGSTOP)
+            threading.Timer(LATE_S, os.kill, (pids[1], signal.SIGCONT)).start()
+        hvd.allreduce(torch.ones(3), name=f"x{step}")
+    return found()
+
+
+def found() -> str:
+    """Return what rank 0 knows of rank 1."""
+    hvd.barrier()
+    late = tracing.stragglers(min_lag_s=LATE_S / 3) if hvd.rank() == 0 else []
+    hvd.barrier()
+    return late[0].instead if late else ""
+
+
+@on_both_transports
+@pytest.mark.parametrize(
+    ("late", "what", "where"),
+    [
+        (load, "waiting for data in ", "in __getitem__ ("),
+        (sleep, "asleep in ", "in sleep ("),
+        (multiply, "computing in ", "in "),
+        (count_in_python, "in Python in ", "in "),
+        (be_stopped, "not answering in ", ""),
+    ],
+)
+def test_what_a_late_rank_does_instead(late, what, where, transport: str) -> None:
+    first, *others = run(late, 3, transport=transport)
+    assert first.startswith(what), first
+    assert where in first
+    assert " looks" in first
+    assert others == ["", ""]
