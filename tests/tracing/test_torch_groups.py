@@ -101,6 +101,66 @@ def test_a_late_rank_of_a_group_is_named(transport: str) -> None:
         assert [each.rank for each in found] == ([] if rank == 1 else [1]), found
 
 
+def look_at_the_counters() -> None:
+    pair = dist.new_group([0, 1])
+    before = tracing.snapshot()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(10))
+    if dist.get_rank() < 2:
+        dist.broadcast(torch.ones(5), src=1, group=pair)
+    found = tracing.snapshot()
+    assert (found.rank, found.size, found.sets) == (dist.get_rank(), 3, {})
+    (default,) = (each for each in found.groups.values() if each.ranks == (0, 1, 2))
+    (earlier,) = (each for each in before.groups.values() if each.ranks == (0, 1, 2))
+    assert "allreduce" not in earlier.operations
+    counts = default.operations["allreduce"]
+    assert (counts.operations, counts.bytes) == (3, 120)
+    pairs = [each for each in found.groups.values() if each.ranks == (0, 1)]
+    assert len(pairs) == (dist.get_rank() < 2)
+    for each in pairs:
+        assert each.operations["broadcast"].bytes == 20
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_snapshot_counts_groups(transport: str) -> None:
+    on_ring(look_at_the_counters, 3, transport=transport)
+
+
+def report_of_all() -> list[tracing.RankReport]:
+    work = dist.all_reduce(torch.ones(3), async_op=True) if dist.get_rank() else None
+    found = []
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # the others wait
+        found = tracing.report()
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    work.wait()
+    return found
+
+
+def test_the_report_asks_the_ranks_of_torch_distributed() -> None:
+    first, second, third = on_ring(report_of_all, 3)[0]
+    assert [each.rank for each in (first, second, third)] == [0, 1, 2]
+    assert (first.text or "").startswith("in no collective; its main thread is in ")
+    for each in (second, third):
+        assert (each.text or "").startswith("in allreduce '#"), each
+        assert "in report_of_all (" in (each.text or "")
+
+
+def sleep_before_each() -> str:
+    for _ in range(9):
+        time.sleep(0.1 if dist.get_rank() == 1 else 0.0)
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    return "".join(each.instead for each in tracing.stragglers(min_lag_s=0.03))
+
+
+def test_what_a_late_rank_of_a_group_does_instead() -> None:
+    first, *others = on_ring(sleep_before_each, 3)
+    assert "asleep in " in first
+    assert others == ["", ""]
+
+
 def without_group() -> tuple[str, str]:
     return error_of(lambda: tracing.dump("anywhere"))
 

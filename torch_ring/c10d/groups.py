@@ -52,7 +52,7 @@ class _SharedWorld:
     """
 
     world: World
-    global_ranks: Sequence[int]
+    global_ranks: tuple[int, ...]
     token: str
     users: int = 0
 
@@ -254,8 +254,10 @@ class Group:
         if shared is None or not self._is_connected:
             return None
         engine = (record or shared.world.process_sets.everyone).running
-        ranks, folder = self._global_ranks, self._config.flight_dir
-        return RecordedGroup(self.name, ranks, ranks[self.rank], folder, engine) if engine else None
+        if engine is None:
+            return None
+        ranks, folder, world = self._global_ranks, self._config.flight_dir, shared.world
+        return RecordedGroup(self.name, ranks, folder, engine, world, shared.global_ranks)
 
     def disable(self) -> None:
         """Let go of the parent's engines in a forked child."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from torch_ring._C import OperationRecord
-from torch_ring.tracing.operations import recorded_sets
-from torch_ring.world import current
+from torch_ring.tracing.operations import asked_world, recorded_sets
 
 __all__ = ["Straggler", "stragglers", "who_is_late"]
 
@@ -73,10 +72,11 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
         if late is not None:
             found.append(late)
     worst = sorted(found, key=lambda each: -each.last)[:1]
-    world = current.find_world()
-    if world is None or world.inquiries is None:
+    world, ranks = asked_world()
+    inquiries = world.inquiries
+    if inquiries is None:
         return worst
-    return [replace(each, instead=world.inquiries.looks_at(each.rank)) for each in worst]
+    return [replace(each, instead=inquiries.looks_at(ranks.index(each.rank))) for each in worst]
 
 
 def who_is_late(

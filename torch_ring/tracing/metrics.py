@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from torch_ring._C import kept_result_bytes
+from torch_ring._C import Engine, kept_result_bytes
+from torch_ring.tracing.operations import asked_world
 from torch_ring.world import current
 from torch_ring.world.join import World
+from torch_ring.world.recorded import recorded_groups
 
 __all__ = [
     "Histogram",
@@ -99,7 +102,10 @@ class Snapshot:
 
     Attributes:
         rank, size: of this process; of the world.
-        sets: by the number of the process set; 0: the world. A set that is removed is gone.
+        sets: by the number of the process set; 0: the world. A set that is removed is gone. Empty
+            in a program that has only groups of torch.distributed.
+        groups: those of torch.distributed with the backend ring that are connected, by torch's
+            name of the group. Messages (``send``, ``recv``) are not counted.
         connections: data connections that this rank has made or accepted, for collectives and
             messages. Each is made once, when it is first used, so more of them come with new
             process sets and new peers only.
@@ -109,6 +115,7 @@ class Snapshot:
     rank: int
     size: int
     sets: dict[int, SetMetrics]
+    groups: dict[str, SetMetrics]
     connections: int
     memory: MemoryUse
 
@@ -117,43 +124,56 @@ def snapshot() -> Snapshot:
     """Return counters and histograms of this rank since init(). Talks to no other rank.
 
     Raises:
-        NotInitializedError: before init().
+        NotInitializedError: there is no world, and no connected group of the backend ring.
     """
-    current.require_own()
-    return snapshot_of(current.world())
+    world, ranks = asked_world()
+    found = snapshot_of(world)
+    if world is current.find_world():
+        return found
+    return replace(found, rank=ranks[world.rank], sets={})  # its sets are the groups
 
 
 def snapshot_of(world: World) -> Snapshot:
     """Return the same for a world of this process. Thread: any."""
-    sets = {}
-    kept_gradient_bytes = 0
-    for number, ranks, engine in world.process_sets.engines():
-        kept_gradient_bytes += engine.vacant_gradient_bytes()
-        totals = engine.totals()
-        lags = totals["lags"]
-        sets[number] = SetMetrics(
-            tuple(ranks),
-            {
-                name: OperationCounts(
-                    each["operations"],
-                    each["failed"],
-                    each["bytes"],
-                    each["waiting_ns"] / 1e9,
-                    each["running_ns"] / 1e9,
-                )
-                for name, each in totals["operations"].items()
-            },
-            totals["inlined"],
-            totals["fused"],
-            Histogram(
-                tuple(2**i / 1e6 for i in range(len(lags) - 1)), tuple(lags), totals["lag_ns"] / 1e9
-            ),
-            totals["rounds"],
-        )
+    sets = world.process_sets.engines()
+    groups = recorded_groups()
+    engines = {id(engine): engine for _, _, engine in sets}
+    engines |= {id(group.engine): group.engine for group in groups}
+    worlds = {id(each): each for each in (world, *(group.world for group in groups))}
+    tables = [each.process_sets for each in worlds.values()]
     return Snapshot(
         world.rank,
         world.size,
-        sets,
-        world.process_sets.data_connections(),
-        MemoryUse(world.process_sets.shared_bytes(), kept_gradient_bytes, kept_result_bytes()),
+        {number: _metrics(ranks, engine) for number, ranks, engine in sets},
+        {group.name: _metrics(group.ranks, group.engine) for group in groups},
+        sum(table.data_connections() for table in tables),
+        MemoryUse(
+            sum(table.shared_bytes() for table in tables),
+            sum(engine.vacant_gradient_bytes() for engine in engines.values()),
+            kept_result_bytes(),
+        ),
+    )
+
+
+def _metrics(ranks: Sequence[int], engine: Engine) -> SetMetrics:
+    totals = engine.totals()
+    lags = totals["lags"]
+    return SetMetrics(
+        tuple(ranks),
+        {
+            name: OperationCounts(
+                each["operations"],
+                each["failed"],
+                each["bytes"],
+                each["waiting_ns"] / 1e9,
+                each["running_ns"] / 1e9,
+            )
+            for name, each in totals["operations"].items()
+        },
+        totals["inlined"],
+        totals["fused"],
+        Histogram(
+            tuple(2**i / 1e6 for i in range(len(lags) - 1)), tuple(lags), totals["lag_ns"] / 1e9
+        ),
+        totals["rounds"],
     )

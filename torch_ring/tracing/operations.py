@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ring._C import OperationRecord
 from torch_ring.world import current
+from torch_ring.world.join import World
 from torch_ring.world.recorded import recorded_groups
 
-__all__ = ["RecordedSet", "own_rank", "recorded_sets"]
+__all__ = ["RecordedSet", "asked_world", "own_rank", "recorded_sets"]
 
 _GROUPS_FROM = 1 << 32  # above the numbers of process sets
 
@@ -50,6 +52,23 @@ def recorded_sets() -> list[RecordedSet]:
         name = f"group {group.name} of torch.distributed"
         found.append(RecordedSet(number, name, group.ranks, group.engine.records()))
     return found
+
+
+def asked_world() -> tuple[World, Sequence[int]]:
+    """Return the world in which ranks ask one another, and its ranks as users know them.
+
+    Where there is no other, that of the largest group of torch.distributed.
+
+    Raises:
+        NotInitializedError: there is no world, and no connected group of the backend ring.
+    """
+    groups = recorded_groups()
+    if groups and current.find_world() is None:
+        largest = max(groups, key=lambda group: len(group.world_ranks))
+        return largest.world, largest.world_ranks
+    current.require_own()
+    world = current.world()
+    return world, range(world.size)
 
 
 def own_rank() -> int:

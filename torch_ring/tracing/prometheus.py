@@ -55,12 +55,9 @@ def metric_families(snapshot: Snapshot) -> list[Metric]:
         for name, text, attribute in _OF_OPERATIONS
     ]
     for name, text, attribute in _OF_SETS:
-        samples = [
-            ([rank, str(number)], getattr(each, attribute))
-            for number, each in snapshot.sets.items()
-        ]
+        samples = [([rank, label], getattr(each, attribute)) for label, each in _named(snapshot)]
         families.append(_counter(name, text, samples, ["process_set"]))
-    families.append(_lags(snapshot.sets, rank))
+    families.append(_lags(snapshot, rank))
     families.append(
         _counter(
             "data_connections",
@@ -74,12 +71,18 @@ def metric_families(snapshot: Snapshot) -> list[Metric]:
     return families
 
 
+def _named(snapshot: Snapshot) -> list[tuple[str, SetMetrics]]:
+    """Return process sets by their number, and groups of torch.distributed by their name."""
+    groups = [(f"group {name}", each) for name, each in snapshot.groups.items()]
+    return [*((str(number), each) for number, each in snapshot.sets.items()), *groups]
+
+
 def _by_operation(
     snapshot: Snapshot, rank: str, attribute: str
 ) -> list[tuple[list[str], int | float]]:
     return [
-        ([rank, str(number), operation], getattr(counts, attribute))
-        for number, each in snapshot.sets.items()
+        ([rank, name, operation], getattr(counts, attribute))
+        for name, each in _named(snapshot)
         for operation, counts in each.operations.items()
     ]
 
@@ -102,14 +105,14 @@ def _gauge(name: str, text: str, rank: str, value: int) -> Metric:
     return family
 
 
-def _lags(sets: dict[int, SetMetrics], rank: str) -> Metric:
+def _lags(snapshot: Snapshot, rank: str) -> Metric:
     family = HistogramMetricFamily(
         "torch_ring_arrival_lag_seconds",
         "Of each operation that was agreed on, how long this rank has waited for the last one.",
         labels=["rank", "process_set"],
     )
-    for number, each in sets.items():
-        family.add_metric([rank, str(number)], _buckets(each.lag), each.lag.sum_s)
+    for name, each in _named(snapshot):
+        family.add_metric([rank, name], _buckets(each.lag), each.lag.sum_s)
     return family
 
 

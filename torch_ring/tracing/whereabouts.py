@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring.connections.inquiries import answer_with
-from torch_ring.tracing.operations import recorded_sets
+from torch_ring.tracing.operations import asked_world, recorded_sets
 from torch_ring.tracing.stacks import main_thread_stack
-from torch_ring.world import current
 
 __all__ = ["RankReport", "answer_questions", "report"]
 
@@ -41,6 +40,9 @@ class RankReport:
 def report(timeout_s: float = 5.0) -> list[RankReport]:
     """Ask all ranks what they do, and return the answers by rank. Call it on any rank.
 
+    In a program of torch.distributed that has not called ``init()``, the ranks are those of the
+    largest group of the backend ring.
+
     Ranks answer whatever they do, over their control connections and in a thread of their own: also
     one that waits in a collective, for data, or for a lock. One that is stopped, or in native code
     that keeps the interpreter's lock, answers later than anybody waits. The answers tell of this
@@ -50,14 +52,13 @@ def report(timeout_s: float = 5.0) -> list[RankReport]:
         timeout_s: seconds after which the ranks that have not answered are given up.
 
     Raises:
-        NotInitializedError: before init().
+        NotInitializedError: there is no world, and no connected group of the backend ring.
     """
-    current.require_own()
-    world = current.world()
+    world, names = asked_world()
     ranks = [rank for rank in range(world.size) if rank != world.rank]
     answers = world.inquiries.ask(ranks, timeout_s) if world.inquiries is not None else {}
     answers[world.rank] = what_it_does()
-    return [RankReport(rank, answers.get(rank)) for rank in range(world.size)]
+    return [RankReport(names[rank], answers.get(rank)) for rank in range(world.size)]
 
 
 def answer_questions() -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from torch_ring._C import Engine
+from torch_ring.world.join import World
 
 __all__ = ["RecordedGroup", "add_recorded", "recorded_groups"]
 
@@ -21,16 +22,23 @@ class RecordedGroup:
     Attributes:
         name: as torch.distributed calls it: the same on all its ranks, and of no other group.
         ranks: its members, in its order: ranks of torch.distributed.
-        rank: of this process in torch.distributed.
         flight_dir: TORCH_RING_FLIGHT_DIR when the group was made.
         engine: of its operations.
+        world: whose connections and memory it uses; maybe with other groups.
+        world_ranks: ranks of torch.distributed, by their rank in that world.
     """
 
     name: str
     ranks: tuple[int, ...]
-    rank: int
     flight_dir: str
     engine: Engine
+    world: World
+    world_ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process in torch.distributed."""
+        return self.world_ranks[self.world.rank]
 
 
 class _Recorded(Protocol):
