@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <utility>
 #include <vector>
@@ -54,16 +55,21 @@ std::shared_ptr<torch::ParamCommsDebugInfo> fields_of(const Request& request,
       std::vector<std::int64_t>{}, group.set == 0 ? 0 : -1, group.set == 0 ? 1 : -1, group.size);
 }
 
+std::string words_of(const Fingerprint& f) {
+  return f.name.empty() ? std::string(name_of(f.collective)) : f.describe();
+}
+
 /// The two spans of a request, from its submission to its end.
 class Spans {
  public:
   Spans(at::StepCallbacks&& comms, at::StepCallbacks&& named, const Request& request,
         const SpanGroup& group)
-      : fields_(fields_of(request, group)), named_(std::move(named)), comms_(std::move(comms)) {
+      : words_(words_of(request.fingerprint)),
+        fields_(fields_of(request, group)),
+        named_(std::move(named)),
+        comms_(std::move(comms)) {
     named_._setAsync();
-    named_.before("torch_ring: " + (request.fingerprint.name.empty()
-                                        ? std::string(name_of(request.fingerprint.collective))
-                                        : request.fingerprint.describe()));
+    named_.before("torch_ring: " + words_);
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PARAM_COMMS_INFO, fields_);
     comms_._setAsync();
     comms_.before(at::kParamCommsCallName);
@@ -73,17 +79,32 @@ class Spans {
   Spans& operator=(const Spans&) = delete;
 
   void end() {
-    // The profiler reads the fields when the span ends, and takes it for granted that there are
-    // any.
+    // The profiler looks for fields when the span ends, too, and takes it for granted that there
+    // are any.
+    mark_sequence();
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PARAM_COMMS_INFO, fields_);
     comms_.end();
     named_.end();
   }
 
+  std::uint64_t* sequence() { return &sequence_; }
+
  private:
+  /// The profiler reads a span's fields when it begins, and the ranks agree later: so the number
+  /// gets a span of its own.
+  void mark_sequence() {
+    if (sequence_ == 0) return;
+    at::RecordFunction mark(at::RecordScope::USER_SCOPE);
+    if (mark.isActive())
+      mark.before("torch_ring: agreed " + std::to_string(sequence_) + ": " + words_);
+    sequence_ = 0;  // end() is called again
+  }
+
+  const std::string words_;
   const std::shared_ptr<torch::ParamCommsDebugInfo> fields_;
   at::RecordFunction named_;
   at::RecordFunction comms_;
+  std::uint64_t sequence_ = 0;  // 0: the ranks have not agreed
 };
 
 }  // namespace
@@ -95,6 +116,7 @@ void follow_with_span(Request& request, const SpanGroup& group) {
   if (!named) return;
   const auto spans =
       std::make_shared<Spans>(std::move(*callbacks), std::move(*named), request, group);
+  request.sequence = spans->sequence();
   // The profiler finds its state in the thread that ends the span.
   const std::function<void()> end = at::wrapPropagateTLSState([spans] { spans->end(); });
   request.finish = [end, next = std::move(request.finish)] {

@@ -194,6 +194,7 @@ void Driver::write_down(Work& work, const Decision& decision) {
   const std::chrono::nanoseconds lag = waited ? agreed_ - work.submitted_ : lag_;
   times.agreed.store(agreed_, std::memory_order_relaxed);
   times.sequence.store(decided_, std::memory_order_relaxed);
+  if (work.request_.sequence != nullptr) *work.request_.sequence = decided_;
   times.round.store(round_number(), std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
   // Only who has announced it in this round can have come last.

@@ -102,6 +102,10 @@ struct Request {
   // How long this rank waits for late ones; none: as long as EngineConfig::timeout says.
   std::optional<std::chrono::milliseconds> timeout;
 
+  // Where the engine writes the number of the agreement (OperationRecord::sequence), before
+  // finish(); null: nowhere. What finish() holds keeps it alive.
+  std::uint64_t* sequence = nullptr;
+
   /// Bytes of this rank's input; of a scatter: of one part.
   std::size_t input_bytes() const;
 

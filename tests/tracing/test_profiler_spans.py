@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 @on_both_transports
 def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> None:
     run(traced, 2, transport=transport, args=(str(tmp_path),))
+    agreed = []  # by rank
     for rank in range(2):
         found = events(tmp_path / f"trace{rank}.json")
         comms = [event for event in found if event["name"] == "record_param_comms"]
@@ -62,3 +64,8 @@ def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> No
         assert any("averaging the gradients of backward pass 1" in name for name in names), names
         assert any("bucket 0" in name for name in names), names
         assert not any("'before'" in name or "'after'" in name for name in names)
+        numbers = [name for name in names if re.match(r"torch_ring: agreed \d+: ", name)]
+        agreed.append(numbers)
+        assert len(numbers) == len(comms)
+    assert agreed[0] == agreed[1]
+    assert "allreduce 'blocking' float64 [5]" in agreed[0][0]
