@@ -120,6 +120,7 @@ def join_world(
     config: Config,
     *,
     of_init: bool = True,
+    timeout_s: float | None = None,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
 
@@ -130,6 +131,7 @@ def join_world(
         store: as for init().
         config: the settings.
         of_init: whether init() makes it, so that what on_join() says begins with it.
+        timeout_s: how long that may take; None: as long as the settings say.
     """
     global _has_joined
     if config.secret_file and not config.secret:
@@ -148,7 +150,8 @@ def join_world(
     begin = _begin if of_init else []
     if identity.size > 1:
         common = {"process_sets": sets}
-        world = _connect(identity, config, comm, store, common, begin)
+        deadline = Deadline(config.init_timeout_s if timeout_s is None else timeout_s)
+        world = _connect(identity, config, deadline, comm, store, common, begin)
     else:
         world = _alone(config, begin)
     try:
@@ -219,6 +222,7 @@ def _alone(config: Config, begin: _Begin) -> World:
 def _connect(
     identity: Identity,
     config: Config,
+    deadline: Deadline,
     comm: Any,
     store: Store | None,
     common: dict[str, Any],
@@ -226,7 +230,6 @@ def _connect(
 ) -> World:
     """Connect this rank to the others; `common` must be the same on all of them."""
     rank, size = identity.rank, identity.size
-    deadline = Deadline(config.init_timeout_s)
     world = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
