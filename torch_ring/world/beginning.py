@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.config import Config
 from torch_ring.errors import (
@@ -54,8 +54,8 @@ _FIRST_PAUSE_S = 0.002
 _PAUSE_S = 0.03
 _PAUSE_S_PER_RANK = 0.001
 
-Join = Callable[[dict[str, Any], Store | None, float | None], None]
-"""Makes a world: rank and size as for init(), the store, and the seconds that it may take."""
+Join = Callable[..., None]
+"""Makes a world, of rank, size and so on as for init(), and the store; ``timeout_s``: in time."""
 
 
 def begins_with_others(config: Config) -> bool:
@@ -84,7 +84,7 @@ def begin(config: Config, join: Join) -> None:
             if answer["kind"] == "begun":  # members have told of a world
                 if failure is not None:
                     raise failure
-                join(dict(_UNPLACED), None, None)
+                join(dict(_UNPLACED), None)
                 return
             processes = answer["processes"]
             size = len(processes)
@@ -104,7 +104,7 @@ def begin(config: Config, join: Join) -> None:
             try:
                 # On rank 0 it serves the others: it must live until all have joined.
                 store = _store(answer["store"], rank, size, listener)
-                join(_UNPLACED | {"rank": rank, "size": size}, store, timeout_s)
+                join(_UNPLACED | {"rank": rank, "size": size}, store, timeout_s=timeout_s)
             except RingError as error:
                 if isinstance(error, MismatchError):
                     raise

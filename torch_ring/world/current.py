@@ -24,7 +24,7 @@ from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.world.beginning import begin, begins_with_others
-from torch_ring.world.driven import next_place
+from torch_ring.world.driven import join_driven
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
 from torch_ring.world.log import set_up_log
@@ -135,8 +135,9 @@ def init(
         driver = horovod_driver()
         if driver is not None and comm is None and rank is None and store is None:
             set_up_log(config)
-            given, store = next_place(driver, config)
-        elif begins_with_others(config) and all(p is None for p in (comm, *given.values(), store)):
+            join_driven(driver, config, process_sets, partial(_join, None, None, config))
+            return
+        if begins_with_others(config) and all(p is None for p in (comm, *given.values(), store)):
             set_up_log(config)
             begin(config, partial(_join, None, process_sets, config))
             return
@@ -170,13 +171,13 @@ def _join(
     config: Config,
     given: dict[str, Any],
     store: Store | None,
-    timeout_s: float | None = None,
+    **more: Any,
 ) -> None:
     global _world
     with _changing:
         prepare(config)
         try:
-            _world = join_world(comm, process_sets, given, store, config, timeout_s=timeout_s)
+            _world = join_world(comm, process_sets, given, store, config, **more)
         finally:
             ignored = misspelt()  # which may be why it has failed
             if ignored and (_world is None or _world.rank == 0):
