@@ -3,17 +3,20 @@
     python train.py --data-dir imagenet                               # alone
     torchrun --nproc-per-node 8 train.py --data-dir imagenet --amp    # on the 8 GPUs of a machine
     mpirun -np 2 python train.py --data-dir images --smoke            # a try, in a minute
+    python -m torch_ring.run -np 8 --min-np 4 python train.py --data-dir imagenet --elastic
 
 Every rank runs this whole file. The recipe is that of Goyal et al. 2017 (arXiv:1706.02677).
 """
 
 import argparse
+import copy
 import os
 import signal
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -61,6 +64,7 @@ def parse_args() -> argparse.Namespace:
     add("--checkpoint", type=Path, default=Path("imagenet.pt"), help="after every epoch")
     add("--checkpoint-every", type=int, metavar="STEPS", help="and within one")
     add("--resume", **flag, help="go on from the checkpoint, on any number of ranks")
+    add("--elastic", **flag, help="train on when ranks die or come, if the launcher lets them")
     add("--tensorboard", type=Path, metavar="DIR")
     add("--plot", type=Path, metavar="FILE", help="draw the epochs")
     text = "report on the input pipeline, by N more steps with each kind of data; 0: by none"
@@ -75,6 +79,8 @@ def parse_args() -> argparse.Namespace:
     for part in ("train", "val"):
         if not (args.data_dir / part).is_dir():
             parser.error(f"no {args.data_dir / part} here; make_images.py makes a small folder")
+    if args.elastic and args.report_steps is not None:
+        parser.error("--report-steps compares steps of the same ranks: leave out --elastic")
     for option, package in {"tensorboard": "tensorboard", "plot": "matplotlib"}.items():
         if getattr(args, option) and not find_spec(package):  # now, on all ranks: not after an hour
             parser.error(f"--{option} needs {package}: pip install {package}")
@@ -136,13 +142,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
-    is_first = hvd.rank() == 0
-    log = print if is_first else lambda *_, **__: None
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+        # One process drives one GPU. One that comes to an elastic job is rank 0 of 1 until it is
+        # let in, but has the number of a GPU that is free from its launcher.
+        free = os.environ.get("LOCAL_RANK") if args.elastic else None
+        torch.cuda.set_device(hvd.local_rank() if free is None else int(free))
         torch.backends.cudnn.benchmark = True
-    # The ranks of a host share its cores; more threads than cores would be slower.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     torch.manual_seed(args.seed + hvd.rank())  # other crops on every rank
 
     size = args.image_size
@@ -161,10 +166,6 @@ def main() -> None:
     val_sampler = ShardedSampler(val_set, shuffle=False)
     val_loader = DataLoader(val_set, args.batch_size, sampler=val_sampler, **loading)
     pipeline = InputPipeline(loader, args.device, args.data)
-    steps = len(loader)
-    if steps == 0:
-        problem = f"{len(train_set)} images are less than a step of {hvd.size()} x {batch_size}"
-        sys.exit(problem if is_first else 1)  # all ranks leave, one says why
 
     model = models.get_model(args.model, num_classes=len(train_set.classes))
     model.to(args.device, memory_format=torch.channels_last)
@@ -174,28 +175,40 @@ def main() -> None:
         model.parameters(), args.base_lr, args.momentum, weight_decay=args.weight_decay
     )
     scaler = torch.amp.GradScaler(args.device, enabled=args.amp and args.device == "cuda")
-    # A step that averages more batches may be longer, but not while the weights are random.
-    schedule = WarmupLR(
-        optimizer,
-        args.warmup_epochs,
-        step_decay([30, 60, 80]),
-        steps_per_epoch=steps,
-        scale=hvd.size() * args.accumulate,
-    )
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+    def steps_of_epoch() -> int:
+        """Return the number of steps of a whole epoch on the ranks that there are."""
+        steps = len(train_set) // hvd.size() // batch_size
+        if steps == 0:
+            problem = f"{len(train_set)} images are less than a step of {hvd.size()} x {batch_size}"
+            sys.exit(problem if hvd.rank() == 0 else 1)  # all ranks leave, one says why
+        return steps
+
+    def make_schedule() -> WarmupLR:
+        """Return the learning rates for the ranks that there are."""
+        # A step that averages more batches may be longer, but not while the weights are random.
+        return WarmupLR(
+            optimizer,
+            args.warmup_epochs,
+            step_decay([30, 60, 80]),
+            steps_per_epoch=steps_of_epoch(),
+            scale=hvd.size() * args.accumulate,
+        )
+
+    parts = {"model": model, "optimizer": optimizer, "schedule": make_schedule()}
     parts |= {"scaler": scaler, "sampler": sampler}
     program = f"examples/imagenet with {args.model} and {len(train_set.classes)} classes"
     history = []
     if args.resume:
         try:
-            state = checkpoint.load(args.checkpoint)  # rank 0 reads it and sends it to all
-            if (other := state.get("program", "another program")) != program:
+            saved = checkpoint.load(args.checkpoint)  # rank 0 reads it and sends it to all
+            if (other := saved.get("program", "another program")) != program:
                 raise ValueError(f"it is of {other}, not of {program}")
             for name, part in parts.items():
-                part.load_state_dict(state[name])
-            history = state["history"]
+                part.load_state_dict(saved[name])
+            history = saved["history"]
         except (RuntimeError, ValueError, KeyError) as error:  # all ranks have the same error
-            sys.exit(f"cannot resume from {args.checkpoint}: {error}" if is_first else 1)
+            sys.exit(f"cannot resume from {args.checkpoint}: {error}" if hvd.rank() == 0 else 1)
     # All ranks start from rank 0's weights: averaged gradients only keep equal weights equal.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # backward_passes_per_step: the last backward pass of a step averages the gradients, no other.
@@ -224,48 +237,92 @@ def main() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    def save() -> None:
-        states = {name: part.state_dict() for name, part in parts.items()}
-        states |= {"program": program, "history": history}
-        checkpoint.save(args.checkpoint, states)  # by rank 0, for all
+    def progress(history: list[dict], row: dict) -> dict:
+        """Return how far the training is. The weights and the optimizer are not in it."""
+        names = ["schedule", "scaler", "sampler"]
+        done = {name: copy.deepcopy(parts[name].state_dict()) for name in names}
+        return done | {"history": history, "row": row}
 
-    writer = None
-    if args.tensorboard and is_first:
-        from torch.utils.tensorboard import SummaryWriter
+    def train(state: SimpleNamespace | hvd.elastic.TorchState) -> None:
+        """Train from where `state.done` is, on the ranks that there are."""
+        is_first = hvd.rank() == 0
+        # The ranks of a host share its cores; more threads than cores would be slower.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+        steps, parts["schedule"] = steps_of_epoch(), make_schedule()
+        for name in ("schedule", "scaler", "sampler"):
+            parts[name].load_state_dict(state.done[name])
 
-        writer = SummaryWriter(args.tensorboard)
-    images_a_step = batch_size * hvd.size()
-    log(f"{args.model}: size {hvd.size()}, {steps} steps of {images_a_step} images an epoch")
-    for epoch in range(sampler.epoch, args.epochs):
-        begun, begun_at = time.monotonic(), steps - len(loader)
-        model.train()
-        means.reset()
-        bar = tqdm(pipeline, f"epoch {epoch + 1}", steps, initial=begun_at, disable=not is_first)
-        for step, batch in enumerate(bar, begun_at + 1):
-            train_step(batch)
-            schedule.step()
-            if args.checkpoint_every and step % args.checkpoint_every == 0 and step < steps:
+        def save(history: list[dict]) -> None:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            states |= {"program": program, "history": history}
+            checkpoint.save(args.checkpoint, states)  # by rank 0, for all
+
+        writer = None
+        if args.tensorboard and is_first:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(args.tensorboard)
+        images_a_step = batch_size * hvd.size()
+        if is_first:
+            images = f"{steps} steps of {images_a_step} images an epoch"
+            print(f"{args.model}: size {hvd.size()}, {images}", flush=True)
+        for epoch in range(len(state.done["history"]), args.epochs):
+            history, row = state.done["history"], state.done["row"]
+            if not row:  # else a rank has died in the test after this epoch
+                begun, begun_at = time.monotonic(), steps - len(loader)
+                model.train()
+                means.reset()
+                # An epoch may be over, but for its means, when a rank dies.
+                batches = pipeline if sampler.epoch == epoch else ()
+                bar = tqdm(
+                    batches, f"epoch {epoch + 1}", steps, initial=begun_at, disable=not is_first
+                )
+                for step, batch in enumerate(bar, begun_at + 1):
+                    train_step(batch)
+                    parts["schedule"].step()
+                    if args.elastic:  # should a rank die now, the others go on from here
+                        state.done = progress(history, {})
+                    if args.checkpoint_every and step % args.checkpoint_every == 0 and step < steps:
+                        # All ranks call both: under `if is_first`, rank 0 would wait for others.
+                        average_buffers(model)
+                        save(history)
+                    if args.elastic:
+                        state.check_host_updates()  # lets processes in that have come
+                sampler.set_epoch(epoch + 1)  # another order, the same on all ranks
+                lr = parts["schedule"].get_last_lr()[0]
+                row = {"epoch": epoch + 1, "lr": lr, **means.compute()}
+                row["images/s"] = (steps - begun_at) * images_a_step / (time.monotonic() - begun)
                 average_buffers(model)
-                save()  # all ranks call both: under `if is_first`, rank 0 would wait for the others
-        sampler.set_epoch(epoch + 1)  # another order, the same on all ranks
-        row = {"epoch": epoch + 1, "lr": schedule.get_last_lr()[0], **means.compute()}
-        row["images/s"] = (steps - begun_at) * images_a_step / (time.monotonic() - begun)
-        average_buffers(model)
-        row |= evaluate(model, val_loader, prepare, args.device)
-        history.append(row)
-        save()
-        log(", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-        for key in list(row)[1:] if writer else []:
-            writer.add_scalar(key, row[key], epoch + 1)
-    if writer:
-        writer.close()
-    if args.plot and is_first:
-        draw(history, args.plot)
+                state.done = progress(history, row)
+            row = row | evaluate(model, val_loader, prepare, args.device)
+            history = [*history, row]
+            save(history)
+            state.done = progress(history, {})
+            if is_first:
+                line = ", ".join(f"{key} {value:.4g}" for key, value in row.items())
+                print(line, flush=True)
+            for key in list(row)[1:] if writer else []:
+                writer.add_scalar(key, row[key], epoch + 1)
+            if args.elastic:
+                state.commit()  # what has been tested and saved is not undone
+        if writer:
+            writer.close()
+        if args.plot and is_first:
+            draw(state.done["history"], args.plot)
+
+    done = progress(history, {})
+    if args.elastic:
+        # After a death, train() is called again on the ranks that are left: docs/elastic.md.
+        hvd.elastic.run(train)(hvd.elastic.TorchState(model, optimizer, done=done))
+    else:
+        train(SimpleNamespace(done=done))
     if args.report_steps is not None:
         # It trains on, with each kind of data; the last checkpoint is on the disk already.
         model.train()
         compared, rounds = train_step if args.report_steps else None, min(5, args.report_steps or 1)
-        log(pipeline.report(compared, steps=max(1, args.report_steps // rounds), rounds=rounds))
+        report = pipeline.report(compared, steps=max(1, args.report_steps // rounds), rounds=rounds)
+        if hvd.rank() == 0:
+            print(report)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def run_with_arrivals(
         What they returned: those that were there at the start by rank, then those that came.
     """
     directory = Directory("127.0.0.1", key_of(SECRET))
+    directory.expect({f"p{rank}": rank for rank in range(size)})
     variables = {
         "TORCH_RING_SECRET": SECRET,
         "TORCH_RING_ELASTIC_DIRECTORY": directory.address,

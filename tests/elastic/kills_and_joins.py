@@ -53,6 +53,7 @@ def fork(body: Callable[[], None], variables: Mapping[str, str]) -> int:
 def serve_directory(write: int) -> None:
     """Be the launcher's directory, until this process is killed."""
     directory = Directory("127.0.0.1", key_of(SECRET))
+    directory.expect({f"p{rank}": rank for rank in range(SIZE)})
     os.write(write, directory.address.encode())
     signal.pause()
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pool
 import pytest
@@ -20,11 +21,14 @@ from horovods_driver import (
     PingResponse,
     send,
 )
+from process_set_use import check_process_set
 
 import torch_ring as hvd
 from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.optimizer.distributed_optimizer import follow_world
 from torch_ring.rendezvous.horovod_driver import HorovodDriver, Placement, horovod_driver
 from torch_ring.rendezvous.horovod_notices import HorovodNotices
+from torch_ring.world.process_set_keeper import ProcessSetKeeper
 
 STEPS = 10
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -136,6 +140,185 @@ def test_a_host_goes_and_another_one_comes(driver: Driver) -> None:
     assert results[0] == ("trained", 0, 2, -float(STEPS), [2])
     assert results[2] == ("trained", 1, 2, -float(STEPS), [])
     assert results[1][:3] == ("left with 0", -1, -1)
+
+
+# --- process sets
+
+
+def use_sets_under_a_driver(
+    port: int, dies: int, comes: int | None, dies_later: int | None = None
+) -> tuple[object, ...]:
+    """Use the sets [0, 1] and [1, 2], and an optimizer on the latter, while ranks die.
+
+    Args:
+        port: of the driver.
+        dies: the rank that dies in a step.
+        comes: the one that comes when another has asked for it.
+        dies_later: the one that dies while the sets are made again.
+    """
+    index = int(os.environ["RANK"])
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
+    os.environ.update(environment(port, index))
+    store = horovod_driver()
+    assert store is not None
+    if index == comes:
+        while store.get("test", "come") is None:
+            time.sleep(0.01)
+
+    def die(*_: object) -> None:
+        store.put("died", store.worker, b"")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if index == dies_later:
+        mock.patch.object(ProcessSetKeeper, "restore", die).start()
+    pairs = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    hvd.init(process_sets=pairs)  # a process that comes makes none
+    if index == comes:
+        pairs = []
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if pairs:
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=pairs[1])
+    state = hvd.elastic.ObjectState(step=0, end=-1, has_asked=False)
+    state.register_reset_callbacks([lambda: follow_world(optimizer)])
+
+    @hvd.elastic.run
+    def go_on(state: hvd.elastic.ObjectState) -> None:
+        if hvd.size() == 3 and state.has_asked:  # not in a callback: who comes calls none
+            added = hvd.add_process_set([0, 2])
+        while state.step != state.end:
+            if index == dies and state.step == 2:
+                die()
+            hvd.barrier()
+            if state.step < 2:
+                for each, ranks in zip(pairs, ([0, 1], [1, 2]), strict=True):
+                    check_process_set(each, ranks)
+            elif hvd.size() == 2:
+                check_process_set(pairs[1], [0, 1])
+                assert pool.error_of(pairs[0].included)[0] == "ProcessSetLostError"
+                check_average(optimizer, model)
+                if comes is not None:
+                    if hvd.rank() == 0 and not state.has_asked:
+                        store.put("hosts", "change", b"")
+                    state.has_asked = True
+                elif state.end < 0:
+                    state.end = state.step + 3
+            else:
+                check_process_set(hvd.ProcessSet([0, 1]), [0, 1])
+                check_process_set(added, [0, 2])
+                state.end = state.step + 3 if state.end < 0 else state.end
+            state.step += 1
+            state.commit()
+
+    go_on(state)
+    kinds = [pool.error_of(each.included)[0] for each in pairs]
+    found = hvd.rank(), kinds, hvd._basics._get_process_set_ids_and_ranks()
+    hvd.shutdown()
+    return found
+
+
+def check_average(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Check that gradients are averaged over two ranks."""
+    optimizer.zero_grad()
+    model(torch.full((1, 1), float(hvd.rank()))).sum().backward()
+    assert model.weight.grad.item() == 0.5
+    optimizer.step()
+
+
+LOST_AND_KEPT = ["ProcessSetLostError", "nothing"]
+
+
+def test_sets_are_made_again(driver: Driver) -> None:
+    driver.order = [f"box:{index}" for index in range(3)]
+    driver.living = set(driver.order)
+    driver.on_put["died"] = driver.lose
+    results = pool.run(
+        *(use_sets_under_a_driver, 3),
+        args=(driver.port, 0, None),
+        transport="",
+        initialized=False,
+        may_die=[0],
+    )
+    sets = {0: [0, 1], 1: [0, 1]}
+    assert results == [None, *((rank, LOST_AND_KEPT, sets) for rank in range(2))]
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_another_worker_dies_while_sets_are_made_again(driver: Driver, place: str) -> None:
+    dies, dies_later = (3, 0) if place == "first" else (0, 3)
+    driver.order = [f"box:{index}" for index in range(4)]
+    driver.living = set(driver.order)
+    driver.on_put["died"] = driver.lose
+    results = pool.run(
+        *(use_sets_under_a_driver, 4),
+        args=(driver.port, dies, None, dies_later),
+        transport="",
+        initialized=False,
+        may_die=[dies, dies_later],
+    )
+    left = [(rank, LOST_AND_KEPT, {0: [0, 1], 1: [0, 1]}) for rank in range(2)]
+    assert results == [None, *left, None]
+
+
+def test_processes_that_come_know_the_sets(driver: Driver) -> None:
+    driver.order = [f"box:{index}" for index in range(3)]
+    driver.living = set(driver.order)
+    driver.on_put["died"] = driver.lose
+
+    def change(_: str) -> None:
+        driver.order = ["box:1", "box:2", "box:3"]
+        driver.living = set(driver.order)
+        driver._store["/test/come"] = b""
+        driver.notify("box:1", HostsUpdatedRequest(time.time(), HostUpdateResult.added))
+
+    driver.on_put["hosts"] = change
+    results = pool.run(
+        *(use_sets_under_a_driver, 4),
+        args=(driver.port, 0, 3),
+        transport="",
+        initialized=False,
+        may_die=[0],
+    )
+    sets = {0: [0, 1, 2], 1: [0, 1], 2: [0, 2]}
+    left = [(0, LOST_AND_KEPT, sets), (1, LOST_AND_KEPT, sets), (2, [], sets)]
+    assert results == [None, *left]
+
+
+def begin_with_sets(port: int, sets: list[object]) -> tuple[str, str]:
+    index = int(os.environ["RANK"])
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
+    os.environ.update(environment(port, index))
+    error = pool.error_of(lambda: hvd.init(process_sets=sets[index]))
+    assert not hvd.is_initialized()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("sets", "kind", "text"),
+    [
+        (
+            [[[0]], [[1]]],
+            "MismatchError",
+            "init(process_sets=...) differs: rank 0 gives [[0]], rank 1 [[1]]",
+        ),
+        ([[[0, 2]], [[0, 2]]], "InvalidArgumentError", "2"),
+        (["static", "static"], "InvalidArgumentError", "'static'"),
+    ],
+)
+def test_sets_that_cannot_be_made(driver: Driver, sets: list[object], kind: str, text: str) -> None:
+    driver.order = ["box:0", "box:1"]
+    driver.living = set(driver.order)
+    errors = pool.run(
+        *(begin_with_sets, 2), args=(driver.port, sets), transport="", initialized=False
+    )
+    for found, says in errors:
+        assert found == kind
+        assert text in says
+
+
+# --- what it says, and what is said to it
 
 
 def test_notices_are_taken_from_the_driver_only() -> None:

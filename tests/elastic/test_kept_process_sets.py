@@ -18,9 +18,9 @@ from process_set_use import check_process_set
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.elastic.process_sets import sets_to_keep
 from torch_ring.world import current
 from torch_ring.world.engine_exchange import EngineExchange
+from torch_ring.world.process_set_keeper import sets_to_keep
 
 STEPS = 8
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -122,6 +125,65 @@ def test_imagenet_goes_on_within_an_epoch(tmp_path: Path, images: Path) -> None:
     # Of 24 images, 8 were left in the first epoch.
     assert "16 steps with real data on 1 rank" in alone.output
     assert torch.load(tmp_path / "imagenet.pt")["schedule"]["last_epoch"] == 24
+
+
+def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dict) -> Run:
+    """Run a script as `run_script` does, and be killed when a loss is computed for the n-th time.
+
+    Args:
+        deaths: n, by rank.
+    """
+    losses, at = itertools.count(1), deaths.get(int(os.environ["RANK"]))
+
+    def compute(*arguments: torch.Tensor) -> torch.Tensor:
+        if next(losses) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cross_entropy(*arguments)
+
+    with mock.patch.object(torch.nn.functional, "cross_entropy", compute):
+        return run_script(script, arguments, folder)
+
+
+# Of three ranks, in an epoch: two steps of two passes, then two batches of the test.
+@pytest.mark.parametrize(
+    ("deaths", "left"),
+    [
+        pytest.param({0: 8}, 2, id="the first rank in an accumulation"),
+        pytest.param({1: 6}, 2, id="in the test after an epoch"),
+        pytest.param({0: 3, 2: 13}, 1, id="one after the other"),
+    ],
+)
+def test_imagenet_trains_on_when_ranks_die(
+    tmp_path: Path, images: Path, deaths: dict[int, int], left: int
+) -> None:
+    options = ["--data-dir", str(images), "--smoke", "--elastic", "--batch-size", "2"]
+    options += ["--accumulate", "2", "--plot", "curve.png"]
+    results = pool.run(
+        *(run_until_killed, 3),
+        args=(str(IMAGENET / "train.py"), options, str(tmp_path), deaths),
+        transport="",
+        deadline_s=DEADLINE_S,
+        initialized=False,
+        may_die=list(deaths),
+    )
+    survivors = [results[rank] for rank in range(3) if rank not in deaths]
+    assert [survivor.code for survivor in survivors] == [None] * left
+    first = survivors[0].output
+    assert f"resnet18: size {left}, {24 // left // 4} steps of {4 * left} images an epoch" in first
+    assert epochs_in(first)[-1] == "3"
+    assert all("epoch 3," not in survivor.output for survivor in survivors[1:])
+    assert (tmp_path / "curve.png").exists()
+
+    state = torch.load(tmp_path / "imagenet.pt")
+    rows = state["history"]
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["lr"] == pytest.approx(2 * left * 0.003)
+    assert state["schedule"]["last_epoch"] == 3 * (24 // left // 4)  # three epochs, for these ranks
+    assert state["sampler"]["epoch"] == 3
+    assert not any(math.isnan(row["loss"]) for row in rows)
+    loss, right = evaluate(images, state["model"])
+    assert rows[-1]["val_loss"] == pytest.approx(loss, rel=1e-3)
+    assert rows[-1]["top1"] == pytest.approx(right)
 
 
 def test_imagenet_refuses_the_checkpoint_of_another_program(tmp_path: Path, images: Path) -> None:

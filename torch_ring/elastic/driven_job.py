@@ -12,6 +12,7 @@ from torch_ring.rendezvous.horovod_driver import HorovodDriver
 from torch_ring.rendezvous.horovod_notices import HorovodNotices
 from torch_ring.rendezvous.network import own_address
 from torch_ring.world import current
+from torch_ring.world.driven_sets import driven_processes, note_driven_sets
 
 __all__ = ["DrivenJob"]
 
@@ -32,7 +33,7 @@ class DrivenJob:
         on_hosts_updated: called when hosts have come or gone. Thread: any.
 
     Attributes:
-        members: another value for each world.
+        members: the processes of the last world that was made, by rank.
     """
 
     has_newcomers = False  # the driver says it anew, should they come while the ranks change
@@ -41,7 +42,7 @@ class DrivenJob:
 
     def __init__(self, driver: HorovodDriver, on_hosts_updated: Callable[[Any, int], None]) -> None:
         config = current.config()
-        self.members: Sequence[object] = (0,)
+        self.members: Sequence[object] = driven_processes() or (0,)  # not made by the driver
         self._timeout_s = config.elastic_timeout_s
         host = own_address(config.interface, driver.address)
         self._notices = HorovodNotices(host, on_hosts_updated)
@@ -63,6 +64,7 @@ class DrivenJob:
             RingError: the driver is gone, or no world was made in time.
         """
         began = time.monotonic()
+        note_driven_sets()
         current.shutdown()
         while True:
             try:
@@ -75,6 +77,6 @@ class DrivenJob:
                     raise
                 _log.warning("the next world was not made: %s", first_line(error))
                 time.sleep(_AGAIN_S)
-        self.members = (time.monotonic(),)
+        self.members = driven_processes()
         if current.rank() == 0:
             _log.warning("%d ranks go on: %s", current.size(), cause)

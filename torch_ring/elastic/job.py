@@ -14,7 +14,6 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.listener import Listener
-from torch_ring.elastic.process_sets import ProcessSetKeeper
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
 from torch_ring.errors import MismatchError, PeerLostError, RingError, first_line
 from torch_ring.rendezvous.channel import key_of
@@ -23,6 +22,7 @@ from torch_ring.rendezvous.launchers import process_name
 from torch_ring.rendezvous.member import Member, member_id
 from torch_ring.rendezvous.network import own_address
 from torch_ring.world import current
+from torch_ring.world.process_set_keeper import ProcessSetKeeper
 
 __all__ = ["ElasticJob"]
 
@@ -101,7 +101,7 @@ class ElasticJob:
         """
         began = time.monotonic()
         if self.members and current.is_initialized():
-            self._process_sets.note(self.members)
+            self._process_sets.note(current.world().process_sets, _names(self.members))
         suspects = self._leave(self.members)
         before = len(self.members)
         limits = self._limits
@@ -109,7 +109,7 @@ class ElasticJob:
             group = self._next_group(limits, suspects)
             try:
                 self._join(group)
-                self._process_sets.restore(group.members, is_newcomer=not self.members)
+                self._restore_process_sets(group.members)
                 break
             except RingError as error:  # another one has died meanwhile, or a newcomer is different
                 has_newcomers = any(member not in self.members for member in group.members)
@@ -127,6 +127,11 @@ class ElasticJob:
                 "%d ranks go on, of %d, after %.0f ms: %s",
                 *(len(self.members), before, 1e3 * (time.monotonic() - began), cause),
             )
+
+    def _restore_process_sets(self, members: Sequence[Member]) -> None:
+        own = self._process_sets.told() if self.members else None
+        told = allgather_object(own, "elastic.process_sets")
+        self._process_sets.restore(current.world().process_sets, _names(members), told)
 
     def _leave(self, members: Sequence[Member]) -> set[str]:
         """Leave the world of `members`; return the other hosts with ranks that were lost in it."""
@@ -198,3 +203,7 @@ class ElasticJob:
             )
         except DistError as error:
             raise PeerLostError(f"the store of the next world: {first_line(error)}") from None
+
+
+def _names(members: Sequence[Member]) -> list[str]:
+    return [member.id for member in members]

@@ -1,23 +1,24 @@
-"""Directory: where newcomers learn who the members of an elastic job are. The launcher has it."""
+"""Directory: where processes of an elastic job learn who its ranks are. The launcher has it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch_ring.errors import RingError
 from torch_ring.rendezvous.channel import Channel
+from torch_ring.rendezvous.gathering import Gathering
 from torch_ring.rendezvous.member import Member, dial
 from torch_ring.rendezvous.server import Server
 
-__all__ = ["Directory", "ask_directory", "tell_directory"]
+__all__ = ["Directory", "ask_directory", "ask_for_place", "tell_directory"]
 
 _ANSWER_S = 5.0
 
 
 class Directory:
-    """The members of the last world, as its rank 0 has told.
+    """The members of the last world, as its rank 0 has told; before, who is to be in the first.
 
     Thread: any. Blocking: `ask_to_leave` only.
 
@@ -35,6 +36,7 @@ class Directory:
         self._generation = 0
         self._members: Sequence[Member] = ()
         self._processes: set[str] = set()
+        self._gathering = Gathering()
         self._server = Server(host, key, self._answer)
         self.address = f"{host}:{self._server.port}"
 
@@ -59,6 +61,10 @@ class Directory:
         asked = [m for m in members if m.process in processes and self._ask(m, "leave")]
         if asked:  # rank 0 tells all ranks at once, after those that leave know it
             self._ask(members[0], "hosts")
+
+    def expect(self, processes: Mapping[str, int]) -> None:
+        """Note which of the processes live with which the job begins, and their ranks."""
+        self._gathering.expect(processes)
 
     def close(self) -> None:
         """Stop listening."""
@@ -85,6 +91,13 @@ class Directory:
                 self._members = [Member(*each) for each in request["members"]]
                 self._processes |= {member.process for member in self._members}
             packed = [member.packed() for member in self._members]
+            has_begun = self._generation > 0
+        if request["kind"] == "place":
+            answer: dict[str, Any] = {"kind": "begun"}
+            if not has_begun:
+                answer = self._gathering.ask(*request["asker"])
+            channel.send(answer)
+            return
         channel.send({"kind": "roster", "members": packed})
 
 
@@ -112,6 +125,20 @@ def ask_directory(address: str, key: bytes) -> Sequence[Member]:
         RingError: the directory cannot be reached.
     """
     return [Member(*each) for each in _call(address, key, {"kind": "who"})["members"]]
+
+
+def ask_for_place(
+    address: str, key: bytes, process: str, question: str, host: str, port: int
+) -> dict[str, Any]:
+    """Ask for a place in the first world; return the answer of `Gathering.ask`.
+
+    It is ``{"kind": "begun"}`` if members have told of a world: those find one another themselves.
+
+    Raises:
+        RingError: the directory cannot be reached.
+    """
+    asker = [process, question, host, port]
+    return _call(address, key, {"kind": "place", "asker": asker})
 
 
 def _call(address: str, key: bytes, request: dict[str, Any]) -> dict[str, Any]:

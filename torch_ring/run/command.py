@@ -94,7 +94,7 @@ def _run(options: Options, environment: Mapping[str, str]) -> int:
             slots = slots_of(options.size, options.hosts, options.hostfile, environment)
         growth.check(len(slots))
         directory = None
-        if growth.grows or growth.reset_limit is not None:
+        if growth.least is not None:
             directory = Directory(_address_for(slots, options), key_of(secret))
             stack.callback(directory.close)
             variables["TORCH_RING_ELASTIC_DIRECTORY"] = directory.address

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch_ring.rendezvous.directory import Directory
@@ -56,6 +56,11 @@ class Growth:
     def is_let_in(self, process: str) -> bool:
         """Return whether the other ranks have let a process in, by its name."""
         return self._directory is not None and self._directory.has_had(process)
+
+    def expect(self, processes: Mapping[str, int]) -> None:
+        """Let the processes that live, by name with their ranks, make the job's first world."""
+        if self._directory is not None:
+            self._directory.expect(processes)
 
     def next_at(self, now: float) -> float | None:
         """Return when there may be something to do; None: at the next event."""

@@ -81,6 +81,7 @@ class Processes:
             if self._spec.is_verbose:
                 self._screen.say(f"rank {slot.rank} starts on {slot.host}")
             self._start(slot, self._name(slot), is_newcomer=False)
+        self._expect()
 
     def add(self, slot: Slot) -> None:
         """Start a rank while the others run, from a standby process if there is one."""
@@ -158,6 +159,12 @@ class Processes:
         growth = self._growth
         return process.is_newcomer and growth is not None and not growth.is_let_in(process.name)
 
+    def _expect(self) -> None:
+        """Tell which processes live that are to make the job's first world."""
+        if self._growth is not None:
+            living = self._running.values()
+            self._growth.expect({p.name: p.slot.rank for p in living if not p.is_newcomer})
+
     # --- ends
 
     def remove_vanished(self, done: int) -> None:
@@ -184,6 +191,7 @@ class Processes:
             return False
         has_finished = not (process.leaves or self._waits(process))
         del self._running[rank]
+        self._expect()
         self._screen.finish(rank)
         if process.leaves:
             self._screen.say(f"rank {rank} on {process.slot.host} has left")
@@ -209,6 +217,7 @@ class Processes:
             return None
         waited = self._waits(process)
         del self._running[rank]
+        self._expect()
         slot, now = process.slot, time.monotonic()
         if waited and not is_ending:
             self._screen.say(f"rank {rank} on {slot.host} {text}, before it was let in")

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -22,9 +23,11 @@ from torch_ring.errors import InvalidArgumentError, NotInitializedError
 from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.rendezvous.horovod_driver import horovod_driver
-from torch_ring.world.driven import next_place
+from torch_ring.world.beginning import begin, begins_with_others
+from torch_ring.world.driven import join_driven
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
+from torch_ring.world.log import set_up_log
 from torch_ring.world.torch_group import group_of_job, place_in
 
 __all__ = [
@@ -131,9 +134,14 @@ def init(
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
         driver = horovod_driver()
         if driver is not None and comm is None and rank is None and store is None:
-            _set_up_log(config)
-            given, store = next_place(driver, config)
-        _join(comm, process_sets, given, store, config)
+            set_up_log(config)
+            join_driven(driver, config, process_sets, partial(_join, None, None, config))
+            return
+        if begins_with_others(config) and all(p is None for p in (comm, *given.values(), store)):
+            set_up_log(config)
+            begin(config, partial(_join, None, process_sets, config))
+            return
+        _join(comm, process_sets, config, given, store)
 
 
 def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
@@ -154,21 +162,22 @@ def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
         patience_s = min(config.init_timeout_s, _REJOIN_S + _REJOIN_S_PER_RANK * size)
         config = replace(config, init_timeout_s=patience_s, secret=config.secret or secret)
         given = {"rank": rank, "size": size, "local_rank": None, "local_size": None}
-        _join(None, None, given, store, config)
+        _join(None, None, config, given, store)
 
 
 def _join(
     comm: Any,
     process_sets: Sequence[Any] | str | None,
+    config: Config,
     given: dict[str, Any],
     store: Store | None,
-    config: Config,
+    **more: Any,
 ) -> None:
     global _world
     with _changing:
         prepare(config)
         try:
-            _world = join_world(comm, process_sets, given, store, config)
+            _world = join_world(comm, process_sets, given, store, config, **more)
         finally:
             ignored = misspelt()  # which may be why it has failed
             if ignored and (_world is None or _world.rank == 0):
@@ -184,7 +193,7 @@ def after_join(callback: Callable[[], None]) -> None:
 
 def prepare(config: Config) -> None:
     """Set up what a world needs of its process: log, memory of results, a clean exit."""
-    _set_up_log(config)
+    set_up_log(config)
     arm_failpoints(failpoints())
     _prepare_exit()
     keep_results(config.kept_result_bytes)
@@ -335,16 +344,6 @@ def _warn_if_other(world: World, rank: int | None, size: int | None) -> None:
         "shutdown() first",
         *(rank, size, world.rank, world.size),
     )
-
-
-def _set_up_log(config: Config) -> None:
-    """Log to stderr, unless the program has set up logging."""
-    if not _log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[torch_ring] %(message)s"))
-        _log.addHandler(handler)
-    if _log.level == logging.NOTSET:
-        _log.setLevel(config.log_level.upper())
 
 
 # --- the end of the process, and forks of it

@@ -1,4 +1,4 @@
-"""next_place: the place of this process in the next world of Horovod's elastic driver."""
+"""join_driven: the place of this process in the next world of Horovod's elastic driver."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch_ring.config import Config
 from torch_ring.errors import RingError, TimeoutError, first_line
 from torch_ring.rendezvous.horovod_driver import HorovodDriver
 from torch_ring.rendezvous.network import own_address
+from torch_ring.world.join import World
 
-__all__ = ["next_place"]
+__all__ = ["join_driven", "on_driven_world"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -24,10 +26,49 @@ _SCOPE, _KEY = "torch_ring", "store"  # where rank 0 tells the others of its sto
 _LOOK_S = 0.02
 _STORE_S = 5.0  # for a store whose rank 0 was alive a moment ago
 
+Begin = Callable[[World, Sequence[Any] | str | None], None]
+"""Called with a world and the process sets that are given to init()."""
+
+_begin: list[Begin] = []
 _store: TCPStore | None = None  # of the present world: its server, on rank 0, lives as long
 
 
-def next_place(driver: HorovodDriver, config: Config) -> tuple[dict[str, Any], TCPStore | None]:
+def on_driven_world(begin: Begin) -> None:
+    """Call a function, a collective, in every world of a driver before init() returns."""
+    _begin.append(begin)
+
+
+def join_driven(
+    driver: HorovodDriver,
+    config: Config,
+    process_sets: Sequence[Any] | str | None,
+    join: Callable[..., None],
+) -> None:
+    """Join the next world of the driver.
+
+    Processes that were in the world before, and those that come, join it alike: which process sets
+    it has is agreed upon when all have joined.
+
+    Args:
+        driver: that has started this process.
+        config: the settings.
+        process_sets: as for init().
+        join: makes a world of a rank, a size and so on, and a store.
+
+    Raises:
+        SystemExit: the driver has no place for this process, which is to end with exit code 0.
+        RingError: no world was made.
+    """
+
+    def begin_all(world: World) -> None:
+        for begin in _begin:
+            begin(world, process_sets)
+
+    given, store = _next_place(driver, config)
+    join(given, store, also=begin_all)
+
+
+def _next_place(driver: HorovodDriver, config: Config) -> tuple[dict[str, Any], TCPStore | None]:
     """Return rank, size, local rank and local size for init(), and the store where the ranks meet.
 
     Blocks until all workers of the driver have asked.

@@ -34,7 +34,7 @@ from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of
 from torch_ring.world.timelines import Timelines
 
-__all__ = ["World", "join_world", "on_join"]
+__all__ = ["World", "join_world", "on_join", "static_sets"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -120,6 +120,8 @@ def join_world(
     config: Config,
     *,
     of_init: bool = True,
+    timeout_s: float | None = None,
+    also: Callable[[World], None] | None = None,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
 
@@ -130,6 +132,8 @@ def join_world(
         store: as for init().
         config: the settings.
         of_init: whether init() makes it, so that what on_join() says begins with it.
+        timeout_s: how long that may take; None: as long as the settings say.
+        also: called with the world when all ranks have joined; what it raises ends the world.
     """
     global _has_joined
     if config.secret_file and not config.secret:
@@ -138,7 +142,7 @@ def join_world(
         identity, comm = _identity_in_list(comm or (), given), None
     else:
         identity = _identity_in_communicator(comm, given)
-    sets = _static_sets(process_sets, identity.size)
+    sets = static_sets(process_sets, identity.size)
     if identity.launcher == "python":
         reason = why_not_alone()
         if reason is not None:
@@ -148,12 +152,15 @@ def join_world(
     begin = _begin if of_init else []
     if identity.size > 1:
         common = {"process_sets": sets}
-        world = _connect(identity, config, comm, store, common, begin)
+        deadline = Deadline(config.init_timeout_s if timeout_s is None else timeout_s)
+        world = _connect(identity, config, deadline, comm, store, common, begin)
     else:
         world = _alone(config, begin)
     try:
         for ranks in sets:
             world.process_sets.add(ranks)
+        if also is not None:
+            also(world)
     except BaseException:
         world.close(failed=True)
         raise
@@ -190,7 +197,8 @@ def _among(identity: Identity, comm: Any) -> Identity:
     return identity if len(ranks) == identity.size else identity.among(ranks)
 
 
-def _static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
+def static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
+    """Return the ranks of the sets that are given to init() for a world of `size` ranks."""
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise InvalidArgumentError(f'process_sets={process_sets!r}: the only word is "dynamic"')
@@ -219,6 +227,7 @@ def _alone(config: Config, begin: _Begin) -> World:
 def _connect(
     identity: Identity,
     config: Config,
+    deadline: Deadline,
     comm: Any,
     store: Store | None,
     common: dict[str, Any],
@@ -226,7 +235,6 @@ def _connect(
 ) -> World:
     """Connect this rank to the others; `common` must be the same on all of them."""
     rank, size = identity.rank, identity.size
-    deadline = Deadline(config.init_timeout_s)
     world = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)

@@ -223,14 +223,18 @@ class ProcessSetTable:
         memory = self._connections.memory
         return 0 if memory is None else memory.used_bytes()
 
-    def first_failure(self, failure: str) -> str:
-        """Return the failure of the first rank that has one; "": none has. All ranks call it.
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts that all ranks give, by rank. All ranks call it.
 
         Raises:
             MismatchError: on all ranks: not all of them call it.
         """
         with self._in_collective, EngineExchange(self.everyone.engine()) as exchange:
-            return next((text for text in exchange.texts(failure) if text), "")
+            return exchange.texts(text)
+
+    def first_failure(self, failure: str) -> str:
+        """Return the failure of the first rank that has one; "": none has. As `gather_texts`."""
+        return next((text for text in self.gather_texts(failure) if text), "")
 
     def be_brief(self) -> None:
         """Let close() wait for no peer that does not hear its goodbye: the world has failed."""

@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_ring.collectives.objects import allgather_object
-from torch_ring.rendezvous.member import Member
-from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, lose, objects_of, renumber
+from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks
 
 __all__ = ["ProcessSetKeeper", "sets_to_keep"]
 
 Names = tuple[str, ...]
-"""The processes of a set, by what `Member.id` calls them."""
+"""The processes of a set, by names that no others have, also of those that come later."""
+
+Told = Sequence[tuple[Names, bool]] | None
+"""The sets that a rank knows, and whether its program has an object of each; None: a newcomer."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class _Set:
 class ProcessSetKeeper:
     """Keeps the process sets of this rank while its worlds end.
 
+    In a new world the ranks gather what each of them `told`, and give it to `restore`.
+
     Thread: the training's. Blocking: `restore`, until all ranks have called it.
     """
 
@@ -47,35 +50,42 @@ class ProcessSetKeeper:
         self._sets: list[_Set] = []
         self._size = 0  # of the last world
 
-    def note(self, members: Sequence[Member]) -> None:
-        """Note the sets of the present world, before it is left.
+    def note(self, table: ProcessSetTable, processes: Sequence[str]) -> None:
+        """Note the sets of a world, before it is left.
 
         Args:
-            members: the processes of that world, by rank.
+            table: has them.
+            processes: the names of the processes of that world, by rank.
         """
-        self._size = len(members)
+        self._size = len(processes)
         self._sets = [
-            _Set(each.ranks, tuple(members[rank].id for rank in each.ranks), objects_of(each.ranks))
-            for each in current.world().process_sets.records
+            _Set(each.ranks, tuple(processes[rank] for rank in each.ranks), objects_of(each.ranks))
+            for each in table.records
             if each.id != 0
         ]
 
-    def restore(self, members: Sequence[Member], *, is_newcomer: bool) -> None:
-        """Make the sets again in the present world. Collective of all its ranks.
+    def told(self) -> list[tuple[Names, bool]]:
+        """Return the sets that were noted, and whether the program has an object of each."""
+        return [(each.names, bool(each.objects)) for each in self._sets]
+
+    def restore(
+        self, table: ProcessSetTable, processes: Sequence[str], told: Sequence[Told]
+    ) -> None:
+        """Make the sets again in a new world. Collective of all its ranks.
 
         Args:
-            members: the processes of this world, by rank.
-            is_newcomer: whether this process was in no world of the job before.
+            table: of the new world.
+            processes: the names of its processes, by rank.
+            told: what each of them told, by rank; None: it was in no world of the job before.
 
         Raises:
             RingError: a rank has died meanwhile. All objects are as before then.
         """
-        own = None if is_newcomer else [(each.names, bool(each.objects)) for each in self._sets]
-        rank_of = {member.id: rank for rank, member in enumerate(members)}
+        rank_of = {name: rank for rank, name in enumerate(processes)}
         kept: dict[Names, Ranks] = {}
-        for names in sets_to_keep(allgather_object(own, "elastic.process_sets"), rank_of):
+        for names in sets_to_keep(told, rank_of):
             kept[names] = tuple(sorted(rank_of[name] for name in names))
-            current.world().process_sets.add(kept[names], keeps=True)
+            table.add(kept[names], keeps=True)
         for each in self._sets:
             for process_set in each.objects:
                 if each.names in kept:
@@ -100,14 +110,11 @@ class ProcessSetKeeper:
         )
 
 
-def sets_to_keep(
-    told: Sequence[Sequence[tuple[Names, bool]] | None], living: Mapping[str, int]
-) -> list[Names]:
+def sets_to_keep(told: Sequence[Told], living: Mapping[str, int]) -> list[Names]:
     """Return the sets that are made again, in the order in which they were added.
 
     Args:
-        told: by rank, the sets that it knows, and whether its program has an object of each; None:
-            a newcomer.
+        told: by rank.
         living: has the processes of the new world.
     """
     survivors = [dict(sets) for sets in told if sets is not None]

@@ -1,0 +1,264 @@
+"""Processes that die while an elastic job makes its first world: the others make it."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pool
+import pytest
+import torch
+from deaths_in_init import PLACES, let_die
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.rendezvous.channel import key_of
+from torch_ring.rendezvous.directory import Directory
+from torch_ring.rendezvous.gathering import Gathering
+from torch_ring.world import current
+
+SECRET = "of this test"
+PATIENCE_S = 20.0
+
+Deaths = Mapping[int, str]
+"""By rank, as the launcher counts: the place where its process dies."""
+
+
+# --- who gets which place
+
+
+def ask(gathering: Gathering, process: str, question: str = "first") -> Any:
+    return gathering.ask(process, question, f"host of {process}", 7)
+
+
+def test_all_get_places_when_all_have_asked() -> None:
+    gathering = Gathering()
+    assert ask(gathering, "b") == {"kind": "wait", "missing": []}  # before it knows of any
+    gathering.expect({"a": 0, "b": 1})
+    assert ask(gathering, "b") == {"kind": "wait", "missing": [0]}
+    place = {"kind": "place", "processes": ["a", "b"], "store": ["host of a", 7]}
+    assert ask(gathering, "a") == place
+    assert ask(gathering, "b") == place
+    assert ask(gathering, "b") == place  # its answer got lost
+
+
+def test_those_that_have_died_are_not_waited_for() -> None:
+    gathering = Gathering()
+    gathering.expect({"a": 0, "b": 1, "c": 2})
+    assert ask(gathering, "c") == {"kind": "wait", "missing": [0, 1]}
+    assert ask(gathering, "a") == {"kind": "wait", "missing": [1]}
+    gathering.expect({"b": 1, "c": 2})  # one that has asked already
+    assert ask(gathering, "c") == {"kind": "wait", "missing": [1]}
+    gathering.expect({"c": 2})
+    assert ask(gathering, "c") == {
+        "kind": "place",
+        "processes": ["c"],
+        "store": ["host of c", 7],
+    }
+
+
+def test_whoever_asks_again_waits_for_all_that_live() -> None:
+    gathering = Gathering()
+    gathering.expect({"a": 0, "b": 1, "c": 2})
+    for process in "abc":
+        ask(gathering, process)
+    assert ask(gathering, "a", "second") == {"kind": "wait", "missing": [1, 2]}
+    assert ask(gathering, "c", "second") == {"kind": "wait", "missing": [1]}
+    assert ask(gathering, "b")["processes"] == ["a", "b", "c"]  # is late
+    gathering.expect({"a": 0, "c": 2})
+    assert ask(gathering, "a", "second")["processes"] == ["a", "c"]
+    assert ask(gathering, "c", "second")["processes"] == ["a", "c"]
+
+
+# --- on ranks that die
+
+
+def be_the_launcher(host: str, folder: Path, size: int) -> None:
+    """Serve a directory to which a thread tells which of the processes live."""
+    directory = Directory(host, key_of(SECRET))
+    (folder / "address.new").write_text(directory.address)
+    (folder / "address.new").rename(folder / "address")
+    living = {str(rank): rank for rank in range(size)}
+    directory.expect(living)
+
+    def watch() -> None:
+        poll, ranks = select.poll(), {}
+        for rank in range(size):
+            path = folder / f"pid-{rank}"
+            if not pool.eventually(path.exists, PATIENCE_S):
+                return
+            try:
+                fd = os.pidfd_open(int(path.read_text()))
+            except ProcessLookupError:
+                del living[str(rank)]
+                continue
+            poll.register(fd, select.POLLIN)
+            ranks[fd] = rank
+        while living:
+            directory.expect(living)
+            for fd, _ in poll.poll(1000 * PATIENCE_S):
+                poll.unregister(fd)
+                os.close(fd)
+                del living[str(ranks.pop(fd))]
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def note_process(folder: Path, rank: int, pid: int) -> None:
+    (folder / f"pid-{rank}.new").write_text(str(pid))
+    (folder / f"pid-{rank}.new").rename(folder / f"pid-{rank}")
+
+
+def begin(deaths: Deaths, folder_name: str, size: int, least: int, host: str = "") -> Any:
+    """Join the first world, and train a little; rank 0 is the launcher, too, if `host` is given."""
+    folder, index = Path(folder_name), int(os.environ["RANK"])
+    note_process(folder, index, os.getpid())
+    if host and index == 0:
+        be_the_launcher(host, folder, size)
+    assert pool.eventually((folder / "address").exists, PATIENCE_S)
+    os.environ["TORCH_RING_SECRET"] = SECRET
+    os.environ["TORCH_RING_ELASTIC_DIRECTORY"] = (folder / "address").read_text()
+    os.environ["TORCH_RING_PROCESS"] = str(index)
+    os.environ["TORCH_RING_MIN_RANKS"] = str(least)
+    if index in deaths:
+        let_die(deaths[index])
+    current.init()
+    state = hvd.elastic.ObjectState(step=0, sum=0)
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        while state.step < 3:
+            state.sum += int(hvd.allreduce(torch.tensor(index), op=hvd.Sum))
+            state.step += 1
+            state.check_host_updates()
+
+    go_on(state)
+    place = hvd.rank(), hvd.size(), state.sum
+    left = os.listdir("/dev/shm")
+    hvd.shutdown()
+    return (*place, [name for name in left if "torch_ring" in name])
+
+
+def check(deaths: Deaths, size: int, transport: str, folder: Path) -> None:
+    """Begin a job of which ranks die; check that the others have made a world, in their order."""
+    be_the_launcher("127.0.0.1", folder, size)
+    results = pool.run(
+        *(begin, size),
+        args=(deaths, str(folder), size, 1),
+        transport=transport,
+        initialized=False,
+        may_die=list(deaths),
+    )
+    require_others(results, deaths)
+
+
+def require_others(results: Sequence[Any], deaths: Deaths) -> None:
+    left = [rank for rank in range(len(results)) if rank not in deaths]
+    wanted: list[Any] = [None] * len(results)
+    for place, rank in enumerate(left):
+        wanted[rank] = place, len(left), 3 * sum(left), []
+    assert results == wanted
+
+
+@on_both_transports
+def test_all_live(transport: str, tmp_path: Path) -> None:
+    check({}, 3, transport, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("victim", "place", "transport"),
+    [(i % 3, place, ("shm", "tcp")[i % 2]) for i, place in enumerate(PLACES)],
+)
+def test_one_dies(victim: int, place: str, transport: str, tmp_path: Path) -> None:
+    check({victim: place}, 3, transport, tmp_path)
+
+
+@on_both_transports
+@pytest.mark.parametrize("place", ["placed", "card", "connecting", "engines"])
+def test_rank_0_dies(place: str, transport: str, tmp_path: Path) -> None:
+    check({0: place}, 3, transport, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "deaths", [{0: "before", 2: "card"}, {1: "met", 0: "engine"}, {1: "asking", 3: "memory"}]
+)
+def test_two_die(deaths: Deaths, tmp_path: Path) -> None:
+    check(deaths, 4, "shm", tmp_path)
+
+
+def test_one_is_left(tmp_path: Path) -> None:
+    check({0: "card", 1: "before"}, 3, "tcp", tmp_path)
+
+
+def begin_with_too_few(deaths: Deaths, folder: str, size: int) -> tuple[str, str]:
+    return pool.error_of(lambda: begin(deaths, folder, size, 3))
+
+
+def test_too_few_are_left(tmp_path: Path) -> None:
+    be_the_launcher("127.0.0.1", tmp_path, 3)
+    results = pool.run(
+        *(begin_with_too_few, 3),
+        args=({1: "card"}, str(tmp_path), 3),
+        initialized=False,
+        may_die=[1],
+    )
+    error = (
+        "RingError",
+        "2 ranks are left, and TORCH_RING_MIN_RANKS is 3: the others have ended before there was a "
+        "world",
+    )
+    assert results == [error, None, error]
+
+
+def begin_alone(folder: str) -> tuple[str, str]:
+    """Only rank 0 of two calls init()."""
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "0.5"
+    return pool.error_of(lambda: begin({}, folder, 2, 1)) if os.environ["RANK"] == "0" else ("", "")
+
+
+def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
+    be_the_launcher("127.0.0.1", tmp_path, 2)
+    note_process(tmp_path, 1, os.getpid())  # which lives on
+    error, _ = pool.run(begin_alone, 2, args=(str(tmp_path),), initialized=False)
+    assert error == (
+        "TimeoutError",
+        "rank 1 of 2 did not arrive within 0.5 s (TORCH_RING_INIT_TIMEOUT): have these processes "
+        "started, and do they call init()?",
+    )
+
+
+def begin_differently(folder: str) -> tuple[str, str]:
+    if os.environ["RANK"] == "1":
+        os.environ["TORCH_RING_HEARTBEAT_TIMEOUT"] = "7"
+    return pool.error_of(lambda: begin({}, folder, 2, 1))
+
+
+def test_a_failure_in_which_nobody_dies_is_raised(tmp_path: Path) -> None:
+    be_the_launcher("127.0.0.1", tmp_path, 2)
+    results = pool.run(begin_differently, 2, args=(str(tmp_path),), initialized=False)
+    assert [kind for kind, _ in results] == ["MismatchError"] * 2
+    assert all("TORCH_RING_HEARTBEAT_TIMEOUT" in text for _, text in results)
+
+
+@pytest.mark.parametrize("place", ["before", "card", "connecting", "engines"])
+@pytest.mark.parametrize("layout", [[0, 1, 2], [0, 0, 1, 1]], ids=str)
+def test_one_dies_on_another_host(
+    hosts: list[str], layout: list[int], place: str, tmp_path: Path
+) -> None:
+    size, deaths = len(layout), {len(layout) - 1: place}
+    first = f"{namespaces.NETWORK}.1"
+    results = pool.run(
+        *(begin, size),
+        args=(deaths, str(tmp_path), size, 1, first),
+        transport="",
+        env={"MASTER_ADDR": first, "TORCH_RING_HEARTBEAT_TIMEOUT": "5"},
+        initialized=False,
+        may_die=list(deaths),
+        namespaces=[hosts[host] for host in layout],
+    )
+    require_others(results, deaths)

@@ -1,0 +1,68 @@
+"""Ranks of the launcher that die in the first init() of an elastic job."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launched_jobs import run_job
+
+pytestmark = pytest.mark.launcher
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("first_init_program.py"))]
+PATH = os.pathsep.join(filter(None, sys.path))
+
+
+def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
+    """Run a job; return its exit code, the lines of its ranks, and what went to standard error."""
+    before = set(os.listdir("/dev/shm"))
+    code, out, errors = run_job(*arguments, PYTHONPATH=PATH, **variables)
+    left = [name for name in set(os.listdir("/dev/shm")) - before if "torch_ring" in name]
+    assert left == []
+    return code, sorted(line.partition(":")[2] for line in out.splitlines()), errors
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("death", ["0:before", pytest.param("1:card", marks=pytest.mark.slow)])
+def test_the_others_begin(death: str, transport: str) -> None:
+    arguments = ("-np", "3", "--min-np", "2", *PROGRAM, death)
+    code, lines, errors = run(*arguments, TORCH_RING_TRANSPORT=transport)
+    victim = death[0]
+    left = [rank for rank in "012" if rank != victim]
+    assert code == 0, errors
+    assert lines == [f"process {rank}.1 is rank {i} of 2" for i, rank in enumerate(left)]
+    assert f"rank {victim} on localhost was ended by SIGKILL: the other 2 go on" in errors
+
+
+def test_a_replacement_comes() -> None:
+    arguments = ("-np", "2", "--min-np", "1", "--max-np", "2", *PROGRAM, "0:connecting")
+    code, lines, errors = run(*arguments, GROWS_TO="2")
+    assert code == 0, errors
+    assert lines == ["process 0.2 is rank 1 of 2", "process 1.1 is rank 0 of 2"]
+    assert "rank 0 starts on localhost again" in errors
+
+
+@pytest.mark.slow
+def test_a_standby_process_comes() -> None:
+    arguments = ("-np", "2", "--min-np", "1", "--max-np", "2", "--standby", "1")
+    code, lines, errors = run(*arguments, *PROGRAM, "1:engines", GROWS_TO="2")
+    assert code == 0, errors
+    assert lines == ["process 0.1 is rank 0 of 2", "process 1.2 is rank 1 of 2"]
+
+
+@pytest.mark.slow
+def test_ranks_of_two_agents_begin() -> None:
+    hosts = ("-H", "localhost:2,127.0.0.2:2", "--min-np", "2")
+    code, lines, errors = run(*hosts, *PROGRAM, "0:memory", "3:before")
+    assert code == 0, errors
+    assert lines == ["process 1.1 is rank 0 of 2", "process 2.1 is rank 1 of 2"]
+
+
+def test_too_few_are_left() -> None:
+    code, lines, errors = run("-np", "2", "--min-np", "2", *PROGRAM, "1:met")
+    assert (code, lines) == (128 + 9, [])
+    assert "rank 1 on localhost was ended by SIGKILL: the other ranks are ended" in errors
+    assert not re.search(r"\[0\].*\n.*Traceback", errors)

@@ -1,0 +1,51 @@
+"""Places in init() where a test kills a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from torch_ring.connections import connect
+from torch_ring.rendezvous.meeting import Meeting
+from torch_ring.world import beginning, current, join
+
+__all__ = ["PLACES", "let_die"]
+
+_Place = tuple[Any, str, str, int]
+"""Owner and name of a function, whether it is before or after a call, and which call that is."""
+
+PLACES: dict[str, _Place] = {
+    "before": (current, "init", "before", 1),
+    "asking": (beginning, "_ask", "before", 1),
+    "placed": (beginning, "_ask", "after", 1),
+    "meeting": (join, "Meeting", "before", 1),
+    "met": (Meeting, "meet", "before", 1),
+    "card": (Meeting, "meet", "after", 1),
+    "memory": (connect, "_share_memory", "after", 1),
+    "connecting": (connect, "_wait_for_neighbours", "before", 1),
+    "connected": (connect, "_wait_for_neighbours", "after", 1),
+    "engine": (join, "_world_of", "after", 1),
+    "engines": (join, "wait_for_all", "after", 1),
+}
+
+
+def let_die(place: str) -> None:
+    """Let this process be killed at a place of the next init(), as `current.init` calls it."""
+    owner, name, when, nth = PLACES[place]
+    function: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if when == "before" and calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if when == "after" and calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    mock.patch.object(owner, name, call).start()
