@@ -21,13 +21,11 @@ constexpr const char* kSentInVain =
     "a backward pass failed or was interrupted after part of its gradients had been sent, which "
     "only shutdown() and init() can mend";
 
-/// A C++ exception that autograd turns into Python's AssertionError.
+// C++ exceptions that autograd turns into Python's.
 struct AssertionError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_AssertionError; }
 };
-
-/// A C++ exception that autograd turns into Python's ValueError.
 struct ValueError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_ValueError; }
@@ -43,7 +41,9 @@ void set(std::string& bitmap, std::size_t i) {
 /// because the pass has failed, here or before. In the latter case Python is not called.
 class GradientHooks::PassEnd {
  public:
-  explicit PassEnd(std::weak_ptr<GradientHooks> hooks) : hooks_(std::move(hooks)) {}
+  /// `number`: of the pass.
+  PassEnd(std::weak_ptr<GradientHooks> hooks, std::uint64_t number)
+      : hooks_(std::move(hooks)), number_(number) {}
   PassEnd(const PassEnd&) = delete;
   PassEnd& operator=(const PassEnd&) = delete;
   ~PassEnd() { close(true); }
@@ -58,10 +58,11 @@ class GradientHooks::PassEnd {
 
  private:
   void close(bool failed) {
-    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->close_pass(failed);
+    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->close_pass(number_, failed);
   }
 
   std::weak_ptr<GradientHooks> hooks_;
+  const std::uint64_t number_;
 };
 
 std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> parameters,
@@ -177,9 +178,10 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   }
   if (!pass_) {
     pass_ = current;
+    const std::uint64_t number = ++passes_;
     lock.unlock();
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [end = std::make_shared<PassEnd>(weak_from_this())] { end->run(); });
+        [end = std::make_shared<PassEnd>(weak_from_this(), number)] { end->run(); });
     lock.lock();
   }
   const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
@@ -217,8 +219,20 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
-void GradientHooks::close_pass(bool failed) {
+void GradientHooks::close_pass(std::uint64_t number, bool failed) {
   const std::scoped_lock lock(mutex_);
+  if (pass_ && number == passes_) close(failed);
+}
+
+/// Closes a pass that has failed, and that autograd has not dropped yet: a thread of a device may
+/// hold it for a while when backward() has raised. The caller, outside of backward passes, is about
+/// to step or to drop the gradients: so none that would bring some is under way.
+void GradientHooks::close_failed() {
+  const BackwardPass current = BackwardPass::current();
+  if (pass_ && current.task < 0 && !pass_->is_beside(current)) close(true);
+}
+
+void GradientHooks::close(bool failed) {
   sent_in_vain_ = sent_in_vain_ || (failed && sent_);
   sent_ = false;
   pass_.reset();
@@ -273,6 +287,7 @@ bool GradientHooks::parameters_moved() {
 GradientHooks::Pending GradientHooks::pending(Due which) {
   const std::scoped_lock lock(mutex_);
   const bool everything = which == Due::kEverything;
+  if (everything) close_failed();
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
   Pending pending{none, none, false, is_beside || (everything && sent_in_vain_)};
@@ -353,6 +368,7 @@ std::vector<std::size_t> GradientHooks::ready_order() {
 
 void GradientHooks::reset(bool gradients) {
   const std::scoped_lock lock(mutex_);
+  if (gradients) close_failed();
   for (HookedParameter& parameter : parameters_) {
     parameter.passes = 0;
     parameter.refresh();

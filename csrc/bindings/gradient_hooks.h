@@ -188,9 +188,11 @@ class GradientHooks final : public AccumulationObserver,
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
-  void close_pass(bool failed);
+  void close_pass(std::uint64_t number, bool failed);
 
   // Under mutex_:
+  void close_failed();
+  void close(bool failed);
   void count_missing();
   Before before(const HookedParameter& parameter) const;
   void give_back(HookedParameter& parameter, const Before& before);
@@ -213,6 +215,7 @@ class GradientHooks final : public AccumulationObserver,
 
   std::mutex mutex_;                  // guards the members below
   std::optional<BackwardPass> pass_;  // the pass that has brought gradients and not ended
+  std::uint64_t passes_ = 0;          // that have begun: the number of the last one
   bool sent_ = false;                 // a bucket has been sent in this pass
   bool sent_in_vain_ = false;         // ... and the pass has failed
   std::vector<HookedParameter> parameters_;

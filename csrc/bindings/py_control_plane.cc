@@ -8,6 +8,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "bindings/text.h"
 #include "control/set_numbers.h"
 
 namespace py = pybind11;
@@ -86,10 +87,8 @@ void PyControlPlane::read_letters(py::function reader) {
     const py::gil_scoped_acquire gil;
     const std::chrono::duration<double> waited = Clock::now() - begin;
     try {
-      // Another program's bytes: what is no UTF-8 is replaced.
-      const auto text = py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(
-          letter.text.data(), static_cast<Py_ssize_t>(letter.text.size()), "replace"));
-      (*shared)(letter.is_question, letter.from, letter.number, text, waited.count());
+      (*shared)(letter.is_question, letter.from, letter.number, as_text(letter.text),
+                waited.count());
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("torch_ring: a letter of another rank");
     }
@@ -147,7 +146,10 @@ void bind_control_plane(py::module_& module) {
       .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("lost", &PyControlPlane::lost)
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
-      .def("looks_at", &PyControlPlane::looks_at, py::arg("rank"))
+      .def(
+          "looks_at",
+          [](const PyControlPlane& plane, int rank) { return as_text(plane.looks_at(rank)); },
+          py::arg("rank"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
       .def("read_letters", &PyControlPlane::read_letters, py::arg("reader"))
       .def("connections", &PyControlPlane::connections)

@@ -10,6 +10,7 @@
 #include "bindings/requests.h"
 #include "bindings/result_allocator.h"
 #include "bindings/spans.h"
+#include "bindings/text.h"
 #include "collective/make_communicator.h"
 
 namespace py = pybind11;
@@ -50,7 +51,7 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
                                                  });
   const auto log_line = [shared_log](const std::string& text) {
     const py::gil_scoped_acquire gil;
-    (*shared_log)(text);
+    (*shared_log)(as_text(text));
   };
   if (plane_) {
     messages_ = std::make_shared<PointToPoint>(

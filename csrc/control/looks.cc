@@ -11,27 +11,40 @@ namespace {
 // Answers that never come: their ranks are lost.
 constexpr std::size_t kMostUnanswered = 1000;
 
+constexpr const char* kSilence = "not answering";
+
+constexpr std::size_t kMostBytes = 300;  // of a line
+
+std::pair<std::string_view, std::string_view> first_line(std::string_view text) {
+  const std::size_t end = std::min(text.find('\n'), text.size());
+  return {text.substr(0, end), text.substr(std::min(end + 1, text.size()))};
+}
+
 }  // namespace
 
-void Looks::begin(std::uint64_t number, int rank) {
+void Looks::begin(std::uint64_t number, int rank, Clock::time_point now) {
   if (unanswered_.size() == kMostUnanswered) unanswered_.erase(unanswered_.begin());
-  unanswered_.emplace(number, Look{rank});
+  unanswered_.emplace(number, Look{rank, now});
 }
 
 void Looks::end(std::uint64_t number) {
   const auto look = unanswered_.find(number);
   if (look == unanswered_.end()) return;
   look->second.is_over = true;
-  add(look->second.rank, {"not answering", ""});
+  add(look->second.rank, {kSilence, ""});
 }
 
-bool Looks::learn(std::uint64_t number, const std::string& answer) {
+bool Looks::learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now) {
   const auto look = unanswered_.find(number);
   if (look == unanswered_.end()) return false;
-  if (!look->second.is_over) {
-    const std::size_t end = std::min(answer.find('\n'), answer.size());
-    add(look->second.rank,
-        {answer.substr(0, end), answer.substr(std::min(end + 1, answer.size()))});
+  const auto& [rank, since, is_over] = look->second;
+  if (from != rank) return true;  // who answers for another one is not believed
+  if (!is_over && now - since > kPatience) {
+    add(rank, {kSilence, ""});
+  } else if (!is_over && !answer.empty()) {
+    const auto [what, rest] = first_line(answer);
+    const auto [where, more] = first_line(rest);
+    add(rank, {std::string(what.substr(0, kMostBytes)), std::string(where.substr(0, kMostBytes))});
   }
   unanswered_.erase(look);
   return true;

@@ -1,31 +1,37 @@
 // Looks: what a rank that is often late was found to do while this one waited for it.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <string>
+#include <string_view>
+
+#include "core/clock.h"
 
 namespace torch_ring {
 
 /// The answers to looks, which are questions to a rank that this one waits for. An answer that
-/// comes when the wait is over tells nothing of it: the rank has not answered then.
+/// comes late, or when the wait is over, tells nothing of it: what kept the rank kept the answer,
+/// too. Pure: the times are given.
 ///
 /// Thread: one at a time. Blocking: no.
 class Looks {
  public:
-  static constexpr std::size_t kMost = 100;  // of a rank, the latest
+  static constexpr std::size_t kMost = 100;                   // of a rank, the latest
+  static constexpr std::chrono::milliseconds kPatience{100};  // with an answer
 
   /// Rank `rank` was asked; `number`: of the question.
-  void begin(std::uint64_t number, int rank);
+  void begin(std::uint64_t number, int rank, Clock::time_point now);
 
   /// The wait in which it was asked is over.
   void end(std::uint64_t number);
 
-  /// Takes the answer, what the rank does and, on a line of its own, where: "computing\nin f".
-  /// Returns whether the question was a look.
-  bool learn(std::uint64_t number, const std::string& answer);
+  /// Takes rank `from`'s answer, what it does and, on a line of its own, where: "computing\nin f".
+  /// One that is empty counts for nothing. Returns whether the question was a look.
+  bool learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now);
 
   /// "asleep in 24 of 30 looks (at last in f (train.py:3)), computing in 6 (...)"; empty before
   /// any.
@@ -34,6 +40,7 @@ class Looks {
  private:
   struct Look {
     int rank = 0;
+    Clock::time_point since;
     bool is_over = false;
   };
   struct Finding {

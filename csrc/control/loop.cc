@@ -111,7 +111,7 @@ std::uint64_t ControlLoop::ask(int rank) {
 std::uint64_t ControlLoop::look(int rank) {
   std::uint64_t number = 0;
   tell([&] {
-    looks_.begin(number = ++asked_, rank);
+    looks_.begin(number = ++asked_, rank, Clock::now());
     return Message::asks(rank_, rank, number, kLook);
   });
   return number;

@@ -233,7 +233,7 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
   if (asks || message.kind == Message::Kind::kAnswers) {
     if (message.recipient() != rank_) {
       // It is on its way to another rank.
-    } else if (asks || !looks_.learn(message.set, message.text)) {
+    } else if (asks || !looks_.learn(message.set, message.rank, message.text, now)) {
       letters_.put({asks, message.rank, message.set, message.text});
     }
   } else if (message.kind != Message::Kind::kWaits && !own_left) {

@@ -96,8 +96,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (!since) since = now;
     if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
-    const Clock::duration poll = is_to_look() ? Lateness::kNotable : kPollInterval;
-    board_.wait_until(now + poll, is_patient ? kBlockingSpin : kSpin);
+    board_.wait_until(now + poll_interval(now), is_patient ? kBlockingSpin : kSpin);
     now = Clock::now();
     if (is_to_look()) look(now);
     // While rounds go on, the checks below can wait.

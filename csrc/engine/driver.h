@@ -153,6 +153,10 @@ class Driver {
   void check_stalls();
   /// Whether this wait is one for a rank that is often late, and it is to be asked what keeps it.
   bool is_to_look() const { return round_open_ && !look_ && lateness_.suspect() && waits_; }
+  Clock::duration poll_interval(Clock::time_point now) const {
+    const bool soon = is_to_look() && waits_since_ && now - *waits_since_ < Lateness::kNotable;
+    return soon ? Clock::duration(Lateness::kNotable) : kPollInterval;
+  }
   void look(Clock::time_point now);
   void end_look();
   std::string looks_at(int rank) const;

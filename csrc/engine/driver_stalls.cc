@@ -93,7 +93,7 @@ void Driver::end_look() {
 /// What a rank was found to do while it was late: the end of a line.
 std::string Driver::looks_at(int rank) const {
   const std::string found = waits_ ? waits_->looks_at(rank) : "";
-  return found.empty() ? "" : ". Asked while it was late, it was " + found;
+  return found.empty() ? "" : ". When it was looked at while it was late, it was " + found;
 }
 
 /// How long this rank waits for late ones, as errors say it.

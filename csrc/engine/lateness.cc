@@ -12,6 +12,7 @@ std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::n
   if (!begin_) begin_ = now;
   if (now - *begin_ >= kPeriod) {
     summary = sum_up();
+    suspect_ = now - *begin_ < 2 * kPeriod ? last_in_most() : std::nullopt;
     for (auto& waits : waits_) waits.clear();
     begin_ = now;
     looks_left_ = kLooks;

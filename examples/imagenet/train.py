@@ -131,7 +131,8 @@ def draw(history: list[dict], path: Path) -> None:
     panels |= {"images/s": ["images/s"]}
     for axes, (label, keys) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for key in keys:
-            axes.plot([row["epoch"] for row in history], [row[key] for row in history], label=key)
+            values = [row.get(key, float("nan")) for row in history]
+            axes.plot([row["epoch"] for row in history], values, label=key)
         axes.set(xlabel="epoch", ylabel=label, ylim=(0, None))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
@@ -273,7 +274,8 @@ def main() -> None:
                 model.train()
                 means.reset()
                 # An epoch may be over, but for its means, when a rank dies.
-                batches = pipeline if sampler.epoch == epoch else ()
+                is_due = sampler.epoch == epoch
+                batches = pipeline if is_due else ()
                 bar = tqdm(
                     batches, f"epoch {epoch + 1}", steps, initial=begun_at, disable=not is_first
                 )
@@ -290,8 +292,11 @@ def main() -> None:
                         state.check_host_updates()  # lets processes in that have come
                 sampler.set_epoch(epoch + 1)  # another order, the same on all ranks
                 lr = parts["schedule"].get_last_lr()[0]
-                row = {"epoch": epoch + 1, "lr": lr, **means.compute()}
-                row["images/s"] = (steps - begun_at) * images_a_step / (time.monotonic() - begun)
+                row = {"epoch": epoch + 1, "lr": lr}
+                if is_due and begun_at < steps:  # else a rank has died since, and with it sums
+                    row |= means.compute()
+                    seconds = time.monotonic() - begun
+                    row["images/s"] = (steps - begun_at) * images_a_step / seconds
                 average_buffers(model)
                 state.done = progress(history, row)
             row = row | evaluate(model, val_loader, prepare, args.device)

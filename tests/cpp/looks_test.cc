@@ -6,13 +6,15 @@
 namespace torch_ring::test {
 namespace {
 
+constexpr Clock::time_point kBegin{};
+
 TEST(looks_are_summed_up_by_what_was_found_most_often) {
   Looks looks;
   CHECK_EQ(looks.describe(3), "");
   const char* const answers[] = {"asleep\nin f", "computing\nin g", "asleep\nin h", "asleep"};
   for (std::uint64_t i = 0; i < 4; ++i) {
-    looks.begin(i + 1, 3);
-    CHECK(looks.learn(i + 1, answers[i]));
+    looks.begin(i + 1, 3, kBegin);
+    CHECK(looks.learn(i + 1, 3, answers[i], kBegin));
     looks.end(i + 1);  // answered already
   }
   CHECK_EQ(looks.describe(3), "asleep in 3 of 4 looks, computing in 1 (at last in g)");
@@ -21,24 +23,45 @@ TEST(looks_are_summed_up_by_what_was_found_most_often) {
 
 TEST(looks_answered_after_the_wait_are_not_answered) {
   Looks looks;
-  looks.begin(7, 1);
+  looks.begin(7, 1, kBegin);
   looks.end(7);
-  CHECK(looks.learn(7, "computing\nin f"));  // it was a look, but too late
+  CHECK(looks.learn(7, 1, "computing\nin f", kBegin));  // it was a look, but too late
   CHECK_EQ(looks.describe(1), "not answering in 1 of 1 looks");
-  CHECK(!looks.learn(7, "computing\nin f"));   // answered twice: not ours
-  CHECK(!looks.learn(8, "in no collective"));  // of another kind of question
+  CHECK(!looks.learn(7, 1, "computing\nin f", kBegin));   // answered twice: not ours
+  CHECK(!looks.learn(8, 1, "in no collective", kBegin));  // of another kind of question
+}
+
+TEST(looks_whose_answer_took_long_are_not_answered) {
+  Looks looks;
+  for (const std::uint64_t number : {1u, 2u}) looks.begin(number, 1, kBegin);
+  CHECK(looks.learn(1, 1, "asleep\nin f", kBegin + Looks::kPatience));
+  CHECK(looks.learn(2, 1, "asleep\nin f", kBegin + 2 * Looks::kPatience));
+  CHECK_EQ(looks.describe(1), "asleep in 1 of 2 looks (at last in f), not answering in 1");
+}
+
+TEST(looks_believe_only_the_rank_that_was_asked_and_one_line_of_it) {
+  Looks looks;
+  looks.begin(1, 1, kBegin);
+  CHECK(looks.learn(1, 2, "asleep", kBegin));  // another rank
+  CHECK_EQ(looks.describe(1), "");
+  CHECK(looks.learn(1, 1, "", kBegin));  // it has nothing to say
+  CHECK_EQ(looks.describe(1), "");
+  looks.begin(2, 1, kBegin);
+  CHECK(looks.learn(2, 1, "asleep\n" + std::string(4000, 'x') + "\nand more", kBegin));
+  CHECK_EQ(looks.describe(1), "asleep in 1 of 1 looks (at last " + std::string(300, 'x') + ")");
 }
 
 TEST(looks_forget_the_oldest) {
   Looks looks;
   for (std::uint64_t number = 1; number <= Looks::kMost + 20; ++number) {
-    looks.begin(number, 0);
-    looks.learn(number, number <= 20 ? "asleep" : "computing");
+    looks.begin(number, 0, kBegin);
+    looks.learn(number, 0, number <= 20 ? "asleep" : "computing", kBegin);
   }
   CHECK_EQ(looks.describe(0), "computing in 100 of 100 looks");
-  for (std::uint64_t number = 1000; number < 3000; ++number) looks.begin(number, 0);  // lost ranks
-  CHECK(!looks.learn(1000, "asleep"));
-  CHECK(looks.learn(2999, "asleep"));
+  for (std::uint64_t number = 1000; number < 3000; ++number)
+    looks.begin(number, 0, kBegin);  // lost ranks
+  CHECK(!looks.learn(1000, 0, "asleep", kBegin));
+  CHECK(looks.learn(2999, 0, "asleep", kBegin));
 }
 
 }  // namespace

@@ -139,9 +139,8 @@ def begin(deaths: Deaths, folder_name: str, size: int, least: int, host: str = "
 
     go_on(state)
     place = hvd.rank(), hvd.size(), state.sum
-    left = os.listdir("/dev/shm")
     hvd.shutdown()
-    return (*place, [name for name in left if "torch_ring" in name])
+    return place
 
 
 def check(deaths: Deaths, size: int, transport: str, folder: Path) -> None:
@@ -161,7 +160,7 @@ def require_others(results: Sequence[Any], deaths: Deaths) -> None:
     left = [rank for rank in range(len(results)) if rank not in deaths]
     wanted: list[Any] = [None] * len(results)
     for place, rank in enumerate(left):
-        wanted[rank] = place, len(left), 3 * sum(left), []
+        wanted[rank] = place, len(left), 3 * sum(left)
     assert results == wanted
 
 

@@ -19,6 +19,7 @@ from scripts import DEADLINE_S, ROOT, Run, run, run_script
 from torch.nn.functional import cross_entropy
 
 from torch_ring import checkpoint
+from torch_ring.metrics import Means
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="there is no torchvision"
@@ -131,7 +132,7 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
     """Run a script as `run_script` does, and be killed when a loss is computed for the n-th time.
 
     Args:
-        deaths: n, by rank.
+        deaths: n, by rank; or "means": when it computes the means of the first epoch.
     """
     losses, at = itertools.count(1), deaths.get(int(os.environ["RANK"]))
 
@@ -140,7 +141,16 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
             os.kill(os.getpid(), signal.SIGKILL)
         return cross_entropy(*arguments)
 
-    with mock.patch.object(torch.nn.functional, "cross_entropy", compute):
+    def means(own: Means) -> dict[str, float]:
+        if at == "means":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return compute_means(own)
+
+    compute_means = Means.compute
+    with (
+        mock.patch.object(torch.nn.functional, "cross_entropy", compute),
+        mock.patch.object(Means, "compute", means),
+    ):
         return run_script(script, arguments, folder)
 
 
@@ -151,10 +161,11 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
         pytest.param({0: 8}, 2, id="the first rank in an accumulation"),
         pytest.param({1: 6}, 2, id="in the test after an epoch"),
         pytest.param({0: 3, 2: 13}, 1, id="one after the other"),
+        pytest.param({1: "means"}, 2, id="in the means of an epoch"),
     ],
 )
 def test_imagenet_trains_on_when_ranks_die(
-    tmp_path: Path, images: Path, deaths: dict[int, int], left: int
+    tmp_path: Path, images: Path, deaths: dict[int, int | str], left: int
 ) -> None:
     options = ["--data-dir", str(images), "--smoke", "--elastic", "--batch-size", "2"]
     options += ["--accumulate", "2", "--plot", "curve.png"]
@@ -180,7 +191,8 @@ def test_imagenet_trains_on_when_ranks_die(
     assert rows[-1]["lr"] == pytest.approx(2 * left * 0.003)
     assert state["schedule"]["last_epoch"] == 3 * (24 // left // 4)  # three epochs, for these ranks
     assert state["sampler"]["epoch"] == 3
-    assert not any(math.isnan(row["loss"]) for row in rows)
+    assert not any(math.isnan(row.get("loss", 0.0)) for row in rows)
+    assert sum("loss" not in row for row in rows) == list(deaths.values()).count("means")
     loss, right = evaluate(images, state["model"])
     assert rows[-1]["val_loss"] == pytest.approx(loss, rel=1e-3)
     assert rows[-1]["top1"] == pytest.approx(right)

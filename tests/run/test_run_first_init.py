@@ -18,10 +18,7 @@ PATH = os.pathsep.join(filter(None, sys.path))
 
 def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
     """Run a job; return its exit code, the lines of its ranks, and what went to standard error."""
-    before = set(os.listdir("/dev/shm"))
     code, out, errors = run_job(*arguments, PYTHONPATH=PATH, **variables)
-    left = [name for name in set(os.listdir("/dev/shm")) - before if "torch_ring" in name]
-    assert left == []
     return code, sorted(line.partition(":")[2] for line in out.splitlines()), errors
 
 

@@ -16,8 +16,8 @@ from worlds import on_both_transports
 import torch_ring as hvd
 from torch_ring import tracing
 
-LATE_S = 0.15
-STEPS = 12
+LATE_S = 0.25
+STEPS = 10
 
 
 class SlowRows(Dataset[torch.Tensor]):
@@ -68,13 +68,21 @@ def count_in_python() -> str:
 
 
 def be_stopped() -> str:
-    """Stop rank 1 for a while before each operation."""
+    """Rank 1 stops itself before each operation; rank 0 lets it go on at times."""
     pids = hvd.allgather_object(os.getpid())
-    for step in range(STEPS):
-        if hvd.rank() == 0:
-            os.kill(pids[1], signal.SIGSTOP)
-            threading.Timer(LATE_S, os.kill, (pids[1], signal.SIGCONT)).start()
-        hvd.allreduce(torch.ones(3), name=f"x{step}")
+    has_ended = threading.Event()
+
+    def let_go_on() -> None:
+        while not has_ended.wait(2 * LATE_S):
+            os.kill(pids[1], signal.SIGCONT)
+
+    if hvd.rank() == 0:
+        threading.Thread(target=let_go_on).start()
+    for _ in range(STEPS):
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        hvd.allreduce(torch.ones(3), name="x")
+    has_ended.set()
     return found()
 
 

@@ -65,7 +65,7 @@ def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> No
         assert any("bucket 0" in name for name in names), names
         assert not any("'before'" in name or "'after'" in name for name in names)
         numbers = [name for name in names if re.match(r"torch_ring: agreed \d+: ", name)]
-        agreed.append(numbers)
+        agreed.append(sorted(numbers))
         assert len(numbers) == len(comms)
     assert agreed[0] == agreed[1]
-    assert "allreduce 'blocking' float64 [5]" in agreed[0][0]
+    assert any("allreduce 'blocking' float64 [5]" in name for name in agreed[0])

@@ -89,6 +89,7 @@ class Inquiries:
 
 def _told(answer: Callable[[], str]) -> str:
     try:
-        return answer()
+        text = answer()
     except Exception as error:  # of no importance but to the one who asks
-        return f"cannot tell what it does: {error}"
+        text = f"cannot tell what it does: {error}"
+    return text.encode(errors="replace").decode()  # a path may be no UTF-8

@@ -171,6 +171,8 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 
 _PROCESS = "TORCH_RING_PROCESS"
+# Of launchers that may run inside a process of torch_ring.run, which removes them for its own.
+_STARTED_SINCE = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 # Steps from this number on, such as an interactive shell's, run beside the job's tasks (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -242,7 +244,12 @@ def tasks_of_node(counts: str, node: str) -> int | None:
 
 
 def process_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return torch_ring.run's name of this process in an elastic job; empty: it has none."""
+    """Return torch_ring.run's name of this process in an elastic job; empty: it has none.
+
+    The ranks that another launcher has started inside such a process have only inherited it.
+    """
+    if any(name in environment for name in _STARTED_SINCE):
+        return ""
     return environment.get(_PROCESS, "")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from torch_ring._C import OperationRecord
-from torch_ring.tracing.operations import asked_world, recorded_sets
+from torch_ring.tracing.operations import RecordedSet, recorded_sets
 
 __all__ = ["Straggler", "stragglers", "who_is_late"]
 
@@ -41,7 +41,9 @@ class Straggler:
             f"rank {self.rank} was last in {share} % of {self.waits} waits, by "
             f"{self.median_s * 1e3:.0f} ms in the median, most often for {self.operation}"
         )
-        return f"{text}. Asked while it was late, it was {self.instead}" if self.instead else text
+        if self.instead:
+            text += f". When it was looked at while it was late, it was {self.instead}"
+        return text
 
 
 def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
@@ -52,11 +54,11 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     which it has waited more than two thirds of that time, three times at least, is a straggler. The
     late rank itself waits for nobody, so it finds none: ask another one. Talks to no other rank.
 
-    Rank 0 (rank 1, if rank 0 is late) asks the late rank what it does while it waits for it, 30
-    times a minute at most, from its fourth such wait on. The last 100 answers are summed up in
-    `Straggler.instead`: "waiting for data", "computing" (in torch, or other native code), "in
-    Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "not answering" while
-    it was late (stopped, without a core, or in native code that keeps the interpreter's lock).
+    Rank 0 of a set (rank 1, if rank 0 is late) asks the late rank what it does while it waits for
+    it, 30 times a minute at most, when it has waited for it a few times. The last 100 answers are
+    summed up in `Straggler.instead`: "waiting for data", "computing" (in torch, or other native
+    code), "in Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "waiting
+    for a core", "not answering" (stopped, or in native code that keeps the interpreter's lock).
 
     Who was last in an agreement is known with the next one, so the last agreement does not count.
 
@@ -70,13 +72,13 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     for recorded in recorded_sets():
         late = who_is_late(recorded.records, recorded.ranks, min_lag_s)
         if late is not None:
-            found.append(late)
-    worst = sorted(found, key=lambda each: -each.last)[:1]
-    world, ranks = asked_world()
-    inquiries = world.inquiries
-    if inquiries is None:
-        return worst
-    return [replace(each, instead=inquiries.looks_at(ranks.index(each.rank))) for each in worst]
+            found.append(replace(late, instead=_looks_at(recorded, late.rank)))
+    return sorted(found, key=lambda each: -each.last)[:1]
+
+
+def _looks_at(recorded: RecordedSet, rank: int) -> str:
+    inquiries = recorded.world.inquiries
+    return "" if inquiries is None else inquiries.looks_at(recorded.world_ranks.index(rank))
 
 
 def who_is_late(

@@ -26,12 +26,16 @@ class RecordedSet:
         name: "world", "process set 2" or "group 1 of torch.distributed".
         ranks: its members, ranks of the world, or of torch.distributed.
         records: the last 2000, oldest first, also those in flight.
+        world: in which its ranks ask one another.
+        world_ranks: of that world, as `ranks` has them.
     """
 
     set_id: int
     name: str
     ranks: tuple[int, ...]
     records: list[OperationRecord]
+    world: World
+    world_ranks: Sequence[int]
 
 
 def recorded_sets() -> list[RecordedSet]:
@@ -44,13 +48,16 @@ def recorded_sets() -> list[RecordedSet]:
     groups = recorded_groups()
     if not groups or current.find_world() is not None:
         current.require_own()
-        for set_id, ranks, engine in current.world().process_sets.engines():
+        world = current.world()
+        for set_id, ranks, engine in world.process_sets.engines():
             name = f"process set {set_id}" if set_id else "world"
-            found.append(RecordedSet(set_id, name, tuple(ranks), engine.records()))
+            own = tuple(ranks), engine.records()
+            found.append(RecordedSet(set_id, name, *own, world, range(world.size)))
     for group in groups:
         number = _GROUPS_FROM + zlib.crc32(group.name.encode())
         name = f"group {group.name} of torch.distributed"
-        found.append(RecordedSet(number, name, group.ranks, group.engine.records()))
+        own = group.ranks, group.engine.records()
+        found.append(RecordedSet(number, name, *own, group.world, group.world_ranks))
     return found
 
 

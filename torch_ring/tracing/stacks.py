@@ -7,13 +7,14 @@ import threading
 import traceback
 from typing import Any
 
-__all__ = ["main_thread_stack"]
+__all__ = ["is_ours", "main_thread_stack"]
 
 
-def main_thread_stack() -> list[dict[str, Any]]:
+def main_thread_stack(*, whole: bool = False) -> list[dict[str, Any]]:
     """Return the frames of the main thread, innermost first: name, filename and line.
 
-    Frames of torch_ring itself are left out at the inner end: the program is of interest.
+    Frames of torch_ring itself are left out at the inner end, if it is not to be the `whole` stack:
+    the program is of interest.
     """
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
@@ -24,7 +25,7 @@ def main_thread_stack() -> list[dict[str, Any]]:
     frames = [
         {"name": each.name, "filename": each.filename, "line": each.lineno} for each in summaries
     ]
-    while len(frames) > 1 and _is_ours(str(frames[0]["filename"])):
+    while not whole and len(frames) > 1 and is_ours(str(frames[0]["filename"])):
         del frames[0]
     return frames
 
@@ -32,5 +33,6 @@ def main_thread_stack() -> list[dict[str, Any]]:
 _FOLDER = __file__.rsplit("tracing", 1)[0]
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
+    """Return whether a file is one of torch_ring."""
     return filename.startswith(_FOLDER)

@@ -94,7 +94,7 @@ def begin(config: Config, join: Join) -> None:
                     "others have ended before there was a world"
                 )
             if failure is not None and processes == before:
-                if has_whole_time or not isinstance(failure, TimeoutError):
+                if has_whole_time or not isinstance(failure, (TimeoutError, PeerLostError)):
                     raise failure  # the next one would be no other
                 has_whole_time = True
             timeout_s = config.init_timeout_s
@@ -111,7 +111,7 @@ def begin(config: Config, join: Join) -> None:
                 before, failure = processes, error
                 _log.debug("a world of %d ranks was not made: %s", size, first_line(error))
                 continue
-        if failure is not None and rank == 0:
+        if failure is not None and rank == 0 and size < len(before):
             _log.warning("%d ranks begin without the others: %s", size, first_line(failure))
         return
 
