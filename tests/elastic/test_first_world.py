@@ -124,6 +124,7 @@ def begin(deaths: Deaths, folder_name: str, size: int, least: int, host: str = "
     os.environ["TORCH_RING_SECRET"] = SECRET
     os.environ["TORCH_RING_ELASTIC_DIRECTORY"] = (folder / "address").read_text()
     os.environ["TORCH_RING_PROCESS"] = str(index)
+    del os.environ["TORCHELASTIC_RUN_ID"]  # no other launcher has started it
     os.environ["TORCH_RING_MIN_RANKS"] = str(least)
     if index in deaths:
         let_die(deaths[index])

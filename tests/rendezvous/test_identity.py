@@ -7,6 +7,7 @@ from torch_ring.rendezvous.launchers import (
     Identity,
     discover,
     first_host,
+    process_name,
     tasks_of_node,
     variables_of_launchers,
     without_launchers,
@@ -187,3 +188,9 @@ def test_an_environment_without_its_launcher(variables):
     environment = {"HOME": "/root", **variables}
     assert variables_of_launchers(environment) == variables
     assert without_launchers(environment) == {"HOME": "/root"}
+
+
+@pytest.mark.parametrize("inner", ["TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+def test_ranks_of_a_launcher_inside_an_elastic_process_are_none_of_it(inner: str) -> None:
+    assert process_name({"TORCH_RING_PROCESS": "0.1"}) == "0.1"
+    assert process_name({"TORCH_RING_PROCESS": "0.1", inner: "0"}) == ""
