@@ -161,6 +161,7 @@ class RunAhead:
         self.look(number - AHEAD - 1)  # goes on where Ctrl-C has ended the wait
         if number >= self._end:
             self._end_plan(number)
+            self._raise_difference()  # one that has raised it earlier may have left by now
             return False
         if self._agreement.is_reducing:
             self._engine.end("a backward pass was interrupted while its gradients were launched")
