@@ -39,7 +39,9 @@ def main() -> None:
         train(folder / f"rank{hvd.rank()}.json")
         hvd.barrier()
         if hvd.rank() == 0:
-            draw([spans_in(folder / f"rank{rank}.json") for rank in range(hvd.size())], args.picture)
+            draw(
+                [spans_in(folder / f"rank{rank}.json") for rank in range(hvd.size())], args.picture
+            )
         hvd.barrier()  # the folder is rank 0's
 
 

@@ -36,6 +36,7 @@ def needs_namespaces(test: Callable[[Path], None]) -> Callable[[Path], None]:
     return test
 
 
+@pytest.mark.slow
 def test_programs_on_two_ranks(tmp_path: Path) -> None:
     all_of = ("--collective", *COLLECTIVES, "--shared")
     all_of += ("--peers", "gloo", "copy", "touch", "--dtypes", "float32", "bfloat16")
@@ -66,6 +67,7 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
 def test_the_prototype(tmp_path: Path) -> None:
     sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
@@ -204,6 +206,7 @@ def run_between_hosts(command: str, tmp_path: Path) -> tuple[dict[str, Any], str
     return json.loads((tmp_path / "out.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_benchmark_between_hosts(tmp_path: Path) -> None:
     command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 "
@@ -221,6 +224,7 @@ def test_benchmark_between_hosts(tmp_path: Path) -> None:
     assert "plain sockets, each of 2 hosts to the next at once" in output
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_the_cost_of_an_agreement_between_hosts(tmp_path: Path) -> None:
     command = "agreement_cost.py --hosts 2 --rate 1gbit --models pinn --rounds 1 --round-s 0.01 "

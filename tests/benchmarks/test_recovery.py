@@ -36,6 +36,7 @@ def report_of(*arguments: str, folder: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_forked_worlds(tmp_path: Path) -> None:
     rounds = ("--kills", "4", "--cuts", "0", "--states", "2", "--megabytes", "1", "--jobs", "0")
     rows = report_of(*rounds, folder=tmp_path)["rows"]
@@ -52,6 +53,7 @@ def test_forked_worlds(tmp_path: Path) -> None:
     assert [row["rounds"] for row in rows[:5]] == [1, 1, 1, 1, 4]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
     if missing := why_no_namespaces():
         pytest.skip(missing)
@@ -62,6 +64,7 @@ def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
     assert row["step_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_a_job_of_each_launcher(tmp_path: Path) -> None:
     rounds = ("--kills", "0", "--cuts", "0", "--states", "0", "--jobs", "1")

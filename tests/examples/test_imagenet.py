@@ -159,9 +159,9 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
     ("deaths", "left"),
     [
         pytest.param({0: 8}, 2, id="the first rank in an accumulation"),
-        pytest.param({1: 6}, 2, id="in the test after an epoch"),
-        pytest.param({0: 3, 2: 13}, 1, id="one after the other"),
-        pytest.param({1: "means"}, 2, id="in the means of an epoch"),
+        pytest.param({1: 6}, 2, id="in the test after an epoch", marks=pytest.mark.slow),
+        pytest.param({0: 3, 2: 13}, 1, id="one after the other", marks=pytest.mark.slow),
+        pytest.param({1: "means"}, 2, id="in the means of an epoch", marks=pytest.mark.slow),
     ],
 )
 def test_imagenet_trains_on_when_ranks_die(

@@ -155,6 +155,7 @@ def test_light_and_dark(chromium: Any, tmp_path: Path) -> None:
     assert light[1] != dark[1]
 
 
+@pytest.mark.slow
 def test_100_000_operations_stay_usable(chromium: Any, tmp_path: Path) -> None:
     steps = 16_700
     open_page(chromium, tmp_path, timeline_events(steps))
