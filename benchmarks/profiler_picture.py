@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(hvd.broadcast_object(str(args.traces or scratch)))
+        folder = Path(hvd.broadcast_object(str(args.traces or scratch), root_rank=0))
         folder.mkdir(parents=True, exist_ok=True)
         train(folder / f"rank{hvd.rank()}.json")
         hvd.barrier()
@@ -51,7 +51,7 @@ def train(trace: Path) -> None:
     model = resnet18(num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     images, labels = torch.randn(8, 3, 96, 96), torch.randint(10, (8,))
 
     def step() -> None:
