@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import tracing
+from torch_ring.world import current
 
 LATE_S = 0.25
 STEPS = 10
@@ -84,6 +86,29 @@ def be_stopped() -> str:
         hvd.allreduce(torch.ones(3), name="x")
     has_ended.set()
     return found()
+
+
+class Garbled:
+    """A control plane whose answers are no UTF-8."""
+
+    def __init__(self, plane: Any) -> None:
+        self._plane = plane
+
+    def answer(self, rank: int, number: int, _: str) -> None:
+        self._plane.answer(rank, number, b"asleep\nin \xff")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
+
+
+def answer_no_text() -> str:
+    inquiries: Any = current.world().inquiries
+    inquiries._plane = Garbled(inquiries._plane)
+    return sleep()
+
+
+def test_an_answer_that_is_no_text_ends_nothing() -> None:
+    assert "(at last in \ufffd)" in run(answer_no_text, 2)[0]
 
 
 def found() -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.groups import on_ring
+from tests.support.groups import default_group, on_ring
 from tests.support.pool import error_of, run
 from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
@@ -159,6 +159,29 @@ def test_what_a_late_rank_of_a_group_does_instead() -> None:
     first, *others = on_ring(sleep_before_each, 3)
     assert "asleep in " in first
     assert others == ["", ""]
+
+
+def be_late_in_one_of_two_groups() -> list[Straggler]:
+    """Rank 2 is late in the second of two groups of ring, which have no rank in common but 0."""
+    rank = int(os.environ["RANK"])
+    with default_group("gloo"):
+        groups = [dist.new_group(ranks, backend="ring") for ranks in ([0, 1], [0, 2])]
+        for _ in range(6):
+            time.sleep(0.1 if rank == 2 else 0.0)
+            for group in groups:
+                if dist.get_rank(group) >= 0:
+                    dist.all_reduce(torch.ones(3), group=group)
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                dist.barrier(group)
+        found = tracing.stragglers(min_lag_s=0.03) if rank == 0 else []
+        dist.barrier()
+    return found
+
+
+def test_a_late_rank_of_one_of_two_groups_is_named() -> None:
+    first, *_ = run(be_late_in_one_of_two_groups, 3, initialized=False, kind="c10d")
+    assert [each.rank for each in first] == [2]
 
 
 def without_group() -> tuple[str, str]:
