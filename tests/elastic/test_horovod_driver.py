@@ -53,10 +53,8 @@ def environment(port: int, local_rank: object) -> dict[str, str]:
     }
 
 
-def train_under_a_driver(
-    port: int, dies: int | None, asks: bool, comes: int | None
-) -> tuple[str, int, int, float, list[int]]:
-    """Train as a worker. One may kill itself, another come later, when rank 0 has asked for it."""
+def begin_worker(port: int, comes: int | None) -> tuple[int, HorovodDriver]:
+    """Become a worker of the driver; the rank that `comes` waits until another asks for it."""
     index = int(os.environ["RANK"])
     for name in LAUNCHERS:
         os.environ.pop(name, None)
@@ -66,6 +64,14 @@ def train_under_a_driver(
     if index == comes:
         while store.get("test", "come") is None:
             time.sleep(0.01)
+    return index, store
+
+
+def train_under_a_driver(
+    port: int, dies: int | None, asks: bool, comes: int | None
+) -> tuple[str, int, int, float, list[int]]:
+    """Train as a worker. One may kill itself, another come later, when rank 0 has asked for it."""
+    index, store = begin_worker(port, comes)
     hvd.init()
     model = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(model.weight)
@@ -156,15 +162,7 @@ def use_sets_under_a_driver(
         comes: the one that comes when another has asked for it.
         dies_later: the one that dies while the sets are made again.
     """
-    index = int(os.environ["RANK"])
-    for name in LAUNCHERS:
-        os.environ.pop(name, None)
-    os.environ.update(environment(port, index))
-    store = horovod_driver()
-    assert store is not None
-    if index == comes:
-        while store.get("test", "come") is None:
-            time.sleep(0.01)
+    index, store = begin_worker(port, comes)
 
     def die(*_: object) -> None:
         store.put("died", store.worker, b"")

@@ -101,7 +101,8 @@ class Snapshot:
     """What this rank has done since init().
 
     Attributes:
-        rank, size: of this process; of the world.
+        rank, size: of this process; of the world. In a program that has only groups: its rank in
+            torch.distributed, and the ranks that are connected with the largest group's.
         sets: by the number of the process set; 0: the world. A set that is removed is gone. Empty
             in a program that has only groups of torch.distributed.
         groups: those of torch.distributed with the backend ring that are connected, by torch's
