@@ -306,6 +306,37 @@ class OperationRecord:
     lag_ns: int
     error: str
 
+class MessageRecord:
+    """One message of this rank (csrc/messages/message_recorder.h).
+
+    Times are nanoseconds of ``time.monotonic_ns()``; 0: not yet, or there is no such phase.
+
+    Attributes:
+        number: in the order of this rank's sends and receives in the set, from 1.
+        state: "posted", "matched", "finished" or "failed".
+        is_send: whether this rank sends it.
+        peer: the other rank of the set; -1: a receive from any that has no message yet.
+        tag: the caller's.
+        dtype: torch's name of it.
+        bytes: of the message; of a receive that has none yet, the most that it takes.
+        posted_ns: this rank asked for it.
+        matched_ns: a receive knows its message, a long send its receive. A short send has none.
+        finished_ns: the end, also of one that failed.
+        error: of a failed one; "" otherwise.
+    """
+
+    number: int
+    state: str
+    is_send: bool
+    peer: int
+    tag: int
+    dtype: str
+    bytes: int
+    posted_ns: int
+    matched_ns: int
+    finished_ns: int
+    error: str
+
 class RecordStream:
     """The records of all operations of one engine that end, for one reader.
 
@@ -587,6 +618,12 @@ class Engine:
 
     def totals(self) -> dict[str, Any]:
         """Return sums over all operations that have ended: torch_ring.tracing.snapshot()."""
+
+    def messages(self) -> list[MessageRecord]:
+        """Return the last 2000 messages, oldest first, also those on their way."""
+
+    def message_totals(self) -> dict[str, Any]:
+        """Return sums over all messages that have ended: torch_ring.tracing.snapshot()."""
 
     def observe(self, stream: RecordStream | None) -> None:
         """Send the record of each operation that ends from now on to `stream`; None: to nobody."""

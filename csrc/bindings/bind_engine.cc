@@ -116,6 +116,9 @@ void bind_engine(py::module_& module) {
       .def("vacant_gradient_bytes", &PyEngine::vacant_gradient_bytes)
       .def("records", &PyEngine::records)
       .def("totals", [](const PyEngine& engine) { return totals_of(engine.totals()); })
+      .def("messages", &PyEngine::messages, py::call_guard<py::gil_scoped_release>())
+      .def("message_totals",
+           [](const PyEngine& engine) { return totals_of(engine.message_totals()); })
       .def("observe", &PyEngine::observe, py::arg("stream"))
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)

@@ -139,6 +139,10 @@ class PyEngine {
   OperationTotals totals() const;
   void observe(std::shared_ptr<RecordStream> stream) const;
 
+  /// See MessageRecorder. Thread: any, without the GIL.
+  std::vector<MessageRecord> messages() const { return message_recorder_->records(); }
+  MessageTotals message_totals() const { return message_recorder_->totals(); }
+
   int rank() const { return rank_; }
   int size() const { return size_; }
   /// The number of its process set.
@@ -166,6 +170,7 @@ class PyEngine {
   const Transport transport_;
   const std::shared_ptr<DeviceChoice> device_ = DeviceChoice::of_process();
   std::shared_ptr<ControlPlane> plane_;  // outlives the engine
+  const std::shared_ptr<MessageRecorder> message_recorder_ = std::make_shared<MessageRecorder>();
   // Made by the constructor, and closed by shutdown(): any thread may use it. Null in a set of one.
   std::shared_ptr<PointToPoint> messages_;
   std::shared_ptr<HostCommunicator> communicator_;

@@ -1,4 +1,4 @@
-// PyMessage: a pending message as Python sees it.
+// PyMessage, totals_of(): messages as Python sees them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "messages/message_recorder.h"
 #include "messages/message_request.h"
 
 namespace torch_ring {
@@ -25,6 +26,10 @@ class PyMessage {
   std::shared_ptr<MessageRequest> request_;
 };
 
+/// The sums as Python sees them: Engine.message_totals().
+pybind11::dict totals_of(const MessageTotals& totals);
+
+/// Adds Message and MessageRecord (torch_ring/_C.pyi documents them).
 void bind_messages(pybind11::module_& module);
 
 }  // namespace torch_ring

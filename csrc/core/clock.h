@@ -1,8 +1,9 @@
-// Clock, kSpin, in_seconds(): the clock of every deadline, how long a wait spins, and how messages
-// give a duration.
+// Clock, kSpin, in_seconds(), in_ns(): the clock of every deadline, how long a wait spins, and how
+// messages give a duration and records a time.
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <iomanip>
 #include <sstream>
 #include <string>
@@ -20,6 +21,11 @@ inline std::string in_seconds(std::chrono::milliseconds duration) {
   std::ostringstream text;
   text << std::setprecision(12) << static_cast<double>(duration.count()) / 1000 << " s";
   return text.str();
+}
+
+/// A time of a record: nanoseconds since the clock's beginning.
+inline std::int64_t in_ns(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
 }  // namespace torch_ring

@@ -9,10 +9,6 @@ namespace {
 
 constexpr std::size_t kFirstEntries = 64;  // of an engine that is hardly used
 
-std::int64_t ns(Clock::time_point time) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-}
-
 }  // namespace
 
 Transport transport_among(int size, int hosts) {
@@ -78,7 +74,7 @@ void Recorder::end(const Work& work, OperationRecord::State state, const std::st
   OperationRecord& record = has_place ? entry.record : overtaken;
   if (has_place) entry.in_flight = nullptr;
   write(work, record);
-  record.finished = ns(Clock::now());
+  record.finished = in_ns(Clock::now());
   record.state = state;
   if (error != nullptr) record.error = *error;
   count(record);
@@ -102,7 +98,7 @@ void Recorder::count(const OperationRecord& record) {
 
 void Recorder::write(const Work& work, OperationRecord& record) const {
   const auto time = [](const std::atomic<Clock::time_point>& stamp) {
-    return ns(stamp.load(std::memory_order_relaxed));
+    return in_ns(stamp.load(std::memory_order_relaxed));
   };
   record.number = work.number_;
   record.sequence = work.times_.sequence.load(std::memory_order_relaxed);
@@ -112,7 +108,7 @@ void Recorder::write(const Work& work, OperationRecord& record) const {
   record.fingerprint = work.request_.fingerprint;
   record.bytes = work.request_.input_bytes();
   record.is_inline = work.times_.is_inline.load(std::memory_order_relaxed);
-  record.submitted = ns(work.submitted_);
+  record.submitted = in_ns(work.submitted_);
   record.agreed = time(work.times_.agreed);
   record.started = time(work.times_.started);
   record.packed = time(work.times_.packed);

@@ -109,6 +109,7 @@ void MessageProtocol::deliver(const Request& receive, Arrival&& arrival) {
     stream(source, Direction::kReceives).queue(answer);
     return fail(receive, Error(ErrorKind::kMismatch, mismatch(source, world_.rank, answer)));
   }
+  receive->matched(source, answer.bytes);
   if (answer.kind == Kind::kWhole) {
     std::ranges::copy(arrival.bytes, spec.memory.begin());
     return receive->finish(source, arrival.bytes.size());
@@ -150,6 +151,7 @@ void MessageProtocol::end_frame(int peer, const MessageFrame& frame) {
       return accepted_.extract({peer, frame.number}).mapped()->finish(peer, frame.bytes);
     case Kind::kAccept: {
       const Request send = offered_.extract({peer, frame.number}).mapped();
+      send->matched(peer, send->spec().memory.size());
       MessageFrame data = frame;
       data.kind = Kind::kData;
       return stream(peer, Direction::kSends).queue(data, send->spec().memory, send);

@@ -14,6 +14,7 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "messages/mailbox.h"
+#include "messages/message_recorder.h"
 #include "messages/message_stream.h"
 #include "transport/socket_source.h"
 
@@ -29,6 +30,7 @@ struct MessagesWorld {
   std::chrono::milliseconds stall_warning{};        // 0: never
   std::function<void(const std::string&)> log;      // takes a warning
   std::string timeout_name = "TORCH_RING_TIMEOUT";  // what errors call it
+  std::shared_ptr<MessageRecorder> recorder;        // null: nobody asks
 };
 
 /// A rank has up to two connections with each other one: on one it sends messages, on the other it

@@ -70,15 +70,58 @@ std::string MessageRequest::describe() const {
          std::to_string(spec_.memory.size()) + " bytes, tag " + std::to_string(spec_.tag);
 }
 
+MessageRecord MessageRequest::record() const {
+  const Lock lock(mutex_);
+  return record(lock);
+}
+
+MessageRecord MessageRequest::record(const Lock&) const {
+  const auto time = [](Clock::time_point at) {
+    return at == Clock::time_point{} ? std::int64_t{0} : in_ns(at);
+  };
+  MessageRecord record;
+  record.is_send = spec_.is_send;
+  record.tag = spec_.tag;
+  record.dtype = spec_.dtype;
+  record.number = number_;
+  record.peer = source_ >= 0 ? source_ : spec_.peer.value_or(-1);
+  record.bytes = source_ >= 0 ? bytes_ : spec_.memory.size();
+  record.posted = time(posted_);
+  record.matched = time(matched_);
+  record.finished = time(finished_);
+  if (error_) record.error = error_->what();
+  using State = MessageRecord::State;
+  record.state = error_                ? State::kFailed
+                 : done_               ? State::kFinished
+                 : record.matched != 0 ? State::kMatched
+                                       : State::kPosted;
+  return record;
+}
+
+void MessageRequest::count_with(std::shared_ptr<MessageCounters> counters, std::uint64_t number) {
+  counters_ = std::move(counters);
+  number_ = number;
+  posted_ = Clock::now();
+}
+
+void MessageRequest::matched(int peer, std::size_t bytes) {
+  const std::scoped_lock lock(mutex_);
+  source_ = peer;
+  bytes_ = bytes;
+  matched_ = Clock::now();
+}
+
 void MessageRequest::finish(std::optional<Error> error) {
   std::vector<std::function<void()>> callbacks;
   std::shared_ptr<void> owner;  // destroyed without the lock: these may free tensors
   std::function<void()> received;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     if (done_) return;
     done_ = true;
+    finished_ = Clock::now();
     error_ = std::move(error);
+    if (counters_) counters_->ended(record(lock));  // before anybody knows
     callbacks.swap(callbacks_);
     owner.swap(spec_.owner);
     received.swap(spec_.received);

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -15,6 +16,7 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/types.h"
+#include "messages/message_record.h"
 
 namespace torch_ring {
 
@@ -64,11 +66,25 @@ class MessageRequest {
   /// "receive of float32, 16 bytes, tag 3"
   std::string describe() const;
 
+  /// What has become of it so far.
+  MessageRecord record() const;
+
+  /// Gives it its number, from 1, and tells `counters` how it ends. Precondition: nobody else knows
+  /// the request yet.
+  void count_with(std::shared_ptr<MessageCounters> counters, std::uint64_t number);
+
   const MessageSpec& spec() const noexcept { return spec_; }
 
  private:
   friend class MessageProtocol;
   friend class PointToPoint;
+
+  using Lock = std::scoped_lock<std::mutex>;
+
+  MessageRecord record(const Lock& lock) const;
+
+  /// It knows its message of a rank of the set, or its receive there.
+  void matched(int peer, std::size_t bytes);
 
   /// Ends it, once: later calls do nothing. Thread: one at a time.
   void finish(std::optional<Error> error = std::nullopt);
@@ -83,6 +99,11 @@ class MessageRequest {
   int source_ = -1;
   std::size_t bytes_ = 0;
   std::vector<std::function<void()>> callbacks_;
+  std::shared_ptr<MessageCounters> counters_;  // null: nobody asks
+  std::uint64_t number_ = 0;                   // in the order of requests, from 1
+  Clock::time_point posted_{};
+  Clock::time_point matched_{};
+  Clock::time_point finished_{};
 };
 
 }  // namespace torch_ring

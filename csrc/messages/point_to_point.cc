@@ -60,6 +60,7 @@ PointToPoint::Request PointToPoint::post(MessageSpec spec) {
       throw Error(inbox_.cause->kind(), "rank " + std::to_string(world_.rank) +
                                             ": the messages have ended: " + inbox_.cause->what());
     }
+    if (world_.recorder) world_.recorder->posted(request);
     inbox_.posted.push_back(request);
   }
   wake();

@@ -41,6 +41,7 @@ class MessageRank {
     world.checksums = options.checksums;
     world.transfer_timeout = options.transfer_timeout;
     world.stall_warning = options.stall_warning;
+    world.recorder = recorder_;
     world.log = [this](const std::string& text) {
       const std::scoped_lock lock(mutex_);
       log_ += text + "\n";
@@ -51,6 +52,7 @@ class MessageRank {
   int rank() const { return rank_; }
   int size() const { return size_; }
   PointToPoint& messages() { return *messages_; }
+  const MessageRecorder& recorder() const { return *recorder_; }
   ControlPlane& plane() { return plane_; }
   std::string log() {
     const std::scoped_lock lock(mutex_);
@@ -76,6 +78,7 @@ class MessageRank {
   ControlPlane& plane_;
   std::mutex mutex_;
   std::string log_;
+  const std::shared_ptr<MessageRecorder> recorder_ = std::make_shared<MessageRecorder>();
   std::unique_ptr<PointToPoint> messages_;  // the last member: it logs
 };
 

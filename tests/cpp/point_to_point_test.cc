@@ -212,6 +212,43 @@ TEST(a_wait_may_end_before_its_request) {
   });
 }
 
+const bool kRecorded = on_all("the recorder has the last ones", [](MessageRank& self) {
+  if (self.rank() > 1) return;
+  constexpr std::size_t kMessages = MessageRecorder::kMessages + 100;
+  constexpr std::size_t kPending = 3;
+  std::vector<std::byte> bytes(2);
+  for (std::size_t i = 0; i < kMessages; ++i) {
+    if (self.rank() == 0) {
+      self.send(bytes, 1)->wait();
+    } else {
+      self.receive(bytes, 0)->wait();
+    }
+    CHECK_EQ((self.rank() == 0 ? self.recorder().totals().sent : self.recorder().totals().received)
+                 .messages,
+             i + 1);
+  }
+  std::vector<std::vector<std::byte>> open(kPending, std::vector<std::byte>(5));
+  std::vector<MessageRank::Request> pending;
+  for (auto& each : open) pending.push_back(self.receive(each, 1 - self.rank(), 8));
+
+  const auto records = self.recorder().records();
+  CHECK_EQ(records.size(), MessageRecorder::kMessages);
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const MessageRecord& record = records[i];
+    CHECK_EQ(record.number, kMessages + kPending - MessageRecorder::kMessages + i + 1);
+    CHECK_EQ(record.peer, 1 - self.rank());
+    const bool is_pending = i >= records.size() - kPending;
+    CHECK_EQ(record.is_send, self.rank() == 0 && !is_pending);
+    CHECK(record.state ==
+          (is_pending ? MessageRecord::State::kPosted : MessageRecord::State::kFinished));
+    CHECK_EQ(record.bytes, is_pending ? 5U : 2U);
+    CHECK_EQ(record.finished == 0, is_pending);
+    CHECK_EQ(record.matched == 0, is_pending || record.is_send);
+  }
+  for (std::size_t i = 0; i < kPending; ++i) self.send(bytes, 1 - self.rank(), 8)->wait();
+  for (const auto& each : pending) each->wait();
+});
+
 TEST(a_rank_without_messages_has_no_connection_of_theirs) {
   const Planes planes = make_planes({0, 0, 0});
   const MessageRank idle(0, {0, 1, 2}, *planes[0], {});

@@ -14,6 +14,7 @@ import faulthandler
 import functools
 import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -309,6 +310,9 @@ def _main(tasks: Connection, stacks: str) -> None:
                 message = pickle.dumps(Outcome(failure=traceback.format_exc()))
             os.environ.clear()
             os.environ.update(environment)
+            log = logging.getLogger("torch_ring")  # the next test's init() sets it up
+            log.handlers.clear()
+            log.setLevel(logging.NOTSET)
             tasks.send_bytes(message)
         tasks.close()
         # As the interpreter does at its end: tests cover torch_ring's shutdown, too.

@@ -14,6 +14,7 @@ from torch_ring.world.recorded import recorded_groups
 __all__ = [
     "Histogram",
     "MemoryUse",
+    "MessageCounts",
     "OperationCounts",
     "SetMetrics",
     "Snapshot",
@@ -43,6 +44,21 @@ class OperationCounts:
 
 
 @dataclass(frozen=True)
+class MessageCounts:
+    """The messages of one direction that have ended.
+
+    Attributes:
+        messages: their number, those that failed too.
+        failed: of these.
+        bytes: of the others.
+    """
+
+    messages: int
+    failed: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Histogram:
     """How often a value was how large.
 
@@ -68,6 +84,7 @@ class SetMetrics:
         fused: operations that were reduced in one buffer with others.
         lag: of every operation that was agreed on, how long this rank has waited for the last one.
         rounds: of the agreement, those without an operation too.
+        messages: by "sent" and "received"; a short message counts as sent when it is on its way.
     """
 
     ranks: tuple[int, ...]
@@ -76,6 +93,7 @@ class SetMetrics:
     fused: int
     lag: Histogram
     rounds: int
+    messages: dict[str, MessageCounts]
 
 
 @dataclass(frozen=True)
@@ -106,7 +124,7 @@ class Snapshot:
         sets: by the number of the process set; 0: the world. A set that is removed is gone. Empty
             in a program that has only groups of torch.distributed.
         groups: those of torch.distributed with the backend ring that are connected, by torch's
-            name of the group. Messages (``send``, ``recv``) are not counted.
+            name of the group.
         connections: data connections that this rank has made or accepted, for collectives and
             messages. Each is made once, when it is first used, so more of them come with new
             process sets and new peers only.
@@ -177,4 +195,5 @@ def _metrics(ranks: Sequence[int], engine: Engine) -> SetMetrics:
             tuple(2**i / 1e6 for i in range(len(lags) - 1)), tuple(lags), totals["lag_ns"] / 1e9
         ),
         totals["rounds"],
+        {way: MessageCounts(**each) for way, each in engine.message_totals().items()},
     )

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_ring._C import OperationRecord
+from torch_ring._C import Engine, MessageRecord, OperationRecord
 from torch_ring.world import current
 from torch_ring.world.join import World
 from torch_ring.world.recorded import recorded_groups
@@ -28,6 +28,7 @@ class RecordedSet:
         records: the last 2000, oldest first, also those in flight.
         world: in which its ranks ask one another.
         world_ranks: of that world, as `ranks` has them.
+        messages: the last 2000, likewise.
     """
 
     set_id: int
@@ -36,6 +37,7 @@ class RecordedSet:
     records: list[OperationRecord]
     world: World
     world_ranks: Sequence[int]
+    messages: list[MessageRecord]
 
 
 def recorded_sets() -> list[RecordedSet]:
@@ -51,14 +53,24 @@ def recorded_sets() -> list[RecordedSet]:
         world = current.world()
         for set_id, ranks, engine in world.process_sets.engines():
             name = f"process set {set_id}" if set_id else "world"
-            own = tuple(ranks), engine.records()
-            found.append(RecordedSet(set_id, name, *own, world, range(world.size)))
+            found.append(_recorded(engine, set_id, name, tuple(ranks), world, range(world.size)))
     for group in groups:
         number = _GROUPS_FROM + zlib.crc32(group.name.encode())
         name = f"group {group.name} of torch.distributed"
-        own = group.ranks, group.engine.records()
-        found.append(RecordedSet(number, name, *own, group.world, group.world_ranks))
+        where = group.world, group.world_ranks
+        found.append(_recorded(group.engine, number, name, group.ranks, *where))
     return found
+
+
+def _recorded(
+    engine: Engine,
+    set_id: int,
+    name: str,
+    ranks: tuple[int, ...],
+    world: World,
+    world_ranks: Sequence[int],
+) -> RecordedSet:
+    return RecordedSet(set_id, name, ranks, engine.records(), world, world_ranks, engine.messages())
 
 
 def asked_world() -> tuple[World, Sequence[int]]:

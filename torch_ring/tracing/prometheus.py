@@ -36,6 +36,11 @@ _OF_SETS = (  # name, documentation, attribute of SetMetrics
     ("fused_operations", "Operations that were reduced in one buffer with others.", "fused"),
     ("agreement_rounds", "Rounds in which the ranks have agreed.", "rounds"),
 )
+_OF_MESSAGES = (  # name, documentation, attribute of MessageCounts
+    ("messages", "Messages between two ranks that have ended, failed ones too.", "messages"),
+    ("failed_messages", "Messages that have failed.", "failed"),
+    ("message_bytes", "Bytes of the messages that have arrived, or were sent.", "bytes"),
+)
 _OF_MEMORY = (  # name, documentation, attribute of MemoryUse
     ("shared_memory", "Memory of the host in use by this rank's tensors and sets.", "shared_bytes"),
     (
@@ -57,6 +62,13 @@ def metric_families(snapshot: Snapshot) -> list[Metric]:
     for name, text, attribute in _OF_SETS:
         samples = [([rank, label], getattr(each, attribute)) for label, each in _named(snapshot)]
         families.append(_counter(name, text, samples, ["process_set"]))
+    for name, text, attribute in _OF_MESSAGES:
+        samples = [
+            ([rank, label, way], getattr(counts, attribute))
+            for label, each in _named(snapshot)
+            for way, counts in each.messages.items()
+        ]
+        families.append(_counter(name, text, samples, ["process_set", "direction"]))
     families.append(_lags(snapshot, rank))
     families.append(
         _counter(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from torch_ring._C import OperationRecord
+from torch_ring._C import MessageRecord, OperationRecord
 from torch_ring.tracing.operations import RecordedSet
 
 __all__ = ["to_torch"]
@@ -75,6 +75,13 @@ def to_torch(
         },
         "pg_status": {str(each.set_id): _status(each) for each in sets},
         "entries": entries,
+        # Torch's analyser (2.14) takes every entry for an operation of all ranks of its group: a
+        # message between two of three would be one that a rank has missed.
+        "messages": [
+            _message(recorded, message, offset_ns)
+            for recorded in sets
+            for message in recorded.messages
+        ],
     }
 
 
@@ -93,6 +100,26 @@ def _status(recorded: RecordedSet) -> dict[str, int]:
         "last_enqueued_collective": last(("agreed", "started", "finished", "failed")),
         "last_started_collective": last(("started", "finished")),
         "last_completed_collective": last(("finished",)),
+    }
+
+
+def _message(recorded: RecordedSet, message: MessageRecord, offset_ns: int) -> dict[str, Any]:
+    def wall(ns: int) -> int | None:
+        return ns + offset_ns if ns else None
+
+    return {
+        "process_group": (str(recorded.set_id), recorded.name),
+        "number": message.number,
+        "direction": "send" if message.is_send else "receive",
+        "peer": recorded.ranks[message.peer] if message.peer >= 0 else None,
+        "tag": message.tag,
+        "dtype": message.dtype,
+        "bytes": message.bytes,
+        "state": message.state,
+        "time_posted_ns": wall(message.posted_ns),
+        "time_matched_ns": wall(message.matched_ns),
+        "time_finished_ns": wall(message.finished_ns),
+        "error": message.error,
     }
 
 

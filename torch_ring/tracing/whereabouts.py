@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_ring._C import MessageRecord
 from torch_ring.connections.inquiries import answer_with
 from torch_ring.tracing.operations import asked_world, recorded_sets
 from torch_ring.tracing.stacks import is_ours, main_thread_stack
@@ -75,6 +76,12 @@ def what_it_does() -> str:
         for record in recorded.records
         if not record.finished_ns
     ]
+    in_flight += [
+        _described(message, recorded.ranks)
+        for recorded in recorded_sets()
+        for message in recorded.messages
+        if not message.finished_ns
+    ]
     text = "in no collective"
     if in_flight:
         text = "in " + ", ".join(in_flight[:_MOST_IN_FLIGHT])
@@ -82,6 +89,13 @@ def what_it_does() -> str:
             text += f" and {len(in_flight) - _MOST_IN_FLIGHT} more"
     text = text.encode(errors="replace")[: _MOST_BYTES // 2].decode(errors="ignore")
     return _with_places(f"{text}; its main thread is ", _places())
+
+
+def _described(message: MessageRecord, ranks: Sequence[int]) -> str:
+    """Return "receive of float32, 16 bytes, tag 3, from rank 2"."""
+    peer = f"rank {ranks[message.peer]}" if message.peer >= 0 else "any rank"
+    what = f"of {message.dtype}, {message.bytes} bytes, tag {message.tag}"
+    return f"send {what}, to {peer}" if message.is_send else f"receive {what}, from {peer}"
 
 
 def what_keeps_it(waited_s: float) -> str:
