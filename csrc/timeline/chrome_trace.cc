@@ -86,13 +86,13 @@ std::string json_string(std::string_view text) {
 }
 
 void ChromeTrace::name_rank(std::string& text, std::string_view label) const {
-  const std::string pid = std::to_string(rank_);
+  const std::string pid = std::to_string(process_);
   begin_event(text);
   text += R"("name":"process_name","ph":"M","pid":)" + pid + R"(,"args":{"name":)" +
           json_string(label) + "}}";
   begin_event(text);
   text += R"("name":"process_sort_index","ph":"M","pid":)" + pid + R"(,"args":{"sort_index":)" +
-          pid + "}}";
+          std::to_string(process_) + "}}";
 }
 
 void ChromeTrace::set_zero(Clock::time_point zero) { zero_ = nanoseconds(zero); }
@@ -134,16 +134,17 @@ void ChromeTrace::mark_cycle(std::string& text, const OperationRecord& record) {
   if (record.round <= marked) return;
   marked = record.round;
   begin_event(text);
-  text += R"("name":"CYCLE_START","ph":"i","s":"p","pid":)" + std::to_string(rank_) +
-          R"(,"tid":0,"args":{"process_set":)" + std::to_string(record.set) + '}';
+  text += R"("name":"CYCLE_START","ph":"i","s":"p","pid":)" + std::to_string(process_) +
+          R"(,"tid":)" + std::to_string(kFirst) + R"(,"args":{"process_set":)" +
+          std::to_string(record.set) + '}';
   add_number(text, "ts", microseconds(record.agreed - zero_));
   text += '}';
 }
 
 void ChromeTrace::add_dropped(std::string& text, Clock::time_point now, std::uint64_t count) const {
   begin_event(text);
-  text += R"("name":"DROPPED","ph":"i","s":"p","pid":)" + std::to_string(rank_) +
-          R"(,"tid":0,"args":{"operations":)" + std::to_string(count) + '}';
+  text += R"("name":"DROPPED","ph":"i","s":"p","pid":)" + std::to_string(process_) + R"(,"tid":)" +
+          std::to_string(kFirst) + R"(,"args":{"operations":)" + std::to_string(count) + '}';
   add_number(text, "ts", microseconds(nanoseconds(now) - zero_));
   text += '}';
 }
@@ -161,8 +162,8 @@ std::size_t ChromeTrace::lane_of(const OperationRecord& record) {
 void ChromeTrace::begin_span(std::string& text, std::string_view name, std::size_t lane,
                              std::int64_t begin, std::int64_t end) const {
   begin_event(text);
-  text += R"("name":")" + std::string(name) + R"(","ph":"X","pid":)" + std::to_string(rank_) +
-          R"(,"tid":)" + std::to_string(lane);
+  text += R"("name":")" + std::string(name) + R"(","ph":"X","pid":)" + std::to_string(process_) +
+          R"(,"tid":)" + std::to_string(kFirst + static_cast<int>(lane));
   add_number(text, "ts", microseconds(begin - zero_));
   add_number(text, "dur", microseconds(std::max<std::int64_t>(end - begin, 0)));
 }

@@ -23,7 +23,11 @@ class ChromeTrace {
   /// Bytes of an operation's name; the rest of a longer one is left out.
   static constexpr std::size_t kLongestName = 1024;
 
-  explicit ChromeTrace(int rank) : rank_(rank) {}
+  /// The number of rank 0's process, and of a rank's first thread: Perfetto takes process 0 and
+  /// thread 0 for the kernel's idle task (google/perfetto, issues 394 and 2278).
+  static constexpr int kFirst = 1;
+
+  explicit ChromeTrace(int rank) : process_(kFirst + rank) {}
   /// `zero`: the time on this rank's clock that is 0 in the trace.
   void set_zero(Clock::time_point zero);
 
@@ -41,7 +45,7 @@ class ChromeTrace {
   void begin_span(std::string& text, std::string_view name, std::size_t lane, std::int64_t begin,
                   std::int64_t end) const;
 
-  const int rank_;
+  const int process_;
   std::int64_t zero_ = 0;  // ns of Clock, as the records' times
   std::vector<std::int64_t> lane_ends_;
   std::map<std::uint64_t, std::uint64_t> rounds_;  // set -> the last one that was marked

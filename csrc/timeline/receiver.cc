@@ -21,7 +21,7 @@ constexpr std::chrono::seconds kFirstWords{2};
 std::string first_event() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const auto since_epoch = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-  return R"({"name":"start","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":)" +
+  return R"({"name":"start","ph":"M","pid":1,"args":{"start_time_since_epoch_in_micros":)" +
          std::to_string(since_epoch) + "}}";
 }
 

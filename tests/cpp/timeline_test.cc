@@ -175,7 +175,7 @@ TEST(the_file_says_what_was_dropped) {
   CHECK_EQ(rank.dropped(), 3u);
   CHECK_EQ(count(file.text(), "\"name\":\"ALLREDUCE\""), 2u);
   CHECK(file.text().find(
-            R"("name":"DROPPED","ph":"i","s":"p","pid":0,"tid":0,"args":{"operations":3})") !=
+            R"("name":"DROPPED","ph":"i","s":"p","pid":1,"tid":1,"args":{"operations":3})") !=
         std::string::npos);
 }
 

@@ -15,7 +15,7 @@ def timeline_events(steps: int, ranks: int = 2, late_rank: int = 1) -> list[dict
     `late_rank` comes 5 ms after the others; the buckets of 4 MiB and 1 MiB move 4 GiB a second.
     """
     events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        {"name": "process_name", "ph": "M", "pid": rank + 1, "args": {"name": f"rank {rank}"}}
         for rank in range(ranks)
     ]
     for step in range(steps):
@@ -39,7 +39,7 @@ def timeline_events(steps: int, ranks: int = 2, late_rank: int = 1) -> list[dict
                     "dtype": "float32",
                     "shape": [size // 4],
                 }
-                place = {"ph": "X", "pid": rank, "tid": number, "args": args}
+                place = {"ph": "X", "pid": rank + 1, "tid": number + 1, "args": args}
                 wait = {"name": f"NEGOTIATE_{kind}", "ts": came, "dur": ready - came}
                 events += [place | wait, place | {"name": kind, "ts": ready, "dur": duration}]
             ready += duration

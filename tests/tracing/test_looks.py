@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,15 @@ def found() -> str:
     return late[0].instead if late else ""
 
 
+def until_it_is_seen(late: Callable[[], str], what: str) -> str:
+    """On a busy machine, a rank is at times late for another reason, or has no core to answer."""
+    for _ in range(6):
+        seen = late()
+        if what in hvd.broadcast_object(seen, root_rank=0):
+            break
+    return seen
+
+
 @on_both_transports
 @pytest.mark.parametrize(
     ("late", "what", "where"),
@@ -131,8 +141,8 @@ def found() -> str:
     ],
 )
 def test_what_a_late_rank_does_instead(late, what, where, transport: str) -> None:
-    first, *others = run(late, 3, transport=transport)
-    assert what in first  # on a busy machine, a rank is at times late for another reason, too
+    first, *others = run(until_it_is_seen, 3, transport=transport, args=(late, what))
+    assert what in first
     assert where in first
     assert " looks" in first
     assert others == ["", ""]

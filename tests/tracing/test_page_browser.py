@@ -114,7 +114,7 @@ def test_the_page_draws_and_hovering_shows_a_bucket(chromium: Any, tmp_path: Pat
     shown = hover_over(chromium, "gradients.0.3.0.0")
     assert "gradients.0.3.0.0" in shown
     assert "allreduce on rank 0" in shown
-    assert "4.0 MiB float32" in shown
+    assert "4 MiB float32" in shown
     assert "last of the ranks: 1, 5.0" in shown
     late = chromium.execute_script(
         "return [...Bokeh.documents[0].get_model_by_name('late').data_source.get('x')]"

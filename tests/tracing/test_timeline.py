@@ -30,11 +30,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def names_of(events: list[dict[str, Any]], rank: int) -> Counter[str]:
-    return Counter(event["name"] for event in events if event["pid"] == rank)
+    return Counter(event["name"] for event in events if event["pid"] == rank + 1)
 
 
 def tensors_of(events: list[dict[str, Any]], rank: int, name: str = "ALLREDUCE") -> list[str]:
-    chosen = [event for event in events if event["pid"] == rank and event["name"] == name]
+    chosen = [event for event in events if event["pid"] == rank + 1 and event["name"] == name]
     return [event["args"]["tensor"] for event in chosen]
 
 
@@ -70,7 +70,7 @@ def test_what_an_event_says(tmp_path: Path) -> None:
     run(reduce_some, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
     events = read(file)
     assert "CYCLE_START" not in names_of(events, 0)
-    mine = [e for e in events if e["pid"] == 1 and e.get("args", {}).get("tensor") == "tensor 1"]
+    mine = [e for e in events if e["pid"] == 2 and e.get("args", {}).get("tensor") == "tensor 1"]
     wait, operation = sorted(mine, key=lambda event: event["name"], reverse=True)
     assert (wait["name"], operation["name"]) == ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
     assert wait["ts"] + wait["dur"] == pytest.approx(operation["ts"], abs=0.01)
@@ -84,13 +84,35 @@ def test_operations_have_one_number_on_all_ranks(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
     run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
     numbers = [
-        {e["args"]["tensor"]: e["args"]["sequence"] for e in read(file) if e["pid"] == rank
+        {e["args"]["tensor"]: e["args"]["sequence"] for e in read(file) if e["pid"] == rank + 1
          and e["name"] == "ALLREDUCE"}
         for rank in range(2)
     ]  # fmt: skip
     assert len(numbers[0]) == 12
     assert numbers[0] == numbers[1]
     assert len(set(numbers[0].values())) == 12
+
+
+def test_perfetto_shows_every_span(tmp_path: Path) -> None:
+    """It takes process and thread 0 for the kernel's idle task, and drops spans that cross."""
+    file = tmp_path / "timeline.json"
+    run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
+    events = read(file)
+    assert {event["pid"] for event in events} == {1, 2}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            span = (event["ts"], event["ts"] + event["dur"])
+            threads.setdefault((event["pid"], event["tid"]), []).append(span)
+    assert all(thread > 0 for _, thread in threads)
+    assert max(thread for _, thread in threads) > 1  # operations that overlap
+    for spans in threads.values():
+        around: list[float] = []  # the ends of the spans in which this one lies
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= begin + 0.0011:  # microseconds have three digits
+                around.pop()
+            assert not around or end <= around[-1] + 0.0011
+            around.append(end)
 
 
 def reduce_in_another_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bokeh.models import (
+    AdaptiveTicker,
     ColumnDataSource,
     CustomJSTickFormatter,
     FactorRange,
@@ -55,6 +56,7 @@ def draw_sizes(classes: list[SizeClass]) -> Any:
     )
     hover = "".join(f"<span>{k}: @{{{k} count}}, @{{{k}}}{{0.0b}}</span>" for k in kinds)
     chart.add_tools(HoverTool(tooltips=f'<div class="hover"><b>from @size</b>{hover}</div>'))
+    chart.yaxis.ticker = AdaptiveTicker(base=1024, mantissas=[2**i for i in range(10)])
     chart.yaxis.formatter = CustomJSTickFormatter(code=f"const value = tick;{BYTES_IN_WORDS}")
     chart.xaxis.major_label_orientation = 0.9
     put_legend_above(chart)

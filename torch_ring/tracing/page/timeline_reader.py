@@ -11,6 +11,7 @@ from torch_ring.tracing.page.operation import Operation
 __all__ = ["events_of", "read_timeline"]
 
 _NEGOTIATE = "NEGOTIATE_"
+_FIRST = 1  # the process of rank 0: csrc/timeline/chrome_trace.h
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ def read_timeline(text: str) -> list[Operation]:
         if event.get("ph") != "X" or not isinstance(args, dict) or "tensor" not in args:
             continue
         try:
-            name, rank = str(event["name"]), int(event["pid"])
+            name, rank = str(event["name"]), int(event["pid"]) - _FIRST
             begin, duration = float(event["ts"]), float(event.get("dur", 0))
             key = (rank, args.get("process_set", 0), args["sequence"], args["tensor"])
             if name.startswith(_NEGOTIATE):
