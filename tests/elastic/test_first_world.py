@@ -14,6 +14,7 @@ import pool
 import pytest
 import torch
 from deaths_in_init import PLACES, let_die
+from slow import on_shm_and_slowly_on_tcp, slow_after
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -172,20 +173,21 @@ def test_all_live(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "place", "transport"),
-    [(i % 3, place, ("shm", "tcp")[i % 2]) for i, place in enumerate(PLACES)],
+    slow_after(4, [(i % 3, place, ("shm", "tcp")[i % 2]) for i, place in enumerate(PLACES)]),
 )
 def test_one_dies(victim: int, place: str, transport: str, tmp_path: Path) -> None:
     check({victim: place}, 3, transport, tmp_path)
 
 
-@on_both_transports
-@pytest.mark.parametrize("place", ["placed", "card", "connecting", "engines"])
+@on_shm_and_slowly_on_tcp
+@pytest.mark.parametrize("place", slow_after(2, ["card", "placed", "connecting", "engines"]))
 def test_rank_0_dies(place: str, transport: str, tmp_path: Path) -> None:
     check({0: place}, 3, transport, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "deaths", [{0: "before", 2: "card"}, {1: "met", 0: "engine"}, {1: "asking", 3: "memory"}]
+    "deaths",
+    slow_after(1, [{0: "before", 2: "card"}, {1: "met", 0: "engine"}, {1: "asking", 3: "memory"}]),
 )
 def test_two_die(deaths: Deaths, tmp_path: Path) -> None:
     check(deaths, 4, "shm", tmp_path)
@@ -245,7 +247,7 @@ def test_a_failure_in_which_nobody_dies_is_raised(tmp_path: Path) -> None:
     assert all("TORCH_RING_HEARTBEAT_TIMEOUT" in text for _, text in results)
 
 
-@pytest.mark.parametrize("place", ["before", "card", "connecting", "engines"])
+@pytest.mark.parametrize("place", slow_after(1, ["card", "before", "connecting", "engines"]))
 @pytest.mark.parametrize("layout", [[0, 1, 2], [0, 0, 1, 1]], ids=str)
 def test_one_dies_on_another_host(
     hosts: list[str], layout: list[int], place: str, tmp_path: Path

@@ -242,6 +242,7 @@ def test_sets_are_made_again(driver: Driver) -> None:
     assert results == [None, *((rank, LOST_AND_KEPT, sets) for rank in range(2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_another_worker_dies_while_sets_are_made_again(driver: Driver, place: str) -> None:
     dies, dies_later = (3, 0) if place == "first" else (0, 3)
@@ -259,6 +260,7 @@ def test_another_worker_dies_while_sets_are_made_again(driver: Driver, place: st
     assert results == [None, *left, None]
 
 
+@pytest.mark.slow
 def test_processes_that_come_know_the_sets(driver: Driver) -> None:
     driver.order = [f"box:{index}" for index in range(3)]
     driver.living = set(driver.order)

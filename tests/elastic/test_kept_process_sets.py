@@ -15,7 +15,7 @@ import pytest
 import torch
 from arrivals import run_with_arrivals
 from process_set_use import check_process_set
-from worlds import on_both_transports
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring.world import current
@@ -139,7 +139,7 @@ CASES = [
 ]
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize(("size", "sets", "deaths"), CASES)
 def test_sets_are_made_again(
     size: int, sets: list[list[int]], deaths: list[Death], transport: str
@@ -282,7 +282,7 @@ def die_in_the_recovery(victim: int, moment: str) -> tuple[list[int], list[int]]
     return whole, [record.id for record in current.world().process_sets.records]
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(("victim", "whole"), [(0, [[0, 1], [1]]), (1, [[1]]), (2, [])])
 def test_a_rank_dies_while_sets_are_made_again(
@@ -334,7 +334,7 @@ def let_one_in(folder: str) -> tuple[Any, ...]:
     return hvd.rank(), kinds, hvd._basics._get_process_set_ids_and_ranks()
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_newcomers_know_the_sets_of_the_others(transport: str, tmp_path: Path) -> None:
     results = run_with_arrivals(
         let_one_in, 3, 1, args=(str(tmp_path),), transport=transport, may_die=[0]

@@ -13,6 +13,7 @@ import pool
 import pytest
 from launcher_commands import clean_environment
 from mortal_training import AFTER_A_DEATH, IN_A_STEP, Plan, expected, random_plan
+from slow import slow_after
 
 EPOCHS = 3
 
@@ -33,18 +34,23 @@ def check(plan: Plan, size: int, transport: str, folder: Path) -> int:
     return int(safe[0][0])
 
 
-@pytest.mark.parametrize(("victim", "place"), [(i % 3, p) for i, p in enumerate(IN_A_STEP)])
+@pytest.mark.parametrize(
+    ("victim", "place"), slow_after(4, [(i % 3, p) for i, p in enumerate(IN_A_STEP)])
+)
 def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
     victim = 0 if place == "checkpoint" else victim  # which rank 0 writes
     assert check({victim: (place, IN_A_STEP[place] + 1)}, 3, "shm", tmp_path) == 2
 
 
-@pytest.mark.parametrize(("victim", "place"), [(i % 2, p) for i, p in enumerate(AFTER_A_DEATH)])
+@pytest.mark.parametrize(
+    ("victim", "place"), slow_after(3, [(i % 2, p) for i, p in enumerate(AFTER_A_DEATH)])
+)
 def test_another_rank_dies_in_the_recovery(victim: int, place: str, tmp_path: Path) -> None:
     victim = 0 if place == "leading" else victim  # which the lowest does
     assert check({2: ("bucket", 3), victim: (place, 1)}, 4, "tcp", tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
     for seed in range(500 if full else 3):
         plan = random_plan(seed, 4, EPOCHS)
@@ -56,6 +62,7 @@ def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
             raise AssertionError(f"seed {seed}, {plan}: {error}") from error
 
 
+@pytest.mark.slow
 def test_ranks_die_and_come_in_one_job(full: bool) -> None:
     deaths, seconds = (100, 1200) if full else (8, 100)
     program = Path(__file__).with_name("kills_and_joins.py")

@@ -12,7 +12,7 @@ import pool
 import pytest
 import torch
 from process_set_use import check_process_set
-from worlds import on_both_transports
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
@@ -81,7 +81,7 @@ def expected_weights(
     return weight, other
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize(
     ("size", "ranks", "deaths"),
     [
@@ -101,7 +101,7 @@ def test_an_optimizer_on_a_set_goes_on(
         assert weights[rank] == pytest.approx(expected_weights(ranks, size, deaths))
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_a_pass_that_failed_at_its_end_leaves_nothing_behind(transport: str) -> None:
     ranks, deaths = [0, 2, 3], [(1, 0)]
     weights = pool.run(

@@ -345,6 +345,7 @@ def stop_and_continue() -> str:
     return f"{hvd.rank()} of {hvd.size()}"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_comes_back_leaves() -> None:
     results = pool.run(stop_and_continue, 3, env={"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}, may_die=[2])
     assert results[:2] == ["0 of 2", "1 of 2"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pool
 import pytest
 import torch
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 
@@ -64,7 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize(("size", "deaths"), CASES)
 def test_survivors_go_on(transport: str, size: int, deaths: list[tuple[int, int]]) -> None:
     results = pool.run(

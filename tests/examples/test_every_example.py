@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from scripts import ROOT, run
+from slow import slow, slow_after
 
 EXAMPLES = ROOT / "examples"
 DEADLINE_S = 120
@@ -36,7 +37,7 @@ def test_each_example_has_a_checkpoint_of_its_own() -> None:
         assert names == {f"{name}.pt"}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", slow_after(2, OPTIONS))
 def test_a_checkpoint_of_another_program_is_refused(name: str, tmp_path: Path) -> None:
     state = {"model": {"weight": torch.ones(2)}, "history": []}
     torch.save(state, tmp_path / "other.pt")
@@ -49,7 +50,7 @@ def test_a_checkpoint_of_another_program_is_refused(name: str, tmp_path: Path) -
         assert second.code == 1
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", slow_after(2, OPTIONS))
 def test_a_damaged_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
     """A copy that was cut off."""
     (tmp_path / "empty.pt").touch()
@@ -79,7 +80,7 @@ def test_ctrl_c_ends_every_example() -> None:
             assert text.index(SIGINT_ENDS_IT) < text.index("    hvd.init()"), script
 
 
-@pytest.mark.parametrize("name", ["horovod_migration", "mnist", "pinn"])
+@pytest.mark.parametrize("name", ["mnist", slow("horovod_migration"), slow("pinn")])
 def test_ctrl_c_prints_no_traceback(name: str, tmp_path: Path) -> None:
     """The terminal sends SIGINT to all ranks at once."""
     script = str(EXAMPLES / name / "train.py")

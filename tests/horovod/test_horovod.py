@@ -10,22 +10,23 @@ import torch
 from horovod_behaviours import BEHAVIOURS
 from launcher_commands import TORCHRUN, mpirun_command, output_of, start_program
 from pool import run
-from worlds import on_both_transports
+from slow import slow
 
 import torch_ring as hvd
 
 PROGRAM = str(Path(__file__).parent / "programs" / "run_all.py")
 
 
-@on_both_transports
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("transport", "size"), [("shm", 2), ("tcp", 3), slow("shm", 3), slow("tcp", 2)]
+)
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
 def test_behaviour(behaviour, size, transport):
     run(behaviour, size, transport=transport)
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), ("mpirun", 3)])
+@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), slow("mpirun", 3)])
 def test_programs_of_users_and_all_behaviours_in_one_job(launcher, size):
     if launcher == "torchrun":
         command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(size)]

@@ -70,6 +70,7 @@ def test_a_module_that_an_older_version_has_left_does_not_win(tmp_path: Path) ->
     assert Path(found.stdout.strip()).parent.parent.name == "native", found.stderr
 
 
+@pytest.mark.slow
 def test_the_self_test_shows_it_without_a_traceback(tmp_path: Path) -> None:
     package = Path(torch_ring.__file__).parent
     ignored = shutil.ignore_patterns("torch_2_*", "__pycache__")

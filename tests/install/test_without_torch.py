@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import slow, slow_after
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,11 +52,11 @@ sys.exit(main(["-np", "2", "sh", "-c", "echo $RANK"]))
     "use",
     [
         "torch_ring.allreduce",
-        "torch_ring.elastic.run",
-        "torch_ring._basics",
-        "dir(torch_ring).index('allreduce')",
-        "[exec('from torch_ring import *', names := {}), names['DistributedOptimizer']]",
-        "__import__('torch_ring.optimizer').optimizer.DistributedOptimizer",
+        slow("torch_ring.elastic.run"),
+        slow("torch_ring._basics"),
+        slow("dir(torch_ring).index('allreduce')"),
+        slow("[exec('from torch_ring import *', names := {}), names['DistributedOptimizer']]"),
+        slow("__import__('torch_ring.optimizer').optimizer.DistributedOptimizer"),
     ],
 )
 def test_names_come_with_their_first_use(use: str) -> None:
@@ -69,13 +70,15 @@ print(torch_ring.allreduce.__name__, torch_ring.elastic.__name__)
     assert run_python(program) == "allreduce torch_ring.elastic"
 
 
-@pytest.mark.parametrize("module", ["elastic.object_state", "world.current", "state", "data"])
+@pytest.mark.parametrize(
+    "module", slow_after(1, ["elastic.object_state", "world.current", "state", "data"])
+)
 def test_a_module_can_be_the_first_import(module: str) -> None:
     program = f"import torch_ring.{module}; import torch_ring as hvd; print(hvd.Average.name)"
     assert run_python(program) == "Average"
 
 
-@pytest.mark.parametrize("begin", ["import torch, torch_ring", "import torch_ring, torch"])
+@pytest.mark.parametrize("begin", ["import torch_ring, torch", slow("import torch, torch_ring")])
 def test_the_backend_is_known_beside_torch(begin: str) -> None:
     program = f"""
 {begin}
@@ -85,6 +88,7 @@ print("ring" in torch.distributed.Backend.backend_list)
     assert run_python(program) == "True"
 
 
+@pytest.mark.slow
 def test_what_a_user_has_put_in_place_of_a_name_stays() -> None:
     program = """
 import torch_ring

@@ -25,6 +25,7 @@ def test_operations_of_a_host(size):
     assert peers[-1].card() == card(size - 1, hosts - 1)
 
 
+@pytest.mark.slow
 def test_20000_cards_pass_through():
     size = 20_000
     tables, clients = exchange_between_hosts(size)

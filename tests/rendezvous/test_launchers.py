@@ -25,6 +25,7 @@ def assert_all_said_hello(outputs: str | Sequence[str], size: int) -> None:
         assert f"rank {rank} of {size}: torch" in output, output
 
 
+@pytest.mark.slow
 def test_torchrun_with_two_nodes_on_one_machine():
     endpoint = f"127.0.0.1:{free_port()}"
     nodes = [
@@ -42,6 +43,7 @@ def test_torchrun_with_two_nodes_on_one_machine():
     assert "".join(outputs).count("2 ranks on one host, by shared memory") == 1, outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Open MPI", "MPICH"])
 def test_mpirun_without_and_with_mpi4py(name):
     output = output_of(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launcher_commands import mpirun_command, output_of, start_program
 from scripts import ROOT
+from slow import slow_after
 
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 HELLO = Path(__file__).parent / "hello.py"
@@ -32,7 +33,10 @@ def test_the_page_has_a_line_for_each_way_to_launch():
     assert len(ON_ONE_HOST) >= 5
 
 
-@pytest.mark.parametrize("command", ON_ONE_HOST)
+# torchrun first: make test runs one of them.
+@pytest.mark.parametrize(
+    "command", slow_after(1, sorted(ON_ONE_HOST, key=lambda line: "torchrun" not in line))
+)
 def test_a_command_runs_as_printed(command, tmp_path):
     words = shlex.split(command)
     if words[0] == "mpirun":
@@ -50,12 +54,14 @@ def test_a_command_runs_as_printed(command, tmp_path):
         assert f"rank {rank} of {size}: torch" in output, output
 
 
+@pytest.mark.slow
 def test_the_program_that_runs_a_function_runs_as_printed(tmp_path):
     program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "program.py").write_text(program)
     assert run_command(["python", "program.py"], tmp_path).splitlines()[-1] == "[0, 1]"
 
 
+@pytest.mark.slow
 def test_the_program_without_a_launcher_runs_as_printed(tmp_path):
     program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1]
     (tmp_path / "train.py").write_text(program)
@@ -65,6 +71,7 @@ def test_the_program_without_a_launcher_runs_as_printed(tmp_path):
     assert "no launcher was found" not in output
 
 
+@pytest.mark.slow
 def test_the_program_with_init_alone_is_warned(tmp_path):
     program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1]
     (tmp_path / "train.py").write_text(program.replace("rank=rank, size=size", ""))

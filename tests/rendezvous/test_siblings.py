@@ -11,6 +11,7 @@ import torch
 from launcher_commands import clean_environment
 from logs import logged
 from pool import run
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.rendezvous import siblings
@@ -90,7 +91,7 @@ class Worker(torch.utils.data.Dataset):
         return warnings_of(hvd.init)
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", slow("forkserver")])
 def test_a_worker_of_a_data_loader(context):
     run(load, 1, args=(context,), initialized=False)
 

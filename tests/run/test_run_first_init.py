@@ -34,6 +34,7 @@ def test_the_others_begin(death: str, transport: str) -> None:
     assert f"rank {victim} on localhost was ended by SIGKILL: the other 2 go on" in errors
 
 
+@pytest.mark.slow
 def test_a_replacement_comes() -> None:
     arguments = ("-np", "2", "--min-np", "1", "--max-np", "2", *PROGRAM, "0:connecting")
     code, lines, errors = run(*arguments, GROWS_TO="2")

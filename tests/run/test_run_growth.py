@@ -168,6 +168,7 @@ def test_the_wait_for_hosts_can_be_ended(tmp_path):
     job.require_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_standby_process_takes_the_place_of_a_rank(tmp_path):
     counts = ("-np", "2", "--min-np", "1", "--max-np", "2", "--standby", "1")
     job = ElasticJob(tmp_path, *counts)
@@ -184,6 +185,7 @@ def test_a_standby_process_takes_the_place_of_a_rank(tmp_path):
     assert re.search(r"^\[0\]<stdout>:process 0\.2 has ended", job.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_standby_processes_that_cannot_live_are_given_up(tmp_path):
     (tmp_path / "torch.py").write_text("import os; os._exit(7)")
     counts = ("-np", "1", "--min-np", "1", "--max-np", "1", "--standby", "1")
@@ -206,6 +208,7 @@ def test_a_limit_of_resets(tmp_path):
     assert said(job)[-1] == "the ranks have changed 1 times (--reset-limit 0): the job is ended"
 
 
+@pytest.mark.slow
 def test_processes_that_wait_to_be_let_in_are_no_living_ranks():
     script = (
         "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then exec sleep 1000; fi; "

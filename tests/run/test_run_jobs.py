@@ -100,6 +100,7 @@ def test_ten_megabytes_of_lines_are_never_mixed():
             assert of_rank(rank, name, text) == want
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_blocks_only_the_ranks():
     """The launcher still hears signals, and the ranks end, while its pipes are full."""
     job = LaunchedJob("-np", "2", "yes", reads=False)

@@ -106,7 +106,13 @@ def on(cluster: Cluster, *slots: int) -> tuple[str, str]:
     return "-H", ",".join(named)
 
 
-@pytest.mark.parametrize("slots", [(1, 1), (0, 1, 2)], ids=["here and there", "there only"])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param((1, 1), id="here and there"),
+        pytest.param((0, 1, 2), id="there only", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_of_two_hosts_train_together(cluster, slots):
     code, out, errors = cluster.run(
         *on(cluster, *slots), sys.executable, HELLO, PYTHONPATH=str(ROOT)
@@ -140,6 +146,7 @@ def test_what_a_rank_on_another_host_gets(cluster, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_start_in_the_folder_of_the_launcher(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = cluster.run(*on(cluster, 1, 1), "pwd")
@@ -157,6 +164,7 @@ def test_a_failing_rank_on_another_host(cluster):
 STUBBORN = "trap '' TERM INT HUP; setsid sleep 1000 & echo up; while :; do sleep 0.1; done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_when_the_launcher_ends(cluster, number):
     job = cluster.launch(*on(cluster, 1, 1, 1), "bash", "-c", STUBBORN)
@@ -169,6 +177,7 @@ def test_nothing_is_left_when_the_launcher_ends(cluster, number):
     job.require_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_ranks_on_another_host(cluster):
     program = (
         "import signal, sys, time\n"
@@ -185,6 +194,7 @@ def test_a_signal_reaches_ranks_on_another_host(cluster):
     job.require_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_host_whose_connection_is_lost(cluster):
     job = cluster.launch(*on(cluster, 1, 1), "bash", "-c", STUBBORN)
     job.wait_for("up", 2)
@@ -242,6 +252,7 @@ def test_a_host_that_cannot_be_used(cluster, line, message):
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer(cluster):
     silent = f"{namespaces.NETWORK}.77"
     _, here = on(cluster, 1)
@@ -252,6 +263,7 @@ def test_a_host_that_does_not_answer(cluster):
     )
 
 
+@pytest.mark.slow
 def test_a_python_that_is_only_here(cluster, monkeypatch):
     """The agent runs with the other host's Python, where this one is not."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python3.99")

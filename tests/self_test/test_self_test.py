@@ -17,6 +17,7 @@ import pool
 import pytest
 import torch
 from scripts import ROOT
+from slow import slow_after
 
 import torch_ring as hvd
 from torch_ring.self_test import command, local_ranks, software
@@ -105,6 +106,7 @@ def keys_of(value: Any, above: str = "") -> set[str]:
     return paths
 
 
+@pytest.mark.slow
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json"]) == 0
     output = capsys.readouterr()
@@ -198,7 +200,7 @@ def test_ranks_say_why_they_cannot_begin(capsys: pytest.CaptureFixture[str]) -> 
     assert len(found["problems"]) == 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> None:
     process = start("--timeout", "60")
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from pool import error_of, run
-from worlds import on_both_transports
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring import tracing
@@ -53,7 +53,7 @@ def do_everything(folder: str) -> None:
     tracing.dump(folder)
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(
     tmp_path: Path, transport: str
 ) -> None:
@@ -84,7 +84,7 @@ def disagree(folder: str) -> None:
     tracing.dump(folder)
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_torchs_analyser_finds_a_mismatch(tmp_path: Path, transport: str) -> None:
     run(disagree, 2, transport=transport, args=(str(tmp_path),))
     text = analysed(tmp_path)
@@ -104,7 +104,7 @@ def leave_one_out(folder: str, missing: int) -> None:
     hvd.synchronize(handle or hvd.allreduce_async(torch.ones(3), name="not on all ranks"))
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path, transport: str) -> None:
     run(leave_one_out, 3, transport=transport, args=(str(tmp_path), 1))
     text = analysed(tmp_path)

@@ -11,6 +11,7 @@ import namespaces
 import pytest
 import torch
 from pool import run
+from slow import slow
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -73,19 +74,19 @@ def check(found: list[list[Straggler]], late: int, operation: str) -> None:
         assert operation in straggler.operation, found
 
 
-@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("late", [3, slow(0)])
 def test_a_rank_that_sleeps_in_backward_is_named_on_shared_memory(late: int) -> None:
     check(run(train, 4, args=(late, False), env=BUCKETS), late, "the end of a backward pass")
 
 
-@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("late", [3, slow(0)])
 def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_tcp(late: int) -> None:
     found = run(train, 4, args=(late, False), env=BUCKETS, transport="tcp")
     check(found, late, "bucket")
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)")
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("late", [2, slow(1)])
 def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_two_hosts(
     hosts: list[str], late: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from launcher_commands import TORCHRUN, clean_environment, output_of, start_program
 
 PROGRAM = Path(__file__).parent / "exits_program.py"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

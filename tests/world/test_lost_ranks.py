@@ -13,6 +13,7 @@ import pytest
 import torch
 from pool import error_of, run
 from scripts import ROOT
+from slow import slow
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -45,7 +46,7 @@ def outlive(victim: int, how: str, bytes_each: int) -> tuple[str, str, float]:
 
 
 @on_both_transports
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, slow(2)])
 @pytest.mark.parametrize("bytes_each", [256, 1 << 22])
 @pytest.mark.parametrize("how", ["kill", "leave", "stop"])
 def test_a_lost_rank_is_named(how, bytes_each, size, transport):

@@ -113,6 +113,7 @@ def test_a_hundred_sets_that_nobody_uses(transport):
     run(add_and_use_none, 8, args=(100,), transport=transport)
 
 
+@pytest.mark.slow
 def test_five_hundred_sets_at_once():
     run(add_and_use_none, 12, args=(500,))
 

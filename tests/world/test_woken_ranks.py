@@ -49,6 +49,7 @@ def keep_what_a_stopped_rank_writes() -> str:
     return "stopped in the middle"
 
 
+@pytest.mark.slow
 def test_a_woken_rank_does_not_write_to_tensors_that_others_keep():
     for _ in range(5):
         first, second = run(
