@@ -259,6 +259,8 @@ class OperationRecord:
         number: in the order of this rank's submissions to its engine, from 1.
         sequence: in the order in which the ranks of the process set have agreed, from 1, the same
             on all of them; 0: they have not.
+        launch: of one that the ranks start without an agreement (``RunAhead``), in the order of
+            these, from 1, the same on all of them; 0 for all others.
         round: of the exchange in which they agreed; operations of one round were agreed together.
         process_set: the number of its set; 0: the world.
         state: "submitted", "agreed", "started", "finished" or "failed".
@@ -281,6 +283,7 @@ class OperationRecord:
 
     number: int
     sequence: int
+    launch: int
     round: int
     process_set: int
     state: str

@@ -16,6 +16,7 @@ Launched Launcher::allreduce(const at::Tensor& tensor, int op, double prescale, 
   OutputEvent written(tensor.device());
   written.follow(request);
   engine->launch(
+      request.fingerprint,
       [&](Communicator& communicator, Buffers&) {
         request.begin();
         communicator.allreduce(request.input, request.output, request.fingerprint.count(),

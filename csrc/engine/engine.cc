@@ -138,10 +138,10 @@ void Engine::end(const Watchdog::Cause& cause) {
   throw cause.error;  // for the compiler: the abort is raised
 }
 
-void Engine::launch(const Enqueue& enqueue, const Interrupt& interrupt) {
+void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt) {
   bool begun = false;
   try {
-    while (const std::shared_ptr<Work> earlier = try_launch(enqueue, begun)) {
+    while (const std::shared_ptr<Work> earlier = try_launch(what, enqueue, begun)) {
       try {
         wait(*earlier, interrupt);
       } catch (const Error&) {  // the work's: its own waiter hears of it
@@ -159,8 +159,10 @@ void Engine::launch(const Enqueue& enqueue, const Interrupt& interrupt) {
 
 /// Launches, if no earlier request on the device has still to be enqueued; returns one that has.
 /// `begun` becomes true when the ranks are out of step if this fails.
-std::shared_ptr<Work> Engine::try_launch(const Enqueue& enqueue, bool& begun) {
+std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue& enqueue,
+                                         bool& begun) {
   DeviceExecutor& device = role_.device();
+  std::uint64_t number = 0;
   const DeviceGate::Pass pass = device.enter();
   {
     const Lock lock = queue_.lock();
@@ -171,12 +173,14 @@ std::shared_ptr<Work> Engine::try_launch(const Enqueue& enqueue, bool& begun) {
       throw Error(ErrorKind::kInternal,
                   name_ + ": a launch needs an agreed operation on the device before it");
     }
-    queue_.count_launch(lock);
+    number = queue_.add_launch(lock, what);
     begun = true;
     // From now on the engine's thread polls; it finds the device idle only after the launch.
     if (!std::exchange(device_busy_, true)) changed_.notify_all();
   }
   device.use(enqueue);
+  const Lock lock = queue_.lock();
+  queue_.recorder(lock).launched(number);
   return nullptr;
 }
 

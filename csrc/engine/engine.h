@@ -93,12 +93,13 @@ class Engine final : private Driver::Callbacks {
   /// waits for no other rank; it waits until this rank's earlier requests on the device are
   /// enqueued. So launches and agreed requests come in one order on all ranks, or else in a
   /// MismatchError: an agreed request carries the number of earlier launches.
+  /// `what`: for the records.
   /// Thread: any, without what the freeing of tensors needs (Python's GIL). Blocking: until the
   /// device has taken the work, bounded by the transfer timeout and by the job's end; before that
   /// as wait(), if there are such requests.
   /// Errors: the fatal cause; Error(kInternal) before the first agreed request on a device;
   /// whatever the interrupt throws. An error of `enqueue` ends the job.
-  void launch(const Enqueue& enqueue, const Interrupt& interrupt = {});
+  void launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt = {});
 
   /// Ends the job on all ranks with this cause, or the first one there was, and throws it.
   [[noreturn]] void end(const Error& cause);
@@ -133,7 +134,7 @@ class Engine final : private Driver::Callbacks {
  private:
   using Lock = RequestQueue::Lock;
 
-  std::shared_ptr<Work> try_launch(const Enqueue& enqueue, bool& begun);
+  std::shared_ptr<Work> try_launch(const Fingerprint& what, const Enqueue& enqueue, bool& begun);
   [[noreturn]] void end(const Watchdog::Cause& cause);
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void require_world() const;

@@ -46,11 +46,39 @@ void RecordStream::take(std::vector<OperationRecord>& records, std::size_t most)
 Recorder::Recorder(std::uint64_t set, Transport transport)
     : set_(set), transport_(transport), ring_(kFirstEntries) {}
 
-void Recorder::submitted(Work& work) {
-  work.number_ = ++submitted_;
-  const std::size_t place = submitted_ % kOperations;
+Recorder::Entry& Recorder::next() {
+  const std::size_t place = ++submitted_ % kOperations;
   if (place >= ring_.size()) ring_.resize(std::min(kOperations, 2 * ring_.size()));
-  ring_[place].in_flight = &work;
+  return ring_[place];
+}
+
+void Recorder::submitted(Work& work) {
+  next().in_flight = &work;
+  work.number_ = submitted_;
+}
+
+std::uint64_t Recorder::launching(const Fingerprint& what) {
+  Entry& entry = next();
+  entry.in_flight = nullptr;
+  OperationRecord& record = entry.record = {};
+  record.number = submitted_;
+  record.launch = ++launches_;
+  record.set = set_;
+  record.transport = transport_;
+  record.state = OperationRecord::State::kStarted;
+  record.fingerprint = what;
+  record.bytes = what.count() * size_of(what.dtype);
+  record.submitted = record.agreed = record.started = in_ns(Clock::now());
+  return record.number;
+}
+
+void Recorder::launched(std::uint64_t number) {
+  OperationRecord& record = ring_[number % kOperations].record;
+  if (record.number != number) return;  // kOperations others have been submitted meanwhile
+  record.state = OperationRecord::State::kFinished;
+  record.finished = in_ns(Clock::now());
+  count(record);
+  if (stream_) stream_->push(record);
 }
 
 void Recorder::finished(const Work& work) { end(work, OperationRecord::State::kFinished, nullptr); }
@@ -86,7 +114,7 @@ void Recorder::count(const OperationRecord& record) {
   ++sums.operations;
   sums.bytes += record.bytes;
   if (record.state == OperationRecord::State::kFailed) ++sums.failed;
-  if (record.agreed == 0) return;
+  if (record.agreed == 0 || record.launch != 0) return;
   sums.waiting += record.agreed - record.submitted;
   sums.running += record.finished - record.agreed;
   if (record.is_inline) ++totals_.inlined;
@@ -101,6 +129,7 @@ void Recorder::write(const Work& work, OperationRecord& record) const {
     return in_ns(stamp.load(std::memory_order_relaxed));
   };
   record.number = work.number_;
+  record.launch = 0;
   record.sequence = work.times_.sequence.load(std::memory_order_relaxed);
   record.round = work.times_.round.load(std::memory_order_relaxed);
   record.set = set_;

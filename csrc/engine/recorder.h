@@ -41,6 +41,9 @@ struct OperationRecord {
   // In the order in which the ranks have agreed, from 1: the same on all ranks of the set; 0 while
   // they have not.
   std::uint64_t sequence = 0;
+  // Of one that the ranks start without an agreement (Engine::launch()), in the order of these,
+  // from 1: the same on all ranks; 0 for all others.
+  std::uint64_t launch = 0;
   std::uint64_t round = 0;  // of the board in which they agreed
   std::uint64_t set = 0;    // the process set's number
   State state = State::kSubmitted;
@@ -75,7 +78,7 @@ struct OperationTotals {
     std::uint64_t failed = 0;  // of these
     std::uint64_t bytes = 0;   // Request::input_bytes()
     std::int64_t waiting = 0;  // ns from submission to agreement, of those that were agreed on
-    std::int64_t running = 0;  // ns from agreement to end
+    std::int64_t running = 0;  // ns from agreement to end, of the same
   };
   std::array<Sums, kCollectives> sums;  // by Collective
   std::uint64_t inlined = 0;
@@ -132,6 +135,10 @@ class Recorder {
   void finished(const Work& work);  // before its waiters know
   void failed(const Work& work, const std::string& error);
 
+  /// Begins to launch an operation; returns its number, with which launched() ends that.
+  std::uint64_t launching(const Fingerprint& what);
+  void launched(std::uint64_t number);
+
   /// It is known now which rank was the last to ask for an operation, which has ended.
   void settle(std::uint64_t number, int last_rank);
 
@@ -150,6 +157,7 @@ class Recorder {
     OperationRecord record;
   };
 
+  Entry& next();
   void end(const Work& work, OperationRecord::State state, const std::string* error);
   void write(const Work& work, OperationRecord& record) const;
   void count(const OperationRecord& record);
@@ -158,6 +166,7 @@ class Recorder {
   const Transport transport_;
   std::vector<Entry> ring_;  // operation n is in [n % kOperations]; grows until it has all
   std::uint64_t submitted_ = 0;
+  std::uint64_t launches_ = 0;
   OperationTotals totals_;
   std::shared_ptr<RecordStream> stream_;
 };

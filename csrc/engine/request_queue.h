@@ -83,7 +83,11 @@ class RequestQueue {
   std::shared_ptr<Work> first_on_device(const Lock& lock);
 
   /// Counts a launch (Engine::launch): works on a device that are added from now on come after it.
-  void count_launch(const Lock&) { ++launches_; }
+  /// Returns its number for the recorder.
+  std::uint64_t add_launch(const Lock&, const Fingerprint& what) {
+    ++launches_;
+    return recorder_.launching(what);
+  }
 
  private:
   void add_on_device(const std::shared_ptr<Work>& work);

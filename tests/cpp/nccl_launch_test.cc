@@ -35,7 +35,17 @@ Enqueue sum_of(std::vector<float>& values) {
   };
 }
 
-void launch(Rank& rank, std::vector<float>& values) { rank.engine().launch(sum_of(values)); }
+Fingerprint launched(const std::vector<float>& values) {
+  Fingerprint what;
+  what.name = "launched";
+  what.device = 1;
+  what.shape = {static_cast<std::int64_t>(values.size())};
+  return what;
+}
+
+void launch(Rank& rank, std::vector<float>& values) {
+  rank.engine().launch(launched(values), sum_of(values));
+}
 
 /// An agreed allreduce on the device, enqueued: it makes the device.
 void agree(Rank& rank, std::vector<float>& values, const std::string& name) {
@@ -167,7 +177,7 @@ TEST(launches_of_several_threads_are_one_after_the_other) {
     for (int thread = 0; thread < kThreads; ++thread) {
       threads.emplace_back([&] {
         for (int i = 0; i < kLaunches; ++i) {
-          rank.engine().launch([&](Communicator& communicator, Buffers&) {
+          rank.engine().launch(launched(values), [&](Communicator& communicator, Buffers&) {
             ++inside;
             communicator.allreduce(values.data(), values.data(), values.size(),
                                    {DType::kFloat32, ReduceOp::kSum, {}});
@@ -304,6 +314,43 @@ TEST(launch_ends_when_the_job_does) {
   });
 }
 
+TEST(launches_are_recorded_in_an_order_of_their_own) {
+  run_launches(2, [](Rank& rank, Tensors& tensors) {
+    auto& values = tensors.emplace_back(3, 1.0f);
+    auto& larger = tensors.emplace_back(50, 1.0f);
+    const auto stream = std::make_shared<RecordStream>(10);
+    rank.engine().observe(stream);
+    agree(rank, values, "first");
+    launch(rank, values);
+    launch(rank, larger);
+    agree(rank, values, "second");
+    rank.engine().close();
+    std::vector<OperationRecord> seen;
+    stream->take(seen, 10);
+    for (const auto& records : {rank.engine().records(), seen}) {
+      CHECK_EQ(records.size(), 4u);
+      const std::vector<std::uint64_t> sequences{1, 0, 0, 2};
+      const std::vector<std::uint64_t> launches{0, 1, 2, 0};
+      const std::vector<std::size_t> bytes{12, 12, 200, 12};
+      for (std::size_t i = 0; i < records.size(); ++i) {
+        CHECK_EQ(records[i].number, i + 1);
+        CHECK_EQ(records[i].sequence, sequences[i]);
+        CHECK_EQ(records[i].launch, launches[i]);
+        CHECK_EQ(records[i].bytes, bytes[i]);
+        CHECK(records[i].state == OperationRecord::State::kFinished);
+        CHECK(records[i].submitted <= records[i].finished);
+      }
+    }
+    const OperationTotals totals = rank.engine().totals();
+    const auto& sums = totals.sums[static_cast<std::size_t>(Collective::kAllreduce)];
+    CHECK_EQ(sums.operations, 4u);
+    CHECK_EQ(sums.bytes, 236u);
+    std::uint64_t agreed = 0;
+    for (const std::uint64_t count : totals.lags) agreed += count;
+    CHECK_EQ(agreed, 2u);
+  });
+}
+
 TEST(error_of_a_launch_ends_the_job) {
   std::latch both(2);
   run_launches(2, [&](Rank& rank, Tensors& tensors) {
@@ -312,7 +359,8 @@ TEST(error_of_a_launch_ends_the_job) {
     both.arrive_and_wait();  // an end would overtake an agreement
     if (rank.rank() == 0) {
       const auto broken = [](Communicator&, Buffers&) { throw std::runtime_error("no memory"); };
-      CHECK_THROWS(rank.engine().launch(broken), ErrorKind::kInternal, "no memory");
+      CHECK_THROWS(rank.engine().launch(launched(values), broken), ErrorKind::kInternal,
+                   "no memory");
     }
     auto& here = tensors.emplace_back(3);
     const auto kind = rank.rank() == 0 ? ErrorKind::kInternal : ErrorKind::kPeerLost;

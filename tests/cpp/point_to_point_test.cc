@@ -245,6 +245,8 @@ const bool kRecorded = on_all("the recorder has the last ones", [](MessageRank& 
     CHECK_EQ(record.finished == 0, is_pending);
     CHECK_EQ(record.matched == 0, is_pending || record.is_send);
   }
+  self.send(bytes, 1 - self.rank(), 9)->wait();
+  self.receive(bytes, 1 - self.rank(), 9)->wait();  // the other one has looked, too
   for (std::size_t i = 0; i < kPending; ++i) self.send(bytes, 1 - self.rank(), 8)->wait();
   for (const auto& each : pending) each->wait();
 });

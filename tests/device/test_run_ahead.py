@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import functools
+import pickle
+from pathlib import Path
 
 import device_double
 import device_runs
 import pytest
 import torch
 from ahead_programs import PROGRAMS, Program, branch_out, planned_passes, same_branches
+from pool import eventually
 from training import assert_same_on_all_ranks
+
+import torch_ring as hvd
+from tests.tracing.test_flight_recorder import analysed, entries
+from torch_ring import tracing
+from torch_ring.world import current
 
 pytestmark = device_double.needed
 run_on_double = functools.partial(device_runs.run_on_double, TORCH_RING_RUN_AHEAD="1")
@@ -68,3 +76,36 @@ def test_programs_that_change_are_agreed_longer(size):
 
 def test_the_variable_makes_all_passes_agreed():
     assert run_on_double(count_planned, 2, TORCH_RING_RUN_AHEAD="0") == [[], []]
+
+
+def dump_planned_passes(folder: Path, device: str) -> int:
+    with planned_passes() as numbers:
+        same_branches(device, None)
+    hvd.barrier()  # the reports of the last passes are on their way, too
+    assert eventually(lambda: all(r.finished_ns for r in current.engine().records()), 30.0)
+    tracing.dump(folder)
+    return len(numbers)
+
+
+@on_worlds
+def test_launches_are_in_the_flight_recorder(size: int, tmp_path: Path) -> None:
+    passes = run_on_double(functools.partial(dump_planned_passes, tmp_path), size)[0]
+    text = analysed(tmp_path)
+    assert "Not all ranks" not in text, text
+    assert "errors" not in text, text
+    launched = [[e for e in entries(tmp_path, rank) if e["ring"]["launch"]] for rank in range(size)]
+    for entry, *others in zip(*launched, strict=True):
+        assert entry["profiling_name"] == "nccl:all_reduce"
+        assert entry["state"] == "completed"
+        for other in others:
+            assert other["input_sizes"] == entry["input_sizes"]
+            assert other["collective_seq_id"] == entry["collective_seq_id"]
+    numbers = [entry["ring"]["launch"] for entry in launched[0]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= passes > 0
+    for path in tmp_path.iterdir():  # a rank that has launched less than the others
+        content = pickle.loads(path.read_bytes())
+        if path.name == "flight_1":
+            content["entries"].remove(max(content["entries"], key=lambda e: e["ring"]["launch"]))
+        path.write_bytes(pickle.dumps(content))
+    assert "Not all ranks joining collective" in analysed(tmp_path)

@@ -42,6 +42,8 @@ _STATES = {
 # An operation without an agreement has no number on which the ranks agree. The analyser matches by
 # number, so it gets one that follows from its name, above all others.
 _UNDECIDED = 1 << 40
+# What the ranks launch without an agreement has an order of its own, above that.
+_LAUNCHED = 1 << 44
 # torch counts the records of all groups together, the ranks of another set do not: its numbers lie
 # above the world's, so that the analyser drops none of them as older than what other ranks have.
 _PER_SET = 1 << 48
@@ -86,6 +88,8 @@ def to_torch(
 
 
 def _sequence(record: OperationRecord) -> int:
+    if record.launch:
+        return _LAUNCHED + record.launch
     key = f"{record.operation}.{record.name}"
     if record.name.startswith("#"):  # numbered: matched by the number alone
         key = record.name
@@ -171,6 +175,7 @@ def _entry(
             "bytes": record.bytes,
             "reduce_op": record.reduce_op,
             "round": record.round,
+            "launch": record.launch,
             "agreed_ns": wall(record.agreed_ns),
             "last_rank": recorded.ranks[record.last_rank] if record.last_rank >= 0 else None,
             "lag_ms": record.lag_ns / 1e6,

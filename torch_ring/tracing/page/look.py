@@ -52,7 +52,8 @@ const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 let unit = 0;
 let number = value;
 while (number >= 1024 && unit < 4) { number /= 1024; unit += 1; }
-return (unit && number < 100 && number % 1 ? number.toFixed(1) : number.toFixed(0)) + " " + units[unit];
+const digits = unit && number < 100 && number % 1 ? 1 : 0;
+return number.toFixed(digits) + " " + units[unit];
 """
 MICROSECONDS_IN_WORDS = """
 if (!(value >= 0)) return "an unknown time";
