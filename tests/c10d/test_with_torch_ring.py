@@ -102,6 +102,7 @@ def test_in_place_of_gloo() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_gloo_stays_by_default() -> None:
     ended = run_as_gloo("0", "gloo")
     assert ended.returncode == 0, ended.stderr

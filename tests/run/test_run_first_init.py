@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launched_jobs import run_job
+from slow import on_shm_and_slowly_on_tcp, slow
 
 pytestmark = pytest.mark.launcher
 
@@ -22,8 +23,8 @@ def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
     return code, sorted(line.partition(":")[2] for line in out.splitlines()), errors
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("death", ["0:before", pytest.param("1:card", marks=pytest.mark.slow)])
+@on_shm_and_slowly_on_tcp
+@pytest.mark.parametrize("death", ["0:before", slow("1:card")])
 def test_the_others_begin(death: str, transport: str) -> None:
     arguments = ("-np", "3", "--min-np", "2", *PROGRAM, death)
     code, lines, errors = run(*arguments, TORCH_RING_TRANSPORT=transport)

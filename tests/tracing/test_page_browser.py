@@ -131,6 +131,7 @@ def test_the_page_needs_no_network_and_reports_no_error(chromium: Any, tmp_path:
     assert [each for each in chromium.get_log("browser") if each["level"] == "SEVERE"] == []
 
 
+@pytest.mark.slow
 def test_names_are_text(chromium: Any, tmp_path: Path) -> None:
     events = timeline_events(steps=2)
     name = "</script><script>window.ran = 1</script><b>"
@@ -142,6 +143,7 @@ def test_names_are_text(chromium: Any, tmp_path: Path) -> None:
     assert chromium.execute_script("return window.ran") is None
 
 
+@pytest.mark.slow
 def test_light_and_dark(chromium: Any, tmp_path: Path) -> None:
     open_page(chromium, tmp_path, timeline_events(steps=2))
     look = (
