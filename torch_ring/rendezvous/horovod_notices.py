@@ -42,12 +42,31 @@ class _HostsUpdated:
     res: int = 0
 
 
+# Of HostUpdateResult.
+_RESULTS = {"no_update": 0, "removed": 1, "added": 2, "mixed": 3}
+
+
+def _member(flags: object, name: object) -> int:
+    if flags is not int or name not in _RESULTS:
+        raise pickle.UnpicklingError(f"{name!r} is no result of the driver")
+    return _RESULTS[str(name)]
+
+
+def _union(one: object, other: object) -> int:
+    if not (type(one) is type(other) is int):
+        raise pickle.UnpicklingError("no result of the driver")
+    return one | other
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known: dict[tuple[str, str], Any] = {
             (_NETWORK, "PingRequest"): _Ping,
             (_WORKER, "HostsUpdatedRequest"): _HostsUpdated,
             (_WORKER, "HostUpdateResult"): int,
+            # As Python 3.11.0 to 3.11.3 pickle a flag, such as Debian 12's:
+            ("builtins", "getattr"): _member,
+            ("_operator", "or_"): _union,
         }
         if (module, name) not in known:
             raise pickle.UnpicklingError(f"{module}.{name} is no message of the driver")
