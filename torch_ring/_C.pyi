@@ -258,9 +258,9 @@ class OperationRecord:
     Attributes:
         number: in the order of this rank's submissions to its engine, from 1.
         sequence: in the order in which the ranks of the process set have agreed, from 1, the same
-            on all of them; 0: they have not.
-        launch: of one that the ranks start without an agreement (``RunAhead``), in the order of
-            these, from 1, the same on all of them; 0 for all others.
+            on all of them; 0: they have not. Of one that they launch: above 2**44, in the order of
+            these.
+        is_launched: whether the ranks have started it without an agreement (``RunAhead``).
         round: of the exchange in which they agreed; operations of one round were agreed together.
         process_set: the number of its set; 0: the world.
         state: "submitted", "agreed", "started", "finished" or "failed".
@@ -283,7 +283,7 @@ class OperationRecord:
 
     number: int
     sequence: int
-    launch: int
+    is_launched: bool
     round: int
     process_set: int
     state: str
@@ -322,6 +322,7 @@ class MessageRecord:
         tag: the caller's.
         dtype: torch's name of it.
         bytes: of the message; of a receive that has none yet, the most that it takes.
+        description: "receive of float32, 16 bytes, tag 3".
         posted_ns: this rank asked for it.
         matched_ns: a receive knows its message, a long send its receive. A short send has none.
         finished_ns: the end, also of one that failed.
@@ -335,6 +336,7 @@ class MessageRecord:
     tag: int
     dtype: str
     bytes: int
+    description: str
     posted_ns: int
     matched_ns: int
     finished_ns: int

@@ -57,6 +57,7 @@ void bind_messages(py::module_& module) {
       .def_property_readonly("dtype",
                              [](const MessageRecord& r) { return torch_ring::name_of(r.dtype); })
       .def_readonly("bytes", &MessageRecord::bytes)
+      .def_property_readonly("description", &MessageRecord::describe)
       .def_readonly("posted_ns", &MessageRecord::posted)
       .def_readonly("matched_ns", &MessageRecord::matched)
       .def_readonly("finished_ns", &MessageRecord::finished)

@@ -60,7 +60,7 @@ void bind_records(py::module_& module) {
   py::class_<OperationRecord>(module, "OperationRecord")
       .def_readonly("number", &OperationRecord::number)
       .def_readonly("sequence", &OperationRecord::sequence)
-      .def_readonly("launch", &OperationRecord::launch)
+      .def_property_readonly("is_launched", &OperationRecord::is_launched)
       .def_readonly("round", &OperationRecord::round)
       .def_readonly("process_set", &OperationRecord::set)
       .def_property_readonly("state", [](const OperationRecord& r) { return name_of(r.state); })

@@ -162,7 +162,7 @@ void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Inter
 std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue& enqueue,
                                          bool& begun) {
   DeviceExecutor& device = role_.device();
-  std::uint64_t number = 0;
+  OperationRecord record;
   const DeviceGate::Pass pass = device.enter();
   {
     const Lock lock = queue_.lock();
@@ -173,14 +173,23 @@ std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue&
       throw Error(ErrorKind::kInternal,
                   name_ + ": a launch needs an agreed operation on the device before it");
     }
-    number = queue_.add_launch(lock, what);
+    record = queue_.add_launch(lock, what);
     begun = true;
     // From now on the engine's thread polls; it finds the device idle only after the launch.
     if (!std::exchange(device_busy_, true)) changed_.notify_all();
   }
-  device.use(enqueue);
-  const Lock lock = queue_.lock();
-  queue_.recorder(lock).launched(number);
+  const auto end = [&](const std::string* error) {
+    const Lock lock = queue_.lock();
+    queue_.recorder(lock).launched(std::move(record), error);
+  };
+  try {
+    device.use(enqueue);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    end(&text);
+    throw;
+  }
+  end(nullptr);
   return nullptr;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 namespace torch_ring {
 
@@ -57,28 +58,28 @@ void Recorder::submitted(Work& work) {
   work.number_ = submitted_;
 }
 
-std::uint64_t Recorder::launching(const Fingerprint& what) {
+OperationRecord Recorder::launching(const Fingerprint& what) {
   Entry& entry = next();
-  entry.in_flight = nullptr;
-  OperationRecord& record = entry.record = {};
+  OperationRecord record;
   record.number = submitted_;
-  record.launch = ++launches_;
+  record.sequence = OperationRecord::kLaunches + ++launches_;
   record.set = set_;
   record.transport = transport_;
   record.state = OperationRecord::State::kStarted;
   record.fingerprint = what;
   record.bytes = what.count() * size_of(what.dtype);
   record.submitted = record.agreed = record.started = in_ns(Clock::now());
-  return record.number;
+  entry.in_flight = nullptr;
+  entry.record = record;
+  return record;
 }
 
-void Recorder::launched(std::uint64_t number) {
-  OperationRecord& record = ring_[number % kOperations].record;
-  if (record.number != number) return;  // kOperations others have been submitted meanwhile
-  record.state = OperationRecord::State::kFinished;
-  record.finished = in_ns(Clock::now());
-  count(record);
-  if (stream_) stream_->push(record);
+void Recorder::launched(OperationRecord record, const std::string* error) {
+  using State = OperationRecord::State;
+  finish(record, error == nullptr ? State::kFinished : State::kFailed, error);
+  Entry& entry = ring_[record.number % kOperations];
+  const bool has_place = entry.in_flight == nullptr && entry.record.number == record.number;
+  if (has_place) entry.record = std::move(record);
 }
 
 void Recorder::finished(const Work& work) { end(work, OperationRecord::State::kFinished, nullptr); }
@@ -102,6 +103,11 @@ void Recorder::end(const Work& work, OperationRecord::State state, const std::st
   OperationRecord& record = has_place ? entry.record : overtaken;
   if (has_place) entry.in_flight = nullptr;
   write(work, record);
+  finish(record, state, error);
+}
+
+void Recorder::finish(OperationRecord& record, OperationRecord::State state,
+                      const std::string* error) {
   record.finished = in_ns(Clock::now());
   record.state = state;
   if (error != nullptr) record.error = *error;
@@ -114,7 +120,7 @@ void Recorder::count(const OperationRecord& record) {
   ++sums.operations;
   sums.bytes += record.bytes;
   if (record.state == OperationRecord::State::kFailed) ++sums.failed;
-  if (record.agreed == 0 || record.launch != 0) return;
+  if (record.agreed == 0 || record.is_launched()) return;
   sums.waiting += record.agreed - record.submitted;
   sums.running += record.finished - record.agreed;
   if (record.is_inline) ++totals_.inlined;
@@ -129,7 +135,6 @@ void Recorder::write(const Work& work, OperationRecord& record) const {
     return in_ns(stamp.load(std::memory_order_relaxed));
   };
   record.number = work.number_;
-  record.launch = 0;
   record.sequence = work.times_.sequence.load(std::memory_order_relaxed);
   record.round = work.times_.round.load(std::memory_order_relaxed);
   record.set = set_;

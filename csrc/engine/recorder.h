@@ -37,13 +37,14 @@ struct OperationRecord {
     kFailed,
   };
 
+  static constexpr std::uint64_t kLaunches = std::uint64_t{1} << 44;
+  bool is_launched() const { return sequence > kLaunches; }
+
   std::uint64_t number = 0;  // in the order of this rank's submissions to its engine, from 1
   // In the order in which the ranks have agreed, from 1: the same on all ranks of the set; 0 while
-  // they have not.
+  // they have not. Of one that they start without an agreement (Engine::launch()): above kLaunches,
+  // in the order of these, likewise.
   std::uint64_t sequence = 0;
-  // Of one that the ranks start without an agreement (Engine::launch()), in the order of these,
-  // from 1: the same on all ranks; 0 for all others.
-  std::uint64_t launch = 0;
   std::uint64_t round = 0;  // of the board in which they agreed
   std::uint64_t set = 0;    // the process set's number
   State state = State::kSubmitted;
@@ -135,9 +136,9 @@ class Recorder {
   void finished(const Work& work);  // before its waiters know
   void failed(const Work& work, const std::string& error);
 
-  /// Begins to launch an operation; returns its number, with which launched() ends that.
-  std::uint64_t launching(const Fingerprint& what);
-  void launched(std::uint64_t number);
+  /// An operation begins to be launched. Its record comes back when it is enqueued, or has failed.
+  OperationRecord launching(const Fingerprint& what);
+  void launched(OperationRecord record, const std::string* error);
 
   /// It is known now which rank was the last to ask for an operation, which has ended.
   void settle(std::uint64_t number, int last_rank);
@@ -158,6 +159,7 @@ class Recorder {
   };
 
   Entry& next();
+  void finish(OperationRecord& record, OperationRecord::State state, const std::string* error);
   void end(const Work& work, OperationRecord::State state, const std::string* error);
   void write(const Work& work, OperationRecord& record) const;
   void count(const OperationRecord& record);

@@ -83,8 +83,8 @@ class RequestQueue {
   std::shared_ptr<Work> first_on_device(const Lock& lock);
 
   /// Counts a launch (Engine::launch): works on a device that are added from now on come after it.
-  /// Returns its number for the recorder.
-  std::uint64_t add_launch(const Lock&, const Fingerprint& what) {
+  /// Returns its record: Recorder::launched().
+  OperationRecord add_launch(const Lock&, const Fingerprint& what) {
     ++launches_;
     return recorder_.launching(what);
   }

@@ -31,6 +31,12 @@ struct MessageRecord {
   std::int64_t finished = 0;
 
   std::string error;  // of a failed one
+
+  /// "receive of float32, 16 bytes, tag 3"
+  std::string describe() const {
+    return std::string(is_send ? "send" : "receive") + " of " + name_of(dtype) + ", " +
+           std::to_string(bytes) + " bytes, tag " + std::to_string(tag);
+  }
 };
 
 struct MessageTotals {
@@ -46,15 +52,18 @@ struct MessageTotals {
 /// Thread: any. Blocking: no.
 class MessageCounters {
  public:
-  void ended(const MessageRecord& record) {
+  void finished(bool is_send, std::uint64_t bytes) {
     const std::scoped_lock lock(mutex_);
-    MessageTotals::Sums& sums = record.is_send ? totals_.sent : totals_.received;
+    MessageTotals::Sums& sums = of(is_send);
     ++sums.messages;
-    if (record.state == MessageRecord::State::kFailed) {
-      ++sums.failed;
-    } else {
-      sums.bytes += record.bytes;
-    }
+    sums.bytes += bytes;
+  }
+
+  void failed(bool is_send) {
+    const std::scoped_lock lock(mutex_);
+    MessageTotals::Sums& sums = of(is_send);
+    ++sums.messages;
+    ++sums.failed;
   }
 
   MessageTotals totals() const {
@@ -63,7 +72,9 @@ class MessageCounters {
   }
 
  private:
-  mutable std::mutex mutex_;
+  MessageTotals::Sums& of(bool is_send) { return is_send ? totals_.sent : totals_.received; }
+
+  mutable std::mutex mutex_;  // guards what follows; a request's is taken before it
   MessageTotals totals_;
 };
 

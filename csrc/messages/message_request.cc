@@ -66,16 +66,15 @@ std::size_t MessageRequest::bytes() const {
 }
 
 std::string MessageRequest::describe() const {
-  return std::string(spec_.is_send ? "send" : "receive") + " of " + name_of(spec_.dtype) + ", " +
-         std::to_string(spec_.memory.size()) + " bytes, tag " + std::to_string(spec_.tag);
+  MessageRecord asked;
+  asked.is_send = spec_.is_send;
+  asked.tag = spec_.tag;
+  asked.dtype = spec_.dtype;
+  asked.bytes = spec_.memory.size();
+  return asked.describe();
 }
 
 MessageRecord MessageRequest::record() const {
-  const Lock lock(mutex_);
-  return record(lock);
-}
-
-MessageRecord MessageRequest::record(const Lock&) const {
   const auto time = [](Clock::time_point at) {
     return at == Clock::time_point{} ? std::int64_t{0} : in_ns(at);
   };
@@ -83,6 +82,7 @@ MessageRecord MessageRequest::record(const Lock&) const {
   record.is_send = spec_.is_send;
   record.tag = spec_.tag;
   record.dtype = spec_.dtype;
+  const std::scoped_lock lock(mutex_);
   record.number = number_;
   record.peer = source_ >= 0 ? source_ : spec_.peer.value_or(-1);
   record.bytes = source_ >= 0 ? bytes_ : spec_.memory.size();
@@ -116,12 +116,15 @@ void MessageRequest::finish(std::optional<Error> error) {
   std::shared_ptr<void> owner;  // destroyed without the lock: these may free tensors
   std::function<void()> received;
   {
-    const Lock lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     if (done_) return;
     done_ = true;
     finished_ = Clock::now();
     error_ = std::move(error);
-    if (counters_) counters_->ended(record(lock));  // before anybody knows
+    if (counters_ && error_) counters_->failed(spec_.is_send);  // before anybody knows
+    if (counters_ && !error_) {
+      counters_->finished(spec_.is_send, spec_.is_send ? spec_.memory.size() : bytes_);
+    }
     callbacks.swap(callbacks_);
     owner.swap(spec_.owner);
     received.swap(spec_.received);

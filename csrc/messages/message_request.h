@@ -79,10 +79,6 @@ class MessageRequest {
   friend class MessageProtocol;
   friend class PointToPoint;
 
-  using Lock = std::scoped_lock<std::mutex>;
-
-  MessageRecord record(const Lock& lock) const;
-
   /// It knows its message of a rank of the set, or its receive there.
   void matched(int peer, std::size_t bytes);
 

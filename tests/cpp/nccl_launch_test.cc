@@ -1,57 +1,15 @@
-// Engine::launch: work on a device without an agreement, on NCCL's double.
+// Engine::launch: in which order launches come, and what is recorded of them.
 #include <atomic>
-#include <deque>
-#include <functional>
 #include <latch>
 #include <random>
 #include <thread>
 
-#include "nccl_ranks.h"
+#include "nccl_launches.h"
 
 namespace torch_ring::test {
 namespace {
 
 using std::chrono::milliseconds;
-
-EngineConfig impatient() {
-  EngineConfig config = patient();
-  config.timeout = milliseconds(1000);  // of the first agreement, too
-  return config;
-}
-
-/// Tensors of a rank that outlive its engine, whose stream may use them to the end.
-using Tensors = std::deque<std::vector<float>>;
-
-void run_launches(int size, const std::function<void(Rank&, Tensors&)>& fn,
-                  const EngineConfig& config = patient()) {
-  std::vector<Tensors> tensors(static_cast<std::size_t>(size));
-  run_with_device(size, [&](Rank& rank) { fn(rank, at(tensors, rank.rank())); }, config);
-}
-
-Enqueue sum_of(std::vector<float>& values) {
-  return [&values](Communicator& communicator, Buffers&) {
-    communicator.allreduce(values.data(), values.data(), values.size(),
-                           {DType::kFloat32, ReduceOp::kSum, {}});
-  };
-}
-
-Fingerprint launched(const std::vector<float>& values) {
-  Fingerprint what;
-  what.name = "launched";
-  what.device = 1;
-  what.shape = {static_cast<std::int64_t>(values.size())};
-  return what;
-}
-
-void launch(Rank& rank, std::vector<float>& values) {
-  rank.engine().launch(launched(values), sum_of(values));
-}
-
-/// An agreed allreduce on the device, enqueued: it makes the device.
-void agree(Rank& rank, std::vector<float>& values, const std::string& name) {
-  std::atomic<bool> finished{false};
-  rank.wait(submit(rank, values, name, finished));
-}
 
 TEST(launches_and_agreed_requests_run_in_the_program_s_order) {
   for (const int size : {1, 2, 3}) {
@@ -241,79 +199,6 @@ TEST(engine_closes_while_a_thread_launches) {
   }
 }
 
-TEST(launches_wait_for_no_rank_that_has_failed) {
-  const FaultsEnd end;
-  faults().aborted = 0;
-  std::latch both(2);
-  run_launches(2, [&](Rank& rank, Tensors& tensors) {
-    auto& first = tensors.emplace_back(3, 1.0f);
-    agree(rank, first, "first");
-    auto& values = tensors.emplace_back(3, 1.0f);
-    // Nothing else: only the engine's thread can hear of rank 1.
-    if (rank.rank() == 0) launch(rank, values);
-    both.arrive_and_wait();  // an end would overtake an agreement
-    if (rank.rank() == 1) {
-      CHECK_THROWS(rank.engine().end(Error(ErrorKind::kInternal, "out of luck")),
-                   ErrorKind::kInternal, "out of luck");
-    }
-    wait_until([&] { return faults().aborted == 2; }, "both devices are aborted");
-    if (rank.rank() == 0) {
-      CHECK_THROWS(launch(rank, values), ErrorKind::kPeerLost,
-                   "this world has ended: rank 1 (a thread) failed: out of luck");
-    }
-  });
-}
-
-TEST(device_without_work_is_aborted_when_a_rank_fails) {
-  const FaultsEnd end;
-  faults().aborted = 0;
-  std::latch both(2);
-  run_launches(2, [&](Rank& rank, Tensors& tensors) {
-    auto& values = tensors.emplace_back(3, 1.0f);
-    agree(rank, values, "first");
-    both.arrive_and_wait();                          // an end would overtake an agreement
-    std::this_thread::sleep_for(milliseconds(200));  // the engine's thread has found it idle
-    if (rank.rank() == 1) {
-      CHECK_THROWS(rank.engine().end(Error(ErrorKind::kInternal, "out of luck")),
-                   ErrorKind::kInternal, "out of luck");
-    }
-    wait_until([&] { return faults().aborted == 2; }, "both devices are aborted");
-  });
-}
-
-TEST(launch_that_nccl_does_not_take_has_a_deadline) {
-  const FaultsEnd end;
-  run_launches(
-      1,
-      [](Rank& rank, Tensors& tensors) {
-        auto& values = tensors.emplace_back(3, 1.0f);
-        agree(rank, values, "first");
-        faults().in_progress = 1'000'000'000;
-        CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
-                     "ncclAllReduce was not taken within 1 s");
-        faults().in_progress = 0;
-        CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
-                     "this world has ended: ncclAllReduce");
-      },
-      impatient());
-}
-
-TEST(launch_ends_when_the_job_does) {
-  const FaultsEnd end;
-  run_launches(1, [](Rank& rank, Tensors& tensors) {
-    auto& values = tensors.emplace_back(3, 1.0f);
-    agree(rank, values, "first");
-    faults().in_progress = 1'000'000'000;
-    std::thread thread([&] {
-      std::this_thread::sleep_for(milliseconds(50));
-      CHECK_THROWS(rank.engine().end(Error(ErrorKind::kPeerLost, "rank 7 is lost")),
-                   ErrorKind::kPeerLost, "rank 7 is lost");
-    });
-    CHECK_THROWS(launch(rank, values), ErrorKind::kPeerLost, "rank 7 is lost");
-    thread.join();
-  });
-}
-
 TEST(launches_are_recorded_in_an_order_of_their_own) {
   run_launches(2, [](Rank& rank, Tensors& tensors) {
     auto& values = tensors.emplace_back(3, 1.0f);
@@ -329,13 +214,13 @@ TEST(launches_are_recorded_in_an_order_of_their_own) {
     stream->take(seen, 10);
     for (const auto& records : {rank.engine().records(), seen}) {
       CHECK_EQ(records.size(), 4u);
-      const std::vector<std::uint64_t> sequences{1, 0, 0, 2};
-      const std::vector<std::uint64_t> launches{0, 1, 2, 0};
+      constexpr std::uint64_t kLaunches = OperationRecord::kLaunches;
+      const std::vector<std::uint64_t> sequences{1, kLaunches + 1, kLaunches + 2, 2};
       const std::vector<std::size_t> bytes{12, 12, 200, 12};
       for (std::size_t i = 0; i < records.size(); ++i) {
         CHECK_EQ(records[i].number, i + 1);
         CHECK_EQ(records[i].sequence, sequences[i]);
-        CHECK_EQ(records[i].launch, launches[i]);
+        CHECK_EQ(records[i].is_launched(), i == 1 || i == 2);
         CHECK_EQ(records[i].bytes, bytes[i]);
         CHECK(records[i].state == OperationRecord::State::kFinished);
         CHECK(records[i].submitted <= records[i].finished);
@@ -349,88 +234,6 @@ TEST(launches_are_recorded_in_an_order_of_their_own) {
     for (const std::uint64_t count : totals.lags) agreed += count;
     CHECK_EQ(agreed, 2u);
   });
-}
-
-TEST(error_of_a_launch_ends_the_job) {
-  std::latch both(2);
-  run_launches(2, [&](Rank& rank, Tensors& tensors) {
-    auto& values = tensors.emplace_back(3, 1.0f);
-    agree(rank, values, "first");
-    both.arrive_and_wait();  // an end would overtake an agreement
-    if (rank.rank() == 0) {
-      const auto broken = [](Communicator&, Buffers&) { throw std::runtime_error("no memory"); };
-      CHECK_THROWS(rank.engine().launch(launched(values), broken), ErrorKind::kInternal,
-                   "no memory");
-    }
-    auto& here = tensors.emplace_back(3);
-    const auto kind = rank.rank() == 0 ? ErrorKind::kInternal : ErrorKind::kPeerLost;
-    const auto use = [&] { rank.wait(rank.allreduce(here, "here")); };
-    CHECK_THROWS(use(), kind, "no memory");
-  });
-}
-
-/// A device whose call hangs, as that of a stream whose queue is full, until the device is aborted.
-class HangingDevice final : public Device {
- public:
-  HangingDevice(Communicator& host, std::latch& hangs) : host_(host), hangs_(hangs) {}
-
-  Communicator& communicator() override { return host_; }
-  Buffers& buffers() override { return buffers_; }
-  void use(const std::function<void()>& enqueue) override {
-    enqueue();
-    if (!std::exchange(used_, true)) return;
-    hangs_.count_down();
-    aborted_.wait();
-  }
-  bool busy() override { return false; }
-  void abort() noexcept override {
-    if (!std::exchange(is_aborted_, true)) aborted_.count_down();
-  }
-
- private:
-  Communicator& host_;
-  HostBuffers buffers_;
-  std::latch& hangs_;
-  std::latch aborted_{1};
-  bool used_ = false;
-  bool is_aborted_ = false;  // the progress thread's
-};
-
-void run_with_hanging_device(const std::function<void(Rank&, std::latch& hangs)>& fn,
-                             const EngineConfig& config) {
-  std::vector<World> worlds = make_worlds({0});
-  std::latch hangs(1);
-  Rank self(worlds.front(), nullptr, config,
-            [&](std::uint8_t, Communicator& host, const Abort&) -> std::unique_ptr<Device> {
-              return std::make_unique<HangingDevice>(host, hangs);
-            });
-  std::vector<float> values(3);
-  agree(self, values, "first");
-  fn(self, hangs);
-}
-
-TEST(launch_that_hangs_inside_the_device_is_freed_by_its_abort) {
-  run_with_hanging_device(
-      [](Rank& rank, std::latch& hangs) {
-        std::vector<float> values(3);
-        std::thread thread([&] { launch(rank, values); });
-        hangs.wait();
-        CHECK_THROWS(rank.engine().end(Error(ErrorKind::kPeerLost, "rank 7 is lost")),
-                     ErrorKind::kPeerLost, "rank 7 is lost");
-        thread.join();
-      },
-      impatient());
-}
-
-TEST(launch_that_hangs_inside_the_device_ends_the_job_after_the_timeout) {
-  run_with_hanging_device(
-      [](Rank& rank, std::latch&) {
-        std::vector<float> values(3);
-        launch(rank, values);  // hangs until the engine's thread aborts
-        CHECK_THROWS(launch(rank, values), ErrorKind::kTimeout,
-                     "a thread's call of the device has not returned within 1 s");
-      },
-      impatient());
 }
 
 }  // namespace

@@ -93,19 +93,21 @@ def test_launches_are_in_the_flight_recorder(size: int, tmp_path: Path) -> None:
     text = analysed(tmp_path)
     assert "Not all ranks" not in text, text
     assert "errors" not in text, text
-    launched = [[e for e in entries(tmp_path, rank) if e["ring"]["launch"]] for rank in range(size)]
+    launched = [
+        [e for e in entries(tmp_path, rank) if e["ring"]["is_launched"]] for rank in range(size)
+    ]
     for entry, *others in zip(*launched, strict=True):
         assert entry["profiling_name"] == "nccl:all_reduce"
         assert entry["state"] == "completed"
         for other in others:
             assert other["input_sizes"] == entry["input_sizes"]
             assert other["collective_seq_id"] == entry["collective_seq_id"]
-    numbers = [entry["ring"]["launch"] for entry in launched[0]]
-    assert numbers == list(range(1, len(numbers) + 1))
+    numbers = [entry["collective_seq_id"] for entry in launched[0]]
+    assert numbers == [2**44 + i for i in range(1, len(numbers) + 1)]
     assert len(numbers) >= passes > 0
     for path in tmp_path.iterdir():  # a rank that has launched less than the others
         content = pickle.loads(path.read_bytes())
         if path.name == "flight_1":
-            content["entries"].remove(max(content["entries"], key=lambda e: e["ring"]["launch"]))
+            content["entries"].remove(max(content["entries"], key=lambda e: e["collective_seq_id"]))
         path.write_bytes(pickle.dumps(content))
     assert "Not all ranks joining collective" in analysed(tmp_path)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pool
 import pytest
@@ -38,10 +39,13 @@ class Process:
     def knows(self, process: Member) -> bool:
         return process in self.roster
 
+    def serve(self) -> tuple[str, int]:
+        return self.member.id, 1
+
     def regroup(self, limits: Limits = LIMITS, suspects: Sequence[str] = ()) -> Group:
         return regroup(
             *(self.roster, 1, self.member, self.listener, limits),
-            *(lambda: (self.member.id, 1), set(suspects) - {self.member.host}),
+            *(self.serve, set(suspects) - {self.member.host}),
         )
 
 
@@ -82,6 +86,19 @@ def test_the_lowest_survivor_leads(dead: list[int]) -> None:
             assert isinstance(group, Group), group
             assert [member.id for member in group.members] == [p.member.id for p in living]
             assert group.store == (living[0].member.id, 1)
+
+
+@pytest.mark.parametrize("kind", [hvd.PeerLostError, hvd.TimeoutError, hvd.MismatchError])
+def test_a_leader_that_cannot_serve_says_so_to_all(kind: type[hvd.RingError]) -> None:
+    def fail() -> tuple[str, int]:
+        raise kind("the store of the next world: no socket")
+
+    with job(3) as processes, mock.patch.object(processes[0], "serve", fail):
+        first, *others = outcomes(processes)
+    assert type(first) is kind
+    for error in others:
+        assert type(error) is (hvd.RingError if kind is hvd.MismatchError else kind)
+        assert "the store of the next world: no socket" in str(error)
 
 
 def test_a_leader_that_dies_is_followed_by_the_next() -> None:

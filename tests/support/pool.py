@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -293,7 +292,6 @@ def _main(tasks: Connection, stacks: str) -> None:
     os.setpgid(0, 0)
     _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
     gc.freeze()  # garbage collection must not touch, and so copy, the objects of torch
-    weakref.finalize._registry.clear()  # nor must the end of this process what torch has registered
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         environment = dict(os.environ)

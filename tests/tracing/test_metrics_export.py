@@ -20,6 +20,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.tracing.exporter import path_of_rank
+from torch_ring.world import current
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -53,6 +54,29 @@ def reduce_some() -> None:
     with pytest.raises(hvd.MismatchError):
         hvd.broadcast(torch.ones(3 + hvd.rank()), 0, name="b")
     hvd.shutdown()
+
+
+def send_one() -> None:
+    hvd.init()
+    if hvd.rank() == 0:
+        current.engine().send(torch.ones(25), 1).wait()
+    else:
+        current.engine().receive(torch.ones(25), 0).wait()
+    hvd.shutdown()
+
+
+def test_messages_are_counted(tmp_path: Path) -> None:
+    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "torch_ring.prom")}
+    run(send_one, 2, initialized=False, env=env)
+    for rank, its_way in enumerate(("sent", "received")):
+        samples, _ = parsed((tmp_path / f"torch_ring.rank{rank}.prom").read_text())
+        for way in ("sent", "received"):
+            labels = {"rank": rank, "process_set": 0, "direction": way}
+            assert value(samples, "torch_ring_messages_total", **labels) == (way == its_way)
+            assert value(samples, "torch_ring_failed_messages_total", **labels) == 0
+            assert value(samples, "torch_ring_message_bytes_total", **labels) == (
+                100 if way == its_way else 0
+            )
 
 
 @on_both_transports

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from recordings import timeline_events, write_timeline
+from recordings import dump_of, timeline_events, write_timeline
+
+from torch_ring.tracing.command import main
 
 DEADLINE_S = 60
 
@@ -45,6 +48,17 @@ def test_it_draws_without_torch(tmp_path: Path) -> None:
     again = show(str(tmp_path))  # its own page is no recording
     assert again.returncode == 0, again.stderr
     assert "left out" not in again.stdout
+
+
+@pytest.mark.parametrize("number", [2**40 + 5, 2**44 + 1], ids=["not agreed on", "launched"])
+def test_it_draws_operations_without_an_agreement(tmp_path: Path, number: int) -> None:
+    pytest.importorskip("bokeh", reason="bokeh is not installed: pip install bokeh")
+    for rank in range(2):
+        dump = dump_of(rank)
+        dump["entries"][1]["collective_seq_id"] = number
+        (tmp_path / f"dump_{rank}").write_text(json.dumps(dump))
+    assert main(["show", str(tmp_path)]) == 0
+    assert (tmp_path / "page.html").exists()
 
 
 def test_without_bokeh_it_says_what_to_install(tmp_path: Path) -> None:

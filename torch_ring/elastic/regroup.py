@@ -32,7 +32,7 @@ from queue import Empty
 from typing import Any
 
 from torch_ring.elastic.listener import JoinRequest, Listener
-from torch_ring.errors import RingError, TimeoutError
+from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.member import Member, Reach, dial, reach
 
 __all__ = ["Group", "LeftOutError", "Limits", "come", "regroup"]
@@ -220,8 +220,9 @@ def _group_of(answer: dict[str, Any]) -> Group:
 
 
 def _error_of(answer: dict[str, Any]) -> RingError:
-    kinds = {kind.__name__: kind for kind in (LeftOutError, TimeoutError, RingError)}
-    return kinds[answer["error"]](answer["why"])
+    known = (LeftOutError, PeerLostError, TimeoutError)
+    kinds: dict[str, type[RingError]] = {kind.__name__: kind for kind in known}
+    return kinds.get(answer["error"], RingError)(answer["why"])
 
 
 class _Leading:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_ring._C import Engine, MessageRecord, OperationRecord
+from torch_ring._C import MessageRecord, OperationRecord
 from torch_ring.world import current
 from torch_ring.world.join import World
 from torch_ring.world.recorded import recorded_groups
@@ -26,18 +26,18 @@ class RecordedSet:
         name: "world", "process set 2" or "group 1 of torch.distributed".
         ranks: its members, ranks of the world, or of torch.distributed.
         records: the last 2000, oldest first, also those in flight.
+        messages: the last 2000, likewise.
         world: in which its ranks ask one another.
         world_ranks: of that world, as `ranks` has them.
-        messages: the last 2000, likewise.
     """
 
     set_id: int
     name: str
     ranks: tuple[int, ...]
     records: list[OperationRecord]
+    messages: list[MessageRecord]
     world: World
     world_ranks: Sequence[int]
-    messages: list[MessageRecord]
 
 
 def recorded_sets() -> list[RecordedSet]:
@@ -53,24 +53,14 @@ def recorded_sets() -> list[RecordedSet]:
         world = current.world()
         for set_id, ranks, engine in world.process_sets.engines():
             name = f"process set {set_id}" if set_id else "world"
-            found.append(_recorded(engine, set_id, name, tuple(ranks), world, range(world.size)))
+            own = tuple(ranks), engine.records(), engine.messages()
+            found.append(RecordedSet(set_id, name, *own, world, range(world.size)))
     for group in groups:
         number = _GROUPS_FROM + zlib.crc32(group.name.encode())
         name = f"group {group.name} of torch.distributed"
-        where = group.world, group.world_ranks
-        found.append(_recorded(group.engine, number, name, group.ranks, *where))
+        own = group.ranks, group.engine.records(), group.engine.messages()
+        found.append(RecordedSet(number, name, *own, group.world, group.world_ranks))
     return found
-
-
-def _recorded(
-    engine: Engine,
-    set_id: int,
-    name: str,
-    ranks: tuple[int, ...],
-    world: World,
-    world_ranks: Sequence[int],
-) -> RecordedSet:
-    return RecordedSet(set_id, name, ranks, engine.records(), world, world_ranks, engine.messages())
 
 
 def asked_world() -> tuple[World, Sequence[int]]:

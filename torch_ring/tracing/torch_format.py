@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_ring._C import MessageRecord, OperationRecord
@@ -40,13 +40,14 @@ _STATES = {
 }
 
 # An operation without an agreement has no number on which the ranks agree. The analyser matches by
-# number, so it gets one that follows from its name, above all others.
+# number, so it gets one that follows from its name, above all others but those of launches.
 _UNDECIDED = 1 << 40
-# What the ranks launch without an agreement has an order of its own, above that.
-_LAUNCHED = 1 << 44
 # torch counts the records of all groups together, the ranks of another set do not: its numbers lie
 # above the world's, so that the analyser drops none of them as older than what other ranks have.
 _PER_SET = 1 << 48
+
+_Wall = Callable[[int], "int | None"]
+"""From a record's time to nanoseconds since the epoch; None if there is none."""
 
 
 def to_torch(
@@ -60,10 +61,14 @@ def to_torch(
         rank: of this process in the world.
     """
     offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def wall(ns: int) -> int | None:
+        return ns + offset_ns if ns else None
+
     entries = []
     for recorded in sets:
         for record in sorted(recorded.records, key=_sequence):
-            entries.append(_entry(recorded, record, offset_ns, frames))
+            entries.append(_entry(recorded, record, wall, frames))
     return {
         "version": _VERSION,
         "rank": rank,
@@ -80,16 +85,12 @@ def to_torch(
         # Torch's analyser (2.14) takes every entry for an operation of all ranks of its group: a
         # message between two of three would be one that a rank has missed.
         "messages": [
-            _message(recorded, message, offset_ns)
-            for recorded in sets
-            for message in recorded.messages
+            _message(recorded, message, wall) for recorded in sets for message in recorded.messages
         ],
     }
 
 
 def _sequence(record: OperationRecord) -> int:
-    if record.launch:
-        return _LAUNCHED + record.launch
     key = f"{record.operation}.{record.name}"
     if record.name.startswith("#"):  # numbered: matched by the number alone
         key = record.name
@@ -98,7 +99,8 @@ def _sequence(record: OperationRecord) -> int:
 
 def _status(recorded: RecordedSet) -> dict[str, int]:
     def last(states: tuple[str, ...]) -> int:
-        return max((r.sequence for r in recorded.records if r.state in states), default=-1)
+        agreed = (r for r in recorded.records if not r.is_launched)
+        return max((r.sequence for r in agreed if r.state in states), default=-1)
 
     return {
         "last_enqueued_collective": last(("agreed", "started", "finished", "failed")),
@@ -107,10 +109,7 @@ def _status(recorded: RecordedSet) -> dict[str, int]:
     }
 
 
-def _message(recorded: RecordedSet, message: MessageRecord, offset_ns: int) -> dict[str, Any]:
-    def wall(ns: int) -> int | None:
-        return ns + offset_ns if ns else None
-
+def _message(recorded: RecordedSet, message: MessageRecord, wall: _Wall) -> dict[str, Any]:
     return {
         "process_group": (str(recorded.set_id), recorded.name),
         "number": message.number,
@@ -130,7 +129,7 @@ def _message(recorded: RecordedSet, message: MessageRecord, offset_ns: int) -> d
 def _entry(
     recorded: RecordedSet,
     record: OperationRecord,
-    offset_ns: int,
+    wall: _Wall,
     frames: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     sequence = _sequence(record)
@@ -138,9 +137,6 @@ def _entry(
     input_shape, output_shape = _shapes(record, len(recorded.ranks))
     moves = record.operation not in ("barrier", "fence", "join")
     started_ns = record.started_ns or (record.agreed_ns if state == "completed" else 0)
-
-    def wall(ns: int) -> int | None:
-        return ns + offset_ns if ns else None
 
     return {
         "record_id": recorded.set_id * _PER_SET + sequence,
@@ -175,7 +171,7 @@ def _entry(
             "bytes": record.bytes,
             "reduce_op": record.reduce_op,
             "round": record.round,
-            "launch": record.launch,
+            "is_launched": record.is_launched,
             "agreed_ns": wall(record.agreed_ns),
             "last_rank": recorded.ranks[record.last_rank] if record.last_rank >= 0 else None,
             "lag_ms": record.lag_ns / 1e6,

@@ -70,15 +70,16 @@ def answer_questions() -> None:
 
 def what_it_does() -> str:
     """Return in which operations this process is, and where its main thread is."""
+    sets = recorded_sets()
     in_flight = [
         record.description
-        for recorded in recorded_sets()
+        for recorded in sets
         for record in recorded.records
         if not record.finished_ns
     ]
     in_flight += [
         _described(message, recorded.ranks)
-        for recorded in recorded_sets()
+        for recorded in sets
         for message in recorded.messages
         if not message.finished_ns
     ]
@@ -94,8 +95,7 @@ def what_it_does() -> str:
 def _described(message: MessageRecord, ranks: Sequence[int]) -> str:
     """Return "receive of float32, 16 bytes, tag 3, from rank 2"."""
     peer = f"rank {ranks[message.peer]}" if message.peer >= 0 else "any rank"
-    what = f"of {message.dtype}, {message.bytes} bytes, tag {message.tag}"
-    return f"send {what}, to {peer}" if message.is_send else f"receive {what}, from {peer}"
+    return f"{message.description}, {'to' if message.is_send else 'from'} {peer}"
 
 
 def what_keeps_it(waited_s: float) -> str:

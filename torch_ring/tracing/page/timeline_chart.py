@@ -159,7 +159,8 @@ def _columns(
         "kind": [each.kind for each in chosen],
         "rank": np.array([each.rank for each in chosen], dtype=np.int32),
         "set": [each.process_set for each in chosen],
-        "sequence": np.array([each.sequence for each in chosen], dtype=np.int32),
+        # Floats, as JavaScript has: in a dump, what is not agreed on has numbers above 2**40.
+        "sequence": np.array([each.sequence for each in chosen], dtype=np.float64),
         "bytes": np.array([each.bytes for each in chosen], dtype=float),
         "dtype": [each.dtype for each in chosen],
         "shape": [each.shape for each in chosen],
