@@ -30,8 +30,8 @@ class Looks {
   void end(std::uint64_t number);
 
   /// Takes rank `from`'s answer: what it does and, on lines of their own, where, and what it had
-  /// not come to, "computing\nin f\nbucket 1". One that is empty counts for nothing. Returns whether
-  /// the question was a look.
+  /// not come to, "computing\nin f\nbucket 1". One that is empty counts for nothing. Returns
+  /// whether the question was a look.
   bool learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now);
 
   /// "asleep in 24 of 30 looks (at last in f (train.py:3)), computing in 6 (...); in 28 of them

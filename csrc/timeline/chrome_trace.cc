@@ -104,8 +104,8 @@ void ChromeTrace::add(std::string& text, const OperationRecord& record) {
   const std::string name = upper(operation);
   const std::string tensor =
       operation + '.' + asked.name.substr(0, kLongestName);  // as Horovod calls it
-  const std::string args = R"(,"args":{"tensor":)" + json_string(tensor) +
-                           R"(,"process_set":)" + std::to_string(record.set) + R"(,"sequence":)" +
+  const std::string args = R"(,"args":{"tensor":)" + json_string(tensor) + R"(,"process_set":)" +
+                           std::to_string(record.set) + R"(,"sequence":)" +
                            std::to_string(record.sequence);
   // A phase that it has not reached, or has not, ends where the next one begins.
   const std::int64_t agreed = record.agreed != 0 ? record.agreed : record.finished;

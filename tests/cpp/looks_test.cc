@@ -59,8 +59,9 @@ TEST(looks_believe_only_the_rank_that_was_asked_and_three_lines_of_it) {
   CHECK(looks.learn(1, 1, "", kBegin));  // it has nothing to say
   CHECK_EQ(looks.describe(1), "");
   looks.begin(2, 1, kBegin);
-  CHECK(looks.learn(2, 1, "asleep\n" + std::string(4000, 'x') + "\n" + std::string(4000, 'y') + "\nand more",
-                    kBegin));
+  CHECK(looks.learn(
+      2, 1, "asleep\n" + std::string(4000, 'x') + "\n" + std::string(4000, 'y') + "\nand more",
+      kBegin));
   CHECK_EQ(looks.describe(1), "asleep in 1 of 1 looks (at last " + std::string(300, 'x') +
                                   "); in 1 of them before " + std::string(300, 'y'));
 }
