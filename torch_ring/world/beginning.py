@@ -148,10 +148,9 @@ def _ask(config: Config, listener: socket.socket) -> dict[str, Any]:
             raise missing_ranks(set(range(size)).difference(missing), size, deadline)
         if next_line.passed() and missing:
             next_line = Deadline(_PROGRESS_S)
-            if rank == here[0]:
-                _log.info(
-                    progress(here, len(here) + len(missing), time.monotonic() - began, missing)
-                )
+            if rank in here[:1]:
+                waited_s = time.monotonic() - began
+                _log.info(progress(here, len(here) + len(missing), waited_s, missing))
         time.sleep(min(pause_s, deadline.left_s()))
         pause_s = min(1.5 * pause_s, _PAUSE_S + _PAUSE_S_PER_RANK * size)
 
