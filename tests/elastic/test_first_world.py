@@ -7,7 +7,6 @@ import os
 import select
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,28 +241,37 @@ def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def begin_and_listen(folder: str) -> tuple[list[str], Any]:
-    """Rank 2 comes when a rank has told that it is missing."""
-    beginning._PROGRESS_S = 0.05
-    told, rank = Path(folder) / "told", int(os.environ["RANK"])
+    """Rank 2 comes when the others have been told, for longer than a line takes, who is here."""
+    beginning._PROGRESS_S = 0.0
+    rank, heard = int(os.environ["RANK"]), 0
     note_process(Path(folder), rank, os.getpid())
+    ask_launcher = beginning.ask_for_place
+
+    def ask_and_note(*question: Any) -> dict[str, Any]:
+        nonlocal heard
+        answer = ask_launcher(*question)
+        heard += answer.get("here") == [0, 1]
+        if heard == 3:  # after two of them there was time for a line
+            (Path(folder) / f"told-{rank}").touch()
+        return answer
+
+    beginning.ask_for_place = ask_and_note
     if rank == 2:
-        assert pool.eventually(told.exists, PATIENCE_S)
-    with logged() as lines, ThreadPoolExecutor() as threads:
+        told = [Path(folder) / f"told-{each}" for each in (0, 1)]
+        assert pool.eventually(lambda: all(each.exists() for each in told), PATIENCE_S)
+    with logged() as lines:
         logging.getLogger("torch_ring").setLevel("INFO")
-        place = threads.submit(begin, {}, folder, 3, 1)
-        if rank == 0:
-            both = "2 of 3 are here (ranks 0, 1), 1 missing (rank 2)"
-            assert pool.eventually(lambda: any(both in line for line in lines), PATIENCE_S), lines
-            told.touch()
-        return [line for line in lines if " are here " in line], place.result()
+        place = begin({}, folder, 3, 1)
+    return [line for line in lines if " are here " in line], place
 
 
 def test_progress_is_logged_on_the_lowest_rank_that_is_here(tmp_path: Path) -> None:
     be_the_launcher("127.0.0.1", tmp_path, 3)
     results = pool.run(begin_and_listen, 3, args=(str(tmp_path),), initialized=False)
     assert [place for _, place in results] == [(rank, 3, 9) for rank in range(3)]
-    assert results[0][0]
-    assert not any("ranks 0, 1" in line for lines, _ in results[1:] for line in lines)
+    both = "2 of 3 are here (ranks 0, 1), 1 missing (rank 2)"
+    assert any(both in line for line in results[0][0]), results
+    assert not any(both in line for lines, _ in results[1:] for line in lines), results
 
 
 def begin_differently(folder: str) -> tuple[str, str]:
