@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import threading
 from collections.abc import Callable
 
 __all__ = [
+    "NOTE",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "InvalidArgumentError",
@@ -22,8 +24,25 @@ __all__ = [
 ]
 
 
+NOTE = " [the last operations of this rank "
+"""With what the notes of `add_to_texts` begin."""
+
+
 class RingError(RuntimeError):
-    """A collective has failed. After any but a MismatchError: shutdown() and init(), or exit."""
+    """A collective has failed. After any but a MismatchError: shutdown() and init(), or exit.
+
+    Its text ends with the notes of `add_to_texts`.
+
+    Args:
+        args: the text. One that has the notes already gets no others: the native module adds them,
+            and an error may tell of another one.
+    """
+
+    def __init__(self, *args: object) -> None:
+        text, *rest = args or ("",)
+        if isinstance(text, str) and NOTE not in text and (note := note_for_error()):
+            args = (text + note, *rest)
+        super().__init__(*args)
 
 
 HorovodInternalError = RingError
@@ -82,14 +101,24 @@ def first_line(error: BaseException) -> str:
 
 
 _notes: list[Callable[[], str]] = []
+_noting = threading.local()
 
 
 def add_to_texts(note: Callable[[], str]) -> None:
-    """Call `note`, which raises nothing, for each error of a collective; its text ends with it."""
+    """Call `note`, which raises nothing, for each RingError; its text ends with what it returns.
+
+    That is "", or begins with `NOTE`.
+    """
     if note not in _notes:
         _notes.append(note)
 
 
 def note_for_error() -> str:
-    """Return what the text of an error of a collective ends with. The native module calls it."""
-    return "".join(note() for note in _notes)
+    """Return what the text of a RingError ends with. The native module calls it, too."""
+    if getattr(_noting, "is_under_way", False):  # an error of a note has none
+        return ""
+    _noting.is_under_way = True
+    try:
+        return "".join(note() for note in _notes)
+    finally:
+        _noting.is_under_way = False

@@ -31,7 +31,7 @@ void Looks::end(std::uint64_t number) {
   const auto look = unanswered_.find(number);
   if (look == unanswered_.end()) return;
   look->second.is_over = true;
-  add(look->second.rank, {kSilence, ""});
+  add(look->second.rank, {kSilence});
 }
 
 bool Looks::learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now) {
@@ -40,11 +40,13 @@ bool Looks::learn(std::uint64_t number, int from, std::string_view answer, Clock
   const auto& [rank, since, is_over] = look->second;
   if (from != rank) return true;  // who answers for another one is not believed
   if (!is_over && now - since > kPatience) {
-    add(rank, {kSilence, ""});
+    add(rank, {kSilence});
   } else if (!is_over && !answer.empty()) {
     const auto [what, rest] = first_line(answer);
-    const auto [where, more] = first_line(rest);
-    add(rank, {std::string(what.substr(0, kMostBytes)), std::string(where.substr(0, kMostBytes))});
+    const auto [where, others] = first_line(rest);
+    const auto [before, more] = first_line(others);
+    add(rank, {std::string(what.substr(0, kMostBytes)), std::string(where.substr(0, kMostBytes)),
+               std::string(before.substr(0, kMostBytes))});
   }
   unanswered_.erase(look);
   return true;
@@ -64,10 +66,12 @@ std::string Looks::describe(int rank) const {
   const auto found = found_.find(rank);
   if (found == found_.end()) return "";
   std::map<std::string, Tally> by_what;
+  std::map<std::string, int> by_before;
   for (const Finding& finding : found->second) {
     Tally& tally = by_what[finding.what];
     tally.last = &finding;
     ++tally.times;
+    if (!finding.before.empty()) ++by_before[finding.before];
   }
   std::vector<Tally> tallies;
   for (const auto& [what, tally] : by_what) tallies.push_back(tally);
@@ -79,7 +83,10 @@ std::string Looks::describe(int rank) const {
     if (&tally == tallies.data()) text += " of " + std::to_string(found->second.size()) + " looks";
     if (!tally.last->where.empty()) text += " (at last " + tally.last->where + ")";
   }
-  return text;
+  if (by_before.empty()) return text;
+  const auto& [before, times] =
+      *std::ranges::max_element(by_before, {}, [](const auto& each) { return each.second; });
+  return text + "; in " + std::to_string(times) + " of them before " + before;
 }
 
 }  // namespace torch_ring

@@ -29,12 +29,13 @@ class Looks {
   /// The wait in which it was asked is over.
   void end(std::uint64_t number);
 
-  /// Takes rank `from`'s answer, what it does and, on a line of its own, where: "computing\nin f".
-  /// One that is empty counts for nothing. Returns whether the question was a look.
+  /// Takes rank `from`'s answer: what it does and, on lines of their own, where, and what it had
+  /// not come to, "computing\nin f\nbucket 1". One that is empty counts for nothing. Returns
+  /// whether the question was a look.
   bool learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now);
 
-  /// "asleep in 24 of 30 looks (at last in f (train.py:3)), computing in 6 (...)"; empty before
-  /// any.
+  /// "asleep in 24 of 30 looks (at last in f (train.py:3)), computing in 6 (...); in 28 of them
+  /// before bucket 1"; empty before any.
   std::string describe(int rank) const;
 
  private:
@@ -45,7 +46,8 @@ class Looks {
   };
   struct Finding {
     std::string what;
-    std::string where;  // may be empty
+    std::string where{};   // may be empty
+    std::string before{};  // may be empty
   };
 
   void add(int rank, Finding finding);

@@ -17,6 +17,18 @@ milliseconds rounded(Clock::duration duration) {
   return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
 }
 
+/// All ranks but `unready` ones, of many the first: "rank 0, rank 2 and 5 more".
+std::string describe_ready(std::span<const std::string> labels, std::span<const int> unready) {
+  constexpr std::size_t kMost = 16;
+  std::string text;
+  std::size_t count = 0;
+  for (std::size_t rank = 0; rank < labels.size(); ++rank) {
+    if (std::ranges::find(unready, static_cast<int>(rank)) != unready.end()) continue;
+    if (++count <= kMost) text.append(text.empty() ? "" : ", ").append(name_in(labels[rank]));
+  }
+  return count > kMost ? text + " and " + std::to_string(count - kMost) + " more" : text;
+}
+
 }  // namespace
 
 /// Warns of works for which this rank waits long, and throws if it has waited too long, or if a
@@ -58,7 +70,10 @@ void Driver::warn(std::span<Pending* const> stalled, Clock::time_point now) {
                      in_seconds(rounded(now - work.submitted_)) + " for " +
                      work.request().fingerprint.describe();
   if (stalled.size() > 1) text += " and " + std::to_string(stalled.size() - 1) + " more";
-  text += ": " + describe(late_ranks(work)) + ". It ";
+  std::vector<int> unready = late_ranks(work);
+  text += ": " + describe(unready);
+  if (round_open_) std::ranges::copy(board_.missing(), std::back_inserter(unready));
+  text += ". Ready: " + describe_ready(labels_, unready) + ". It ";
   const bool fails = work.request().timeout.value_or(config_.timeout).count() > 0;
   text += fails ? "fails after " + timeout_text(work.request())
                 : "goes on waiting: TORCH_RING_TIMEOUT is not set";

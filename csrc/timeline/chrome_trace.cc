@@ -100,10 +100,12 @@ void ChromeTrace::set_zero(Clock::time_point zero) { zero_ = nanoseconds(zero); 
 void ChromeTrace::add(std::string& text, const OperationRecord& record) {
   const Fingerprint& asked = record.fingerprint;
   const std::size_t lane = lane_of(record);
-  const std::string name = upper(name_of(asked.collective));
-  const std::string args = R"(,"args":{"tensor":)" +
-                           json_string(std::string_view(asked.name).substr(0, kLongestName)) +
-                           R"(,"process_set":)" + std::to_string(record.set) + R"(,"sequence":)" +
+  const std::string operation = name_of(asked.collective);
+  const std::string name = upper(operation);
+  const std::string tensor =
+      operation + '.' + asked.name.substr(0, kLongestName);  // as Horovod calls it
+  const std::string args = R"(,"args":{"tensor":)" + json_string(tensor) + R"(,"process_set":)" +
+                           std::to_string(record.set) + R"(,"sequence":)" +
                            std::to_string(record.sequence);
   // A phase that it has not reached, or has not, ends where the next one begins.
   const std::int64_t agreed = record.agreed != 0 ? record.agreed : record.finished;

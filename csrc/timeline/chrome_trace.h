@@ -15,7 +15,7 @@ namespace torch_ring {
 /// blocks of them can be put together (TraceFile). A rank is a "process" of the trace; operations
 /// that overlap lie on "threads" of it, each on the first where there is room. An operation is
 /// NEGOTIATE_ALLREDUCE until all ranks have asked for it, then ALLREDUCE, which contains QUEUE and
-/// its activities: Horovod's names.
+/// its activities: Horovod's names. So is that of its tensor, "allreduce.loss".
 ///
 /// Thread: one. Blocking: no.
 class ChromeTrace {

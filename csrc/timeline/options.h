@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "core/clock.h"
+
 namespace torch_ring {
 
 struct TimelineOptions {
@@ -15,7 +17,9 @@ struct TimelineOptions {
   std::string path;
   bool mark_cycles = false;
   std::function<void(const std::string&)> log;  // takes a warning; called by the thread
-  std::chrono::milliseconds interval{100};      // between two writes
+  // Between two writes. Programs for Horovod look for an operation 100 ms after its end.
+  std::chrono::milliseconds interval{20};
+  std::function<Clock::time_point()> clock = Clock::now;  // of the records
 };
 
 }  // namespace torch_ring

@@ -29,7 +29,8 @@ std::string first_event() {
 
 TimelineReceiver::TimelineReceiver(const TimelineOptions& options, PointToPoint* messages)
     : messages_(messages),
-      zero_(Clock::now()),
+      clock_(options.clock),
+      zero_(clock_()),
       file_(options.path, first_event()),
       buffer_(std::make_shared<std::vector<std::byte>>(timeline::kMostBytes)),
       others_(options.labels.size(), Sending::kUnheard) {
@@ -66,7 +67,7 @@ void TimelineReceiver::handle(int source, std::span<const std::byte> message) {
   switch (static_cast<Kind>(message.front())) {
     case Kind::kClock: {
       at(others_, source) = Sending::kBegun;
-      const timeline::ClockAnswer times{timeline::nanoseconds(Clock::now()),
+      const timeline::ClockAnswer times{timeline::nanoseconds(clock_()),
                                         timeline::nanoseconds(zero_)};
       answer(source, Kind::kClock, std::as_bytes(std::span(&times, 1)));
       if (is_ending_ && messages_ != nullptr) answer(source, Kind::kStop);
@@ -101,7 +102,7 @@ void TimelineReceiver::begin_end() {
 
 bool TimelineReceiver::has_ended() const {
   if (messages_ == nullptr) return true;
-  const bool waits_for_first_words = Clock::now() < zero_ + kFirstWords;
+  const bool waits_for_first_words = clock_() < zero_ + kFirstWords;
   return std::ranges::none_of(others_,
                               [&](Sending sending) {
                                 return sending == Sending::kBegun ||

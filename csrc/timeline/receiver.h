@@ -1,6 +1,7 @@
 // TimelineReceiver: rank 0's part, which writes the file.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -41,6 +42,7 @@ class TimelineReceiver {
   void lose_others();
 
   PointToPoint* messages_;
+  const std::function<Clock::time_point()> clock_;
   const Clock::time_point zero_;
   TraceFile file_;
   timeline::Buffer buffer_;

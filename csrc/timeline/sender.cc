@@ -17,6 +17,7 @@ constexpr std::size_t kLongestAnswer = 1 + sizeof(timeline::ClockAnswer);
 
 TimelineSender::TimelineSender(const TimelineOptions& options, PointToPoint& messages)
     : messages_(messages),
+      clock_(options.clock),
       buffer_(std::make_shared<std::vector<std::byte>>(kLongestAnswer)),
       questions_left_(options.has_clock_of_rank_0 ? 1 : kQuestions) {
   if (options.has_clock_of_rank_0) shortest_ = Clock::duration::zero();
@@ -27,7 +28,7 @@ TimelineSender::TimelineSender(const TimelineOptions& options, PointToPoint& mes
 bool TimelineSender::is_ready() const { return questions_left_ == 0 && (!sent_ || sent_->done()); }
 
 void TimelineSender::ask_for_clock() {
-  asked_ = Clock::now();
+  asked_ = clock_();
   sent_ = timeline::send(messages_, 0, timeline::kUp, Kind::kClock);
 }
 
@@ -47,7 +48,7 @@ void TimelineSender::handle(std::span<const std::byte> message) {
       timeline::ClockAnswer answer;
       std::memcpy(&answer, message.data() + 1, sizeof answer);
       const std::chrono::nanoseconds zero(answer.zero_ns);
-      const Clock::time_point now = Clock::now();
+      const Clock::time_point now = clock_();
       if (shortest_ == Clock::duration::zero()) {  // the same clock
         zero_ = Clock::time_point(zero);
       } else if (now - asked_ < shortest_) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <string>
 
 #include "timeline/options.h"
@@ -36,6 +37,7 @@ class TimelineSender {
   void handle(std::span<const std::byte> message);
 
   PointToPoint& messages_;
+  const std::function<Clock::time_point()> clock_;
   const timeline::Buffer buffer_;
   PointToPoint::Request receive_;
   PointToPoint::Request sent_;

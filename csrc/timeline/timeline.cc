@@ -137,7 +137,7 @@ bool Timeline::drain(std::string& events) {
     } while (records_.size() == kAtOnce);
   }
   const std::uint64_t news = dropped - dropped_.exchange(dropped, std::memory_order_relaxed);
-  if (news > 0) trace_.add_dropped(events, Clock::now(), news);
+  if (news > 0) trace_.add_dropped(events, options_.clock(), news);
   return events.size() >= kFull;
 }
 

@@ -17,14 +17,15 @@ MOST_INSTRUCTIONS = 4950
 
 
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="there is no valgrind")
-def test_instructions_of_a_blocking_allreduce(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["hot_path_on_one_rank", "hot_path_with_spans_that_are_off"])
+def test_instructions_of_a_blocking_allreduce(tmp_path: Path, program: str) -> None:
     if not PROGRAM.exists():
         pytest.skip("make test-cpp has not built the C++ tests")
     done = subprocess.run(
         [
             *("valgrind", "--tool=callgrind", "--toggle-collect=torch_ring_hot_path"),
             f"--callgrind-out-file={tmp_path / 'callgrind'}",
-            *(str(PROGRAM), "hot_path_on_one_rank"),
+            *(str(PROGRAM), program),
         ],
         capture_output=True,
         text=True,

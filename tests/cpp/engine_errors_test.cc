@@ -149,7 +149,8 @@ TEST(stall_warning_and_timeout_say_what_the_late_rank_does_and_what_to_do) {
         CHECK_THROWS(rank.wait(rank.allreduce(values, "x")), ErrorKind::kTimeout, cause);
         const std::string log = rank.log();
         CHECK(log.find(" s for allreduce 'x' float32 [3] Sum: " + late +
-                       ". It fails after 0.4 s (TORCH_RING_TIMEOUT)") != std::string::npos);
+                       ". Ready: rank 0, rank 1. It fails after 0.4 s (TORCH_RING_TIMEOUT)") !=
+              std::string::npos);
         CHECK(log.find(std::string("rank ") + std::to_string(rank.rank()) + " has waited 0.") == 0);
         done.count_down();
       },

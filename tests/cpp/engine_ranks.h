@@ -20,7 +20,7 @@ class Rank {
  public:
   /// `plane`: of this rank; it leaves with the rank.
   Rank(World& world, std::unique_ptr<ControlPlane> plane, const EngineConfig& config,
-       DeviceExecutor::Make make_device = {})
+       DeviceExecutor::Make make_device = {}, std::function<void(Request&)> follow = {})
       : plane_(std::move(plane)),
         abort_(std::make_shared<Abort>()),
         waits_(plane_ ? plane_->waits(0, one_rank_a_host(world.topology.size()), config.patience())
@@ -41,7 +41,10 @@ class Rank {
                    }
                    if (on_log_) on_log_();
                  },
-                 std::move(make_device)}) {}
+                 std::move(make_device),
+                 nullptr,
+                 Transport::kLocal,
+                 std::move(follow)}) {}
 
   int rank() const { return communicator_->rank(); }
   int size() const { return communicator_->size(); }

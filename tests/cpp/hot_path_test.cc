@@ -19,14 +19,31 @@ extern "C" __attribute__((noinline)) void torch_ring_hot_path(Rank& rank,
 
 namespace {
 
-TEST(hot_path_on_one_rank) {
-  run_engines({0}, [](Rank& rank) {
-    std::vector<float> values = rank.input(256);
-    // Until the flight recorder's ring has all its entries, some operations make it grow.
-    for (std::size_t i = 0; i < Recorder::kOperations; ++i) rank.allreduce_now(values);
-    torch_ring_hot_path(rank, values);
-    CHECK(values == rank.input(256));
-  });
+void count_on_one_rank(Rank& rank) {
+  std::vector<float> values = rank.input(256);
+  // Until the flight recorder's ring has all its entries, some operations make it grow.
+  for (std::size_t i = 0; i < Recorder::kOperations; ++i) rank.allreduce_now(values);
+  torch_ring_hot_path(rank, values);
+  CHECK(values == rank.input(256));
+}
+
+TEST(hot_path_on_one_rank) { run_engines({0}, count_on_one_rank); }
+
+thread_local bool is_profiling = false;
+
+/// As bindings have it: each request is shown to what opens spans (bindings/spans.h), which looks
+/// in this thread whether a profiler is on.
+TEST(hot_path_with_spans_that_are_off) {
+  std::vector<World> worlds = make_worlds({0});
+  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes({0});
+  std::uint64_t spans = 0;
+  const std::string transport = "local";
+  Rank rank(worlds.front(), std::move(planes.front()), patient(), {},
+            [&spans, transport](Request& request) {
+              if (is_profiling) spans += request.fingerprint.name.size() + transport.size();
+            });
+  count_on_one_rank(rank);
+  CHECK_EQ(spans, 0u);
 }
 
 /// Counts of the events that cost a rank time.

@@ -21,6 +21,18 @@ TEST(looks_are_summed_up_by_what_was_found_most_often) {
   CHECK_EQ(looks.describe(2), "");
 }
 
+TEST(looks_say_what_the_rank_had_most_often_not_come_to) {
+  Looks looks;
+  const char* const answers[] = {"asleep\nin f\nbucket 1", "asleep\nin f\nbucket 0", "asleep\nin f",
+                                 "computing\n\nbucket 1"};
+  for (std::uint64_t i = 0; i < 4; ++i) {
+    looks.begin(i + 1, 3, kBegin);
+    looks.learn(i + 1, 3, answers[i], kBegin);
+  }
+  CHECK_EQ(looks.describe(3),
+           "asleep in 3 of 4 looks (at last in f), computing in 1; in 2 of them before bucket 1");
+}
+
 TEST(looks_answered_after_the_wait_are_not_answered) {
   Looks looks;
   looks.begin(7, 1, kBegin);
@@ -39,7 +51,7 @@ TEST(looks_whose_answer_took_long_are_not_answered) {
   CHECK_EQ(looks.describe(1), "asleep in 1 of 2 looks (at last in f), not answering in 1");
 }
 
-TEST(looks_believe_only_the_rank_that_was_asked_and_one_line_of_it) {
+TEST(looks_believe_only_the_rank_that_was_asked_and_three_lines_of_it) {
   Looks looks;
   looks.begin(1, 1, kBegin);
   CHECK(looks.learn(1, 2, "asleep", kBegin));  // another rank
@@ -47,8 +59,11 @@ TEST(looks_believe_only_the_rank_that_was_asked_and_one_line_of_it) {
   CHECK(looks.learn(1, 1, "", kBegin));  // it has nothing to say
   CHECK_EQ(looks.describe(1), "");
   looks.begin(2, 1, kBegin);
-  CHECK(looks.learn(2, 1, "asleep\n" + std::string(4000, 'x') + "\nand more", kBegin));
-  CHECK_EQ(looks.describe(1), "asleep in 1 of 1 looks (at last " + std::string(300, 'x') + ")");
+  CHECK(looks.learn(
+      2, 1, "asleep\n" + std::string(4000, 'x') + "\n" + std::string(4000, 'y') + "\nand more",
+      kBegin));
+  CHECK_EQ(looks.describe(1), "asleep in 1 of 1 looks (at last " + std::string(300, 'x') +
+                                  "); in 1 of them before " + std::string(300, 'y'));
 }
 
 TEST(looks_forget_the_oldest) {

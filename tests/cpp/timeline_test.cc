@@ -116,7 +116,7 @@ TEST(a_timeline_of_one_rank_has_horovods_phases) {
         "MEMCPY_OUT_FUSION_BUFFER", "CYCLE_START", "process_name"}) {
     CHECK_EQ(count(text, "\"name\":\"" + std::string(name) + "\""), 1u);
   }
-  CHECK(text.find(R"("tensor":"gradients.0.1.2.3")") != std::string::npos);
+  CHECK(text.find(R"("tensor":"allreduce.gradients.0.1.2.3")") != std::string::npos);
   CHECK(text.find(R"("dur":100.000)") != std::string::npos);  // the wait for agreement
 }
 
@@ -147,9 +147,13 @@ TEST(the_file_is_whole_while_the_timeline_goes_on) {
   for (int i = 0; i < 20; ++i) {
     const std::string name = "tensor " + std::to_string(i);
     rank.add(record(name));
-    wait_until([&] { return file.text().find('"' + name + '"') != std::string::npos; }, name);
+    wait_until([&] { return file.text().find('.' + name + '"') != std::string::npos; }, name);
     CHECK(file.text().ends_with("}\n]\n"));
   }
+}
+
+TEST(programs_for_horovod_look_into_the_file_after_100_ms) {
+  CHECK(5 * Timeline::Options{}.interval <= milliseconds(100));
 }
 
 TEST(a_timeline_that_cannot_be_written_names_its_file) {
@@ -199,7 +203,7 @@ TEST(all_ranks_are_in_one_file) {
     const std::string text = file.text();
     CHECK(text.ends_with("}\n]\n"));
     for (int rank = 0; rank < kRanks; ++rank) {
-      const std::string tensor = "\"tensor\":\"tensor " + std::to_string(rank) + "\"";
+      const std::string tensor = "\"tensor\":\"allreduce.tensor " + std::to_string(rank) + "\"";
       CHECK_EQ(count(text, tensor), std::size_t{2} * kOperations);
     }
   }
@@ -218,7 +222,7 @@ TEST(rank_0_alone_can_end_all_timelines) {
     if (rank == 0) {
       self.stop();
       for (int each = 0; each < 3; ++each) {
-        CHECK_EQ(count(file.text(), "\"before " + std::to_string(each) + "\""), 2u);
+        CHECK_EQ(count(file.text(), ".before " + std::to_string(each) + "\""), 2u);
       }
     }
     ended.arrive_and_wait();
@@ -242,7 +246,7 @@ TEST(a_timeline_that_ends_at_once_waits_for_ranks_that_are_about_to_begin) {
     self.stop();
     ended.arrive_and_wait();
   });
-  CHECK_EQ(count(file.text(), "\"of rank 1\""), 2u);
+  CHECK_EQ(count(file.text(), ".of rank 1\""), 2u);
 }
 
 TEST(a_rank_that_dies_takes_its_last_events_along_and_no_others) {
@@ -261,8 +265,8 @@ TEST(a_rank_that_dies_takes_its_last_events_along_and_no_others) {
   });
   const std::string text = file.text();
   CHECK(text.ends_with("}\n]\n"));
-  CHECK_EQ(count(text, "\"before 1\""), 2u);
-  CHECK_EQ(count(text, "\"later\""), 2u);
+  CHECK_EQ(count(text, ".before 1\""), 2u);
+  CHECK_EQ(count(text, ".later\""), 2u);
 }
 
 TEST(a_rank_without_an_answer_ends_in_time) {
@@ -275,6 +279,9 @@ TEST(a_rank_without_an_answer_ends_in_time) {
   CHECK(file.text().empty());
 }
 
+/// The clock of another host, which has run for longer.
+Clock::time_point other_clock() { return Clock::now() + std::chrono::hours(3); }
+
 TEST(clocks_of_hosts_are_aligned) {
   const ScratchFile file("timeline_clocks");
   Planes planes = make_planes({0, 1});
@@ -284,9 +291,11 @@ TEST(clocks_of_hosts_are_aligned) {
   run_ranks(2, [&](int rank) {
     auto asked = options(rank, 2, file.path());
     asked.has_clock_of_rank_0 = rank == 0;
+    if (rank == 1) asked.clock = other_clock;
     Rank self(rank, planes, asked);
     const auto add_instant = [&](const std::string& name) {
       OperationRecord it = record(name);
+      if (rank == 1) it.submitted = other_clock().time_since_epoch() / std::chrono::nanoseconds(1);
       it.agreed = it.started = it.finished = it.submitted;
       it.is_fused = false;
       self.add(it);
@@ -302,7 +311,7 @@ TEST(clocks_of_hosts_are_aligned) {
     third.arrive_and_wait();
   });
   const auto time_of = [text = file.text()](const std::string& name) {
-    const auto tensor = text.find("\"tensor\":\"" + name + "\"");
+    const auto tensor = text.find("\"tensor\":\"allreduce." + name + "\"");
     CHECK(tensor != std::string::npos);
     return std::stod(text.substr(text.rfind("\"ts\":", tensor) + 5));
   };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -14,6 +15,7 @@ import pool
 import pytest
 import torch
 from deaths_in_init import PLACES, let_die
+from logs import logged
 from slow import on_shm_and_slowly_on_tcp, slow_after
 from worlds import on_both_transports
 
@@ -21,7 +23,7 @@ import torch_ring as hvd
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.directory import Directory
 from torch_ring.rendezvous.gathering import Gathering
-from torch_ring.world import current
+from torch_ring.world import beginning, current
 
 SECRET = "of this test"
 PATIENCE_S = 20.0
@@ -37,11 +39,15 @@ def ask(gathering: Gathering, process: str, question: str = "first") -> Any:
     return gathering.ask(process, question, f"host of {process}", 7)
 
 
+def waits(here: list[int], missing: list[int]) -> dict[str, Any]:
+    return {"kind": "wait", "here": here, "missing": missing}
+
+
 def test_all_get_places_when_all_have_asked() -> None:
     gathering = Gathering()
-    assert ask(gathering, "b") == {"kind": "wait", "missing": []}  # before it knows of any
+    assert ask(gathering, "b") == waits([], [])  # before it knows of any
     gathering.expect({"a": 0, "b": 1})
-    assert ask(gathering, "b") == {"kind": "wait", "missing": [0]}
+    assert ask(gathering, "b") == waits([1], [0])
     place = {"kind": "place", "processes": ["a", "b"], "store": ["host of a", 7]}
     assert ask(gathering, "a") == place
     assert ask(gathering, "b") == place
@@ -51,10 +57,10 @@ def test_all_get_places_when_all_have_asked() -> None:
 def test_those_that_have_died_are_not_waited_for() -> None:
     gathering = Gathering()
     gathering.expect({"a": 0, "b": 1, "c": 2})
-    assert ask(gathering, "c") == {"kind": "wait", "missing": [0, 1]}
-    assert ask(gathering, "a") == {"kind": "wait", "missing": [1]}
+    assert ask(gathering, "c") == waits([2], [0, 1])
+    assert ask(gathering, "a") == waits([0, 2], [1])
     gathering.expect({"b": 1, "c": 2})  # one that has asked already
-    assert ask(gathering, "c") == {"kind": "wait", "missing": [1]}
+    assert ask(gathering, "c") == waits([2], [1])
     gathering.expect({"c": 2})
     assert ask(gathering, "c") == {
         "kind": "place",
@@ -68,8 +74,8 @@ def test_whoever_asks_again_waits_for_all_that_live() -> None:
     gathering.expect({"a": 0, "b": 1, "c": 2})
     for process in "abc":
         ask(gathering, process)
-    assert ask(gathering, "a", "second") == {"kind": "wait", "missing": [1, 2]}
-    assert ask(gathering, "c", "second") == {"kind": "wait", "missing": [1]}
+    assert ask(gathering, "a", "second") == waits([0], [1, 2])
+    assert ask(gathering, "c", "second") == waits([0, 2], [1])
     assert ask(gathering, "b")["processes"] == ["a", "b", "c"]  # is late
     gathering.expect({"a": 0, "c": 2})
     assert ask(gathering, "a", "second")["processes"] == ["a", "c"]
@@ -232,6 +238,40 @@ def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
         "rank 1 of 2 did not arrive within 0.5 s (TORCH_RING_INIT_TIMEOUT): have these processes "
         "started, and do they call init()?",
     )
+
+
+def begin_and_listen(folder: str) -> tuple[list[str], Any]:
+    """Rank 2 comes when the others have been told, for longer than a line takes, who is here."""
+    beginning._PROGRESS_S = 0.0
+    rank, heard = int(os.environ["RANK"]), 0
+    note_process(Path(folder), rank, os.getpid())
+    ask_launcher = beginning.ask_for_place
+
+    def ask_and_note(*question: Any) -> dict[str, Any]:
+        nonlocal heard
+        answer = ask_launcher(*question)
+        heard += answer.get("here") == [0, 1]
+        if heard == 3:  # after two of them there was time for a line
+            (Path(folder) / f"told-{rank}").touch()
+        return answer
+
+    beginning.ask_for_place = ask_and_note
+    if rank == 2:
+        told = [Path(folder) / f"told-{each}" for each in (0, 1)]
+        assert pool.eventually(lambda: all(each.exists() for each in told), PATIENCE_S)
+    with logged() as lines:
+        logging.getLogger("torch_ring").setLevel("INFO")
+        place = begin({}, folder, 3, 1)
+    return [line for line in lines if " are here " in line], place
+
+
+def test_progress_is_logged_on_the_lowest_rank_that_is_here(tmp_path: Path) -> None:
+    be_the_launcher("127.0.0.1", tmp_path, 3)
+    results = pool.run(begin_and_listen, 3, args=(str(tmp_path),), initialized=False)
+    assert [place for _, place in results] == [(rank, 3, 9) for rank in range(3)]
+    both = "2 of 3 are here (ranks 0, 1), 1 missing (rank 2)"
+    assert any(both in line for line in results[0][0]), results
+    assert not any(both in line for lines, _ in results[1:] for line in lines), results
 
 
 def begin_differently(folder: str) -> tuple[str, str]:

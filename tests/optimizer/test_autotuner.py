@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from logs import logged
 from pool import run
 from worlds import on_both_transports
 
@@ -181,6 +182,22 @@ def test_ranks_tune_alike_and_train_the_same(transport, tmp_path):
     assert tuned[0][0] == (transport == "tcp")
     assert not plain[0][0]
     assert (tmp_path / "tuned.csv").exists() == (transport == "tcp")
+
+
+def train_and_listen() -> list[str]:
+    logging.getLogger("torch_ring").setLevel("INFO")
+    with logged() as lines:
+        train([10] * hvd.size())
+    return [line for line in lines if "autotune" in line]
+
+
+def test_on_one_host_rank_0_says_that_there_is_nothing_to_tune():
+    first, *others = run(train_and_listen, 3, env=AUTOTUNE)
+    assert first == [
+        "autotune: the buckets stay: all ranks are on one host, where gradients are reduced when "
+        "backward has ended"
+    ]
+    assert others == [[], []]
 
 
 @pytest.mark.parametrize("passes", [[3, 40], [40, 12], [40, 0]], ids=str)

@@ -1,7 +1,10 @@
 """The step model by which sizes of buckets are chosen."""
 
 import pytest
+import steps
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torch_ring.optimizer.bucket_tuning import (
     Backward,
@@ -67,3 +70,23 @@ def test_where_all_are_equal_the_default_stays():
     assert best_limits([found[0], *found[1:]]).exposed_s <= found[0].exposed_s
     nothing = [each for each in found if each.exposed_s == found[0].exposed_s]
     assert best_limits(nothing).limits == DEFAULT
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=32, max_size=32),
+    st.integers(1, 32),
+    st.floats(0, 0.1),
+    st.floats(1e6, 1e12),
+)
+def test_it_is_the_model_of_the_benchmarks(ready_s, capacity_mib, latency_s, bytes_per_s):
+    """That of benchmarks/scaling_model.py, whose step is the backward pass here."""
+    backward = Backward(ready_s, max(ready_s))
+    transfer = Transfer(latency_s, bytes_per_s)
+    plan = plan_of(BucketLimits(capacity_mib * MIB, MIB))
+    buckets = [
+        steps.Bucket(bucket.numel * 4, max(ready_s[slot.parameter] for slot in bucket.slots))
+        for bucket in plan
+    ]
+    step = steps.Step(backward.end_s, tuple(buckets))
+    expected = step.time_s(transfer.time_s) - backward.end_s
+    assert exposed_s(plan, backward, transfer) == pytest.approx(expected, abs=1e-9)

@@ -32,7 +32,7 @@ def timeline_events(steps: int, ranks: int = 2, late_rank: int = 1) -> list[dict
             for rank in range(ranks):
                 came = ready if rank == late_rank else begin
                 args = {
-                    "tensor": name,
+                    "tensor": f"{kind.lower()}.{name}",
                     "sequence": 3 * step + number,
                     "process_set": 0,
                     "bytes": size,

@@ -19,7 +19,8 @@ from pool import error_of, run
 from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
-from torch_ring import tracing
+from torch_ring import errors, tracing
+from torch_ring.collectives.objects import require_same
 
 
 def analysed(folder: Path, *options: str) -> str:
@@ -34,11 +35,22 @@ def analysed(folder: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+def dumped(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the dump of a rank."""
+    found = pickle.loads((folder / f"flight_{rank}").read_bytes())
+    assert isinstance(found, dict)
+    return found
+
+
 def entries(folder: Path, rank: int) -> list[dict[str, Any]]:
     """Return the operations in the dump of a rank."""
-    found = pickle.loads((folder / f"flight_{rank}").read_bytes())["entries"]
+    found = dumped(folder, rank)["entries"]
     assert isinstance(found, list)
     return found
+
+
+def functions(frames: list[dict[str, Any]]) -> list[str]:
+    return [frame["name"] for frame in frames]
 
 
 def do_everything(folder: str) -> None:
@@ -129,6 +141,24 @@ def test_json(tmp_path: Path) -> None:
     run(write_json, 1, args=(str(tmp_path),))
 
 
+def disagree_in_json(folder: str) -> None:
+    hvd.allreduce(torch.ones(3), name="same")
+    with pytest.raises(hvd.MismatchError):
+        hvd.allreduce(torch.ones(3 + hvd.rank()), name="different")
+    tracing.dump(Path(folder) / f"rank{hvd.rank()}.json")
+
+
+def test_torchs_analyser_finds_the_same_in_what_was_written_as_json(tmp_path: Path) -> None:
+    """It reads pickles alone."""
+    run(disagree_in_json, 2, args=(str(tmp_path),))
+    pickles = tmp_path / "pickles"
+    pickles.mkdir()
+    for rank in range(2):
+        content = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        (pickles / f"flight_{rank}").write_bytes(pickle.dumps(content))
+    assert "SIZE_OR_SYNTAX_MISMATCH" in analysed(pickles)
+
+
 def text_of_a_mismatch() -> str:
     kind, text = error_of(lambda: hvd.allreduce(torch.ones(3 + hvd.rank()), name="x"))
     assert kind == "MismatchError"
@@ -141,6 +171,53 @@ def test_an_error_names_the_file_that_it_has_written(tmp_path: Path) -> None:
     for rank, error in enumerate(errors):
         assert f"[the last operations of this rank are in {folder}/flight_{rank}]" in error
         assert entries(folder, rank)[-1]["ring"]["name"] == "x"
+        # Nothing is in flight: the stack says where the main thread was.
+        assert "text_of_a_mismatch" in functions(dumped(folder, rank)["main_thread"])
+        assert "text_of_a_mismatch" in functions(entries(folder, rank)[-1]["frames"])
+    assert "SIZE_OR_SYNTAX_MISMATCH" in analysed(folder)
+
+
+def objects_that_differ(folder: str) -> list[str]:
+    """Return the texts of errors that are raised in Python."""
+    hvd.allreduce(torch.ones(3), name="a")
+    kind, text = error_of(lambda: require_same([f"seed {hvd.rank()}"], "they differ"))
+    assert kind == "MismatchError"
+    written = dumped(Path(folder), hvd.rank())
+    assert "a" in [entry["ring"]["name"] for entry in written["entries"]]
+    assert "objects_that_differ" in functions(written["main_thread"])
+    (Path(folder) / f"flight_{hvd.rank()}").unlink()
+    told = hvd.HorovodInternalError(f"another error: {text}")  # it has the file's name already
+    assert not (Path(folder) / f"flight_{hvd.rank()}").exists()
+    return [text, str(told)]
+
+
+def test_an_error_that_is_raised_in_python_names_the_file_that_it_has_written(
+    tmp_path: Path,
+) -> None:
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
+    for rank, texts in enumerate(run(objects_that_differ, 2, args=(str(tmp_path),), env=env)):
+        for text in texts:
+            assert (
+                text.count(f"[the last operations of this rank are in {tmp_path}/flight_{rank}]")
+                == 1
+            )
+
+
+def cannot_write() -> str:
+    """The note of an error raises another one."""
+
+    def refuse() -> str:
+        return str(hvd.HorovodInternalError("inner"))
+
+    errors.add_to_texts(refuse)
+    try:
+        return str(hvd.HorovodInternalError("outer "))
+    finally:
+        errors._notes.remove(refuse)
+
+
+def test_the_note_of_an_error_has_no_note() -> None:
+    assert cannot_write() == "outer inner"
 
 
 def test_without_a_folder_nothing_is_written() -> None:
@@ -177,3 +254,4 @@ def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
     waiting = entries(tmp_path, 0)[-1]
     assert waiting["ring"]["name"] == "late"
     assert waiting["state"] == "scheduled"
+    assert "signalled" in functions(dumped(tmp_path, 0)["main_thread"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from logs import logged
 from pool import run
 from torch.utils.data import DataLoader, Dataset
 from worlds import on_both_transports
@@ -110,6 +112,31 @@ def answer_no_text() -> str:
 
 def test_an_answer_that_is_no_text_ends_nothing() -> None:
     assert "(at last in \ufffd)" in run(answer_no_text, 2)[0]
+
+
+def wait_for_the_minutes_line() -> list[str]:
+    """Rank 2 is late until rank 0 has logged that it is."""
+    has_told = torch.zeros(1)
+    with logged() as lines:
+        while not has_told:
+            time.sleep(LATE_S if hvd.rank() == 2 else 0.0)
+            said = [line for line in lines if "was last in" in line]
+            has_told = hvd.allreduce(torch.tensor([float(len(said))]), op=hvd.Sum, name="x")
+    return said
+
+
+@pytest.mark.slow
+def test_what_a_late_rank_did_is_logged_once_a_minute() -> None:
+    first, *others = run(wait_for_the_minutes_line, 3, deadline_s=200)
+    (line,) = first
+    assert re.match(
+        r"rank 2 was last in \d+ % of the \d+ agreements for which rank 0 waited 10 ms or more in "
+        r"the last minute, by \d+ ms in the median \(docs/tracing.md\)",
+        line,
+    )
+    assert "When it was looked at while it was late, it was asleep in " in line
+    assert "(at last in wait_for_the_minutes_line (" in line
+    assert others == [[], []]
 
 
 def found() -> str:

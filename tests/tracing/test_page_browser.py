@@ -136,8 +136,8 @@ def test_names_are_text(chromium: Any, tmp_path: Path) -> None:
     events = timeline_events(steps=2)
     name = "</script><script>window.ran = 1</script><b>"
     for event in events:
-        if event["args"].get("tensor") == "gradients.0.1.0.0":
-            event["args"]["tensor"] = name
+        if event["args"].get("tensor") == "allreduce.gradients.0.1.0.0":
+            event["args"]["tensor"] = f"allreduce.{name}"
     open_page(chromium, tmp_path, events)
     assert name in hover_over(chromium, name)
     assert chromium.execute_script("return window.ran") is None

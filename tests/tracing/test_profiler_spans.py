@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pool import run
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from tests.support.groups import on_ring
 
 
 def traced(folder: str) -> None:
@@ -69,3 +71,35 @@ def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> No
         assert len(numbers) == len(comms)
     assert agreed[0] == agreed[1]
     assert any("allreduce 'blocking' float64 [5]" in name for name in agreed[0])
+
+
+def traced_in_groups(folder: str) -> None:
+    pair = dist.new_group([1, 2])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(5, dtype=torch.float64))
+        work = dist.broadcast(torch.ones(100_000), src=0, async_op=True)
+        assert work is not None
+        work.wait()
+        if dist.get_rank() > 0:
+            dist.all_reduce(torch.ones(7), group=pair)
+    dist.barrier()
+    profiler.export_chrome_trace(str(Path(folder) / f"trace{dist.get_rank()}.json"))
+
+
+@on_both_transports
+def test_operations_of_groups_of_torch_distributed_are_spans(
+    tmp_path: Path, transport: str
+) -> None:
+    on_ring(traced_in_groups, 3, str(tmp_path), transport=transport)
+    for rank in range(3):
+        comms = [
+            event["args"]
+            for event in events(tmp_path / f"trace{rank}.json")
+            if event["name"] == "record_param_comms"
+            and event["args"]["Process Group Description"].startswith("torch_ring, ")
+        ]
+        found = [(each["Collective name"], each["In msg nelems"], each["dtype"]) for each in comms]
+        assert found[:2] == [("allreduce", 5, "Double"), ("broadcast", 100_000, "Float")]
+        assert found[2:] == ([("allreduce", 7, "Float")] if rank > 0 else [])
+        assert [each["Group size"] for each in comms] == [3, 3, 2][: len(comms)]
+        assert [each["Rank"] for each in comms] == [rank, rank, rank - 1][: len(comms)]

@@ -35,7 +35,7 @@ def names_of(events: list[dict[str, Any]], rank: int) -> Counter[str]:
 
 def tensors_of(events: list[dict[str, Any]], rank: int, name: str = "ALLREDUCE") -> list[str]:
     chosen = [event for event in events if event["pid"] == rank + 1 and event["name"] == name]
-    return [event["args"]["tensor"] for event in chosen]
+    return [event["args"]["tensor"].removeprefix(f"{name.lower()}.") for event in chosen]
 
 
 def reduce_some() -> None:
@@ -70,7 +70,8 @@ def test_what_an_event_says(tmp_path: Path) -> None:
     run(reduce_some, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
     events = read(file)
     assert "CYCLE_START" not in names_of(events, 0)
-    mine = [e for e in events if e["pid"] == 2 and e.get("args", {}).get("tensor") == "tensor 1"]
+    name = "allreduce.tensor 1"
+    mine = [e for e in events if e["pid"] == 2 and e.get("args", {}).get("tensor") == name]
     wait, operation = sorted(mine, key=lambda event: event["name"], reverse=True)
     assert (wait["name"], operation["name"]) == ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
     assert wait["ts"] + wait["dur"] == pytest.approx(operation["ts"], abs=0.01)
@@ -204,7 +205,7 @@ def test_process_sets_are_in_it(tmp_path: Path) -> None:
     run(sets_of_their_own, 3, initialized=False, args=(str(file),))
     events = read(file)
     assert [tensors_of(events, rank) for rank in range(3)] == [["in the pair"], [], ["in the pair"]]
-    pair = [e for e in events if e.get("args", {}).get("tensor") == "in the pair"]
+    pair = [e for e in events if e.get("args", {}).get("tensor") == "allreduce.in the pair"]
     assert len({event["args"]["process_set"] for event in pair}) == 1
     assert pair[0]["args"]["process_set"] != 0
 

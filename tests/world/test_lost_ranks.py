@@ -137,7 +137,8 @@ def test_rank_0_calls_a_collective_alone(others, transport):
         cause = f"{request}gave up after N s (TORCH_RING_TIMEOUT): {late}"
         expected = [
             f"TimeoutError: rank 0: {cause}",
-            f"rank 0 has waited N s for {request}{late}. It fails after N s (TORCH_RING_TIMEOUT)",
+            f"rank 0 has waited N s for {request}{late}. Ready: rank 0. It fails after N s "
+            "(TORCH_RING_TIMEOUT)",
         ]
         ended = f"TimeoutError: rank 0: this world has ended: {cause}"
     expected.insert(1, f"{ended}. Call shutdown() and init(), or exit")

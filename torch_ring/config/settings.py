@@ -338,7 +338,7 @@ SETTINGS = (
         "flight_dir",
         "TORCH_RING_FLIGHT_DIR",
         str,
-        "folder into which a rank writes its last operations when a collective fails, and on "
+        "folder into which a rank writes its last operations with each RingError, and on "
         "SIGUSR2 (docs/tracing.md); if unset, none",
     ),
     Setting(

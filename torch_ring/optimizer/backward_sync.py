@@ -81,6 +81,7 @@ class BackwardSync:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
         self._record = membership(self.process_set)
+        self._record.pass_progress = self.progress
         self.run_ahead = RunAhead(
             self.engine, self.agreement, self.size, self._participants, self._raise_explained
         )
@@ -111,6 +112,17 @@ class BackwardSync:
                 is_synchronised = is_synchronised or record.ranks == self._record.ranks
         if not is_synchronised and world.engine is self._world_engine:
             self.finalize()
+
+    def progress(self) -> str:
+        """Return to what this rank's backward pass has not come yet; "" if nothing tells.
+
+        Thread: any.
+        """
+        participants = list(self._participants.values())
+        told = [each.progress() for each in participants if each.hooks.ready_order()]
+        if not told and len(participants) == 1:  # it has no gradient yet
+            told = [participants[0].progress()]
+        return told[0] if told else ""
 
     @property
     def number(self) -> int:

@@ -89,6 +89,9 @@ class Participant(Protocol):
     def weight_digests(self) -> Tensor:
         """Return a number for the weights of each parameter, int64 on the CPU."""
 
+    def progress(self) -> str:
+        """Return which gradient the backward pass is to bring next. Thread: any."""
+
     def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
         """Warn if these digests, int64 [rank, parameter], differ between the ranks."""
 

@@ -23,7 +23,8 @@ from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.one_device import device_problem
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.participant import FastPath
-from torch_ring.optimizer.reducible import require_same_parameters, spec_of
+from torch_ring.optimizer.pass_progress import next_gradient
+from torch_ring.optimizer.reducible import coalesced, require_same_parameters, spec_of
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import describe_difference
 from torch_ring.world import current
@@ -158,6 +159,10 @@ class Reducer:
         """See `Participant`."""
         return digests_of(self._parameters)
 
+    def progress(self) -> str:
+        """See `Participant`."""
+        return next_gradient(self.index, self._plan, self.hooks.ready_order(), self._names)
+
     def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
         """See `Participant`. One rank warns, once."""
         difference = describe_difference(self._names, ranks, digests, self._sync.process_set)
@@ -187,7 +192,7 @@ class Reducer:
                 f"gradients.{self.index}.{number}.sparse.{self._names[parameter]}",
                 self._settings.op,
                 self._parameters[parameter],
-                _coalesced(self.hooks.local_gradient(parameter)),
+                coalesced(self.hooks.local_gradient(parameter)),
                 joinable=True,
                 is_coalesced=False,
             )
@@ -389,11 +394,3 @@ class Reducer:
 def _members(bitmap: int) -> list[int]:
     """Return the parameters of a bitmap."""
     return [index for index in range(bitmap.bit_length()) if bitmap >> index & 1]
-
-
-def _coalesced(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with each row once: summed again and again, its rows would multiply."""
-    if gradient is None:
-        return None
-    gradient = gradient.detach()
-    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()

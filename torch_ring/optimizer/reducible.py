@@ -1,4 +1,4 @@
-"""has_gradients, spec_of, require_same_parameters: which parameters an optimizer can reduce."""
+"""has_gradients, spec_of, coalesced, require_same_parameters: what an optimizer can reduce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_ring.optimizer.one_device import device_problem
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.world.process_set import ProcessSet
 
-__all__ = ["has_gradients", "require_same_parameters", "spec_of"]
+__all__ = ["coalesced", "has_gradients", "require_same_parameters", "spec_of"]
 
 _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,6 +36,14 @@ def spec_of(name: str, parameter: Tensor) -> TensorSpec:
     if dtype not in _REDUCIBLE:
         raise ValueError(f"the gradient of '{name}' has dtype {dtype}, which cannot be reduced")
     return TensorSpec(numel, dtype, parameter.device)
+
+
+def coalesced(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with each row once: summed again and again, its rows would multiply."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
 
 
 def require_same_parameters(

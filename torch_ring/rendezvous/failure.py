@@ -92,9 +92,12 @@ def missing_ranks(
     )
 
 
-def progress(here: Sequence[int], size: int, waited_s: float) -> str:
-    """Return the line that tells a patient user who is here and who is missing."""
-    missing = sorted(set(range(size)).difference(here))
+def progress(
+    here: Sequence[int], size: int, waited_s: float, missing: Sequence[int] | None = None
+) -> str:
+    """Return the line that tells a patient user who is here and who is missing: else all others."""
+    if missing is None:
+        missing = sorted(set(range(size)).difference(here))
     return (
         f"init() has waited {waited_s:.0f} s: {len(set(here))} of {size} are here"
         f" ({name_ranks(sorted(here))}), {len(missing)} missing"

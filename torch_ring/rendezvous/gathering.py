@@ -55,7 +55,8 @@ class Gathering:
 
         Returns:
             ``{"kind": "place", "processes": names by rank, "store": [host, port]}``, with the
-            address that rank 0 has given; or ``{"kind": "wait", "missing": ranks}``.
+            address that rank 0 has given; or ``{"kind": "wait", "here": ranks, "missing": ranks}``,
+            of those that live.
         """
         with self._lock:
             answered, answer = self._answers.get(process, ("", {}))
@@ -65,8 +66,9 @@ class Gathering:
                 answered, answer = self._answers.get(process, ("", {}))
             if answered == question:
                 return answer
-            late = self._expected.keys() - self._askers.keys()
-            return {"kind": "wait", "missing": sorted(self._expected[each] for each in late)}
+            here = [rank for each, rank in self._expected.items() if each in self._askers]
+            missing = set(self._expected.values()).difference(here)
+            return {"kind": "wait", "here": sorted(here), "missing": sorted(missing)}
 
     def _answer(self) -> None:
         """Answer all that live, if all of them have asked."""

@@ -70,7 +70,7 @@ def _write(target: Path, content: dict[str, Any]) -> None:
 
 
 def watch_errors() -> None:
-    """From now on, write a dump on each error of a collective and on SIGUSR2, if there is a folder.
+    """From now on, write a dump on each RingError and on SIGUSR2, if there is a folder.
 
     The folder is TORCH_RING_FLIGHT_DIR of the current world, or of a group of torch.distributed.
     Without it no file is written and no signal handler installed.
@@ -93,9 +93,9 @@ def _note() -> str:
         return ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return f" [the last operations of this rank are in {dump(folder)}]"
+        return f"{errors.NOTE}are in {dump(folder)}]"
     except Exception as error:  # the first error is the one to tell
-        return f" [the last operations of this rank could not be written: {error}]"
+        return f"{errors.NOTE}could not be written: {error}]"
 
 
 def _handle_signal() -> None:

@@ -24,8 +24,10 @@ class Straggler:
         median_s: the median of the waits that it ended, in seconds.
         operation: what was waited for most often among these. Between hosts, where buckets are
             reduced during the backward pass, the bucket that the rank had not filled. On one host
-            they are reduced when the pass has ended, and that end is what is waited for.
-        instead: what the rank was found to do meanwhile, in words; "" if this rank has not looked.
+            they are reduced when the pass has ended, and that end is what is waited for: `instead`
+            names the bucket.
+        instead: what the rank was found to do meanwhile, in words, and before which gradient and
+            bucket of its backward pass; "" if this rank has not looked.
     """
 
     rank: int

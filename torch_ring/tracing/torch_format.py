@@ -67,8 +67,12 @@ def to_torch(
 
     entries = []
     for recorded in sets:
+        last = max((record.number for record in recorded.records), default=0)
         for record in sorted(recorded.records, key=_sequence):
-            entries.append(_entry(recorded, record, wall, frames))
+            # The main thread is in an operation in flight, as far as anybody can tell; or it is
+            # where the last one has failed.
+            is_here = not record.finished_ns or (record.state == "failed" and record.number == last)
+            entries.append(_entry(recorded, record, wall, frames if is_here else ()))
     return {
         "version": _VERSION,
         "rank": rank,
@@ -87,6 +91,7 @@ def to_torch(
         "messages": [
             _message(recorded, message, wall) for recorded in sets for message in recorded.messages
         ],
+        "main_thread": list(frames),
     }
 
 
@@ -160,8 +165,7 @@ def _entry(
         "retired": record.state in ("finished", "failed"),
         "timeout_ms": 0,
         "is_p2p": False,
-        # An operation in flight is what the main thread is in, as far as anybody can tell.
-        "frames": [] if record.finished_ns else list(frames),
+        "frames": list(frames),
         # What torch does not have:
         "ring": {
             "name": record.name,

@@ -15,6 +15,7 @@ from torch_ring._C import MessageRecord
 from torch_ring.connections.inquiries import answer_with
 from torch_ring.tracing.operations import asked_world, recorded_sets
 from torch_ring.tracing.stacks import is_ours, main_thread_stack
+from torch_ring.world import current
 
 __all__ = ["RankReport", "answer_questions", "report"]
 
@@ -101,7 +102,8 @@ def _described(message: MessageRecord, ranks: Sequence[int]) -> str:
 def what_keeps_it(waited_s: float) -> str:
     """Return in a few words what the main thread does, and on a second line where it is.
 
-    Returns "" if it is in a collective: it has come meanwhile.
+    In a backward pass a third line says which gradient comes next. Returns "" if it is in a
+    collective: it has come meanwhile.
 
     Args:
         waited_s: the seconds for which this thread waited for the interpreter's lock. The main
@@ -115,6 +117,7 @@ def what_keeps_it(waited_s: float) -> str:
     where = _place(innermost)
     if any(_DATA.search(str(frame["filename"])) for frame in frames):
         return f"waiting for data\n{where}"
+    before = _before(frames)
     if is_ours(str(innermost["filename"])) or _COLLECTIVE.search(str(innermost["filename"])):
         return ""
     before_ns = _main_thread_cpu_ns()
@@ -132,7 +135,16 @@ def what_keeps_it(waited_s: float) -> str:
         doing = "computing"
     else:
         doing = _STATES.get(state, "waiting for a core")
-    return f"{doing}\n{where}"
+    return f"{doing}\n{where}\n{before}"
+
+
+def _before(frames: Sequence[dict[str, Any]]) -> str:
+    """Return to what the backward pass of the main thread has not come; "" outside of passes."""
+    world = current.find_world()
+    if world is None or all(frame["name"] != _BACKWARD for frame in frames):
+        return ""
+    told = [each.pass_progress() for each in world.process_sets.records if each.pass_progress]
+    return next(filter(None, told), "")
 
 
 _GLANCE_S = 0.002

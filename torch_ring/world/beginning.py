@@ -28,7 +28,7 @@ from torch_ring.errors import (
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.directory import ask_for_place
-from torch_ring.rendezvous.failure import missing_ranks, name_ranks
+from torch_ring.rendezvous.failure import missing_ranks, progress
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.launchers import discover, process_name
 from torch_ring.rendezvous.network import own_address
@@ -127,11 +127,12 @@ def _ask(config: Config, listener: socket.socket) -> dict[str, Any]:
     """Return the launcher's answer, when all processes that live have asked."""
     key, question = key_of(config.secret), secrets.token_hex(8)
     host, port = listener.getsockname()[:2]
-    size = discover().size
+    rank, size = discover().rank, discover().size
     deadline, unreachable = Deadline(config.init_timeout_s), Deadline(_UNREACHABLE_S)
-    progress = Deadline(_PROGRESS_S)
+    began, next_line = time.monotonic(), Deadline(_PROGRESS_S)
     pause_s = _FIRST_PAUSE_S
     while True:
+        here: Sequence[int] = ()
         missing: Sequence[int] = ()
         try:
             answer = ask_for_place(config.directory, key, process_name(), question, host, port)
@@ -141,12 +142,15 @@ def _ask(config: Config, listener: socket.socket) -> dict[str, Any]:
         else:
             if answer["kind"] != "wait":
                 return answer
-            missing, unreachable = answer["missing"], Deadline(_UNREACHABLE_S)
+            here, missing = answer["here"], answer["missing"]
+            unreachable = Deadline(_UNREACHABLE_S)
         if deadline.passed():
             raise missing_ranks(set(range(size)).difference(missing), size, deadline)
-        if progress.passed() and missing:
-            progress = Deadline(_PROGRESS_S)
-            _log.info("init() waits for %s of %d", name_ranks(missing), size)
+        if next_line.passed() and missing:
+            next_line = Deadline(_PROGRESS_S)
+            if rank in here[:1]:
+                waited_s = time.monotonic() - began
+                _log.info(progress(here, len(here) + len(missing), waited_s, missing))
         time.sleep(min(pause_s, deadline.left_s()))
         pause_s = min(1.5 * pause_s, _PAUSE_S + _PAUSE_S_PER_RANK * size)
 

@@ -8,6 +8,7 @@ has several ranks on, a slot of each one's shared memory: it has no thread and n
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch_ring._C import Engine
@@ -40,6 +41,8 @@ class ProcessSetRecord:
         is_member: whether this process is one.
         is_kept: whether the set was made again from one of the world before; until it is added.
         owned: state of higher layers for this set, by type; it ends with the set.
+        pass_progress: returns, in any thread, to what this rank's backward pass has not come yet,
+            in words; "" if it does not know. None: there are no backward passes.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class ProcessSetRecord:
         self.is_member = connections.rank in ranks
         self.is_kept = False
         self.owned: dict[type, Any] = {}
+        self.pass_progress: Callable[[], str] | None = None
         self._connections = connections
         self._config = config
         self._number = number
@@ -111,6 +115,7 @@ class ProcessSetRecord:
             self._closed = True
             engine, self._engine = self._engine, None
         self.owned.clear()
+        self.pass_progress = None
         if engine is not None:
             engine.shutdown(removed)
         elif self._number and self._connections.plane is not None:

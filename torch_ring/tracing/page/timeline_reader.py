@@ -62,7 +62,7 @@ def read_timeline(text: str) -> list[Operation]:
                 Operation(
                     rank=rank,
                     kind=name.lower(),
-                    name=str(args["tensor"]),
+                    name=str(args["tensor"]).removeprefix(f"{name.lower()}."),
                     process_set=str(args.get("process_set", 0)),
                     sequence=int(args["sequence"]),
                     bytes=int(args.get("bytes", 0)),
