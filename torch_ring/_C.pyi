@@ -73,6 +73,14 @@ class StoreCall:
         """Connect to a TCPStore; the result is the store."""
 
     @staticmethod
+    def serve(host: str, port: int, timeout_s: float, listening: int | None) -> StoreCall:
+        """Serve a TCPStore, at a socket that listens if one is given; the result is the store."""
+
+    @staticmethod
+    def resolve(host: str) -> StoreCall:
+        """Look a host up; the result is its addresses in digits, as bytes, one a line."""
+
+    @staticmethod
     def add(store: Store, key: str, amount: int) -> StoreCall: ...
     @staticmethod
     def check(store: Store, keys: list[str]) -> StoreCall: ...

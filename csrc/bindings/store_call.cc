@@ -1,11 +1,15 @@
 #include "bindings/store_call.h"
 
+#include <netdb.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -75,6 +79,43 @@ StoreCall connect_tcp_store(std::string host, std::uint16_t port, double timeout
   });
 }
 
+/// `listening`: a socket that listens, which it then owns; none: the store makes one.
+StoreCall serve_tcp_store(std::string host, std::uint16_t port, double timeout_s,
+                          std::optional<int> listening) {
+  return StoreCall([host = std::move(host), port, timeout_s, listening] {
+    c10d::TCPStoreOptions options;
+    options.port = port;
+    options.isServer = true;
+    options.waitWorkers = false;
+    options.multiTenant = true;  // torch.distributed may serve the same address in this process
+    options.masterListenFd = listening;
+    options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000));
+    return StoreCall::Result(Store(c10::make_intrusive<c10d::TCPStore>(host, options)));
+  });
+}
+
+/// The addresses of a host in digits, one a line.
+StoreCall resolve(std::string host) {
+  return StoreCall([host = std::move(host)] {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    if (const int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &found); error != 0) {
+      throw Error(ErrorKind::kInvalidArgument, "'" + host + "': " + ::gai_strerror(error));
+    }
+    const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
+    std::string text;
+    for (; found != nullptr; found = found->ai_next) {
+      std::array<char, NI_MAXHOST> digits{};
+      if (::getnameinfo(found->ai_addr, found->ai_addrlen, digits.data(), digits.size(), nullptr, 0,
+                        NI_NUMERICHOST) == 0) {
+        text += std::string(text.empty() ? "" : "\n") + digits.data();
+      }
+    }
+    return StoreCall::Result(StoreCall::Bytes(text.begin(), text.end()));
+  });
+}
+
 py::object to_python(StoreCall& call) {
   auto result = call.result();
   if (const auto* flag = std::get_if<bool>(&result)) return py::bool_(*flag);
@@ -93,6 +134,9 @@ void bind_store_call(py::module_& module) {
   py::class_<StoreCall>(module, "StoreCall")
       .def_static("connect", &connect_tcp_store, py::arg("host"), py::arg("port"),
                   py::arg("timeout_s"))
+      .def_static("serve", &serve_tcp_store, py::arg("host"), py::arg("port"), py::arg("timeout_s"),
+                  py::arg("listening"))
+      .def_static("resolve", &resolve, py::arg("host"))
       .def_static(
           "add",
           [](Store store, std::string key, std::int64_t amount) {

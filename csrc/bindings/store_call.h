@@ -1,4 +1,5 @@
-// StoreCall: one call of a store of torch.distributed, which its caller can give up.
+// StoreCall: one call of a store of torch.distributed, or on the way to it, which its caller can
+// give up.
 #pragma once
 
 #include <chrono>
@@ -15,9 +16,10 @@ class module_;
 
 namespace torch_ring {
 
-/// The stores of torch wait for their server without a deadline, and no signal interrupts them. So
-/// each call has a thread, which does not know Python: one that is given up sleeps on until its
-/// server answers or the process ends, and disturbs neither a fork nor the end of the interpreter.
+/// The stores of torch wait for their server, and the system for a host's address, without a
+/// deadline of ours, and no signal interrupts them. So each call has a thread, which does not know
+/// Python: one that is given up sleeps on until its server answers or the process ends, and
+/// disturbs neither a fork nor the end of the interpreter.
 ///
 /// Thread: one at a time. Blocking: wait().
 class StoreCall {

@@ -6,6 +6,7 @@
 #include "collective/plan.h"
 #include "core/at.h"
 #include "core/bytes.h"
+#include "core/failpoint.h"
 #include "memory/cache_lines.h"
 
 namespace torch_ring {
@@ -63,6 +64,7 @@ void ShmCommunicator::allreduce_shared(std::size_t count, const Reduction& reduc
                       part.begin * size_of(reduction.dtype));
   }
   const std::vector<const void*> inputs(buffers.begin(), buffers.end());
+  failpoint("shared.reduce", rank());
   reduce(buffers, inputs, part.count, reduction);
   host_.barrier();
 }

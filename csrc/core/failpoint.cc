@@ -19,9 +19,16 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::array<std::string_view, 8> kPlaces{
-    "collective",          "waited",       "departure",      "departed", "handshake.connecting",
-    "handshake.accepting", "data.receive", "control.receive"};
+constexpr std::array<std::string_view, 10> kPlaces{"collective",
+                                                   "waited",
+                                                   "departure",
+                                                   "departed",
+                                                   "handshake.connecting",
+                                                   "handshake.accepting",
+                                                   "data.receive",
+                                                   "data.received",
+                                                   "control.receive",
+                                                   "shared.reduce"};
 
 enum class Action { kKill, kStop, kSleep, kClose, kLate };
 

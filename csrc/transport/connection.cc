@@ -166,13 +166,16 @@ std::size_t Connection::send(std::span<const std::byte> bytes) {
 
 std::size_t Connection::receive(std::span<std::byte> bytes) {
   if (failpoint("data.receive", rank_)) return 0;
-  return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
+  const auto receive_part = [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
     if (received == 0) throw Error(ErrorKind::kPeerLost, "connection to " + peer_ + " closed");
     if (!try_later(errno)) throw_failed(peer_, errno);
     return 0;
-  });
+  };
+  const std::size_t received = move(bytes, incoming_, receive_part);
+  if (received > 0 && failpoint("data.received", rank_)) bytes[received - 1] ^= std::byte{1};
+  return received;
 }
 
 bool Connection::readable() {

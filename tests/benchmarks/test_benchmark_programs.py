@@ -68,6 +68,13 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_threads_that_allocate(tmp_path: Path) -> None:
+    first, _ = run(BENCHMARKS / "allocator_threads.py", "--rounds", "1", folder=tmp_path)
+    for name in ("torch's allocator", "another size", "a gradient's size"):
+        assert f"\n{name} " in first.output, first
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
 def test_the_prototype(tmp_path: Path) -> None:
     sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")

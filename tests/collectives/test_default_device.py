@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from groups import on_ring
 from pool import run
 from torch import nn
 from torch.optim import LBFGS, SGD
@@ -114,6 +116,33 @@ def feed() -> None:
         folder.rmdir()
 
 
+def be_elastic() -> None:
+    """Use hvd.elastic's states and sampler."""
+    trained = model()
+    optimizer = hvd.DistributedOptimizer(SGD(trained.parameters(), lr=1e-6, momentum=0.9))
+    sampler = hvd.elastic.ElasticSampler(range(40), shuffle=True)
+    state = hvd.elastic.TorchState(trained, optimizer, sampler=sampler, batch=0)
+    state.sync()
+    sampler.record_batch(0, 4)
+    state.batch = 1
+    state.commit()
+    with torch.no_grad():
+        trained[0].weight.fill_(9)
+    state.restore()
+    assert (trained[0].weight == 1).all()
+    assert len(list(sampler)) == len(sampler)
+
+
+def trace() -> None:
+    """Use hvd.tracing: what it says is the same as on the CPU."""
+    hvd.allreduce(ones(2), name="traced")
+    assert hvd.tracing.snapshot()
+    assert hvd.tracing.report()
+    hvd.tracing.stragglers()
+    with tempfile.TemporaryDirectory() as folder:
+        assert hvd.tracing.dump(Path(folder) / "dump")
+
+
 def wait(handle: Any) -> Any:
     while not hvd.poll(handle):
         pass
@@ -193,6 +222,8 @@ CALLS: dict[str, Callable[[], object]] = {
         hvd.sparse_allreduce_async(ones(2).to_sparse(), **S)().to_dense().tolist() == sums()
     ),
     "checkpoint, data, metrics": feed,
+    "elastic": be_elastic,
+    "tracing": trace,
 }
 # Used by the others.
 COVERED = {
@@ -236,6 +267,46 @@ def call_each() -> None:
 def test_public_functions_under_another_default_device(manner, transport):
     args = ("meta", torch.float32, manner)
     run(call_all, 2, args=args, transport=transport, initialized=False)
+
+
+def use_a_group(manner: str) -> None:
+    """Call operations of torch.distributed on the backend ring."""
+    if manner == "context":
+        with torch.device("meta"):
+            use_ring()
+    else:
+        torch.set_default_device("meta")
+        use_ring()
+
+
+def use_ring() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert torch.ones(1).device.type == "meta"
+    tensor = ones(3) * (rank + 1)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size * (size + 1) / 2] * 3
+    dist.broadcast(tensor, 0)
+    rows = [ones(3) for _ in range(size)]
+    dist.all_gather(rows, tensor)
+    dist.reduce_scatter(ones(3), rows)
+    dist.all_to_all_single(ones(2 * size), ones(2 * size))
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+    dist.barrier()
+    trained = nn.Linear(4, 1, device="cpu", dtype=torch.float32)
+    nn.init.ones_(trained.weight)
+    nn.init.zeros_(trained.bias)
+    parallel = nn.parallel.DistributedDataParallel(trained)
+    parallel(ones(2, 4)).sum().backward()
+    assert trained.weight.grad is not None
+    assert trained.weight.grad.tolist() == [[2.0] * 4]
+
+
+@pytest.mark.parametrize(("manner", "transport"), [("default", "tcp"), ("context", "shm")])
+def test_the_ring_backend_under_another_default_device(manner, transport):
+    on_ring(use_a_group, 2, manner, transport=transport, is_fresh=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -2,12 +2,14 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <netinet/tcp.h>
 
 #include <functional>
 #include <future>
 #include <numeric>
 #include <set>
 
+#include "armed.h"
 #include "control_recorder.h"
 #include "planes.h"
 
@@ -62,6 +64,38 @@ struct Watched {
   std::vector<Recorder> recorders;  // before the planes: they use them
   Planes planes;
 };
+
+/// Whether a descriptor is a TCP connection.
+bool is_connection(int fd) {
+  sockaddr_storage peer{};
+  socklen_t bytes = sizeof peer;
+  return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &bytes) == 0 &&
+         peer.ss_family == AF_INET;
+}
+
+TEST(control_connections_between_hosts_send_at_once) {
+  const Planes planes = make_planes(host_of(5, 5));
+  int connections = 0;
+  for (const auto& plane : planes) {
+    for (const int fd : plane->descriptors()) {
+      if (!is_connection(fd)) continue;
+      int on = 0;
+      socklen_t bytes = sizeof on;
+      CHECK_EQ(::getsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, &bytes), 0);
+      CHECK(on != 0);
+      ++connections;
+    }
+  }
+  CHECK(connections >= 2 * 5);
+}
+
+TEST(control_planes_connect_again_after_handshakes_that_fail) {
+  for (const std::string end : {"connecting", "accepting"}) {
+    const Armed armed("handshake." + end + ":*:1:close,handshake." + end + ":*:4:close");
+    const Planes planes = make_planes(host_of(4, 2));
+    for (const auto& plane : planes) CHECK(plane->missing().empty() && plane->lost().empty());
+  }
+}
 
 TEST(control_planes_connect_and_close_all_descriptors) {
   const int before = open_descriptors();

@@ -1,4 +1,6 @@
 // Departures: a rank that leaves has been heard, and what it has sent arrives, however late.
+#include <sys/resource.h>
+
 #include <atomic>
 #include <thread>
 
@@ -6,9 +8,18 @@
 #include "control/message.h"
 #include "control_recorder.h"
 #include "engine_ranks.h"
+#include "forked.h"
 
 namespace torch_ring::test {
 namespace {
+
+/// The ranks of one process have more descriptors than those of many.
+void raise_descriptor_limit() {
+  rlimit limit{};
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = limit.rlim_max;
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+}
 
 TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
   const Armed armed("control.receive:0:late=400");
@@ -34,6 +45,22 @@ TEST(departing_rank_that_says_no_goodbye_is_lost) {
   wait_until([&] { return recorder.times("lost 1") > 0; }, "rank 1 is lost");
   CHECK_EQ(planes[0]->lost(), std::vector<int>{1});
   planes[0]->unsubscribe(0);
+}
+
+TEST(departing_rank_that_waits_for_nobody_is_heard_all_the_same) {
+  const Armed armed("departed:1:close");
+  Planes planes = make_planes({0, 1, 2});
+  std::vector<Recorder> recorders(2);
+  planes[0]->subscribe(0, {0, 1, 2}, recorders[0]);
+  planes[2]->subscribe(0, {0, 1, 2}, recorders[1]);
+  planes[1]->stop();
+  planes[1].reset();
+  for (const Recorder& recorder : recorders) {
+    wait_until([&] { return !recorder.events().empty(); }, "rank 1 is gone");
+    CHECK_EQ(recorder.events(), std::vector<std::string>{"departed 1"});
+  }
+  planes[0]->unsubscribe(0);
+  planes[2]->unsubscribe(0);
 }
 
 TEST(departed_rank_s_last_data_may_be_late) {
@@ -124,6 +151,33 @@ TEST(departure_is_an_error_of_those_who_miss_the_rank_and_of_no_others) {
       }
     });
   }
+}
+
+/// Many ranks over TCP do `barrier(); shutdown()`. Each observes all others meanwhile.
+bool leave_in_peace_after_a_barrier(int size) {
+  raise_descriptor_limit();
+  const std::vector<int> host_of = one_rank_a_host(size);
+  std::vector<Recorder> recorders(host_of.size());
+  std::vector<World> worlds = make_worlds(host_of, Sockets::kTcp);
+  Planes planes = make_planes(host_of);
+  constexpr std::uint64_t kObserved = 1;  // the engines have set 0
+  for (std::size_t rank = 0; rank < planes.size(); ++rank) {
+    planes[rank]->subscribe(kObserved, host_of, recorders[rank]);
+  }
+  run_ranks(size, [&](int rank) {
+    Rank self(at(worlds, rank), std::move(at(planes, rank)), patient());
+    Request barrier;
+    barrier.fingerprint.collective = Collective::kBarrier;
+    self.engine().submit_and_wait(barrier, {});
+  });
+  for (const Recorder& recorder : recorders) {
+    for (const std::string& event : recorder.events()) CHECK(event.starts_with("departed "));
+  }
+  return true;
+}
+
+TEST(departures_of_64_ranks_over_tcp_disturb_no_barrier) {
+  CHECK(holds_in_child([] { return leave_in_peace_after_a_barrier(kSanitized ? 8 : 64); }));
 }
 
 }  // namespace

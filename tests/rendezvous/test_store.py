@@ -1,6 +1,9 @@
 """The store of a job: how the ranks find it, and who serves it."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from ports import free_port
 import torch_ring as hvd
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
+from torch_ring.rendezvous import mpi
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.launchers import Identity
@@ -188,7 +192,7 @@ def _fresh_stores():
         rendezvous_store._stores,
         rendezvous_store._served,
         rendezvous_store._mpi_addresses,
-        rendezvous_store._mpi_secrets,
+        mpi._secrets,
     ):
         known.clear()
 
@@ -196,13 +200,18 @@ def _fresh_stores():
 class FakeCommunicator:
     """A communicator of mpi4py, as rank 0 and then another rank see it."""
 
-    def __init__(self):
-        self.said = []
+    def __init__(self, silent=False):
+        self.said, self.silent = [], silent
 
-    def bcast(self, value, root):
+    def Ibcast(self, buffer, root):  # noqa: N802  mpi4py's name
         assert root == 0
-        self.said.append(value or self.said[0])
-        return self.said[-1]
+        if self.said:
+            buffer[:] = self.said[0]
+        self.said.append(bytes(buffer))
+        return self
+
+    def Test(self):  # noqa: N802
+        return not self.silent
 
 
 @pytest.mark.usefixtures("_fresh_stores")
@@ -211,7 +220,7 @@ def test_mpi_broadcasts_the_address():
     comm = FakeCommunicator()
     identity = Identity(0, 2, 0, 1, launcher="Open MPI")
     first = rendezvous_store._ask_mpi(comm, identity, Config(interface="lo"), deadline)
-    assert comm.said == [first]
+    assert json.loads(comm.said[0]) == list(first)
     assert first[0] == "127.0.0.1"
     assert rendezvous_store._ask_mpi(comm, identity, Config(), deadline) == first
     assert len(comm.said) == 1
@@ -222,7 +231,7 @@ def test_mpi_carries_a_secret():
     comm, environment = FakeCommunicator(), {"MASTER_ADDR": "10.0.0.1"}
     found = []
     for rank in (0, 1):
-        rendezvous_store._mpi_secrets.clear()
+        mpi.forget()
         found.append(
             rendezvous_store.locate_store(
                 Identity(rank, 2, 0, 1, launcher="init"),
@@ -234,6 +243,34 @@ def test_mpi_carries_a_secret():
         )
     assert found[0] == found[1]
     assert len(found[0]) == 64
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_that_is_silent_is_given_up_and_asked_no_second_time():
+    comm, identity = FakeCommunicator(silent=True), Identity(1, 2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match=r"rank 0's secret has not arrived over MPI"):
+            mpi.common_secret(comm, identity, Deadline(0.01))
+    comm.silent = False
+    assert mpi.common_secret(comm, identity, Deadline(20)) is None  # nobody was rank 0 here
+    assert len(comm.said) == 1
+
+
+def test_mpi_is_not_initialized_for_a_secret():
+    program = """
+import sys
+from torch_ring.config import Config
+from torch_ring.rendezvous import store
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.launchers import Identity
+for launcher in ("Open MPI", "Hydra", "PMI", "srun", "torchrun", "env"):
+    identity = Identity(1, 2, 0, 1, launcher=launcher)
+    where = {"MASTER_ADDR": "10.0.0.1"}
+    place = store.locate_store(identity, Config(), Deadline(5.0), environment=where)
+    assert place.secret == ""
+assert "mpi4py.MPI" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.usefixtures("_fresh_stores")

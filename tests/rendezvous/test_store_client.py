@@ -1,5 +1,6 @@
 """Calls of a store that does not answer: they end at the deadline, or when a signal comes."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,13 +19,14 @@ from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
 import torch_ring as hvd
 import torch_ring.rendezvous.store as store_module
+import torch_ring.rendezvous.store_client as store_client
 from torch_ring._C import StoreCall
 from torch_ring.config import Config
-from torch_ring.errors import TimeoutError
+from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.store import locate_store
-from torch_ring.rendezvous.store_client import StoreClient
+from torch_ring.rendezvous.store_client import StoreClient, addresses_of
 
 
 def test_a_client_does_what_the_store_does():
@@ -74,6 +76,92 @@ def test_a_silent_server(interrupted):
     else:
         assert "accepts connections, but has not answered as rank 0's store within 1.5 s" in text
         assert "does another program have its port (MASTER_PORT)?" in text
+
+
+# --- a rank 0 that cannot reach its own store, or whose resolver is silent
+
+
+def interrupt_rank_0(where: str) -> list[str]:
+    """Return what has happened, in order, on a rank 0 in whose way something is silent."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    events: list[str] = []
+    given_up = threading.Event()
+
+    def interrupt() -> None:
+        events.append("waits")
+        os.kill(os.getpid(), signal.SIGINT)
+        if not given_up.wait(20):
+            events.append("does not give up")
+
+    def stay_silent(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        interrupt()
+        connection.close()  # then the call would end
+
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = own.getsockname()[1]
+        address = ("127.0.0.2", port)  # it leads elsewhere, as address translation may
+        silent = stack.enter_context(socket.create_server(address))
+        if where == "store":
+            thread = threading.Thread(target=stay_silent, args=(silent,))
+        else:
+            address = ("rank0.example", port)
+            store_client.StoreCall = SilentResolver  # in a process of this test's own
+            thread = threading.Thread(target=lambda: (SilentResolver.asked.wait(20), interrupt()))
+        thread.start()
+        try:
+            listener = own if where == "store" else None
+            store_module._serve(address, Deadline(60), lambda: None, listener=listener)
+        except KeyboardInterrupt:
+            events.append("KeyboardInterrupt")
+        given_up.set()
+        thread.join()
+    return events
+
+
+class SilentResolver:
+    """StoreCall of a host whose resolver does not answer."""
+
+    asked = threading.Event()
+
+    @classmethod
+    def resolve(cls, _: str) -> "SilentResolver":
+        return cls()
+
+    def __init__(self) -> None:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._call = StoreCall.get(server, "a key that nobody sets")
+
+    def wait(self, seconds: float) -> bool:
+        self.asked.set()
+        return self._call.wait(seconds)
+
+
+@pytest.mark.parametrize("where", ["store", "resolver"])
+def test_rank_0_can_be_interrupted(where):
+    [events] = run(interrupt_rank_0, 1, args=[where], initialized=False)
+    assert events == ["waits", "KeyboardInterrupt"]
+
+
+def test_rank_0_gives_a_store_up_that_it_cannot_reach():
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        port = own.getsockname()[1]
+        with (
+            socket.create_server(("127.0.0.2", port)),
+            pytest.raises(TimeoutError, match=r"rank 0 cannot reach .* at 127\.0\.0\.2:"),
+        ):
+            store_module._serve(("127.0.0.2", port), Deadline(0.3), lambda: None, listener=own)
+
+
+def test_addresses_are_found_and_missing_ones_named():
+    assert addresses_of("127.0.0.3", Deadline(20), lambda: None) == ["127.0.0.3"]
+    assert "127.0.0.1" in addresses_of("localhost", Deadline(20), lambda: None)
+    with pytest.raises(InvalidArgumentError, match="'no such host'"):
+        addresses_of("no such host", Deadline(20), lambda: None)
+
+
+# --- a store that is silent
 
 
 class SilentStore(dist.Store):

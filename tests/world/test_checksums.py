@@ -1,6 +1,6 @@
-"""TORCH_RING_CHECKSUM: the data between hosts carry checksums, and arrive as they were.
+"""TORCH_RING_CHECKSUM: data between hosts carry checksums; they arrive as they were, or not at all.
 
-tests/cpp/checked_stream_test.cc flips bits.
+tests/cpp/checked_stream_test.cc flips every bit of a stream.
 """
 
 import os
@@ -9,9 +9,12 @@ import stat
 
 import pytest
 import torch
-from pool import run
+import torch.distributed as dist
+from groups import on_ring
+from pool import error_of, run
 
 import torch_ring as hvd
+from torch_ring._C import arm_failpoints
 
 COUNT = 1 << 21  # of float32: megabytes for each rank
 HEADER_BYTES = 12  # of a frame: csrc/transport/checked_stream.h
@@ -57,3 +60,52 @@ def test_results_with_checksums(size, connections):
         assert without > COUNT
         frames = without // (256 << 10)  # at least: none is longer
         assert with_checksums - without >= HEADER_BYTES * frames
+
+
+# --- a bit that is another one when it arrives
+
+DAMAGED = "arrived damaged: they have another checksum than what it sent (TORCH_RING_CHECKSUM)"
+
+
+def flip(nth: int) -> None:
+    """Let rank 1 find another bit in what it receives from rank 0 for the nth time from now on."""
+    arm_failpoints(f"data.received:0:{nth}:close")
+
+
+def reduce_damaged_data(nth: int) -> tuple[str, str]:
+    ones = torch.ones(COUNT)
+    hvd.allreduce(ones, name="first")
+    if hvd.rank() == 1:
+        flip(nth)
+    outcome = error_of(lambda: hvd.allreduce(ones, op=hvd.Sum, name="damaged"))
+    arm_failpoints("")
+    return outcome
+
+
+@pytest.mark.parametrize(("size", "nth"), [(2, 1), (3, 20)], ids=["the agreement", "the data"])
+def test_a_flipped_bit_is_an_error_on_all_ranks(size, nth):
+    env = {"TORCH_RING_CHECKSUM": "1"}
+    for kind, text in run(reduce_damaged_data, size, args=[nth], transport="tcp", env=env):
+        assert kind in ("RingError", "PeerLostError"), text
+        assert "allreduce 'damaged'" in text, text
+        assert DAMAGED in text, text
+
+
+def send_a_damaged_message(count: int) -> tuple[str, str]:
+    rank = dist.get_rank()
+    if rank == 1:
+        flip(1)
+    values = torch.ones(count)
+    outcome = error_of(lambda: dist.send(values, 1) if rank == 0 else dist.recv(values, 0))
+    if rank == 0 and outcome[0] == "nothing":  # a short message is sent when it is on its way
+        outcome = error_of(lambda: dist.recv(values, 1))
+    arm_failpoints("")
+    return outcome
+
+
+@pytest.mark.parametrize("count", [100, COUNT])
+def test_a_flipped_bit_of_a_message_is_an_error_on_both_ranks(count):
+    env = {"TORCH_RING_CHECKSUM": "1"}
+    for kind, text in on_ring(send_a_damaged_message, 2, count, transport="tcp", env=env):
+        assert kind != "nothing"
+        assert DAMAGED in text, text

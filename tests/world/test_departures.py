@@ -117,6 +117,42 @@ def error_of_init() -> tuple[str, str]:
     return error_of(hvd.init)
 
 
+@pytest.mark.parametrize("end", ["connecting", "accepting"])
+def test_a_rank_dies_in_the_handshake(end):
+    """The others hear it long before init() would give up."""
+    env = {"TORCH_RING_FAIL": f"handshake.{end}:1:1:kill", "TORCH_RING_INIT_TIMEOUT": "600"}
+    outcomes = run(error_of_init, 3, transport="tcp", env=env, initialized=False, may_die={1})
+    assert outcomes[1] is None
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind == "PeerLostError", text
+        assert "rank 1" in text, text
+
+
+@on_both_transports
+def test_handshakes_that_fail_are_tried_again(transport):
+    env = {"TORCH_RING_FAIL": "handshake.connecting:*:1:close,handshake.accepting:*:2:close"}
+    run(reduce_and_leave, 3, transport=transport, env=env, initialized=False)
+
+
+def outlive_a_departed_rank() -> tuple[str, str] | None:
+    hvd.allreduce(torch.ones(100_000), name="together")
+    if hvd.rank() == 1:
+        hvd.shutdown()  # and dies in it
+        return None
+    return error_of(lambda: hvd.allreduce(torch.ones(3), name="more"))
+
+
+@on_both_transports
+def test_a_rank_that_dies_after_its_goodbye_has_left(transport):
+    env = {"TORCH_RING_FAIL": "departed:1:kill"}
+    outcomes = run(outlive_a_departed_rank, 3, transport=transport, env=env, may_die={1})
+    assert outcomes[1] is None
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind == "PeerLostError", text
+        assert "rank 1 (pid " in text, text
+        assert "has left" in text, text
+
+
 def test_a_failpoint_that_does_not_exist_is_refused():
     for kind, text in run(
         error_of_init, 2, env={"TORCH_RING_FAIL": "nowhere:kill"}, initialized=False

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
-import importlib
 import os
-import secrets
 import socket
 import time
 import zlib
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torch_ring._C import StoreCall
 from torch_ring.config import Config
@@ -25,11 +24,12 @@ from torch_ring.errors import (
     TimeoutError,
     first_line,
 )
+from torch_ring.rendezvous import mpi
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.given_store import host_of, without_prefixes
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
-from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, finish
+from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, addresses_of, finish
 
 __all__ = [
     "StorePlace",
@@ -41,6 +41,7 @@ __all__ = [
 
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
+_MOST_TEXT = 1000  # characters of a failure that goes over MPI
 _CONNECT_S = 5.0  # seconds for which torch's store tries to connect
 
 Address = tuple[str, int]
@@ -54,7 +55,7 @@ class StorePlace:
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
         leave: lets go of the store when all ranks have met. None: the store outlives the meeting.
-        secret: one that the ranks have got from MPI; empty: none.
+        secret: one that the ranks have got over MPI; empty: none.
 
     Attributes:
         host, serves, secret: as given.
@@ -103,7 +104,6 @@ class StorePlace:
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
 _mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
-_mpi_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has told over MPI
 
 
 def locate_store(
@@ -135,8 +135,9 @@ def locate_store(
     rank, shared, secret = identity.launched_rank(), bool(identity.part), ""
     if is_loopback_name(host) or (identity.on_one_node() and not (host and config.secret)):
         return None
-    if comm is not None:
-        secret = _ask_mpi_for_secret(comm, identity)
+    world = mpi.initialized_world(identity) if comm is None else comm
+    if world is not None:
+        secret = mpi.common_secret(world, identity, deadline)
     if host:
         address = (host, port or _DEFAULT_PORT)
     elif comm is not None:
@@ -147,17 +148,17 @@ def locate_store(
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
-        if identity.part not in _mpi_addresses:
-            comm = _mpi_world(identity)
-        address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
-        shared, secret = False, _ask_mpi_for_secret(comm, identity)
+        world = world or mpi.require_world(identity, _advice(identity))
+        secret = mpi.common_secret(world, identity, deadline)
+        address, rank = _ask_mpi(world, identity, config, deadline), identity.rank
+        shared = False
     is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     server = "torchrun's agent" if is_agents else "rank 0"
     serves = rank == 0 and not is_agents
 
     def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
         if serves:
-            store = _serve(address, deadline, one_host=identity.on_one_node())
+            store = _serve(address, deadline, check, one_host=identity.on_one_node())
         else:
             store = _connect(address, server, deadline, check)
         view = _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
@@ -206,8 +207,9 @@ def drop_in_child() -> None:
     for address in _served:
         # The store is never destroyed: its destructor joins a thread that the child does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_stores[address]))
-    for known in (_stores, _served, _mpi_addresses, _mpi_secrets):
+    for known in (_stores, _served, _mpi_addresses):
         known.clear()
+    mpi.forget()
 
 
 # --- addresses
@@ -234,29 +236,12 @@ def _slurm_port(identity: Identity) -> int:
     return 10_000 + zlib.crc32(identity.job.encode()) % 20_000
 
 
-def _mpi_world(identity: Identity) -> Any:
-    """Return MPI's communicator of the ranks of this world."""
-    advice = (
+def _advice(identity: Identity) -> str:
+    return (
         f"the {identity.size} ranks of {identity.source()} may be on several hosts: set "
         "MASTER_ADDR (rank 0's host; 127.0.0.1 if all are on this one) and MASTER_PORT (a free "
         f"port there, or {_DEFAULT_PORT}) on all of them"
     )
-    if identity.launcher not in ("Open MPI", "Hydra", "PMI"):
-        raise InvalidArgumentError(advice)
-    try:
-        mpi = importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # not installed; finds no MPI library
-        raise InvalidArgumentError(f"{advice}, or install mpi4py ({first_line(error)})") from None
-    if not mpi.Is_initialized() or mpi.Is_finalized():
-        raise InvalidArgumentError(f"{advice}, or initialize mpi4py's MPI before torch_ring")
-    comm = mpi.COMM_WORLD
-    if identity.part and identity.part[-1] < comm.Get_size():
-        comm = comm.Create_group(comm.Get_group().Incl(identity.part))
-    if (comm.Get_rank(), comm.Get_size()) != (identity.rank, identity.size):
-        raise InvalidArgumentError(
-            f"{advice}: the MPI library that mpi4py uses is not the one of the launcher"
-        )
-    return comm
 
 
 def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) -> Address:
@@ -269,22 +254,15 @@ def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) 
             host = own_address(config.interface, _LOOPBACK if identity.on_one_node() else None)
             listener = socket.create_server((host, 0), family=_family(host))
             answer = (host, listener.getsockname()[1])
-            _serve(answer, deadline, listener=listener)
+            _serve(answer, deadline, lambda: None, listener=listener)
         except (OSError, RingError, InvalidArgumentError) as error:
-            answer = str(error)
-    answer = comm.bcast(answer, root=0)
+            answer = str(error)[:_MOST_TEXT]
+    answer = mpi.broadcast(comm, identity, "address", answer, deadline)
     if isinstance(answer, str):
         raise RingError(f"rank 0 cannot serve the job's store: {answer}")
-    _mpi_addresses[identity.part] = answer
-    return answer
-
-
-def _ask_mpi_for_secret(comm: Any, identity: Identity) -> str:
-    """Return a secret that rank 0 has made. A collective of `comm`."""
-    if identity.part not in _mpi_secrets:
-        own = secrets.token_hex(32) if identity.rank == 0 else None
-        _mpi_secrets[identity.part] = comm.bcast(own, root=0)
-    return _mpi_secrets[identity.part]
+    host, port = answer
+    _mpi_addresses[identity.part] = (host, port)
+    return host, port
 
 
 # --- stores
@@ -293,23 +271,25 @@ def _ask_mpi_for_secret(comm: Any, identity: Identity) -> str:
 def _serve(
     address: Address,
     deadline: Deadline,
+    check: Callable[[], None],
     *,
     one_host: bool = False,
     listener: socket.socket | None = None,
 ) -> TCPStore:
     if address not in _stores:
-        listener = listener or _listen(address, one_host)
-        try:
-            # multi_tenant: torch.distributed may serve the same address from this process, too.
-            _stores[address] = TCPStore(
-                *address,
-                is_master=True,
-                timeout=timedelta(seconds=deadline.timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener.detach() if listener else None,
+        listener = listener or _listen(address, one_host, deadline, check)
+        # The store connects to itself, at the address that the others use.
+        call = StoreCall.serve(
+            *address, deadline.timeout_s, listener.detach() if listener else None
+        )
+        if not finish(call, deadline, check):
+            raise TimeoutError(
+                f"rank 0 cannot reach the job's store, which it serves, at {_text(address)} "
+                f"{deadline}: is that an address of rank 0's host (MASTER_ADDR)?"
             )
-        except DistError as error:
+        try:
+            _stores[address] = call.result()
+        except RuntimeError as error:
             raise RingError(
                 f"rank 0 cannot serve the job's store at {_text(address)}: {first_line(error)}"
             ) from None
@@ -317,19 +297,22 @@ def _serve(
     return _stores[address]
 
 
-def _listen(address: Address, one_host: bool) -> socket.socket | None:
+def _listen(
+    address: Address, one_host: bool, deadline: Deadline, check: Callable[[], None]
+) -> socket.socket | None:
     """Listen at the address at which the others look for rank 0, and if possible at no other.
 
     Returns:
         None if the port is in use: a store of this process may have it.
     """
     host, port = address
+    own = ""
+    with contextlib.suppress(InvalidArgumentError):  # the others may know the name
+        own = addresses_of(host, deadline, check)[0]
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        own = str(found[4][0])
         # Other hosts may resolve this host's name to another address than it does itself.
-        if one_host or is_loopback_name(host) or not is_loopback(own):
-            return socket.create_server((own, port), family=found[0])
+        if own and (one_host or is_loopback_name(host) or not is_loopback(own)):
+            return socket.create_server((own, port), family=_family(own))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
@@ -375,11 +358,18 @@ def _wait_for_server(
     reason: object = "no time was left"
     while not deadline.passed():
         check()
+        hosts: list[str] = []
         try:
-            socket.create_connection(address, max(0.01, min(5.0, deadline.left_s()))).close()
-            return
-        except OSError as error:
+            hosts = addresses_of(address[0], deadline, check)
+        except InvalidArgumentError as error:  # its name may come with it
             reason = error
+        for host in hosts:
+            try:
+                left_s = max(0.01, min(5.0, deadline.left_s()))
+                socket.create_connection((host, address[1]), left_s).close()
+                return
+            except OSError as error:
+                reason = error
         time.sleep(min(0.05, deadline.left_s()))
     raise TimeoutError(
         f"{server} did not arrive {deadline}: nothing answers at {_text(address)} ({reason})"

@@ -1,4 +1,4 @@
-"""StoreClient, finish: calls of a store that have a deadline, and that a signal interrupts."""
+"""StoreClient, finish, addresses_of: calls with a deadline, which a signal interrupts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_ring._C import StoreCall
 from torch_ring.errors import TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 
-__all__ = ["KeyValueStore", "StoreClient", "finish"]
+__all__ = ["KeyValueStore", "StoreClient", "addresses_of", "finish"]
 
 _SLICE_S = 0.05  # seconds between two looks at signals and at other ranks
 _LEAST_S = 2.0  # seconds that each call may take at least: failures are told after the deadline
@@ -116,6 +116,20 @@ def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None]) -> bo
         if deadline.passed():
             return False
     return True
+
+
+def addresses_of(host: str, deadline: Deadline, check: Callable[[], None]) -> list[str]:
+    """Return the addresses of a host, in digits. Blocks until the system's resolver answers.
+
+    Raises:
+        TimeoutError: it has not answered before the deadline.
+        InvalidArgumentError: there is no such host.
+    """
+    call = StoreCall.resolve(host)
+    if not finish(call, deadline, check):
+        raise TimeoutError(f"the address of {host!r} was not found {deadline}: no resolver answers")
+    text: bytes = call.result()
+    return text.decode().split("\n")
 
 
 def _bytes(value: str | bytes) -> bytes:

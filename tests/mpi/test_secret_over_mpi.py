@@ -1,0 +1,59 @@
+"""Under ``mpirun -n 2 python -m pytest --with-mpi``: hosts at an address get a secret over MPI."""
+
+import os
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import torch_ring as hvd
+from torch_ring.config import Config
+from torch_ring.connections import connect
+from torch_ring.rendezvous import mpi
+from torch_ring.rendezvous import store as store_module
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.launchers import discover
+from torch_ring.world import current
+from torch_ring.world import join as joining
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture
+def _hosts(monkeypatch):
+    """Each rank takes itself for alone on its host, and the loopback for a network."""
+    with store_module.socket.create_server(("127.0.0.1", 0)) as free:
+        port = MPI.COMM_WORLD.bcast(free.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    monkeypatch.setattr(store_module, "is_loopback_name", lambda _: False)
+    host = f"host {MPI.COMM_WORLD.rank} of {os.getppid()}"
+    monkeypatch.setattr(joining, "meeting_name", lambda _: host)
+    make = connect.PeerInfo
+    monkeypatch.setattr(connect, "PeerInfo", lambda **card: make(**card | {"machine": host}))
+    mpi.forget()
+    yield
+    mpi.forget()
+
+
+@pytest.mark.usefixtures("_hosts")
+def test_all_ranks_have_one_secret():
+    place = store_module.locate_store(discover(), Config(), Deadline(40.0))
+    everyone = MPI.COMM_WORLD.allgather(place.secret)
+    assert len(everyone[0]) == 64
+    assert set(everyone) == {everyone[0]}
+    if MPI.COMM_WORLD.rank == 0:
+        part = store_module.locate_store(discover().among((0,)), Config(), Deadline(40.0))
+        assert len(part.secret) == 64
+        assert part.secret != place.secret
+
+
+@pytest.mark.usefixtures("_hosts")
+def test_a_job_at_an_address_is_closed():
+    hvd.init()
+    assert hvd.cross_size() == hvd.size()
+    assert not current.world().is_guarded  # strangers cannot have its key
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+    hvd.shutdown()
