@@ -59,12 +59,12 @@ def serve_directory(write: int) -> None:
 
 
 def train(folder: Path) -> None:
-    """Be a rank; write the epochs and the weights at the end."""
+    """Be a rank; write the epochs, the weights and the loss of each batch at the end."""
     hvd.init()
     model, optimizer = make()
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(Samples())
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batches=0)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batches=0, losses=[])
 
     @hvd.elastic.run
     def go_on(state: hvd.elastic.TorchState) -> None:
@@ -76,17 +76,20 @@ def train(folder: Path) -> None:
             )
             for index, batch in enumerate(loader):
                 optimizer.zero_grad()
-                model(batch).backward()
+                loss = model(batch)
+                loss.backward()
+                losses = [*state.losses, hvd.allreduce(loss.detach(), name="loss").item()]
                 optimizer.step()
                 sampler.record_batch(index, len(batch))
-                state.batches += 1
+                state.batches, state.losses = state.batches + 1, losses
                 state.check_host_updates()
             sampler.set_epoch(state.epoch + 1)
             state.epoch += 1
             is_over = hvd.broadcast_object((folder / "stop").exists())
 
     go_on(state)
-    ended = {"epochs": state.epoch, "batches": state.batches, "weights": weights_of(model)}
+    ended = {"epochs": state.epoch, "batches": state.batches, "losses": state.losses}
+    ended["weights"] = weights_of(model)
     (folder / f"ended-{os.getpid()}").write_text(json.dumps(ended))
 
 

@@ -92,17 +92,25 @@ def make() -> tuple[Network, torch.optim.Optimizer]:
 
 def expected(epochs: int) -> list[float]:
     """Return the weights of a training on one rank that nothing interrupts."""
+    return undisturbed(epochs)[0]
+
+
+def undisturbed(epochs: int) -> tuple[list[float], list[float]]:
+    """Return the weights, and the loss of each batch, of a training on one rank without deaths."""
     model, optimizer = make()
     values = Samples().values
     sampler = hvd.elastic.ElasticSampler(Samples())
+    losses = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)
         for start in range(0, SAMPLES, GLOBAL_BATCH):
             optimizer.zero_grad()
-            model(values[order[start : start + GLOBAL_BATCH]]).backward()
+            loss = model(values[order[start : start + GLOBAL_BATCH]])
+            loss.backward()
             optimizer.step()
-    return weights_of(model)
+            losses.append(loss.item())
+    return weights_of(model), losses
 
 
 def weights_of(model: Network) -> list[float]:

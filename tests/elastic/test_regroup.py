@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -337,36 +334,6 @@ def test_a_message_cannot_be_repeated() -> None:
         other.receive(5.0)
     ours.close()
     theirs.close()
-
-
-def stop_and_continue() -> str:
-    """Rank 2 is stopped for longer than the heartbeat timeout, and comes back."""
-    name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
-    pids = hvd.allgather_object(os.getpid())
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.ObjectState) -> None:
-        for state.step in range(state.step, 6):
-            if name == 0 and state.step == 3 and hvd.size() == 3:
-                os.kill(pids[2], signal.SIGSTOP)
-            hvd.barrier()
-
-    try:
-        train(state)
-    except hvd.RingError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        if name == 0:
-            time.sleep(0.5)
-            os.kill(pids[2], signal.SIGCONT)
-    return f"{hvd.rank()} of {hvd.size()}"
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_that_comes_back_leaves() -> None:
-    results = pool.run(stop_and_continue, 3, env={"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}, may_die=[2])
-    assert results[:2] == ["0 of 2", "1 of 2"]
-    assert results[2] is None or results[2].startswith("LeftOutError: "), results[2]
 
 
 def fail_alike() -> tuple[str, int]:

@@ -30,6 +30,7 @@ _log = logging.getLogger("torch_ring")
 
 _KEY_BYTES = 32
 _STORE_S = 5.0  # for the store of ranks that were alive a moment ago
+_CONNECT_S = 1.5  # to the leader, which has listened a moment ago; one lost packet costs a second
 
 
 class ElasticJob:
@@ -193,6 +194,8 @@ class ElasticJob:
 
     def _tcp_store(self, host: str, port: int, master_listen_fd: int | None = None) -> TCPStore:
         try:
+            if master_listen_fd is None:  # torch's store tries for seconds where a leader has died
+                socket.create_connection((host, port), _CONNECT_S).close()
             return TCPStore(
                 host,
                 port,
@@ -201,7 +204,7 @@ class ElasticJob:
                 timeout=timedelta(seconds=min(_STORE_S, self._config.init_timeout_s)),
                 master_listen_fd=master_listen_fd,
             )
-        except DistError as error:
+        except (DistError, OSError) as error:
             raise PeerLostError(f"the store of the next world: {first_line(error)}") from None
 
 

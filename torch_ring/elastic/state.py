@@ -186,10 +186,12 @@ class TorchState(ObjectState):
         """Take attributes and samplers of the root's, and with `models` everything.
 
         What has come is compared with what the root has, before it counts. A rank that had the same
-        model already is spared the time.
+        model already is spared the time. It gets the bits that it has, so its state stays whole: if
+        the root dies meanwhile, the others take that rank's.
         """
-        self._is_whole = self._is_whole and not (models and world.rank() != root)
-        self._is_mixed = self._is_mixed or (models and world.rank() != root)
+        takes_another = models and world.rank() != root and not had_it
+        self._is_whole = self._is_whole and not takes_another
+        self._is_mixed = self._is_mixed or takes_another
         for handler in self._handlers.values():
             if models or isinstance(handler.value, ElasticSampler):
                 handler.copy_from(root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pool
@@ -23,10 +23,16 @@ def run_with_arrivals(
     args: Sequence[Any] = (),
     transport: str = "shm",
     may_die: Collection[int] = (),
+    env: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on `size` ranks, and on processes that want to be let in.
 
     ``hvd.init()`` has been called; it left the latter alone.
+
+    Args:
+        env: more environment variables of all of them.
+        before: what each calls before ``hvd.init()``.
 
     Returns:
         What they returned: those that were there at the start by rank, then those that came.
@@ -41,21 +47,28 @@ def run_with_arrivals(
     return pool.run(
         _start,
         size + arrivals,
-        args=(function, size, tuple(args)),
+        args=(function, size, tuple(args), before),
         transport=transport,
-        env=variables,
+        env=variables | dict(env or {}),
         initialized=False,
         may_die=may_die,
     )
 
 
-def _start(function: Callable[..., Any], size: int, args: Sequence[Any]) -> Any:
+def _start(
+    function: Callable[..., Any],
+    size: int,
+    args: Sequence[Any],
+    before: Callable[[], None] | None,
+) -> Any:
     index = int(os.environ["RANK"])
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
     os.environ["TORCH_RING_PROCESS"] = f"p{index}"
     if index >= size:
         os.environ["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(size - 1)
+    if before is not None:
+        before()
     hvd.init()
     result = function(*args)
     hvd.shutdown()

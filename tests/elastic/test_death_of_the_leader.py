@@ -1,0 +1,66 @@
+"""The leader dies when it has told the others where its store is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Any
+from unittest import mock
+
+import pool
+
+import torch_ring as hvd
+from torch_ring.elastic import job as elastic_job
+from torch_ring.elastic.regroup import Group
+
+
+def refuses(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, 5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def lose_the_leader() -> tuple[int, list[bool]]:
+    """Rank 2 dies, and rank 0 before the others have connected to its store.
+
+    Returns:
+        The number of ranks that are left; and for each store that torch was asked to connect to,
+        whether nobody served it.
+    """
+    name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
+    join, store = elastic_job.ElasticJob._join, elastic_job.TCPStore
+    asked: list[bool] = []
+
+    def join_late(self: elastic_job.ElasticJob, group: Group) -> None:
+        if name == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(group.members) == 3:
+            assert pool.eventually(lambda: refuses(group.store), 20)
+        join(self, group)
+
+    def connect(host: str, port: int, *, is_master: bool, **more: Any) -> Any:
+        asked.append(not is_master and refuses((host, port)))
+        return store(host, port, is_master=is_master, **more)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, 4):
+            if (name, state.step) == (2, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.barrier()
+
+    with (
+        mock.patch.object(elastic_job.ElasticJob, "_join", join_late),
+        mock.patch.object(elastic_job, "TCPStore", connect),
+    ):
+        train(state)
+    return hvd.size(), asked
+
+
+def test_nobody_waits_for_the_store_of_a_leader_that_has_died() -> None:
+    """torch tries for seconds to connect to a store that is not there."""
+    results = pool.run(lose_the_leader, 4, may_die=[0, 2])
+    assert results == [None, (2, [False]), None, (2, [False])]
