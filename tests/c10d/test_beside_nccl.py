@@ -16,7 +16,6 @@ import torch.distributed as dist
 from tests.support.groups import default_group
 from tests.support.pool import error_of, run
 
-
 WANTS_A_GPU = (
     "ProcessGroupNCCL is only supported with GPUs, no GPUs found",
     "nccl2 requires at least one CUDA device",  # torch 2.15 and later
