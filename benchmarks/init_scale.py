@@ -4,6 +4,7 @@
     python benchmarks/init_scale.py --sizes 2 8 --namespaces            # no network namespaces
     python benchmarks/init_scale.py --death             # until all know of a killed rank
     python benchmarks/init_scale.py --sets 500          # process sets that nobody uses
+    python benchmarks/init_scale.py --groups 500        # the same as new_group(), beside gloo's
 
 The ranks are forked from this process, which has imported all they need. The namespaces need root.
 """
@@ -101,6 +102,9 @@ def parse_args() -> argparse.Namespace:
     what.add_argument(
         "--sets", type=int, nargs="?", const=500, metavar="COUNT", help="make process sets"
     )
+    what.add_argument(
+        "--groups", type=int, nargs="?", const=500, metavar="COUNT", help="call new_group()"
+    )
     parser.add_argument("--sizes", type=int, nargs="*", help="ranks on this host; with --death 128")
     parser.add_argument("--namespaces", type=int, nargs="*", help="hosts; with --death 16")
     parser.add_argument("--ranks-per-host", type=int, default=8, help="in a namespace")
@@ -110,10 +114,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as a PNG")
     args = parser.parse_args()
-    if args.plot and (args.death or args.sets is not None):
+    if args.plot and (args.death or args.sets is not None or args.groups is not None):
         parser.error("--plot draws the start of worlds only")
     smallest = min([*(args.sizes or []), args.ranks_per_host * 2])
-    counts = [*(args.namespaces or []), args.ranks_per_host, args.rounds, args.sets or 1]
+    counts = [*(args.namespaces or []), args.ranks_per_host, args.rounds]
+    counts += [1 if count is None else count for count in (args.sets, args.groups)]
     if smallest < 2 or min(counts) < 1:
         parser.error("a world has at least 2 ranks, and there is at least 1 of all else")
     args.sizes = ([128] if args.death else SIZES) if args.sizes is None else args.sizes
@@ -289,6 +294,8 @@ def main() -> int:
         what = "the news of a killed rank"
     elif args.sets is not None:
         what = "process sets that nobody uses"
+    elif args.groups is not None:
+        what = "groups of torch.distributed that nobody uses"
     print(machine.title(what, facts), flush=True)
     rows: Sequence[Any]
     with closing(layouts(args.sizes, args.namespaces, args.ranks_per_host)) as worlds_of:
@@ -296,6 +303,8 @@ def main() -> int:
             rows = scale_checks.deaths(worlds_of, args.timeout)
         elif args.sets is not None:
             rows = scale_checks.sets(args.sets, args.timeout)
+        elif args.groups is not None:
+            rows = scale_checks.groups(args.groups, args.timeout)
         else:
             rows = measure(args, worlds_of)
     if args.json:
@@ -307,7 +316,8 @@ def main() -> int:
 
         report = {"machine": facts, "rows": [asdict(row) for row in rows]}
         plots.draw_one({"init_scale": report}, "init_scale", args.plot)
-    failed = [row for row in rows if row.library == "torch_ring" and row.error is not None]
+    ours = ("torch_ring", "ring")
+    failed = [row for row in rows if row.library in ours and row.error is not None]
     return int(bool(failed))
 
 

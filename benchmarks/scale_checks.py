@@ -1,4 +1,4 @@
-"""deaths() and sets(): the news of a killed rank, and the cost of process sets that nobody uses."""
+"""deaths(), sets(), groups(): the news of a killed rank; the cost of sets that nobody uses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from forked_ranks import FORK_S, forked
 from namespaces import Host
 from start_line import Line, WorldError, signals_taken
@@ -136,12 +138,12 @@ def wait_for_a_rank(line: Line, victim: int) -> None:
     hvd.shutdown()
 
 
-# --- process sets
+# --- process sets, and groups of torch.distributed
 
 
 @dataclass(frozen=True)
 class SetsRow:
-    """The cost of process sets that are made and not used; sums over all ranks, by set.
+    """The cost of process sets, or groups, that are made and not used; sums over all ranks, by set.
 
     Attributes:
         kib, descriptors, threads: of all ranks together, for each set.
@@ -162,7 +164,7 @@ class SetsRow:
     library: str = "torch_ring"
 
     def __str__(self) -> str:
-        start = f"{self.ranks:7}{self.sets:6}"
+        start = f"{self.ranks:7}{self.sets:6} {self.library:<11}"
         if self.error is not None:
             return f"{start} {self.error}"
         pairs = (self.kib_a_rank, self.descriptors_a_rank, self.threads_a_rank)
@@ -174,21 +176,38 @@ class SetsRow:
 
 
 SETS_COLUMNS = (
-    f"{'# ranks':>7}{'sets':>6}{'seconds':>9}{'KiB':>9}{'descriptors':>13}{'threads':>9}"
-    f"{'KiB a rank':>18}{'descriptors':>18}{'threads':>18}"
+    f"{'# ranks':>7}{'sets':>6} {'library':<11}{'seconds':>9}{'KiB':>9}{'descriptors':>13}"
+    f"{'threads':>9}{'KiB a rank':>18}{'descriptors':>18}{'threads':>18}"
 )
 
 
 def sets(count: int, timeout_s: float) -> list[SetsRow]:
     """Make process sets, of four ranks each, in the smallest world that has so many."""
+    return rows_of(count, {"torch_ring": make_sets}, timeout_s)
+
+
+def groups(count: int, timeout_s: float) -> list[SetsRow]:
+    """Make groups of torch.distributed of the same ranks, with the backend ring and with gloo."""
+    bodies = {
+        backend: functools.partial(make_groups, backend=backend, timeout_s=timeout_s)
+        for backend in ("ring", "gloo")
+    }
+    return rows_of(count, bodies, timeout_s)
+
+
+def rows_of(count: int, bodies: dict[str, Callable[..., None]], timeout_s: float) -> list[SetsRow]:
+    """Make sets with each library, by `bodies`; they take the line and the ranks of the sets."""
     print(SETS_COLUMNS, flush=True)
     size = next(n for n in itertools.count(FEWEST_RANKS) if math.comb(n, OF_RANKS) >= count)
-    try:
-        row = made_sets(size, members(size, count), timeout_s)
-    except (WorldError, OSError) as error:
-        row = SetsRow(size, count, error=str(error))
-    print(row, flush=True)
-    return [row]
+    rows = []
+    for library, body in bodies.items():
+        try:
+            row = made_sets(size, members(size, count), timeout_s, library, body)
+        except (WorldError, OSError) as error:
+            row = SetsRow(size, count, error=str(error), library=library)
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def members(size: int, count: int) -> list[list[int]]:
@@ -197,8 +216,14 @@ def members(size: int, count: int) -> list[list[int]]:
     return [list(every[i * len(every) // count]) for i in range(count)]
 
 
-def made_sets(size: int, ranks_of_sets: list[list[int]], timeout_s: float) -> SetsRow:
-    body = functools.partial(make_sets, ranks_of_sets=ranks_of_sets)
+def made_sets(
+    size: int,
+    ranks_of_sets: list[list[int]],
+    timeout_s: float,
+    library: str,
+    make: Callable[..., None],
+) -> SetsRow:
+    body = functools.partial(make, ranks_of_sets=ranks_of_sets)
     with forked(size, body, environment((), size, timeout_s)) as ranks:
         ranks.gather(FORK_S)
         ranks.open_gate()
@@ -226,6 +251,7 @@ def made_sets(size: int, ranks_of_sets: list[list[int]], timeout_s: float) -> Se
         means["kib"],
         means["descriptors"],
         means["threads"],
+        library=library,
     )
 
 
@@ -247,6 +273,27 @@ def make_sets(line: Line, ranks_of_sets: list[list[int]]) -> None:
             raise ValueError(f"the allreduce of set {ranks_of_sets[-1]} returned {total.item()}")
     line.report()
     hvd.shutdown()
+
+
+def make_groups(line: Line, ranks_of_sets: list[list[int]], backend: str, timeout_s: float) -> None:
+    """Be a rank that makes groups of torch.distributed, and at last uses one of them."""
+    line.report()
+    line.wait()
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    dist.all_reduce(torch.ones(1))
+    line.report(**resources())
+    line.wait()
+    made = [dist.new_group(ranks) for ranks in ranks_of_sets]
+    line.report(ended=time.monotonic(), **resources())
+    line.wait()
+    if line.rank in ranks_of_sets[-1]:
+        total = torch.tensor(float(line.rank))
+        dist.all_reduce(total, group=made[-1])
+        if total.item() != sum(ranks_of_sets[-1]):
+            raise ValueError(f"the sum over group {ranks_of_sets[-1]} is {total.item()}")
+    line.report()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def resources() -> dict[str, int]:

@@ -106,6 +106,7 @@ BENCHMARKS = {
     "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),
     "sets": Benchmark("init_scale.py", "--sets", ranks=0),
+    "groups": Benchmark("init_scale.py", "--groups", ranks=0),
 }
 
 

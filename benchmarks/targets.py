@@ -71,6 +71,11 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
     for hosts in (2, 3):
         yield from of_hosts(reports, hosts)
     yield from of_training(rows_of(reports, "training_step"))
+    yield from of_distributed(rows_of(reports, "distributed"))
+    for hosts, suffix in ((1, ""), (2, "-2-hosts")):
+        where = "" if hosts == 1 else f"{hosts} hosts, "
+        yield from of_ddp(rows_of(reports, f"training_step{suffix}"), where)
+        yield from of_fsdp(rows_of(reports, f"sharded_step{suffix}"), where)
     if "overhead" in reports:
         yield from of_overhead(reports["overhead"])
     yield from of_init(rows_of(reports, "init_scale"))
@@ -195,6 +200,37 @@ def of_training(rows: Iterable[Report]) -> Iterator[Target]:
             yield Target(f"{model}: exposed, share of the step", "", share, 0.03, at_most=True)
         if model != "pinn":
             yield Target(f"{model}: efficiency", "no communication", ours["efficiency"], 0.95)
+
+
+def of_distributed(rows: Iterable[Report]) -> Iterator[Target]:
+    # By collective and bytes: the wanted multiple of gloo's speed under torch.distributed.
+    wanted = {
+        "allreduce": {KB: 30, 64 * KB: 30, MB: 8, 64 * MB: 5},
+        "allgather": {16 * MB: 4},
+        "reducescatter": {16 * MB: 4},
+    }
+    for row in rows:
+        speed = wanted.get(row["collective"], {}).get(row["bytes"])
+        if speed is not None:
+            results = row["results"]
+            reached = results["gloo"]["time_us"] / results["ring-c10d"]["time_us"]
+            what = f"torch.distributed, {row['collective']} {size(row)}"
+            yield Target(what, "gloo", reached, speed)
+
+
+def of_ddp(rows: Iterable[Report], where: str) -> Iterator[Target]:
+    steps_ms = {row["variant"]: row["step_ms"] for row in rows if row["model"] == "resnet18"}
+    if "ddp_ring" in steps_ms:
+        share = steps_ms["ddp_ring"] / steps_ms["torch_ring"]
+        what = f"{where}resnet18: DDP's step over ring"
+        yield Target(what, "our optimizer's", share, 1.1, at_most=True)
+
+
+def of_fsdp(rows: Iterable[Report], where: str) -> Iterator[Target]:
+    for row in rows:
+        if row["variant"] == "ring":
+            what = f"{where}FSDP2's communication over ring"
+            yield Target(what, "gloo's", row["of_gloo"], 0.5, at_most=True)
 
 
 def of_overhead(report: Report) -> Iterator[Target]:

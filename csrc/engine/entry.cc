@@ -39,7 +39,8 @@ struct FingerprintHeader {
   ReduceOp op;
   std::uint8_t device;
   std::uint8_t joinable;
-  std::array<std::uint8_t, 3> zero;
+  std::uint8_t tells_expected;
+  std::array<std::uint8_t, 2> zero;
 };
 static_assert(sizeof(FingerprintHeader) == 40);
 
@@ -81,7 +82,7 @@ bool valid(const FingerprintHeader& header) {
   return header.collective <= Collective::kJoin && static_cast<int>(header.op) < kReduceOpCount &&
          static_cast<int>(header.dtype) < kDTypeCount &&
          (!reduces(header.collective) || can_reduce(header.dtype, header.op)) &&
-         header.joinable <= 1 &&
+         header.joinable <= 1 && header.tells_expected <= 1 &&
          std::ranges::all_of(header.zero, [](std::uint8_t byte) { return byte == 0; });
 }
 
@@ -110,6 +111,7 @@ void encode(const Fingerprint& f, Bytes& bytes) {
                                  f.op,
                                  f.device,
                                  f.joinable,
+                                 f.tells_expected,
                                  {}};
   const std::size_t shape_bytes = f.shape.size() * sizeof(std::int64_t);
   bytes.resize(sizeof header + shape_bytes + f.name.size());
@@ -127,6 +129,7 @@ Fingerprint decode(ByteSpan fingerprint) {
   f.op = header.op;
   f.device = header.device;
   f.joinable = header.joinable != 0;
+  f.tells_expected = header.tells_expected != 0;
   f.group = header.group;
   f.root = header.root;
   f.prescale = header.prescale;

@@ -49,8 +49,9 @@ std::size_t Request::input_bytes() const {
   const Fingerprint& f = fingerprint;
   const bool has_rows =
       f.collective == Collective::kAllgather || f.collective == Collective::kAlltoall;
+  const auto sent = static_cast<std::ptrdiff_t>(f.tells_expected ? rows.size() / 2 : rows.size());
   const std::int64_t count =
-      has_rows ? std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) : 1;
+      has_rows ? std::accumulate(rows.begin(), rows.begin() + sent, std::int64_t{0}) : 1;
   return static_cast<std::size_t>(count) * f.count() * size_of(f.dtype);
 }
 

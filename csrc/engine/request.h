@@ -66,8 +66,9 @@ struct Fingerprint {
   std::int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
-  bool joinable = false;    // an allgather to which ranks that have joined give no rows
-  std::uint32_t group = 0;  // requests that were submitted as one group; 0: in none
+  bool joinable = false;        // an allgather to which ranks that have joined give no rows
+  bool tells_expected = false;  // an alltoall that announces what this rank expects, too
+  std::uint32_t group = 0;      // requests that were submitted as one group; 0: in none
   // Of an allgather or alltoall: without the first dimension. Of a gather or scatter: of one rank's
   // part.
   std::vector<std::int64_t> shape;
@@ -91,7 +92,9 @@ struct Fingerprint {
 /// work is done. The progress thread calls the functions.
 struct Request {
   Fingerprint fingerprint;
-  std::vector<std::int64_t> rows;  // of an allgather: {this rank's}; of an alltoall: for each rank
+  // Of an allgather: {this rank's}; of an alltoall: for each rank, and then, with `tells_expected`,
+  // those that this rank expects of each.
+  std::vector<std::int64_t> rows;
 
   // The output may be the input. That of an allgather or alltoall: see `allocate`. Only the root
   // has an output of a reduce or gather, and an input of a scatter: all parts, in the order of
@@ -112,9 +115,9 @@ struct Request {
   /// Called first, for a tensor on a device: makes the engine's stream wait for the input.
   std::function<void()> begin;
 
-  /// Called once, for an allgather or alltoall, with the rows of each rank: returns the memory of
-  /// the result. For a join: with the number of each pass in which the others run ahead
-  /// (run_ahead.h).
+  /// Called once, for an allgather or alltoall, with the rows of each rank (with `tells_expected`,
+  /// with `rows` of all ranks): returns the memory of the result. For a join: with the number of
+  /// each pass in which the others run ahead (run_ahead.h).
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called before the work is done, when the output is written or, on a device, when the writing

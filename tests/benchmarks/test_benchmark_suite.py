@@ -87,6 +87,30 @@ def made_up_reports() -> dict[str, Any]:
         | {"beyond_ms": e - 2.0}
         for v, e, f in (("torch", 0, 1.0), ("torch_ring", 4.0, 0.96), ("ddp", 40.0, 0.7))
     ]
+    in_training = [
+        step
+        | {"model": "resnet18", "variant": v, "step_ms": ms, "exposed_ms": 1.0, "beyond_ms": 1}
+        | {"efficiency": 0.96}
+        for v, ms in (("torch_ring", 100.0), ("ddp", 120.0), ("ddp_ring", 111.0))
+    ]
+    training += in_training
+    sharded = [
+        {"variant": v, "parameters": 4, "step_ms": 9.0, "communication_ms": 1.0, "of_gloo": of_gloo}
+        for v, of_gloo in (("fake", 0.0), ("gloo", 1.0), ("ring", 0.4), ("ring_shared", 0.6))
+    ]
+    distributed = [
+        made_up_row(collective, size, "float32", "private", torch_ring=8.0, gloo=gloo)
+        | {"results": {"ring-c10d": {"time_us": 10.0}, "gloo": {"time_us": gloo}}}
+        for collective, size, gloo in (
+            ("allreduce", 1 << 10, 310.0),
+            ("allreduce", 4 << 10, 1.0),
+            ("allreduce", 64 << 10, 290.0),
+            ("allreduce", 1 << 20, 80.0),
+            ("allreduce", 64 << 20, 49.0),
+            ("allgather", 16 << 20, 40.0),
+            ("reducescatter", 16 << 20, 39.0),
+        )
+    ]
     overhead = [
         {"model": "500 parameters", "parameters": 500, "variant": v, "host_us": h}
         | {"collective_us": 1.0, "step_us": 1.0, "added_us": 1.0, "host_us_a_parameter": h / 500}
@@ -129,6 +153,10 @@ def made_up_reports() -> dict[str, Any]:
             "traffic": {"tool": "iperf3", "before_gb_per_s": 0.5, "after_gb_per_s": 0.7},
         },
         "training_step": {"machine": machine, "rows": training},
+        "training_step-2-hosts": {"machine": machine, "rows": in_training[:2]},
+        "sharded_step": {"machine": machine, "rows": sharded},
+        "sharded_step-2-hosts": {"machine": machine, "rows": sharded},
+        "distributed": {"machine": machine, "rows": distributed},
         "overhead": {"machine": machine, "rows": overhead, "init": init},
     }
 
@@ -161,6 +189,15 @@ def test_targets_of_all_results() -> None:
     assert found[("a standby process trains (s)", "")] == (0.5, True)
     assert found[("500 process sets: made (s)", "")] == (6, False)
     assert found[("500 process sets: MB of an idle one", "")] == (0.5, True)
+    assert found[("torch.distributed, allreduce 1 KB", "gloo")] == (31, True)
+    assert found[("torch.distributed, allreduce 64 KB", "gloo")] == (29, False)
+    assert found[("torch.distributed, allreduce 1 MB", "gloo")] == (8, True)
+    assert found[("torch.distributed, allreduce 64 MB", "gloo")] == (4.9, False)
+    assert found[("torch.distributed, allgather 16 MB", "gloo")] == (4, True)
+    assert found[("torch.distributed, reducescatter 16 MB", "gloo")] == (3.9, False)
+    assert found[("resnet18: DDP's step over ring", "our optimizer's")] == (1.11, False)
+    assert found[("FSDP2's communication over ring", "gloo's")] == (0.4, True)
+    assert found[("2 hosts, FSDP2's communication over ring", "gloo's")] == (0.4, True)
     verdicts = {(t.what, t.peer): t.verdict for t in targets.targets(made_up_reports())}
     assert {key for key, verdict in verdicts.items() if verdict} == {
         key for key, (_, met) in found.items() if not met

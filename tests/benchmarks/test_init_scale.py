@@ -129,6 +129,20 @@ def test_the_news_of_a_killed_rank(tmp_path: Path, among_hosts: list[str]) -> No
 
 def test_process_sets(tmp_path: Path) -> None:
     (row,) = rows_of("--sets", "3", "--timeout", "60", folder=tmp_path)
+    check_sets(row)
+
+
+def test_groups(tmp_path: Path) -> None:
+    rows = rows_of("--groups", "3", "--timeout", "60", folder=tmp_path)
+    assert [row["library"] for row in rows] == ["ring", "gloo"]
+    for row in rows:
+        check_sets(row)
+    ours, gloo = rows
+    assert max(ours["descriptors"], ours["threads"]) <= 0
+    assert gloo["threads"] > 0
+
+
+def check_sets(row: dict[str, Any]) -> None:
     assert (row["ranks"], row["sets"], row["error"]) == (8, 3, None)
     assert row["seconds"] > 0
     for what in ("kib", "descriptors", "threads"):

@@ -39,6 +39,9 @@ EXPECTED_FAILURES = {
         "test_all_to_all_full_group": "gloo has no all_to_all of lists",
     },
 }
+# By the version of torch from which on: how many of all tests pass on ring. That a test is skipped,
+# where it ran before, is no failure of its own: only the number tells.
+PASSES = {(2, 13): 96, (2, 14): 99}
 OLD_TORCH = "this torch calls no backend's monitored_barrier but gloo's"
 EXPECTED_FAILURES_OF_OLD_TORCH = {  # before 2.15
     "ring": {
@@ -124,17 +127,29 @@ class Results(unittest.TextTestResult):
         self.passed.append(test.id().rsplit(".", 1)[-1])
 
 
-def expected_failures(backend: str) -> dict[str, str]:
-    """Return the tests that cannot pass with this torch, and why."""
+def torch_version() -> tuple[int, int]:
+    """Return torch's major and minor version."""
     import torch
 
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
-    is_old = (major, minor) < (2, 15)
+    return major, minor
+
+
+def wanted_passes(arguments: argparse.Namespace) -> int:
+    """Return how many tests must pass: those that are known to, if all are run on ring."""
+    if arguments.words or arguments.backend != "ring" or arguments.ranks != RANKS:
+        return 1
+    return max((PASSES[since] for since in PASSES if torch_version() >= since), default=1)
+
+
+def expected_failures(backend: str) -> dict[str, str]:
+    """Return the tests that cannot pass with this torch, and why."""
+    is_old = torch_version() < (2, 15)
     return EXPECTED_FAILURES[backend] | (EXPECTED_FAILURES_OF_OLD_TORCH[backend] if is_old else {})
 
 
 def main() -> int:
-    """Run the tests; return 0 if none has failed but for those that cannot pass."""
+    """Run the tests; return 0 if enough have passed, and none but expected ones has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["ring", "gloo"], default="ring")
     parser.add_argument("--ranks", type=int, default=RANKS)
@@ -168,9 +183,11 @@ def main() -> int:
     print(summary)
     for name in failed:
         print(f"{name}: {expected.get(name, 'FAILED')}")
-    if not results.passed:
-        print("no test has passed")
-    return 1 if unexpected or not results.passed else 0
+    wanted = wanted_passes(arguments)
+    too_few = len(results.passed) < wanted
+    if too_few:
+        print(f"{len(results.passed)} tests have passed, and {wanted} should with this torch")
+    return 1 if unexpected or too_few else 0
 
 
 if __name__ == "__main__":

@@ -38,8 +38,10 @@ class Branches(nn.Module):
         return result
 
 
-def batch(step: int) -> Tensor:
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+def batch(step: int, rank: int | None = None) -> Tensor:
+    """Return a batch of a rank: of this one, unless another is given."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + rank))
 
 
 def train(group: Any, *, hook: Any = None, both: bool = True, **options: Any) -> list[Tensor]:
@@ -153,16 +155,22 @@ def test_no_sync() -> None:
 
 
 def uneven() -> None:
+    """Each rank takes two steps more than the one before; all divide by the number of all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    steps = [3 + 2 * other for other in range(size)]
     model = DistributedDataParallel(nn.Linear(8, 1, bias=False))
-    steps = 3 + 2 * dist.get_rank()
     with Join([model]):
-        for step in range(steps):
+        for step in range(steps[rank]):
             model.zero_grad()
             model(batch(step)).sum().backward()
+            parts = [batch(step, other).sum(0) for other in range(size) if step < steps[other]]
+            want = torch.stack(parts).sum(0) / size
+            torch.testing.assert_close(model.module.weight.grad[0], want)
 
 
-def test_join() -> None:
-    on_ring(uneven, 2)
+@pytest.mark.parametrize("size", [2, 3])
+def test_join(size: int) -> None:
+    on_ring(uneven, size)
 
 
 def sharded_optimizer() -> None:
@@ -231,6 +239,37 @@ def compiled() -> None:
 
 def test_compiled_functional_collectives() -> None:
     run(in_default_group, 2, args=(compiled,), initialized=False)
+
+
+def compiled_training() -> None:
+    """A compiled DDP model ends where the same model ends that is not compiled."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def remember(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    weights = []
+    for compiles in (False, True):
+        model: Any = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        step_of: Any = torch.compile(model, backend=remember) if compiles else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            step_of(batch(step), True).square().mean().backward()
+            optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    for got, want in zip(*weights, strict=True):
+        torch.testing.assert_close(got, want)
+    mine = weights[1][0].clone()
+    dist.broadcast(mine, 0)
+    assert torch.equal(mine, weights[1][0]), "the ranks' weights differ"
+    assert graphs, "nothing was compiled"
+
+
+def test_compiled_ddp() -> None:
+    run(in_default_group, 2, args=(compiled_training,), initialized=False)
 
 
 def in_default_group(fn: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +115,40 @@ def test_wrong_arguments() -> None:
         assert errors[7][0] == "ValueError"
 
 
-def unequal_splits() -> tuple[str, str]:
-    """Rank 1 sends three rows to rank 0, which has room for two."""
+def unequal_splits(row: int) -> tuple[str, str]:
+    """Rank 1 sends three rows to rank 0, which expects two. Rank 2 has no part in that."""
     rank = dist.get_rank()
-    sent = [[2, 2], [3, 1]][rank]
-    expected = [[2, 2], [2, 1]][rank]
-    output = torch.full((sum(expected),), -1.0)
-    return error_of(lambda: dist.all_to_all_single(output, torch.ones(sum(sent)), expected, sent))
+    sent = [[2, 2, 1], [3, 1, 1], [1, 1, 1]][rank]
+    expected = [[2, 2, 1], [2, 1, 1], [1, 1, 1]][rank]
+    output = torch.full((sum(expected), row), -1.0)
+    rows = torch.ones(sum(sent), row)
+    error = error_of(lambda: dist.all_to_all_single(output, rows, expected, sent))
+    assert output.eq(-1).all()
+    return error
 
 
-def test_splits_that_do_not_fit() -> None:
-    here, there = on_ring(unequal_splits, 2)
-    assert here[0] == "InvalidArgumentError"
-    assert "rank 1 has sent 3 rows, and the output has room for 2" in here[1]
-    assert there[0] == "nothing"
+def unequal_tensors(row: int) -> tuple[str, str]:
+    """The same in lists of tensors."""
+    rank = dist.get_rank()
+    sent = [torch.ones(row * (3 if (rank, to) == (1, 0) else 2)) for to in range(3)]
+    outputs = [torch.full((row * 2,), -1.0) for _ in range(3)]
+    work = dist.all_to_all(outputs, sent, async_op=True)
+    assert work is not None
+    error = error_of(work.wait)
+    assert all(output.eq(-1).all() for output in outputs)
+    return error
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("row", [1, 30_000], ids=["inline", "apart"])
+@pytest.mark.parametrize("differ", [unequal_splits, unequal_tensors])
+def test_splits_that_do_not_fit(differ: Any, row: int, transport: str) -> None:
+    scale = row if differ is unequal_tensors else 1
+    unit = "elements" if differ is unequal_tensors else "rows"
+    want = f"rank 1 sends {3 * scale} {unit} to rank 0, which expects {2 * scale}"
+    for kind, text in on_ring(go_on_after, 3, partial(differ, row), transport=transport):
+        assert kind == "MismatchError", text
+        assert want in text
 
 
 def late_rank() -> tuple[str, str]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.groups import on_ring
 from tests.support.shared import is_shared
@@ -66,22 +67,46 @@ def test_fully_shard(dtype: torch.dtype | None, size: int) -> None:
     on_ring(compare_sharded, size, dtype, is_fresh=True)
 
 
-def compare_memory() -> None:
+class Buffers(TorchDispatchMode):
+    """Sees which tensors the collectives of this thread get.
+
+    Attributes:
+        shared: by collective, for each tensor whether it lies in memory that the ranks share.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: dict[str, list[bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if func.namespace == "c10d":
+            found = self.shared.setdefault(name, [])
+            found += [is_shared(arg) for arg in args if isinstance(arg, Tensor) and arg.numel()]
+        return func(*args, **(kwargs or {}))
+
+
+def compare_memory() -> tuple[dict[str, list[bool]], dict[str, list[bool]]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     backend = mesh.get_group()._get_backend(torch.device("cpu"))
     assert is_shared(
         backend.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
     )
-    weights = [
-        sharded_training(mesh, MixedPrecisionPolicy(), allocates=allocates)
-        for allocates in (False, True)
-    ]
+    weights, seen = [], []
+    for allocates in (False, True):
+        with Buffers() as buffers:
+            weights.append(sharded_training(mesh, MixedPrecisionPolicy(), allocates=allocates))
+        seen.append(buffers.shared)
     for got, want in zip(*weights, strict=True):
         assert got.equal(want)
+    return seen[0], seen[1]
 
 
 def test_buffers_in_shared_memory() -> None:
-    on_ring(compare_memory, 2, is_fresh=True)
+    for private, shared in on_ring(compare_memory, 2, is_fresh=True):
+        for seen, is_ours in ((private, False), (shared, True)):
+            assert set(seen) == {"_allgather_base_", "_reduce_scatter_base_"}
+            assert all(set(found) == {is_ours} for found in seen.values()), seen
 
 
 def hybrid_sharding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.groups import default_group, group_store, on_ring
 from tests.support.pool import error_of, run
+from tests.support.shared import NAME
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -24,10 +26,20 @@ def total(group: dist.ProcessGroup | None = None) -> float:
     return tensor.item()
 
 
-def mappings() -> int:
-    """Return the number of mappings of this process that its ranks share."""
+def held() -> dict[str, int]:
+    """Return how many of the things that a process can run out of this one has."""
+    names = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     with open("/proc/self/maps") as maps:
-        return sum("torch_ring" in line or "memfd" in line for line in maps)
+        shared = sum(NAME in line for line in maps)
+    return {
+        "connections": sum(name.startswith("socket:") for name in names),
+        "descriptors": len(names),
+        "mappings of shared memory": shared,
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 def subsets() -> None:
@@ -80,15 +92,21 @@ def test_groups_that_overlap() -> None:
 
 
 def many() -> None:
-    before = threading.active_count()
-    groups = [dist.new_group([0, 1]) for _ in range(100)]
-    assert threading.active_count() == before
+    dist.destroy_process_group(dist.new_group([0, 1]))
+    dist.barrier()
+    before = held()
+    groups = [dist.new_group([0, 1]) for _ in range(500)]
+    assert held() == before
     assert total(groups[50]) == 1
-    assert total(groups[99]) == 1
+    assert total(groups[499]) == 1
+    assert held()["threads"] <= before["threads"] + 2  # those that are used have one each
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
-def test_many_groups() -> None:
-    on_ring(many, 2)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_five_hundred_groups(transport: str) -> None:
+    on_ring(many, 2, transport=transport)
 
 
 def make_and_destroy() -> None:

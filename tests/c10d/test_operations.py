@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.groups import on_ring
-from tests.support.worlds import on_most_worlds
+from tests.support.worlds import on_both_transports, on_most_worlds
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3, 2), (1000,), (70_000,)]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16]
@@ -62,37 +66,6 @@ def test_all_reduce_everywhere(transport: str, size: int) -> None:
     on_ring(reduce_all, size, transport=transport)
 
 
-def reduce_bits() -> None:
-    rank = dist.get_rank()
-    own = values(rank, (100,), torch.int32) + 1
-    for op, combine in (
-        (dist.ReduceOp.BAND, torch.bitwise_and),
-        (dist.ReduceOp.BOR, torch.bitwise_or),
-        (dist.ReduceOp.BXOR, torch.bitwise_xor),
-    ):
-        want, *others = (part + 1 for part in everyone((100,), torch.int32))
-        for other in others:
-            want = combine(want, other)
-        tensor = own.clone()
-        dist.all_reduce(tensor, op)
-        same(tensor, want)
-
-
-def test_bitwise_operators() -> None:
-    on_ring(reduce_bits, 3)
-
-
-def premultiplied() -> None:
-    factor = dist._make_nccl_premul_sum(0.5)
-    tensor = torch.full((4,), 2.0)
-    dist.all_reduce(tensor, factor)
-    same(tensor, torch.full((4,), float(dist.get_world_size())))
-
-
-def test_premul_sum() -> None:
-    on_ring(premultiplied, 2)
-
-
 def coalesced() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((n,), float(rank)) for n in (1, 5, 0, 300)]
@@ -104,8 +77,9 @@ def coalesced() -> None:
         same(tensor, torch.full(tensor.shape, float(size * (size - 1) // 2)))
 
 
-def test_coalesced_all_reduce() -> None:
-    on_ring(coalesced, 3)
+@on_both_transports
+def test_coalesced_all_reduce(transport: str) -> None:
+    on_ring(coalesced, 3, transport=transport)
 
 
 def sparse() -> None:
@@ -120,8 +94,9 @@ def sparse() -> None:
     same(tensor.to_dense(), want)
 
 
-def test_sparse_all_reduce() -> None:
-    on_ring(sparse, 3)
+@on_both_transports
+def test_sparse_all_reduce(transport: str) -> None:
+    on_ring(sparse, 3, transport=transport)
 
 
 def move() -> None:
@@ -264,6 +239,33 @@ def messages() -> None:
 def test_send_and_receive() -> None:
     on_ring(messages, 3)
     on_ring(messages, 2, transport="tcp")
+
+
+def sleeps_of_others() -> int:
+    """Return how often the other threads of this process have gone to sleep so far."""
+    own, count = str(threading.get_native_id()), 0
+    for thread in os.listdir("/proc/self/task"):
+        if thread != own:
+            status = Path(f"/proc/self/task/{thread}/status").read_text()
+            count += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return count
+
+
+def block_often() -> int:
+    tensor = torch.ones(256)
+    for _ in range(5):
+        dist.all_reduce(tensor)
+    dist.barrier()
+    before = sleeps_of_others()
+    for _ in range(200):
+        dist.all_reduce(tensor)
+    return sleeps_of_others() - before
+
+
+@on_both_transports
+def test_a_blocking_call_wakes_no_other_thread(transport: str) -> None:
+    # The control plane's thread may wake for reasons of its own. With async_op=True it is over 100.
+    assert max(on_ring(block_often, 2, transport=transport)) < 20
 
 
 def outstanding() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch.distributed as dist
 
 import torch_ring as hvd
 from tests.support.groups import default_group, on_ring
-from tests.support.launcher_commands import clean_environment
 from tests.support.pool import error_of, run
 
 
@@ -61,50 +58,3 @@ def test_wrong_groups() -> None:
         assert first[0] == second[0] == "InvalidArgumentError"
         assert "no other argument" in first[1]
         assert "is no group of torch.distributed" in second[1]
-
-
-AS_GLOO = """
-import sys, torch, torch.distributed as dist
-from torch_ring.c10d.registration import autoload
-autoload()
-for backend in sys.argv[1:]:
-    dist.init_process_group(None if backend == "default" else backend)
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [2.0, 2.0]
-    group = dist.new_group(backend="gloo")
-    if dist.get_rank() == 0:
-        print(backend, dist.get_backend_config(), dist.get_backend(group), flush=True)
-    dist.destroy_process_group()
-"""
-
-
-def run_as_gloo(value: str, *backends: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*command, "--no-python", sys.executable, "-c", AS_GLOO, *backends],
-        env=clean_environment(TORCH_RING_AS_GLOO=value),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_in_place_of_gloo() -> None:
-    ended = run_as_gloo("1", "gloo", "cpu:gloo", "default")
-    assert ended.returncode == 0, ended.stderr
-    assert "torch.distributed uses torch_ring" in ended.stderr
-    assert ended.stdout.split("\n")[:-1] == [
-        "gloo cpu:ring,cuda:ring ring",
-        "cpu:gloo cpu:ring ring",
-        "default cpu:ring ring",
-    ]
-
-
-@pytest.mark.slow
-def test_gloo_stays_by_default() -> None:
-    ended = run_as_gloo("0", "gloo")
-    assert ended.returncode == 0, ended.stderr
-    assert "torch.distributed uses torch_ring" not in ended.stderr
-    assert ended.stdout == "gloo cpu:gloo,cuda:gloo gloo\n"

@@ -123,6 +123,27 @@ const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank
   }
 });
 
+const bool kExpecting = on_all_layouts("alltoall that tells what it expects", [](Rank& rank) {
+  for (const std::int64_t unit : {1, 30'000}) {
+    // Each rank sends `unit` numbers to each, but the last one expects none of the first.
+    const auto size = static_cast<std::size_t>(rank.size());
+    const std::vector<std::int32_t> input(size * static_cast<std::size_t>(unit), rank.rank());
+    std::vector<std::int64_t> rows(2 * size, unit);
+    if (rank.rank() == rank.size() - 1) rows[size] = 0;
+    Ragged ragged;
+    Request request = ragged.request(Collective::kAlltoall, input, rows);
+    request.fingerprint.tells_expected = true;
+    CHECK_EQ(request.input_bytes(), input.size() * sizeof(std::int32_t));
+    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
+    std::vector<std::int64_t> all(2 * size * size, unit);
+    all[2 * size * (size - 1) + size] = 0;
+    CHECK_EQ(ragged.rows, all);
+    for (std::size_t i = 0; i < input.size(); ++i) {
+      CHECK_EQ(ragged.output[i], static_cast<std::int32_t>(i) / unit);
+    }
+  }
+});
+
 const bool kReducescatter = on_all_layouts("reducescatter, small and large", [](Rank& rank) {
   for (const std::int64_t row : {1, 20'000}) {
     const std::int64_t rows = 2 * rank.size() + 1;  // the first rank gets three

@@ -28,6 +28,7 @@ Fingerprint random_fingerprint(Rng& rng) {
   f.root = static_cast<std::int32_t>(below(4, rng)) - 1;
   f.prescale = below(2, rng) == 0 ? 1.0 : 0.5;
   f.joinable = below(2, rng) == 0;
+  f.tells_expected = below(2, rng) == 0;
   for (std::size_t i = below(5, rng); i > 0; --i) {
     f.shape.push_back(static_cast<std::int64_t>(below(100, rng)));
   }

@@ -17,6 +17,7 @@ from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
 from device_gradients import GRADIENTS
+from device_groups import GROUPS, group_on, lose_a_rank_of_a_group
 from device_jobs import JOBS, lose_a_rank
 from device_launches import LAUNCHES
 from device_operations import OPERATIONS
@@ -58,6 +59,19 @@ def call_on_gpu(program: Callable[[str], object]) -> object:
     return program("cuda")
 
 
+def call_in_group(program: Callable[[str], object]) -> object:
+    os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    with group_on("cuda"):
+        return program("cuda")
+
+
+def run_in_group(program: Callable[[str], object], size: int, **options: Any) -> list[Any]:
+    """The same in a group of torch.distributed."""
+    options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, "initialized": False, **options}
+    return pool.run(call_in_group, size, args=(program,), **options)
+
+
 def run(program: Callable[[str], object], size: int, **options: Any) -> list[Any]:
     """Call ``program("cuda")`` on `size` ranks and return what each returned."""
     options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, **options}
@@ -68,6 +82,12 @@ def run(program: Callable[[str], object], size: int, **options: Any) -> list[Any
 def test_a_killed_rank_is_named_and_nobody_waits_for_it(size):
     texts = run(lose_a_rank, size, may_die={1}, deadline_s=60)
     for rank in set(range(size)) - {1}:
+        assert "rank 1 (pid " in texts[rank], texts
+
+
+def test_a_killed_rank_of_a_group():
+    texts = run_in_group(lose_a_rank_of_a_group, 3, may_die={1}, deadline_s=60)
+    for rank in (0, 2):
         assert "rank 1 (pid " in texts[rank], texts
 
 
@@ -144,3 +164,9 @@ def test_a_graph_cannot_have_collectives(size):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_gpu(size, program):
     run(program, size)
+
+
+@pytest.mark.parametrize("program", GROUPS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_in_a_group_on_gpu(size, program):
+    run_in_group(program, size)

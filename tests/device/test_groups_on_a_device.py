@@ -1,0 +1,67 @@
+"""Groups of the backend ring with tensors on a stand-in for a device.
+
+The stand-in is of another type than a GPU, to which a group gives a backend only if it is told to:
+``cpu:ring,ringdouble:ring``. From there on torch treats both alike; tests/gpu runs the same
+programs on GPUs, with ``init_process_group("ring")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import device_double
+import pytest
+import torch
+import torch.distributed as dist
+from device_double import DEVICE, NCCL_LIBRARY
+from device_groups import GROUPS, group_on, lose_a_rank_of_a_group
+from pool import error_of, run
+
+pytestmark = device_double.needed
+
+
+ENVIRONMENT = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)}
+
+
+def call_in_group(program: Callable[[str], object]) -> object:
+    device_double.load()
+    with group_on(DEVICE):
+        before = device_double.Counts.now()
+        result = program(DEVICE)
+        launched = device_double.Counts.now() - before
+        assert launched.collectives or dist.get_world_size() == 1, "NCCL was not used"
+        return result
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("program", GROUPS, ids=lambda program: program.__name__)
+def test_in_a_group(program: Callable[[str], None], size: int) -> None:
+    run(call_in_group, size, args=(program,), env=ENVIRONMENT, initialized=False, kind=DEVICE)
+
+
+def test_a_killed_rank_of_a_group() -> None:
+    texts = run(
+        call_in_group,
+        3,
+        args=(lose_a_rank_of_a_group,),
+        env=ENVIRONMENT,
+        initialized=False,
+        may_die={1},
+    )
+    for rank in (0, 2):
+        assert "rank 1 (pid " in texts[rank], texts
+
+
+def without_nccl() -> tuple[str, str]:
+    device_double.load()
+    with group_on(DEVICE):
+        error = error_of(lambda: dist.all_reduce(torch.ones(1, device=DEVICE)))
+        dist.all_reduce(torch.ones(1))  # the host's tensors need no NCCL
+        return error
+
+
+def test_without_nccl() -> None:
+    nowhere = {"TORCH_RING_NCCL_LIBRARY": "/nowhere/libnccl.so"}
+    for kind, text in run(without_nccl, 2, env=nowhere, initialized=False):
+        assert kind == "InvalidArgumentError", text
+        assert "/nowhere/libnccl.so" in text
