@@ -9,7 +9,7 @@ import pool
 import pytest
 import torch
 from arrivals import run_with_arrivals
-from mortal_training import GLOBAL_BATCH, Reaper, Samples, expected, make, weights_of
+from mortal_training import BATCHES, GLOBAL_BATCH, Reaper, Samples, expected, make, weights_of
 
 import torch_ring as hvd
 
@@ -28,7 +28,7 @@ def train(
 
     Args:
         plan: where processes die.
-        until: epochs; as many after the arrival if no process dies.
+        until: epochs; if no process dies, as many from that on in which one comes.
 
     Returns:
         The ranks, and the samples of all passes of this one, in each step; and the weights.
@@ -86,9 +86,8 @@ def test_the_batch_of_all_ranks_stays_when_ranks_die() -> None:
 
 
 def test_the_batch_of_all_ranks_stays_when_one_comes() -> None:
-    results = run_with_arrivals(train, 2, 1, args=({}, 1))
-    epochs = 60 // GLOBAL_BATCH
+    results = run_with_arrivals(train, 2, 1, args=({}, 2))
     steps, weights = results[0]
     assert {size for size, _ in steps} == {2, 3}
-    assert weights == pytest.approx(expected(len(steps) // epochs), rel=1e-12)
+    assert weights == pytest.approx(expected(len(steps) // BATCHES), rel=1e-12)
     assert [each for _, each in results] == [weights] * 3
