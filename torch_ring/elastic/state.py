@@ -18,7 +18,7 @@ from torch_ring.elastic.handlers import (
 )
 from torch_ring.elastic.object_state import ObjectState
 from torch_ring.elastic.sampler import ElasticSampler
-from torch_ring.errors import RingError, StateDamagedError
+from torch_ring.errors import PeerLostError, RingError, StateDamagedError
 
 __all__ = [
     "StateHandler",
@@ -245,4 +245,26 @@ class TorchState(ObjectState):
             self._commits_only |= before == now
             self._progress_at_step[name] = now
 
+        value.register_step_pre_hook(_require_averaged_gradients)
         value.register_step_post_hook(after_step)
+
+
+def _require_averaged_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Wait for gradients on a device, and raise PeerLostError if a rank was lost meanwhile.
+
+    The host does not wait for collectives on a device: a step that is enqueued behind one which is
+    aborted would take what is there, and count as taken.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = {p.device for p in parameters if accelerator and p.device.type == accelerator.type}
+    if not devices or not world.is_initialized():
+        return
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    lost = world.current.world().process_sets.lost_ranks()
+    if lost:
+        raise PeerLostError(
+            f"rank {world.rank()}: rank{'s' if len(lost) > 1 else ''} "
+            f"{', '.join(map(str, lost))} died before the step of the optimizer"
+        )
