@@ -1,6 +1,7 @@
 #include "engine/lateness.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/at.h"
 
@@ -12,13 +13,17 @@ std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::n
   if (!begin_) begin_ = now;
   if (now - *begin_ >= kPeriod) {
     summary = sum_up();
-    suspect_ = now - *begin_ < 2 * kPeriod ? last_in_most() : std::nullopt;
+    suspect_ = now - *begin_ < 2 * kPeriod ? waited_for_most() : std::nullopt;
     for (auto& waits : waits_) waits.clear();
+    std::ranges::fill(waited_, std::chrono::nanoseconds{});
     begin_ = now;
     looks_left_ = kLooks;
   }
-  if (last >= 0 && last != rank_) at(waits_, last).push_back(lag);
-  if (all() >= kFewestToLook) suspect_ = last_in_most();  // else that of the period before
+  if (last >= 0 && last != rank_) {
+    at(waits_, last).push_back(lag);
+    at(waited_, last) += lag;
+  }
+  if (all() >= kFewestToLook) suspect_ = waited_for_most();  // else that of the period before
   return summary;
 }
 
@@ -34,7 +39,19 @@ std::optional<int> Lateness::last_in_most() const {
   const auto most =
       std::ranges::max_element(waits_, {}, [](const auto& waits) { return waits.size(); });
   if (2 * most->size() <= all()) return std::nullopt;
-  const auto late = static_cast<int>(most - waits_.begin());
+  return if_spoken_of(static_cast<int>(most - waits_.begin()));
+}
+
+/// The rank that most of the time of the waits was for, if it is this rank that speaks of it. On a
+/// busy machine many short waits are for others.
+std::optional<int> Lateness::waited_for_most() const {
+  const auto most = std::ranges::max_element(waited_);
+  const auto all = std::accumulate(waited_.begin(), waited_.end(), std::chrono::nanoseconds{});
+  if (2 * *most <= all) return std::nullopt;
+  return if_spoken_of(static_cast<int>(most - waited_.begin()));
+}
+
+std::optional<int> Lateness::if_spoken_of(int late) const {
   return rank_ == (late == 0 ? 1 : 0) ? std::optional(late) : std::nullopt;
 }
 

@@ -32,7 +32,10 @@ class Lateness {
     std::string text;
   };
 
-  Lateness(int rank, int size) : rank_(rank), waits_(static_cast<std::size_t>(size)) {}
+  Lateness(int rank, int size)
+      : rank_(rank),
+        waits_(static_cast<std::size_t>(size)),
+        waited_(static_cast<std::size_t>(size)) {}
 
   /// This rank has waited `lag` for an agreement, for `last` at the end (-1: unknown). Returns what
   /// to log, which is seldom anything.
@@ -41,8 +44,8 @@ class Lateness {
     return note_notable(last, lag, now);
   }
 
-  /// The rank that is last in most of the notable waits, if this one is to look what it does: not
-  /// without end.
+  /// The rank that most of the time of the notable waits was for, if this one is to look what it
+  /// does: not without end.
   std::optional<int> suspect() const { return looks_left_ > 0 ? suspect_ : std::nullopt; }
 
   /// This rank has looked.
@@ -53,10 +56,13 @@ class Lateness {
                                       Clock::time_point now);
   std::size_t all() const;
   std::optional<int> last_in_most() const;
+  std::optional<int> waited_for_most() const;
+  std::optional<int> if_spoken_of(int late) const;
   std::optional<Summary> sum_up() const;
 
   const int rank_;
   std::vector<std::vector<std::chrono::nanoseconds>> waits_;  // of this period, by the last rank
+  std::vector<std::chrono::nanoseconds> waited_;              // the sum of each
   std::optional<Clock::time_point> begin_;                    // of the period
   std::optional<int> suspect_;
   int looks_left_ = kLooks;

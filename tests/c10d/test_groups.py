@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.groups import default_group, group_store, on_ring
-from tests.support.pool import error_of, eventually, run
+from tests.support.pool import error_of, run
 from tests.support.shared import NAME
 
 
@@ -96,11 +96,8 @@ def many() -> None:
     dist.barrier()
     before = held()
     groups = [dist.new_group([0, 1]) for _ in range(500)]
-    # What has met a moment ago may still close its connections.
-    assert eventually(lambda: all(held()[each] <= before[each] for each in before)), (
-        held(),
-        before,
-    )
+    # The other rank's end of a connection of the world may have come meanwhile.
+    assert all(count <= before[each] + 2 for each, count in held().items()), (held(), before)
     assert total(groups[50]) == 1
     assert total(groups[499]) == 1
     assert held()["threads"] <= before["threads"] + 2  # those that are used have one each

@@ -63,5 +63,15 @@ TEST(lateness_the_rank_that_speaks_looks_at_the_late_one_but_not_without_end) {
   CHECK(speaks.suspect() == 3);
 }
 
+TEST(lateness_looks_at_the_rank_that_costs_most_whatever_short_waits_there_are) {
+  Lateness lateness(0, 4);
+  for (int second = 0; second < 3; ++second) {
+    const auto now = Clock::time_point{} + seconds(second);
+    for (const int other : {1, 2, 1, 2}) lateness.note(other, milliseconds(12), now);
+    lateness.note(3, milliseconds(200), now);
+  }
+  CHECK(lateness.suspect() == 3);
+}
+
 }  // namespace
 }  // namespace torch_ring::test
