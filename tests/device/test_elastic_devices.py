@@ -126,7 +126,12 @@ def let_one_in() -> tuple[list[float], float]:
     if is_newcomer:
         torch.nn.init.ones_(model.first)
     state = hvd.elastic.TorchState(model, optimizer, step=0, end=-1)
-    state.register_reset_callbacks([lambda: setattr(state, "end", state.step + 3)])
+
+    def end_soon() -> None:
+        if hvd.size() == 3:  # it may need a second try
+            state.end = state.step + 3
+
+    state.register_reset_callbacks([end_soon])
 
     @hvd.elastic.run
     def train(state: Any) -> None:

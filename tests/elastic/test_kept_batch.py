@@ -45,7 +45,12 @@ def train(
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, end=until)
     if not plan:
         state.end = -1
-        state.register_reset_callbacks([lambda: setattr(state, "end", state.epoch + until)])
+
+        def end_soon() -> None:
+            if hvd.size() == 3:  # it may need a second try
+                state.end = state.epoch + until
+
+        state.register_reset_callbacks([end_soon])
     state.register_reset_callbacks([lambda: optimizer.set_backward_passes_per_step(passes())])
     steps: list[tuple[int, int]] = []
 
