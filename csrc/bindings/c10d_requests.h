@@ -94,13 +94,13 @@ C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensor
                                             const c10d::ReduceOp& op, GroupPlace place);
 
 /// outputs[r] becomes inputs[rank] of rank r. The tensors may differ in size.
-C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, GroupPlace place);
+C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size);
 
 /// Rows of `output` become those that the ranks send to this one, in the order of ranks. Each
 /// split: the rows for, or from, each rank; empty: equally many.
 C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
                                       std::vector<std::int64_t> output_splits,
-                                      std::vector<std::int64_t> input_splits, GroupPlace place);
+                                      std::vector<std::int64_t> input_splits, int size);
 
 /// All ranks have come here.
 C10dOperation barrier_operation();

@@ -211,7 +211,7 @@ RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
 RingBackend::Works RingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
   return start(OpType::ALLTOALL, "ring:all_to_all", inputs, options,
-               alltoall_operation(outputs, inputs, {rank_, size_}));
+               alltoall_operation(outputs, inputs, size_));
 }
 
 RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -219,7 +219,7 @@ RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               std::vector<std::int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
   return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options,
-               alltoall_into_operation(output, input, output_splits, input_splits, {rank_, size_}));
+               alltoall_into_operation(output, input, output_splits, input_splits, size_));
 }
 
 RingBackend::Works RingBackend::send(Tensors& tensors, int destination, int tag) {

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/gathering.h"
+#include "engine/splits.h"
+
 namespace torch_ring {
 
 namespace {
@@ -22,59 +25,12 @@ bool equal(ByteSpan a, ByteSpan b) {
 
 Bytes copy_of(ByteSpan bytes) { return {bytes.begin(), bytes.end()}; }
 
-void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes) {
-  if (bytes.empty()) return;
-  const std::size_t count = rows.size();
-  rows.resize(count + bytes.size() / sizeof(std::int64_t));
-  std::memcpy(rows.data() + count, bytes.data(), bytes.size());
-}
-
 bool equal_commons(std::span<const Run> runs) {
   return std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
     return run.common.data() == runs.front().common.data() ||
            equal(run.common, runs.front().common);
   });
 }
-
-/// Fills in the decision of a request that all ranks announce in one round.
-class Gathering {
- public:
-  Gathering(const Round& round, Collective collective, Decision& decision)
-      : round_(round), collective_(collective), decision_(decision) {}
-
-  void add(const Run& run, const Announcement& a) {
-    if (!a.rows.empty()) {
-      for (int i = 0; i < run.count; ++i) append_rows(decision_.rows, a.rows);
-    }
-    all_shared_ = all_shared_ && a.is_shared;
-    all_inline_ = all_inline_ && a.is_inline;
-    if (!all_inline_ || is_barrier(collective_)) return;
-    const Run& last = round_.runs.back();
-    if (decision_.payloads.empty()) {
-      decision_.payloads.reserve(static_cast<std::size_t>(last.first + last.count));
-    }
-    decision_.payloads.insert(decision_.payloads.end(), static_cast<std::size_t>(run.count),
-                              a.payload);
-  }
-
-  /// `shared_before`: the number of buffers in shared memory that the entry announces before.
-  void finish(std::size_t shared_before) {
-    decision_.is_inline = all_inline_;
-    if (!all_inline_) decision_.payloads.clear();
-    if (all_shared_) {
-      for (const ByteSpan local : round_.locals) {
-        decision_.shared_offsets.push_back(shared_offset(local, shared_before));
-      }
-    }
-  }
-
- private:
-  const Round& round_;
-  const Collective collective_;
-  Decision& decision_;
-  bool all_shared_ = true;
-  bool all_inline_ = true;
-};
 
 }  // namespace
 
@@ -159,6 +115,7 @@ std::optional<std::vector<Decision>> Agreement::in_step(const Round& round) cons
     const std::string key = key_of(fingerprint);
     if (fingerprint.collective == Collective::kJoin || pending_.contains(key)) return std::nullopt;
     gathering->finish(shared_before);
+    decision.mismatch = misfit_of(fingerprint, decision);
     decision.key = key;
     decision.resets_numbering = resets_numbering(fingerprint);
     if (is_shared) ++shared_before;
@@ -231,6 +188,11 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own, const Round
     return decision;
   }
   gathering.finish(0);
+  const Run& last = round.runs.back();
+  if (own.tells_expected && take_expected(decision->rows, last.first + last.count)) {
+    decision.reset();  // round() says what does not fit
+    return decision;
+  }
   decision->resets_numbering = resets_numbering(own);
   return decision;
 }
@@ -279,10 +241,12 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
     all_shared = all_shared && a->is_shared;
     all_inline = all_inline && a->is_inline;
   }
-  decision.resets_numbering = resets_numbering(decode(first));
+  const Fingerprint fingerprint = decode(first);
+  decision.resets_numbering = resets_numbering(fingerprint);
   if (decision.for_joined && !decision.mismatch) {
     decision.mismatch = without_joined(*decision.for_joined);
   }
+  if (!decision.mismatch) decision.mismatch = misfit_of(fingerprint, decision);
   if (all_shared) {
     for (const auto& [rank, offset] : pending.shared_offsets) {
       decision.shared_offsets.push_back(offset);
@@ -318,6 +282,19 @@ void Agreement::end_groups(std::vector<Decision>& decisions) {
       });
     }
   }
+}
+
+/// The error of an alltoall in which a rank sends what another one does not expect, or nothing.
+/// What they expect is gone from the decision's rows then.
+std::optional<Error> Agreement::misfit_of(const Fingerprint& f, Decision& decision) const {
+  if (!f.tells_expected) return std::nullopt;
+  const std::optional<Misfit> misfit = take_expected(decision.rows, size_);
+  if (!misfit) return std::nullopt;
+  return Error(
+      ErrorKind::kMismatch,
+      "the ranks' splits do not fit: " + name_in(at(labels_, misfit->from)) + " sends " +
+          std::to_string(misfit->sent) + (f.shape.empty() ? " elements to " : " rows to ") +
+          name_in(at(labels_, misfit->to)) + ", which expects " + std::to_string(misfit->expected));
 }
 
 /// The reason why the request cannot run without the ranks that have joined, or nothing if it can.

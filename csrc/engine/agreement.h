@@ -9,27 +9,10 @@
 #include <vector>
 
 #include "core/at.h"
+#include "engine/decision.h"
 #include "engine/entry.h"
 
 namespace torch_ring {
-
-/// A request that every rank has announced, and that now runs, or fails if `mismatch` is set.
-struct Decision {
-  std::string key;
-  std::vector<std::int64_t> rows;            // Request::rows of all ranks, in their order
-  std::vector<std::int64_t> shared_offsets;  // of this host's ranks; empty unless all are shared
-  std::vector<ByteSpan> payloads;            // by rank, if the data is inline and not a barrier's
-  bool is_inline = false;                    // all data is inline
-  std::optional<Error> mismatch;             // the ranks disagree; no data has moved
-  std::vector<std::string> ended_groups;     // ... about the size of these groups (group_of())
-  std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
-  int last_joined = -1;                      // of a join: the rank that joined last
-  bool resets_numbering = false;             // every rank waits for this, and for nothing else
-  std::vector<int> last;  // who announced it in this round, if others had in an earlier one
-
-  // Owns payloads of earlier rounds; this round's are borrowed.
-  std::vector<std::shared_ptr<const void>> storage;
-};
 
 /// Every rank feeds the same entries in the same order to its own Agreement, and so comes to the
 /// same decisions in the same order, without a coordinator.
@@ -92,6 +75,7 @@ class Agreement {
                 const Round& round);
   bool complete(const Pending& pending) const;
   Decision decide(const std::string& key, Pending pending) const;
+  std::optional<Error> misfit_of(const Fingerprint& fingerprint, Decision& decision) const;
   std::optional<Error> without_joined(const Fingerprint& fingerprint) const;
   void end_groups(std::vector<Decision>& decisions);
   Decision join();

@@ -151,7 +151,7 @@ class Driver {
   void end_group(const std::string& group, const Error& cause);
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
-  /// Whether this wait is one for a rank that is often late, and it is to be asked what keeps it.
+  /// Whether this wait is for the rank that most waiting was for, and that rank is to be asked.
   bool is_to_look() const { return round_open_ && !look_ && lateness_.suspect() && waits_; }
   Clock::duration poll_interval(Clock::time_point now) const {
     const bool soon = is_to_look() && waits_since_ && now - *waits_since_ < Lateness::kNotable;

@@ -13,24 +13,6 @@ namespace {
 
 std::size_t row_bytes_of(const Fingerprint& f) { return f.count() * size_of(f.dtype); }
 
-/// The rows that a rank sends to each one in an alltoall. What it expects may follow them.
-std::span<const std::int64_t> sent_rows(const Decision& decision, int size, int rank) {
-  const std::size_t of_rank = decision.rows.size() / static_cast<std::size_t>(size);
-  return std::span(decision.rows)
-      .subspan(static_cast<std::size_t>(rank) * of_rank, static_cast<std::size_t>(size));
-}
-
-/// What Request::allocate is called with for an alltoall. `received`: by the rank that sends.
-std::span<const std::int64_t> told_of(const Request& request, const Decision& decision,
-                                      std::span<const std::int64_t> received) {
-  return request.fingerprint.tells_expected ? std::span<const std::int64_t>(decision.rows)
-                                            : received;
-}
-
-std::int64_t sum(std::span<const std::int64_t> rows) {
-  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-}
-
 /// The bytes of a rank's inline payload, as they follow from the rows that all ranks announced.
 std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int size, int rank) {
   const std::int64_t* rows = decision.rows.data();
@@ -38,7 +20,9 @@ std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int s
     case Collective::kAllgather:
       return static_cast<std::size_t>(rows[rank]) * row_bytes_of(f);
     case Collective::kAlltoall:
-      return static_cast<std::size_t>(sum(sent_rows(decision, size, rank))) * row_bytes_of(f);
+      return static_cast<std::size_t>(
+                 std::accumulate(rows + rank * size, rows + (rank + 1) * size, std::int64_t{0})) *
+             row_bytes_of(f);
     case Collective::kBroadcast:
       return rank == f.root ? row_bytes_of(f) : 0;
     case Collective::kScatter:
@@ -54,7 +38,6 @@ void check_rows(const Fingerprint& f, const Decision& decision, int size) {
   std::size_t expected = 0;
   if (f.collective == Collective::kAllgather) expected = static_cast<std::size_t>(size);
   if (f.collective == Collective::kAlltoall) expected = static_cast<std::size_t>(size * size);
-  if (f.tells_expected) expected *= 2;
   if (expected == 0 && decision.rows.empty()) return;
   const auto most = static_cast<std::int64_t>(std::numeric_limits<std::int64_t>::max() /
                                               std::max<std::size_t>(row_bytes_of(f), 1) /
@@ -213,15 +196,14 @@ void Executor::run_inline(const Request& request, const Decision& decision) {
     std::vector<std::int64_t> received;
     std::vector<ByteSpan> parts;
     for (int rank = 0; rank < size; ++rank) {
-      const auto rows = sent_rows(decision, size, rank);
-      const auto own = static_cast<std::size_t>(communicator_.rank());
-      const auto before = sum(rows.first(own));
-      received.push_back(rows[own]);
+      const std::int64_t* rows = decision.rows.data() + rank * size;
+      const auto before = std::accumulate(rows, rows + communicator_.rank(), std::int64_t{0});
+      received.push_back(rows[communicator_.rank()]);
       parts.push_back(at(decision.payloads, rank)
                           .subspan(static_cast<std::size_t>(before) * row_bytes_of(f),
                                    static_cast<std::size_t>(received.back()) * row_bytes_of(f)));
     }
-    concatenate(request.allocate(told_of(request, decision, received)), parts);
+    concatenate(request.allocate(received), parts);
   } else if (f.collective == Collective::kBroadcast) {
     const ByteSpan payload = at(decision.payloads, f.root);
     if (!payload.empty()) std::memcpy(request.output, payload.data(), payload.size());
@@ -257,18 +239,16 @@ void Executor::allgather(const Request& request, const Decision& decision) {
 }
 
 void Executor::alltoall(const Request& request, const Decision& decision) {
-  const int size = communicator_.size();
+  const auto size = static_cast<std::size_t>(communicator_.size());
   std::vector<std::size_t> bytes;
-  std::vector<std::int64_t> received;
-  for (int from = 0; from < size; ++from) {
-    const auto sent = sent_rows(decision, size, from);
-    for (const std::int64_t rows : sent) {
-      bytes.push_back(static_cast<std::size_t>(rows) * row_bytes_of(request.fingerprint));
-    }
-    received.push_back(sent[static_cast<std::size_t>(communicator_.rank())]);
+  for (const std::int64_t rows : decision.rows) {
+    bytes.push_back(static_cast<std::size_t>(rows) * row_bytes_of(request.fingerprint));
   }
-  communicator_.alltoall(request.input, request.allocate(told_of(request, decision, received)),
-                         bytes);
+  std::vector<std::int64_t> received;
+  for (std::size_t from = 0; from < size; ++from) {
+    received.push_back(decision.rows[from * size + static_cast<std::size_t>(communicator_.rank())]);
+  }
+  communicator_.alltoall(request.input, request.allocate(received), bytes);
 }
 
 std::size_t Executor::scattered_count(const Fingerprint& f, int rank) const {

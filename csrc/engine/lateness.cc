@@ -15,14 +15,10 @@ std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::n
     summary = sum_up();
     suspect_ = now - *begin_ < 2 * kPeriod ? waited_for_most() : std::nullopt;
     for (auto& waits : waits_) waits.clear();
-    std::ranges::fill(waited_, std::chrono::nanoseconds{});
     begin_ = now;
     looks_left_ = kLooks;
   }
-  if (last >= 0 && last != rank_) {
-    at(waits_, last).push_back(lag);
-    at(waited_, last) += lag;
-  }
+  if (last >= 0 && last != rank_) at(waits_, last).push_back(lag);
   if (all() >= kFewestToLook) suspect_ = waited_for_most();  // else that of the period before
   return summary;
 }
@@ -36,22 +32,32 @@ std::size_t Lateness::all() const {
 
 /// The rank that was last in most of the waits, if it is this rank that speaks of it.
 std::optional<int> Lateness::last_in_most() const {
-  const auto most =
-      std::ranges::max_element(waits_, {}, [](const auto& waits) { return waits.size(); });
-  if (2 * most->size() <= all()) return std::nullopt;
-  return if_spoken_of(static_cast<int>(most - waits_.begin()));
+  return largest([](const auto& waits) { return static_cast<std::int64_t>(waits.size()); });
 }
 
-/// The rank that most of the time of the waits was for, if it is this rank that speaks of it. On a
-/// busy machine many short waits are for others.
+/// The rank that most of the time of the waits was for. On a busy machine many short waits are for
+/// others.
 std::optional<int> Lateness::waited_for_most() const {
-  const auto most = std::ranges::max_element(waited_);
-  const auto all = std::accumulate(waited_.begin(), waited_.end(), std::chrono::nanoseconds{});
-  if (2 * *most <= all) return std::nullopt;
-  return if_spoken_of(static_cast<int>(most - waited_.begin()));
+  return largest([](const auto& waits) {
+    return std::accumulate(waits.begin(), waits.end(), std::chrono::nanoseconds{}).count();
+  });
 }
 
-std::optional<int> Lateness::if_spoken_of(int late) const {
+/// The rank whose waits weigh more than those of all others, if it is this rank that speaks of it.
+template <class Weight>
+std::optional<int> Lateness::largest(Weight weight) const {
+  std::int64_t all = 0;
+  std::int64_t most = 0;
+  int late = 0;
+  for (std::size_t rank = 0; rank < waits_.size(); ++rank) {
+    const std::int64_t own = weight(waits_[rank]);
+    all += own;
+    if (own > most) {
+      most = own;
+      late = static_cast<int>(rank);
+    }
+  }
+  if (2 * most <= all) return std::nullopt;
   return rank_ == (late == 0 ? 1 : 0) ? std::optional(late) : std::nullopt;
 }
 

@@ -32,10 +32,7 @@ class Lateness {
     std::string text;
   };
 
-  Lateness(int rank, int size)
-      : rank_(rank),
-        waits_(static_cast<std::size_t>(size)),
-        waited_(static_cast<std::size_t>(size)) {}
+  Lateness(int rank, int size) : rank_(rank), waits_(static_cast<std::size_t>(size)) {}
 
   /// This rank has waited `lag` for an agreement, for `last` at the end (-1: unknown). Returns what
   /// to log, which is seldom anything.
@@ -57,12 +54,12 @@ class Lateness {
   std::size_t all() const;
   std::optional<int> last_in_most() const;
   std::optional<int> waited_for_most() const;
-  std::optional<int> if_spoken_of(int late) const;
+  template <class Weight>
+  std::optional<int> largest(Weight weight) const;
   std::optional<Summary> sum_up() const;
 
   const int rank_;
   std::vector<std::vector<std::chrono::nanoseconds>> waits_;  // of this period, by the last rank
-  std::vector<std::chrono::nanoseconds> waited_;              // the sum of each
   std::optional<Clock::time_point> begin_;                    // of the period
   std::optional<int> suspect_;
   int looks_left_ = kLooks;

@@ -115,9 +115,9 @@ struct Request {
   /// Called first, for a tensor on a device: makes the engine's stream wait for the input.
   std::function<void()> begin;
 
-  /// Called once, for an allgather or alltoall, with the rows of each rank (with `tells_expected`,
-  /// with `rows` of all ranks): returns the memory of the result. For a join: with the number of
-  /// each pass in which the others run ahead (run_ahead.h).
+  /// Called once, for an allgather or alltoall, with the rows of each rank: returns the memory of
+  /// the result. For a join: with the number of each pass in which the others run ahead
+  /// (run_ahead.h).
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called before the work is done, when the output is written or, on a device, when the writing

@@ -43,9 +43,7 @@ def train(state: hvd.elastic.TorchState, dataset: TensorDataset, options) -> Non
                 loss = torch.nn.functional.cross_entropy(found, wanted, reduction="sum")
                 (loss / len(images)).backward()
             state.optimizer.step()
-            state.sampler.record_batch(
-                batch, len(images)
-            )  # once a step: half of one counts nothing
+            state.sampler.record_batch(batch, len(images))  # after the step: half of one is none
             state.check_host_updates()
             time.sleep(options.pause)
         if hvd.rank() == 0:

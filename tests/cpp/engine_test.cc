@@ -125,21 +125,32 @@ const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank
 
 const bool kExpecting = on_all_layouts("alltoall that tells what it expects", [](Rank& rank) {
   for (const std::int64_t unit : {1, 30'000}) {
-    // Each rank sends `unit` numbers to each, but the last one expects none of the first.
     const auto size = static_cast<std::size_t>(rank.size());
     const std::vector<std::int32_t> input(size * static_cast<std::size_t>(unit), rank.rank());
-    std::vector<std::int64_t> rows(2 * size, unit);
-    if (rank.rank() == rank.size() - 1) rows[size] = 0;
-    Ragged ragged;
-    Request request = ragged.request(Collective::kAlltoall, input, rows);
-    request.fingerprint.tells_expected = true;
-    CHECK_EQ(request.input_bytes(), input.size() * sizeof(std::int32_t));
-    rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
-    std::vector<std::int64_t> all(2 * size * size, unit);
-    all[2 * size * (size - 1) + size] = 0;
-    CHECK_EQ(ragged.rows, all);
-    for (std::size_t i = 0; i < input.size(); ++i) {
-      CHECK_EQ(ragged.output[i], static_cast<std::int32_t>(i) / unit);
+    for (const bool fits : {false, true, false}) {
+      // Each rank sends `unit` numbers to each, and the last one may expect none of the first.
+      std::vector<std::int64_t> rows(2 * size, unit);
+      if (!fits && rank.rank() == rank.size() - 1) rows[size] = 0;
+      Ragged ragged;
+      Request request = ragged.request(Collective::kAlltoall, input, rows);
+      request.fingerprint.tells_expected = true;
+      CHECK_EQ(request.input_bytes(), input.size() * sizeof(std::int32_t));
+      const auto run = [&] {
+        rank.wait(rank.engine().submit(std::move(request), Engine::Mode::kBlocking));
+      };
+      if (fits) {
+        run();
+        CHECK_EQ(ragged.rows, std::vector<std::int64_t>(size, unit));
+        for (std::size_t i = 0; i < input.size(); ++i) {
+          CHECK_EQ(ragged.output[i], static_cast<std::int32_t>(i) / unit);
+        }
+        continue;
+      }
+      const std::string last = std::to_string(rank.size() - 1);
+      CHECK_THROWS(run(), ErrorKind::kMismatch,
+                   "rank 0 sends " + std::to_string(unit) + " elements to rank " + last +
+                       ", which expects 0");
+      CHECK(ragged.output.empty());  // no data has moved
     }
   }
 });

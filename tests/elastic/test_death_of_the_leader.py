@@ -13,6 +13,7 @@ import pool
 import torch_ring as hvd
 from torch_ring.elastic import job as elastic_job
 from torch_ring.elastic.regroup import Group
+from torch_ring.rendezvous import open_store as stores
 
 
 def refuses(address: tuple[str, int]) -> bool:
@@ -31,7 +32,7 @@ def lose_the_leader() -> tuple[int, list[bool]]:
         whether nobody served it.
     """
     name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
-    join, store = elastic_job.ElasticJob._join, elastic_job.TCPStore
+    join, store = elastic_job.ElasticJob._join, stores.TCPStore
     asked: list[bool] = []
 
     def join_late(self: elastic_job.ElasticJob, group: Group) -> None:
@@ -54,7 +55,7 @@ def lose_the_leader() -> tuple[int, list[bool]]:
 
     with (
         mock.patch.object(elastic_job.ElasticJob, "_join", join_late),
-        mock.patch.object(elastic_job, "TCPStore", connect),
+        mock.patch.object(stores, "TCPStore", connect),
     ):
         train(state)
     return hvd.size(), asked

@@ -10,17 +10,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.listener import Listener
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
-from torch_ring.errors import MismatchError, PeerLostError, RingError, first_line
+from torch_ring.errors import MismatchError, RingError, first_line
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.directory import ask_directory, tell_directory
 from torch_ring.rendezvous.launchers import process_name
 from torch_ring.rendezvous.member import Member, member_id
 from torch_ring.rendezvous.network import own_address
+from torch_ring.rendezvous.open_store import open_store
 from torch_ring.world import current
 from torch_ring.world.process_set_keeper import ProcessSetKeeper
 
@@ -29,8 +30,7 @@ __all__ = ["ElasticJob"]
 _log = logging.getLogger("torch_ring")
 
 _KEY_BYTES = 32
-_STORE_S = 5.0  # for the store of ranks that were alive a moment ago
-_CONNECT_S = 1.5  # to the leader, which has listened a moment ago; one lost packet costs a second
+_STORE_S = 5.0  # for an answer of the store of ranks that were alive a moment ago
 
 
 class ElasticJob:
@@ -178,7 +178,7 @@ class ElasticJob:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         port: int = listener.getsockname()[1]
-        self._store = self._tcp_store(host, port, master_listen_fd=listener.detach())
+        self._store = self._open_store((host, port), listener)
         self._serves = (host, port)
         return host, port
 
@@ -188,24 +188,16 @@ class ElasticJob:
             raise LeftOutError("the other ranks go on without this one")
         rank = list(group.members).index(self._own)
         if group.store != self._serves:
-            self._store = self._tcp_store(*group.store)
+            self._store = self._open_store(group.store)
         assert self._store is not None
         current.rejoin(rank, len(group.members), self._store, self._listener.key.hex())
 
-    def _tcp_store(self, host: str, port: int, master_listen_fd: int | None = None) -> TCPStore:
-        try:
-            if master_listen_fd is None:  # torch's store tries for seconds where a leader has died
-                socket.create_connection((host, port), _CONNECT_S).close()
-            return TCPStore(
-                host,
-                port,
-                is_master=master_listen_fd is not None,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=min(_STORE_S, self._config.init_timeout_s)),
-                master_listen_fd=master_listen_fd,
-            )
-        except (DistError, OSError) as error:
-            raise PeerLostError(f"the store of the next world: {first_line(error)}") from None
+    def _open_store(
+        self, address: tuple[str, int], listener: socket.socket | None = None
+    ) -> TCPStore:
+        store = open_store(address, "the store of the next world", listener)
+        store.set_timeout(timedelta(seconds=min(_STORE_S, self._config.init_timeout_s)))
+        return store
 
 
 def _names(members: Sequence[Member]) -> list[str]:

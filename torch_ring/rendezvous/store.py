@@ -29,6 +29,7 @@ from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.given_store import host_of, without_prefixes
 from torch_ring.rendezvous.launchers import Identity, first_host
 from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
+from torch_ring.rendezvous.open_store import CONNECT_S
 from torch_ring.rendezvous.store_client import KeyValueStore, StoreClient, addresses_of, finish
 
 __all__ = [
@@ -42,7 +43,6 @@ __all__ = [
 _DEFAULT_PORT = 29400
 _LOOPBACK = "127.0.0.1"
 _MOST_TEXT = 1000  # characters of a failure that goes over MPI
-_CONNECT_S = 5.0  # seconds for which torch's store tries to connect
 
 Address = tuple[str, int]
 
@@ -148,7 +148,8 @@ def locate_store(
     elif identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
-        world = world or mpi.require_world(identity, _advice(identity))
+        if world is None:
+            world = mpi.require_world(identity, _advice(identity))
         secret = mpi.common_secret(world, identity, deadline)
         address, rank = _ask_mpi(world, identity, config, deadline), identity.rank
         shared = False
@@ -332,7 +333,7 @@ def _connect(
 ) -> TCPStore:
     if address not in _stores:
         _wait_for_server(address, server, deadline, check)
-        call = StoreCall.connect(*address, _CONNECT_S)
+        call = StoreCall.connect(*address, CONNECT_S)
         if not finish(call, deadline, check):
             raise TimeoutError(
                 f"{_text(address)} accepts connections, but has not answered as {server}'s store "

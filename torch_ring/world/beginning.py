@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.config import Config
 from torch_ring.errors import (
@@ -32,6 +32,7 @@ from torch_ring.rendezvous.failure import missing_ranks, progress
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.launchers import discover, process_name
 from torch_ring.rendezvous.network import own_address
+from torch_ring.rendezvous.open_store import open_store
 
 __all__ = ["begin", "begins_with_others"]
 
@@ -45,8 +46,6 @@ _JOIN_S_PER_RANK = 0.05
 
 _PROGRESS_S = 5.0
 _UNREACHABLE_S = 10.0  # for a launcher that does not answer
-_STORE_S = 2.0  # for rank 0 to serve, which has its place by then
-_CONNECT_S = 1.5  # to a process that has listened a moment ago; one lost packet costs a second
 _BACKLOG = 4096
 
 # Between two questions; all ranks ask one launcher.
@@ -161,17 +160,7 @@ def _store(
     """Return the store where the ranks meet; rank 0 serves it."""
     if size == 1:
         return None
-    try:
-        if rank > 0:  # torch's store tries for seconds to reach a host that refuses
-            socket.create_connection(address, _CONNECT_S).close()
-        store = TCPStore(
-            *address,
-            is_master=rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_STORE_S),  # it tries twice
-            master_listen_fd=listener.detach() if rank == 0 else None,
-        )
-    except (DistError, OSError) as error:
-        raise PeerLostError(f"the store of the first world: {first_line(error)}") from None
+    served = listener if rank == 0 else None
+    store = open_store(address, "the store of the first world", served)
     store.set_timeout(timedelta(seconds=_JOIN_S))
     return store

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.config import Config
-from torch_ring.errors import RingError, TimeoutError, first_line
+from torch_ring.errors import TimeoutError
 from torch_ring.rendezvous.horovod_driver import HorovodDriver
 from torch_ring.rendezvous.network import own_address
+from torch_ring.rendezvous.open_store import open_store
 from torch_ring.world.join import World
 
 __all__ = ["join_driven", "on_driven_world"]
@@ -24,7 +25,7 @@ _log = logging.getLogger("torch_ring")
 
 _SCOPE, _KEY = "torch_ring", "store"  # where rank 0 tells the others of its store
 _LOOK_S = 0.02
-_STORE_S = 5.0  # for a store whose rank 0 was alive a moment ago
+_STORE_S = 5.0  # for an answer of a store whose rank 0 was alive a moment ago
 
 Begin = Callable[[World, Sequence[Any] | str | None], None]
 """Called with a world and the process sets that are given to init()."""
@@ -93,34 +94,22 @@ def _next_place(driver: HorovodDriver, config: Config) -> tuple[dict[str, Any], 
     _store = None
     if place.size == 1:
         return given, None
-    try:
-        if place.rank == 0:
-            _store = _serve(driver, config)
-        else:
-            host, port = _find(driver, config).rsplit(":", 1)
-            _store = TCPStore(
-                *(host, int(port)),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_STORE_S),
-            )
-    except DistError as error:
-        raise RingError(f"the store of the ranks of {driver}: {first_line(error)}") from None
+    what = f"the store of the ranks of {driver}"
+    if place.rank == 0:
+        _store = _serve(driver, config, what)
+    else:
+        host, port = _find(driver, config).rsplit(":", 1)
+        _store = open_store((host, int(port)), what)
+    _store.set_timeout(timedelta(seconds=_STORE_S))
     return given, _store
 
 
-def _serve(driver: HorovodDriver, config: Config) -> TCPStore:
+def _serve(driver: HorovodDriver, config: Config, what: str) -> TCPStore:
     host = own_address(config.interface, driver.address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    store = TCPStore(
-        *(host, port),
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_STORE_S),
-        master_listen_fd=listener.detach(),
-    )
+    store = open_store((host, port), what, listener)
     driver.put(_SCOPE, _KEY, f"{host}:{port}".encode())
     return store
 
