@@ -182,8 +182,11 @@ class ControlPlane:
     def ask(self, rank: int) -> int:
         """Ask a rank of the world what it does; return the number of the question."""
 
-    def looks_at(self, rank: int) -> str:
-        """Return in words what a rank was found to do while this one waited for it; or ""."""
+    def looks_at(self, rank: int, wait_s: float) -> str:
+        """Return in words what a rank was found to do while this one waited for it; or "".
+
+        And how much of a wait of `wait_s` seconds that was.
+        """
 
     def answer(self, rank: int, number: int, text: str) -> None:
         """Answer a rank's question, by 4096 bytes at most: the rest is cut."""

@@ -148,8 +148,10 @@ void bind_control_plane(py::module_& module) {
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
       .def(
           "looks_at",
-          [](const PyControlPlane& plane, int rank) { return as_text(plane.looks_at(rank)); },
-          py::arg("rank"))
+          [](const PyControlPlane& plane, int rank, double wait_s) {
+            return as_text(plane.looks_at(rank, wait_s));
+          },
+          py::arg("rank"), py::arg("wait_s"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
       .def("read_letters", &PyControlPlane::read_letters, py::arg("reader"))
       .def("connections", &PyControlPlane::connections)

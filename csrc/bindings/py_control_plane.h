@@ -41,7 +41,10 @@ class PyControlPlane {
   /// The ranks that are lost.
   std::vector<int> lost() const { return plane_->lost(); }
   std::uint64_t ask(int rank) { return plane_ ? plane_->ask(rank) : 0; }
-  std::string looks_at(int rank) const { return plane_ ? plane_->looks_at(rank) : ""; }
+  std::string looks_at(int rank, double wait_s) const {
+    const auto wait = std::chrono::nanoseconds(static_cast<std::int64_t>(wait_s * 1e9));
+    return plane_ ? plane_->looks_at(rank, wait) : "";
+  }
   void answer(int rank, std::uint64_t number, std::string text) {
     if (plane_) plane_->answer(rank, number, std::move(text));
   }

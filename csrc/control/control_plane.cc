@@ -39,7 +39,9 @@ class PlaneWaits : public WaitGraph {
   }
   std::uint64_t look(int rank) override { return loop_.look(at(members_, rank)); }
   void end_look(std::uint64_t number) override { loop_.end_look(number); }
-  std::string looks_at(int rank) const override { return loop_.looks_at(at(members_, rank)); }
+  std::string looks_at(int rank, std::chrono::nanoseconds wait) const override {
+    return loop_.looks_at(at(members_, rank), wait);
+  }
   bool is_told() const override { return loop_.somebody_waits(set_); }
   const std::string& label(int rank) const override { return loop_.label(at(members_, rank)); }
   std::optional<int> departed(std::span<const int> ranks) const override {
@@ -121,7 +123,9 @@ std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<in
 
 std::uint64_t ControlPlane::ask(int rank) { return loop_->ask(rank); }
 
-std::string ControlPlane::looks_at(int rank) const { return loop_->looks_at(rank); }
+std::string ControlPlane::looks_at(int rank, std::chrono::nanoseconds wait) const {
+  return loop_->looks_at(rank, wait);
+}
 
 void ControlPlane::answer(int rank, std::uint64_t number, std::string text) {
   loop_->answer(rank, number, std::move(text));

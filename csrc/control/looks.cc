@@ -8,6 +8,8 @@ namespace torch_ring {
 
 namespace {
 
+using std::chrono::milliseconds;
+
 // Answers that never come: their ranks are lost.
 constexpr std::size_t kMostUnanswered = 1000;
 
@@ -27,11 +29,11 @@ void Looks::begin(std::uint64_t number, int rank, Clock::time_point now) {
   unanswered_.emplace(number, Look{rank, now});
 }
 
-void Looks::end(std::uint64_t number) {
+void Looks::end(std::uint64_t number, Clock::time_point now) {
   const auto look = unanswered_.find(number);
   if (look == unanswered_.end()) return;
   look->second.is_over = true;
-  add(look->second.rank, {kSilence});
+  if (now - look->second.since > kPrompt) add(look->second.rank, {kSilence});
 }
 
 bool Looks::learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now) {
@@ -58,7 +60,7 @@ void Looks::add(int rank, Finding finding) {
   found.push_back(std::move(finding));
 }
 
-std::string Looks::describe(int rank) const {
+std::string Looks::describe(int rank, std::chrono::nanoseconds wait) const {
   struct Tally {
     const Finding* last = nullptr;
     int times = 0;
@@ -81,6 +83,8 @@ std::string Looks::describe(int rank) const {
     if (!text.empty()) text += ", ";
     text += tally.last->what + " in " + std::to_string(tally.times);
     if (&tally == tallies.data()) text += " of " + std::to_string(found->second.size()) + " looks";
+    const auto part = wait * tally.times / static_cast<std::int64_t>(found->second.size());
+    text += ", or " + std::to_string(std::chrono::round<milliseconds>(part).count()) + " ms";
     if (!tally.last->where.empty()) text += " (at last " + tally.last->where + ")";
   }
   if (by_before.empty()) return text;

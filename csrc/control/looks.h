@@ -22,21 +22,22 @@ class Looks {
  public:
   static constexpr std::size_t kMost = 100;                   // of a rank, the latest
   static constexpr std::chrono::milliseconds kPatience{100};  // with an answer
+  static constexpr std::chrono::milliseconds kPrompt{20};     // an answer may take that long
 
   /// Rank `rank` was asked; `number`: of the question.
   void begin(std::uint64_t number, int rank, Clock::time_point now);
 
-  /// The wait in which it was asked is over.
-  void end(std::uint64_t number);
+  /// The wait in which it was asked is over: it does not answer, unless that was at once.
+  void end(std::uint64_t number, Clock::time_point now);
 
   /// Takes rank `from`'s answer: what it does and, on lines of their own, where, and what it had
   /// not come to, "computing\nin f\nbucket 1". One that is empty counts for nothing. Returns
   /// whether the question was a look.
   bool learn(std::uint64_t number, int from, std::string_view answer, Clock::time_point now);
 
-  /// "asleep in 24 of 30 looks (at last in f (train.py:3)), computing in 6 (...); in 28 of them
-  /// before bucket 1"; empty before any.
-  std::string describe(int rank) const;
+  /// "asleep in 24 of 30 looks, or 40 ms (at last in f (train.py:3)), computing in 6, or 10 ms
+  /// (...); in 28 of them before bucket 1"; empty before any. `wait`: for this rank, in the median.
+  std::string describe(int rank, std::chrono::nanoseconds wait) const;
 
  private:
   struct Look {

@@ -119,12 +119,12 @@ std::uint64_t ControlLoop::look(int rank) {
 
 void ControlLoop::end_look(std::uint64_t number) {
   const std::scoped_lock lock(mutex_);
-  looks_.end(number);
+  looks_.end(number, Clock::now());
 }
 
-std::string ControlLoop::looks_at(int rank) const {
+std::string ControlLoop::looks_at(int rank, std::chrono::nanoseconds wait) const {
   const std::scoped_lock lock(mutex_);
-  return looks_.describe(rank);
+  return looks_.describe(rank, wait);
 }
 
 void ControlLoop::answer(int rank, std::uint64_t number, std::string text) {

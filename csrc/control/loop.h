@@ -52,7 +52,7 @@ class ControlLoop {
   std::uint64_t ask(int rank);
   std::uint64_t look(int rank);
   void end_look(std::uint64_t number);
-  std::string looks_at(int rank) const;
+  std::string looks_at(int rank, std::chrono::nanoseconds wait) const;
   void answer(int rank, std::uint64_t number, std::string text);
   Letters& letters() { return letters_; }
   bool somebody_waits(std::uint64_t set) const;

@@ -96,7 +96,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (!since) since = now;
     if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
-    board_.wait_until(now + poll_interval(now), is_patient ? kBlockingSpin : kSpin);
+    board_.wait_until(now + poll_interval(), is_patient ? kBlockingSpin : kSpin);
     now = Clock::now();
     if (is_to_look()) look(now);
     // While rounds go on, the checks below can wait.
@@ -169,11 +169,14 @@ void Driver::finish_round() {
 /// Writes down for whom this rank has waited in the round before, in which `last` posted last (-1:
 /// unknown).
 void Driver::settle(int last) {
-  if (lag_ >= Lateness::kNotable) {
-    if (const auto summary = lateness_.note(last, lag_, agreed_); summary && log_) {
-      log_(summary->text + looks_at(summary->rank));
+  const bool is_earlier = awaited_.lag > lag_;
+  if (const auto lag = is_earlier ? awaited_.lag : lag_; lag >= Lateness::kNotable) {
+    const int late = is_earlier ? awaited_.last : last;
+    if (const auto summary = lateness_.note(late, lag, agreed_); summary && log_) {
+      log_(summary->text + looks_at(*summary));
     }
   }
+  awaited_ = {};
   if (unsettled_.empty()) return;
   const Lock lock = queue_.lock();
   for (const auto& [number, candidates] : unsettled_) {
@@ -197,8 +200,10 @@ void Driver::write_down(Work& work, const Decision& decision) {
   times.round.store(round_number(), std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
   // Only who has announced it in this round can have come last.
-  if (decision.last.size() == 1) {
-    times.last_rank.store(decision.last.front(), std::memory_order_relaxed);
+  const int last = decision.last.size() == 1 ? decision.last.front() : -1;
+  if (waited && lag > awaited_.lag) awaited_ = {lag, last};
+  if (last >= 0) {
+    times.last_rank.store(last, std::memory_order_relaxed);
   } else if (lag >= kNotableLag) {
     unsettled_.emplace_back(work.number_, decision.last);
   }

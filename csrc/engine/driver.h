@@ -151,15 +151,15 @@ class Driver {
   void end_group(const std::string& group, const Error& cause);
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
-  /// Whether this wait is for the rank that most waiting was for, and that rank is to be asked.
-  bool is_to_look() const { return round_open_ && !look_ && lateness_.suspect() && waits_; }
-  Clock::duration poll_interval(Clock::time_point now) const {
-    const bool soon = is_to_look() && waits_since_ && now - *waits_since_ < Lateness::kNotable;
-    return soon ? Clock::duration(Lateness::kNotable) : kPollInterval;
+  /// Whether the rank that most waiting was for is to be asked, if this wait is for it, too.
+  bool is_to_look() const { return lateness_.suspect() && !look_ && waits_; }
+  std::chrono::milliseconds poll_interval() const {
+    return is_to_look() ? Lateness::kNotable / 2 : kPollInterval;
   }
   void look(Clock::time_point now);
+  std::optional<Clock::time_point> waits_for(int rank) const;
   void end_look();
-  std::string looks_at(int rank) const;
+  std::string looks_at(const Lateness::Summary& late) const;
   void ask(std::span<const int> late);
   void warn(std::span<Pending* const> stalled, Clock::time_point now);
   std::string timeout_text(const Request& request) const;
@@ -201,8 +201,13 @@ class Driver {
   // Of the last round: numbers of operations for whose last rank this one waited, and who it can be
   // (empty: any).
   std::vector<std::pair<std::uint64_t, std::vector<int>>> unsettled_;
+  // Of the last round: the longest wait for what this rank had announced in earlier ones.
+  struct {
+    std::chrono::nanoseconds lag{0};
+    int last = -1;  // -1: unknown
+  } awaited_;
   Lateness lateness_;
-  std::optional<std::uint64_t> look_;  // at the rank that keeps the open round from being complete
+  std::optional<std::uint64_t> look_;  // at the rank for which this one waits
   LongWait wait_;                      // for the round's other entries
   Clock::time_point last_submission_;  // of an announced work
   // By rank: when it announced something while other requests stayed undecided. The clock's

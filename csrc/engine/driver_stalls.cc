@@ -93,11 +93,22 @@ void Driver::ask(std::span<const int> late) {
 /// Asks the rank that is last in most waits what keeps it, if it keeps this rank waiting.
 void Driver::look(Clock::time_point now) {
   const int suspect = *lateness_.suspect();
-  if (!waits_since_ || now - *waits_since_ < Lateness::kNotable) return;
-  const std::vector<int> missing = board_.missing();
-  if (std::ranges::find(missing, suspect) == missing.end()) return;
+  const auto since = waits_for(suspect);
+  if (!since || now - *since < lateness_.look_after()) return;
   look_ = waits_->look(suspect);
   lateness_.looked();
+}
+
+/// Since when this rank has waited for another one, if it does, as far as it can know.
+std::optional<Clock::time_point> Driver::waits_for(int rank) const {
+  const auto is_in = [rank](const std::vector<int>& ranks) {
+    return std::ranges::find(ranks, rank) != ranks.end();
+  };
+  if (round_open_) return is_in(board_.missing()) ? waits_since_ : std::nullopt;
+  for (const auto& [key, pending] : pending_) {  // announced in an earlier round
+    if (is_in(agreement_.missing(key))) return pending.work->submitted_;
+  }
+  return std::nullopt;
 }
 
 void Driver::end_look() {
@@ -106,8 +117,8 @@ void Driver::end_look() {
 }
 
 /// What a rank was found to do while it was late: the end of a line.
-std::string Driver::looks_at(int rank) const {
-  const std::string found = waits_ ? waits_->looks_at(rank) : "";
+std::string Driver::looks_at(const Lateness::Summary& late) const {
+  const std::string found = waits_ ? waits_->looks_at(late.rank, late.median) : "";
   return found.empty() ? "" : ". When it was looked at while it was late, it was " + found;
 }
 

@@ -1,11 +1,29 @@
 #include "engine/lateness.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numbers>
 #include <numeric>
 
 #include "core/at.h"
 
 namespace torch_ring {
+
+namespace {
+
+// The part of a wait after which the answer to a look might come too late.
+constexpr double kLatest = 0.8;
+
+}  // namespace
+
+Clock::duration Lateness::look_after() const {
+  const auto& waits = at(waits_, *suspect_);
+  if (waits.empty()) return kNotable;  // it was late in the period before
+  // Multiples of the golden ratio, modulo 1, are spread evenly however many there are.
+  const double part = kLatest * std::fmod(looks_left_ * std::numbers::phi, 1.0);
+  const auto after = std::chrono::duration_cast<Clock::duration>(waits.back() * part);
+  return std::max<Clock::duration>(kNotable, after);
+}
 
 std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::nanoseconds lag,
                                                         Clock::time_point now) {
@@ -69,12 +87,13 @@ std::optional<Lateness::Summary> Lateness::sum_up() const {
   const auto middle = lags.begin() + static_cast<std::ptrdiff_t>(lags.size() / 2);
   std::ranges::nth_element(lags, middle);
   const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(*middle).count();
-  return Summary{*late, "rank " + std::to_string(*late) + " was last in " +
-                            std::to_string(100 * lags.size() / all()) + " % of the " +
-                            std::to_string(all()) + " agreements for which rank " +
-                            std::to_string(rank_) + " waited " + std::to_string(kNotable.count()) +
-                            " ms or more in the last minute, by " + std::to_string(ms) +
-                            " ms in the median (docs/tracing.md)"};
+  return Summary{*late, *middle,
+                 "rank " + std::to_string(*late) + " was last in " +
+                     std::to_string(100 * lags.size() / all()) + " % of the " +
+                     std::to_string(all()) + " agreements for which rank " + std::to_string(rank_) +
+                     " waited " + std::to_string(kNotable.count()) +
+                     " ms or more in the last minute, by " + std::to_string(ms) +
+                     " ms in the median (docs/tracing.md)"};
 }
 
 }  // namespace torch_ring

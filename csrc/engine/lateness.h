@@ -29,6 +29,7 @@ class Lateness {
   /// What to log of a period in which one rank was last in most of the notable waits.
   struct Summary {
     int rank;
+    std::chrono::nanoseconds median;  // of the waits for it
     std::string text;
   };
 
@@ -44,6 +45,10 @@ class Lateness {
   /// The rank that most of the time of the notable waits was for, if this one is to look what it
   /// does: not without end.
   std::optional<int> suspect() const { return looks_left_ > 0 ? suspect_ : std::nullopt; }
+
+  /// How long to wait for the suspect before looking. Spread over the waits for it: what is found
+  /// twice as often took twice the time.
+  Clock::duration look_after() const;
 
   /// This rank has looked.
   void looked() { --looks_left_; }

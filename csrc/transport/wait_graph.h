@@ -38,8 +38,9 @@ class WaitGraph {
   /// The wait is over: an answer to that look counts no more.
   virtual void end_look(std::uint64_t number) = 0;
 
-  /// What looks at a rank have found, in words; empty before any.
-  virtual std::string looks_at(int rank) const = 0;
+  /// What looks at a rank have found, in words, and how much of a wait of that length it was; empty
+  /// before any.
+  virtual std::string looks_at(int rank, std::chrono::nanoseconds wait) const = 0;
 
   /// Whether any rank waits, as far as it is told.
   virtual bool is_told() const = 0;

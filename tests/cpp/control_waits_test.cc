@@ -25,7 +25,7 @@ class KeptGraph final : public WaitGraph {
   void ask(std::span<const int>) override {}
   std::uint64_t look(int) override { return 0; }
   void end_look(std::uint64_t) override {}
-  std::string looks_at(int) const override { return {}; }
+  std::string looks_at(int, std::chrono::nanoseconds) const override { return {}; }
   bool is_told() const override { return false; }
   Ranks ends(std::span<const int> ranks) const override { return {ranks.begin(), ranks.end()}; }
   std::optional<int> departed(std::span<const int>) const override { return std::nullopt; }

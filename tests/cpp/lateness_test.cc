@@ -1,6 +1,8 @@
 // Lateness: the line of a minute, and who says it.
 #include "engine/lateness.h"
 
+#include <array>
+
 #include "harness.h"
 
 namespace torch_ring::test {
@@ -71,6 +73,19 @@ TEST(lateness_looks_at_the_rank_that_costs_most_whatever_short_waits_there_are) 
     lateness.note(3, milliseconds(200), now);
   }
   CHECK(lateness.suspect() == 3);
+}
+
+TEST(lateness_looks_are_spread_over_the_waits) {
+  Lateness lateness(0, 4);
+  for (int second = 0; second < 3; ++second)
+    lateness.note(3, milliseconds(200), Clock::time_point{} + seconds(second));
+  std::array<int, 4> looks{};  // in each quarter of the first 160 ms
+  for (int i = 0; i < Lateness::kLooks; ++i) {
+    CHECK(lateness.look_after() >= Lateness::kNotable);
+    ++looks.at(static_cast<std::size_t>(lateness.look_after() / milliseconds(40)));
+    lateness.looked();
+  }
+  for (const int in_quarter : looks) CHECK(in_quarter >= 6 && in_quarter <= 9);
 }
 
 }  // namespace

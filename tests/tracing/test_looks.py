@@ -91,6 +91,27 @@ def be_stopped() -> str:
     return found()
 
 
+def announce_in_another_order() -> str:
+    """What the others have announced before is what they wait for at last, with no round open.
+
+    If only one thread has ever submitted, they soon tell that they wait, by a round.
+    """
+    thread = threading.Thread(target=hvd.allreduce, args=(torch.ones(3),), kwargs={"name": "x"})
+    thread.start()
+    thread.join()
+    for _ in range(STEPS):
+        if hvd.rank() == 1:
+            hvd.allreduce(torch.ones(3), name="second")
+            time.sleep(LATE_S)
+            hvd.allreduce(torch.ones(3), name="first")
+        else:
+            first = hvd.allreduce_async(torch.ones(3), name="first")
+            second = hvd.allreduce_async(torch.ones(3), name="second")
+            hvd.synchronize(second)
+            hvd.synchronize(first)
+    return found()
+
+
 class Garbled:
     """A control plane whose answers are no UTF-8."""
 
@@ -162,6 +183,7 @@ def until_it_is_seen(late: Callable[[], str], what: str) -> str:
     [
         (load, "waiting for data in ", "in __getitem__ ("),
         (sleep, "asleep in ", "in sleep ("),
+        (announce_in_another_order, "asleep in ", "in announce_in_another_order ("),
         (multiply, "computing in ", "in "),
         (count_in_python, "in Python in ", "in "),
         (be_stopped, "not answering in ", ""),

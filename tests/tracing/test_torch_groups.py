@@ -87,7 +87,7 @@ def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
 
 
 def be_late(late: int) -> list[Straggler]:
-    for _ in range(6):
+    for _ in range(12):
         if dist.get_rank() == late:
             time.sleep(0.1)
         dist.all_reduce(torch.ones(3))

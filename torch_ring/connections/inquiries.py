@@ -69,9 +69,12 @@ class Inquiries:
             self._awaited[number] = None
             return number
 
-    def looks_at(self, rank: int) -> str:
-        """Return in words what a rank was found to do while this one waited for it; or ""."""
-        return self._plane.looks_at(rank)
+    def looks_at(self, rank: int, wait_s: float) -> str:
+        """Return in words what a rank was found to do while this one waited for it; or "".
+
+        And how much of a wait of `wait_s` seconds that was.
+        """
+        return self._plane.looks_at(rank, wait_s)
 
     def _read(self, is_question: bool, rank: int, number: int, text: str, waited_s: float) -> None:
         if is_question:

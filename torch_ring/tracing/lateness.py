@@ -26,8 +26,8 @@ class Straggler:
             reduced during the backward pass, the bucket that the rank had not filled. On one host
             they are reduced when the pass has ended, and that end is what is waited for: `instead`
             names the bucket.
-        instead: what the rank was found to do meanwhile, in words, and before which gradient and
-            bucket of its backward pass; "" if this rank has not looked.
+        instead: what the rank was found to do meanwhile, in words, for how much of the median, and
+            before which gradient and bucket of its backward pass; "" if this rank has not looked.
     """
 
     rank: int
@@ -57,10 +57,11 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     late rank itself waits for nobody, so it finds none: ask another one. Talks to no other rank.
 
     Rank 0 of a set (rank 1, if rank 0 is late) asks the late rank what it does while it waits for
-    it, 30 times a minute at most, when it has waited for it a few times. The last 100 answers are
-    summed up in `Straggler.instead`: "waiting for data", "computing" (in torch, or other native
-    code), "in Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "waiting
-    for a core", "not answering" (stopped, or in native code that keeps the interpreter's lock).
+    it, 30 times a minute at most, when it has waited for it a few times: at moments that are spread
+    over the waits, so that their share tells the time. The last 100 answers are summed up in
+    `Straggler.instead`: "waiting for data", "computing" (in torch, or other native code), "in
+    Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "waiting for a core",
+    "not answering" (stopped, or in native code that keeps the interpreter's lock).
 
     Who was last in an agreement is known with the next one, so the last agreement does not count.
 
@@ -74,13 +75,15 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     for recorded in recorded_sets():
         late = who_is_late(recorded.records, recorded.ranks, min_lag_s)
         if late is not None:
-            found.append(replace(late, instead=_looks_at(recorded, late.rank)))
+            found.append(replace(late, instead=_looks_at(recorded, late)))
     return sorted(found, key=lambda each: -each.last)[:1]
 
 
-def _looks_at(recorded: RecordedSet, rank: int) -> str:
+def _looks_at(recorded: RecordedSet, late: Straggler) -> str:
     inquiries = recorded.world.inquiries
-    return "" if inquiries is None else inquiries.looks_at(recorded.world_ranks.index(rank))
+    if inquiries is None:
+        return ""
+    return inquiries.looks_at(recorded.world_ranks.index(late.rank), late.median_s)
 
 
 def who_is_late(
