@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 

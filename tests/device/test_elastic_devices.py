@@ -66,9 +66,11 @@ def lose_one(device: str, place: str) -> tuple[list[int], list[float]]:
     dies = hvd.rank() == 0
     model, optimizer = make(device)
     state = hvd.elastic.TorchState(model, optimizer, step=0)
-    halves = hvd.add_process_set([1, 2])
+    kept, lost = hvd.add_process_set([1, 2]), hvd.add_process_set([0, 1])
     mine = torch.ones(5, device=device)
     sizes: list[int] = []
+    if lost.included():  # now it has a communicator, too
+        assert hvd.allreduce(mine, op=hvd.Sum, process_set=lost).tolist() == [2.0] * 5
 
     def die(at: str) -> None:
         if dies and (at, state.step) == (place, DEATH):
@@ -87,12 +89,14 @@ def lose_one(device: str, place: str) -> tuple[list[int], list[float]]:
             die("before step()")
             optimizer.step()
             sizes.append(hvd.size())
-            if halves.included():
-                total = hvd.allreduce(mine, op=hvd.Sum, process_set=halves)
+            if kept.included():
+                total = hvd.allreduce(mine, op=hvd.Sum, process_set=kept)
                 assert total.tolist() == [2.0] * 5
 
     train(state)
-    assert halves.ranks == [0, 1]
+    assert kept.ranks == [0, 1]
+    kind, _ = pool.error_of(lambda: hvd.allreduce(mine, process_set=lost))
+    assert kind == "ProcessSetLostError"
     return sizes, end_of(model, optimizer)
 
 

@@ -63,12 +63,15 @@ def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_die_and_come_in_one_job(full: bool) -> None:
+@pytest.mark.parametrize(("transport", "seed"), [("shm", 1), ("tcp", 2)])
+def test_ranks_die_and_come_in_one_job(transport: str, seed: int, full: bool) -> None:
     deaths, seconds = (100, 1200) if full else (8, 100)
     program = Path(__file__).with_name("kills_and_joins.py")
     done = subprocess.run(
-        [sys.executable, str(program), str(deaths), "1", str(seconds)],
-        env=clean_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+        [sys.executable, str(program), str(deaths), str(seed), str(seconds)],
+        env=clean_environment(
+            PYTHONPATH=os.pathsep.join(filter(None, sys.path)), TORCH_RING_TRANSPORT=transport
+        ),
         capture_output=True,
         text=True,
         timeout=seconds + 60,

@@ -42,8 +42,9 @@ def test_values_of_settings(variable, text, field, value):
     assert getattr(Config.from_environment({variable: text}), field) == value
 
 
-def test_a_late_rank_ends_no_job_by_default():
-    assert Config.from_environment({}).timeout_s == 0
+def test_a_late_rank_is_warned_of_and_ends_no_job_by_default():
+    config = Config.from_environment({})
+    assert (config.stall_warning_s, config.timeout_s) == (60, 0)
 
 
 def test_variables_of_torch_ring_go_before_those_of_horovod():
