@@ -1,5 +1,6 @@
 #include "collective/routed_alltoall.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -12,41 +13,37 @@ namespace torch_ring {
 
 namespace {
 
-/// A rank's parts and their addresses: in `memory`, or at first in the caller's input.
-struct Parts {
-  std::map<Part, const std::byte*> data;
-  std::unique_ptr<std::byte[]> memory;
+/// A rank's parts: each shares the memory in which it lies, or lies in the caller's input.
+using Parts = std::map<Part, std::shared_ptr<const std::byte>>;
 
-  /// Parts that lie one after the other, beginning at `from`.
-  static Parts consecutive(std::span<const Part> list, const std::byte* from) {
-    Parts parts;
-    for (const Part& part : list) {
-      parts.data[part] = from;
-      from += part.bytes;
-    }
-    return parts;
-  }
-};
-
-std::unique_ptr<std::byte[]> memory_for(std::span<const Part> parts) {
+std::shared_ptr<std::byte[]> memory_for(std::span<const Part> parts) {
   std::size_t bytes = 0;
   for (const Part& part : parts) bytes += part.bytes;
-  return std::make_unique_for_overwrite<std::byte[]>(bytes);
+  return std::make_shared_for_overwrite<std::byte[]>(bytes);
 }
 
-Parts take_hop(Communicator& communicator, const Hop& hop, Parts parts) {
+/// Adds parts that lie one after the other in `memory`, beginning at `from`.
+void add(Parts& parts, std::span<const Part> list, const std::shared_ptr<void>& memory,
+         const std::byte* from) {
+  for (const Part& part : list) {
+    parts[part] = {memory, from};
+    from += part.bytes;
+  }
+}
+
+void take_hop(Communicator& communicator, const Hop& hop, Parts& parts) {
+  // The same on all members.
+  if (std::ranges::all_of(hop.bytes, [](std::size_t bytes) { return bytes == 0; })) return;
   const auto outgoing = memory_for(hop.sent);
   std::byte* to = outgoing.get();
   for (const Part& part : hop.sent) {
-    std::memcpy(to, parts.data.at(part), part.bytes);
+    const auto sent = parts.extract(part);  // whose memory may be free then
+    std::memcpy(to, sent.mapped().get(), part.bytes);
     to += part.bytes;
   }
-  parts.memory.reset();  // frees it before the next allocation
-  auto incoming = memory_for(hop.received);
+  const auto incoming = memory_for(hop.received);
   communicator.alltoall(outgoing.get(), incoming.get(), hop.bytes);
-  parts = Parts::consecutive(hop.received, incoming.get());
-  parts.memory = std::move(incoming);
-  return parts;
+  add(parts, hop.received, incoming, incoming.get());
 }
 
 std::vector<Part> concatenated(const std::vector<std::vector<Part>>& lists) {
@@ -106,6 +103,7 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
       const std::size_t row = at(member_of, sender);
       if (part.bytes == 0 || row == kNone) continue;  // no hop leads out of the members
       const int receiver = routes.holder(from, to, hop);
+      if (sender == receiver) continue;  // it stays where it is
       const std::size_t column = at(member_of, receiver);
       plan.bytes[row * members.size() + column] += part.bytes;
       if (sender == rank) sent[column].push_back(part);
@@ -124,18 +122,19 @@ void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communi
   for (int to = 0; to < routes.size(); ++to) {
     own.push_back({rank, to, at(row, to)});
   }
-  Parts parts = Parts::consecutive(own, static_cast<const std::byte*>(input));
+  Parts parts;
+  add(parts, own, nullptr, static_cast<const std::byte*>(input));
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
   for (int hop = 1; hop <= Routes::kHops; ++hop) {
     Communicator* const communicator = at(hops, hop - 1);
     if (!communicator) continue;  // a rank without a lane takes no part in this hop
-    parts = take_hop(*communicator, plan_hop(routes, rank, hop, bytes), std::move(parts));
+    take_hop(*communicator, plan_hop(routes, rank, hop, bytes), parts);
   }
 
   // `output` has the order of senders, and so has the map.
   auto* to = static_cast<std::byte*>(output);
-  for (const auto& [part, data] : parts.data) {
-    std::memcpy(to, data, part.bytes);
+  for (const auto& [part, data] : parts) {
+    std::memcpy(to, data.get(), part.bytes);
     to += part.bytes;
   }
 }

@@ -49,9 +49,10 @@ struct Part {
   auto operator<=>(const Part&) const = default;
 };
 
-/// One rank's share of one hop: an alltoall among its members. Empty parts are left out.
+/// One rank's share of one hop: an alltoall among its members. Empty parts are left out, and those
+/// that stay where they are.
 struct Hop {
-  std::vector<std::size_t> bytes;  // the alltoall's matrix, by member
+  std::vector<std::size_t> bytes;  // the alltoall's matrix, by member: its diagonal is 0
   std::vector<Part> sent;          // in the order of receivers
   std::vector<Part> received;      // in the order of senders
 };
@@ -63,8 +64,9 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 /// Communicator::alltoall() in three hops. `host` connects the ranks of this host. `lane` connects
 /// one rank of each host, in the order of hosts; it is null on a rank without a lane.
 ///
-/// Cost: each byte travels once between hosts, on the receiver's lane, and twice inside hosts.
-/// Every hop packs its parts into new memory, and the receiver unpacks at the end.
+/// Cost: each byte travels once between hosts, on the receiver's lane, and inside hosts once to
+/// that lane, and once from it if the receiver is not on it. What travels is packed into new
+/// memory; the receiver unpacks at the end. A hop in which nothing travels is left out.
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes);
 
