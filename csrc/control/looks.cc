@@ -84,7 +84,8 @@ std::string Looks::describe(int rank, std::chrono::nanoseconds wait) const {
     text += tally.last->what + " in " + std::to_string(tally.times);
     if (&tally == tallies.data()) text += " of " + std::to_string(found->second.size()) + " looks";
     const auto part = wait * tally.times / static_cast<std::int64_t>(found->second.size());
-    text += ", or " + std::to_string(std::chrono::round<milliseconds>(part).count()) + " ms";
+    const auto ms = std::chrono::round<milliseconds>(part).count();
+    if (ms > 0) text += ", or " + std::to_string(ms) + " ms";
     if (!tally.last->where.empty()) text += " (at last " + tally.last->where + ")";
   }
   if (by_before.empty()) return text;

@@ -15,14 +15,14 @@ namespace torch_ring {
 
 /// The answers to looks, which are questions to a rank that this one waits for. An answer that
 /// comes late, or when the wait is over, tells nothing of it: what kept the rank kept the answer,
-/// too. Pure: the times are given.
+/// too, if it had time for one. Pure: the times are given.
 ///
 /// Thread: one at a time. Blocking: no.
 class Looks {
  public:
   static constexpr std::size_t kMost = 100;                   // of a rank, the latest
-  static constexpr std::chrono::milliseconds kPatience{100};  // with an answer
-  static constexpr std::chrono::milliseconds kPrompt{20};     // an answer may take that long
+  static constexpr std::chrono::milliseconds kPatience{100};  // a later answer is none
+  static constexpr std::chrono::milliseconds kPrompt{20};     // none before that is no silence
 
   /// Rank `rank` was asked; `number`: of the question.
   void begin(std::uint64_t number, int rank, Clock::time_point now);

@@ -96,7 +96,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (!since) since = now;
     if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
-    board_.wait_until(now + poll_interval(), is_patient ? kBlockingSpin : kSpin);
+    board_.wait_until(now + poll_interval(now), is_patient ? kBlockingSpin : kSpin);
     now = Clock::now();
     if (is_to_look()) look(now);
     // While rounds go on, the checks below can wait.
@@ -163,18 +163,21 @@ void Driver::finish_round() {
   watchdog_.begin_data(round_number());
   run_round(round);
   watchdog_.end_data();
+  if (!pending_.empty()) idle_since_ = Clock::now();
   round_number_.store(round_number() + 1, std::memory_order_relaxed);
 }
 
 /// Writes down for whom this rank has waited in the round before, in which `last` posted last (-1:
 /// unknown).
 void Driver::settle(int last) {
-  const bool is_earlier = awaited_.lag > lag_;
-  if (const auto lag = is_earlier ? awaited_.lag : lag_; lag >= Lateness::kNotable) {
-    const int late = is_earlier ? awaited_.last : last;
-    if (const auto summary = lateness_.note(late, lag, agreed_); summary && log_) {
-      log_(summary->text + looks_at(*summary));
-    }
+  if (std::max(lag_, awaited_.lag) >= Lateness::kNotable) {
+    const auto& [lag, candidates] = awaited_;
+    const bool is_one = std::ranges::find(candidates, last) != candidates.end();
+    const bool is_known = candidates.size() == 1 || is_one;
+    const int late = candidates.size() == 1 ? candidates.front() : last;
+    const auto summary = lag > lag_ && is_known ? lateness_.note(late, lag, agreed_)
+                                                : lateness_.note(last, lag_, agreed_);
+    if (summary && log_) log_(summary->text + looks_at(*summary));
   }
   awaited_ = {};
   if (unsettled_.empty()) return;
@@ -191,19 +194,20 @@ void Driver::settle(int last) {
 /// Writes down that the ranks have agreed on the next operation, which is this rank's work.
 void Driver::write_down(Work& work, const Decision& decision) {
   OperationTimes& times = work.times_;
-  // What this rank announced in an earlier round has waited since then, and not for this round.
+  // What this rank announced in an earlier round has waited for others since then, but for the time
+  // in which data moved.
   const bool waited = times.round.load(std::memory_order_relaxed) != round_number();
-  const std::chrono::nanoseconds lag = waited ? agreed_ - work.submitted_ : lag_;
+  const std::chrono::nanoseconds lag =
+      waited ? agreed_ - std::max(work.submitted_, idle_since_) : lag_;
   times.agreed.store(agreed_, std::memory_order_relaxed);
   times.sequence.store(decided_, std::memory_order_relaxed);
   if (work.request_.sequence != nullptr) *work.request_.sequence = decided_;
   times.round.store(round_number(), std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
   // Only who has announced it in this round can have come last.
-  const int last = decision.last.size() == 1 ? decision.last.front() : -1;
-  if (waited && lag > awaited_.lag) awaited_ = {lag, last};
-  if (last >= 0) {
-    times.last_rank.store(last, std::memory_order_relaxed);
+  if (waited && lag > awaited_.lag && !decision.last.empty()) awaited_ = {lag, decision.last};
+  if (decision.last.size() == 1) {
+    times.last_rank.store(decision.last.front(), std::memory_order_relaxed);
   } else if (lag >= kNotableLag) {
     unsettled_.emplace_back(work.number_, decision.last);
   }

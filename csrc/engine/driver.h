@@ -152,12 +152,10 @@ class Driver {
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
   /// Whether the rank that most waiting was for is to be asked, if this wait is for it, too.
-  bool is_to_look() const { return lateness_.suspect() && !look_ && waits_; }
-  std::chrono::milliseconds poll_interval() const {
-    return is_to_look() ? Lateness::kNotable / 2 : kPollInterval;
-  }
+  bool is_to_look() const { return lateness_.suspect() && waits_; }
+  Clock::duration poll_interval(Clock::time_point now) const;
   void look(Clock::time_point now);
-  std::optional<Clock::time_point> waits_for(int rank) const;
+  bool waits_for(int rank, Clock::time_point since) const;
   void end_look();
   std::string looks_at(const Lateness::Summary& late) const;
   void ask(std::span<const int> late);
@@ -201,11 +199,13 @@ class Driver {
   // Of the last round: numbers of operations for whose last rank this one waited, and who it can be
   // (empty: any).
   std::vector<std::pair<std::uint64_t, std::vector<int>>> unsettled_;
-  // Of the last round: the longest wait for what this rank had announced in earlier ones.
+  // Of the last round: the longest wait for what this rank had announced in earlier ones, and who
+  // can have come last there.
   struct {
     std::chrono::nanoseconds lag{0};
-    int last = -1;  // -1: unknown
+    std::vector<int> candidates;
   } awaited_;
+  Clock::time_point idle_since_;  // the end of the last round that left something pending
   Lateness lateness_;
   std::optional<std::uint64_t> look_;  // at the rank for which this one waits
   LongWait wait_;                      // for the round's other entries

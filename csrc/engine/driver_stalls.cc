@@ -90,25 +90,35 @@ void Driver::ask(std::span<const int> late) {
     waits_->ask(late.first(std::min(late.size(), kMost)));
 }
 
-/// Asks the rank that is last in most waits what keeps it, if it keeps this rank waiting.
+/// When to look at the clock again.
+Clock::duration Driver::poll_interval(Clock::time_point now) const {
+  if (!is_to_look()) return kPollInterval;
+  const auto since = round_open_ ? waits_since_.value_or(now) : idle_since_;
+  const Clock::duration left = since + lateness_.look_after() - now;
+  return left > Clock::duration::zero() ? std::min<Clock::duration>(left, kPollInterval)
+                                        : kPollInterval;
+}
+
+/// Asks the rank that most waiting was for what keeps it, if it keeps this rank waiting.
 void Driver::look(Clock::time_point now) {
   const int suspect = *lateness_.suspect();
-  const auto since = waits_for(suspect);
-  if (!since || now - *since < lateness_.look_after()) return;
+  if (!waits_for(suspect, now - lateness_.look_after())) return;
+  if (look_) end_look();
   look_ = waits_->look(suspect);
   lateness_.looked();
 }
 
-/// Since when this rank has waited for another one, if it does, as far as it can know.
-std::optional<Clock::time_point> Driver::waits_for(int rank) const {
+/// Whether this rank has done nothing but wait for another one since then, as far as it can know.
+bool Driver::waits_for(int rank, Clock::time_point since) const {
   const auto is_in = [rank](const std::vector<int>& ranks) {
     return std::ranges::find(ranks, rank) != ranks.end();
   };
-  if (round_open_) return is_in(board_.missing()) ? waits_since_ : std::nullopt;
-  for (const auto& [key, pending] : pending_) {  // announced in an earlier round
-    if (is_in(agreement_.missing(key))) return pending.work->submitted_;
-  }
-  return std::nullopt;
+  if (round_open_) return waits_since_ && *waits_since_ <= since && is_in(board_.missing());
+  return idle_since_ <= since && std::ranges::any_of(pending_, [&](const auto& each) {
+           const auto& [key, pending] = each;
+           return key != kJoinKey && pending.work->submitted_ <= since &&
+                  is_in(agreement_.missing(key));
+         });
 }
 
 void Driver::end_look() {

@@ -1,9 +1,9 @@
 #include "engine/lateness.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numbers>
 #include <numeric>
+#include <utility>
 
 #include "core/at.h"
 
@@ -11,23 +11,16 @@ namespace torch_ring {
 
 namespace {
 
-// The part of a wait after which the answer to a look might come too late.
-constexpr double kLatest = 0.8;
+std::chrono::nanoseconds sum(const std::vector<std::chrono::nanoseconds>& waits) {
+  return std::accumulate(waits.begin(), waits.end(), std::chrono::nanoseconds{});
+}
 
 }  // namespace
-
-Clock::duration Lateness::look_after() const {
-  const auto& waits = at(waits_, *suspect_);
-  if (waits.empty()) return kNotable;  // it was late in the period before
-  // Multiples of the golden ratio, modulo 1, are spread evenly however many there are.
-  const double part = kLatest * std::fmod(looks_left_ * std::numbers::phi, 1.0);
-  const auto after = std::chrono::duration_cast<Clock::duration>(waits.back() * part);
-  return std::max<Clock::duration>(kNotable, after);
-}
 
 std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::nanoseconds lag,
                                                         Clock::time_point now) {
   std::optional<Summary> summary;
+  const std::optional<int> suspect_before = suspect_;
   if (!begin_) begin_ = now;
   if (now - *begin_ >= kPeriod) {
     summary = sum_up();
@@ -38,7 +31,20 @@ std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::n
   }
   if (last >= 0 && last != rank_) at(waits_, last).push_back(lag);
   if (all() >= kFewestToLook) suspect_ = waited_for_most();  // else that of the period before
+  if (suspect_) plan_looks(suspect_before);
   return summary;
+}
+
+/// Sets how far apart looks are in the sum of the suspect's waits, and leaves out those for which
+/// it is too late. The golden ratio spreads them evenly over waits of equal length, too.
+void Lateness::plan_looks(std::optional<int> suspect_before) {
+  const auto& waits = at(waits_, *suspect_);
+  const Clock::duration before = std::exchange(waited_, sum(waits));
+  if (waits.empty()) return;  // it was late in the period before
+  distance_ = std::chrono::duration_cast<Clock::duration>(waited_ * std::numbers::phi /
+                                                          static_cast<double>(waits.size()));
+  if (suspect_ != suspect_before || waited_ < before) next_look_ = waited_ + distance_ / 3;
+  while (look_after() < kNotable) next_look_ += distance_;
 }
 
 /// The number of notable waits in this period.
@@ -56,9 +62,7 @@ std::optional<int> Lateness::last_in_most() const {
 /// The rank that most of the time of the waits was for. On a busy machine many short waits are for
 /// others.
 std::optional<int> Lateness::waited_for_most() const {
-  return largest([](const auto& waits) {
-    return std::accumulate(waits.begin(), waits.end(), std::chrono::nanoseconds{}).count();
-  });
+  return largest([](const auto& waits) { return sum(waits).count(); });
 }
 
 /// The rank whose waits weigh more than those of all others, if it is this rank that speaks of it.

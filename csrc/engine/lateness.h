@@ -46,12 +46,17 @@ class Lateness {
   /// does: not without end.
   std::optional<int> suspect() const { return looks_left_ > 0 ? suspect_ : std::nullopt; }
 
-  /// How long to wait for the suspect before looking. Spread over the waits for it: what is found
-  /// twice as often took twice the time.
-  Clock::duration look_after() const;
+  /// How long to wait for the suspect before looking; maybe longer than it keeps this rank waiting.
+  /// If the waits for it were one, the looks would lie at equal distances: what is found twice as
+  /// often took twice the time. The first kNotable of a wait have none, as shorter waits do not
+  /// count.
+  Clock::duration look_after() const { return next_look_ - waited_; }
 
   /// This rank has looked.
-  void looked() { --looks_left_; }
+  void looked() {
+    --looks_left_;
+    next_look_ += distance_;
+  }
 
  private:
   std::optional<Summary> note_notable(int last, std::chrono::nanoseconds lag,
@@ -62,11 +67,17 @@ class Lateness {
   template <class Weight>
   std::optional<int> largest(Weight weight) const;
   std::optional<Summary> sum_up() const;
+  void plan_looks(std::optional<int> suspect_before);
 
   const int rank_;
   std::vector<std::vector<std::chrono::nanoseconds>> waits_;  // of this period, by the last rank
   std::optional<Clock::time_point> begin_;                    // of the period
   std::optional<int> suspect_;
+  // Of the suspect, in this period: the sum of its waits, when in that sum the next look is due,
+  // and how far it is from one to the next.
+  Clock::duration waited_{0};
+  Clock::duration next_look_ = kNotable;
+  Clock::duration distance_ = kNotable;
   int looks_left_ = kLooks;
 };
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.groups import default_group, needs_open_names, on_ring
+from tests.support.groups import default_group, needs_torch_2_14, on_ring
 from tests.support.pool import run
 from tests.support.shared import is_shared
 
@@ -112,7 +112,7 @@ def bf16_hook() -> None:
         torch.testing.assert_close(got, want, rtol=0.1, atol=0.05)
 
 
-@needs_open_names
+@needs_torch_2_14
 def test_bf16_hook() -> None:
     on_ring(bf16_hook, 2)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.groups import default_group, needs_open_names, on_ring
+from tests.support.groups import default_group, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
 
 
@@ -180,7 +180,7 @@ def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
     return error_of(lambda: dist.recv(ones, 1) if how == "recv" else dist.all_reduce(ones))
 
 
-@needs_open_names
+@needs_torch_2_14
 @pytest.mark.parametrize("how", ["blocking", "unwaited", "recv"])
 def test_a_timeout_that_is_set_later(how: str) -> None:
     assert on_ring(later_timeout, 2, 20.0, how, timeout_s=1.0) == [("nothing", "")] * 2
@@ -225,7 +225,7 @@ def monitored() -> tuple[str, str]:
     return error_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
 
 
-@needs_open_names
+@needs_torch_2_14
 def test_monitored_barrier_names_the_rank() -> None:
     first, _, last = on_ring(monitored, 3)
     assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in first[1]
@@ -244,7 +244,7 @@ def keys_of_monitored_barriers() -> list[int]:
     return counts
 
 
-@needs_open_names
+@needs_torch_2_14
 def test_monitored_barriers_leave_nothing_in_the_store() -> None:
     for before, after in on_ring(keys_of_monitored_barriers, 3):
         assert before == after

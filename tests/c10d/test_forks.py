@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.groups import HAS_OPEN_NAMES, on_ring
+from tests.support.groups import IS_TORCH_2_14, on_ring
 from tests.support.pool import error_of
 
 PATIENCE_S = 20.0
@@ -60,7 +60,7 @@ def calls_in_a_child() -> None:
         begun.wait,
         begun.get_future,
     ]
-    if HAS_OPEN_NAMES:
+    if IS_TORCH_2_14:
         calls.append(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
     for call in calls:
         kind, text = in_child(call)

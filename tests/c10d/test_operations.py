@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.groups import HAS_OPEN_NAMES, on_ring
+from tests.support.groups import IS_TORCH_2_14, on_ring
 from tests.support.worlds import on_both_transports, on_most_worlds
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3, 2), (1000,), (70_000,)]
@@ -305,7 +305,7 @@ def test_barriers(size: int) -> None:
 
 def barriers() -> None:
     dist.barrier()
-    if HAS_OPEN_NAMES:
+    if IS_TORCH_2_14:
         dist.monitored_barrier()
     work = dist.barrier(async_op=True)
     assert work is not None

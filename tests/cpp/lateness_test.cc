@@ -75,17 +75,30 @@ TEST(lateness_looks_at_the_rank_that_costs_most_whatever_short_waits_there_are) 
   CHECK(lateness.suspect() == 3);
 }
 
-TEST(lateness_looks_are_spread_over_the_waits) {
+/// In which tenths of its long waits rank 0 looks, of a thousand waits of these lengths in turn.
+std::array<int, 10> tenths(const std::vector<milliseconds>& lengths) {
   Lateness lateness(0, 4);
-  for (int second = 0; second < 3; ++second)
-    lateness.note(3, milliseconds(200), Clock::time_point{} + seconds(second));
-  std::array<int, 4> looks{};  // in each quarter of the first 160 ms
-  for (int i = 0; i < Lateness::kLooks; ++i) {
-    CHECK(lateness.look_after() >= Lateness::kNotable);
-    ++looks.at(static_cast<std::size_t>(lateness.look_after() / milliseconds(40)));
-    lateness.looked();
+  std::array<int, 10> looks{};
+  for (int i = 0; i < 1000; ++i) {
+    const milliseconds length = lengths[static_cast<std::size_t>(i) % lengths.size()];
+    while (i >= 3 && lateness.look_after() < length) {
+      CHECK(lateness.look_after() >= Lateness::kNotable);
+      if (length > milliseconds(100))
+        ++looks.at(static_cast<std::size_t>(10 * lateness.look_after() / length));
+      lateness.looked();
+    }
+    lateness.note(3, length, Clock::time_point{} + milliseconds(i));
   }
-  for (const int in_quarter : looks) CHECK(in_quarter >= 6 && in_quarter <= 9);
+  return looks;
+}
+
+TEST(lateness_looks_are_spread_over_waits_of_one_length) {
+  for (const int in_tenth : tenths({milliseconds(1000)})) CHECK(in_tenth >= 50 && in_tenth <= 70);
+}
+
+TEST(lateness_looks_are_spread_over_the_longer_ones_of_several_waits) {
+  for (const int in_tenth : tenths({milliseconds(20), milliseconds(1000)}))
+    CHECK(in_tenth >= 50 && in_tenth <= 70);
 }
 
 }  // namespace

@@ -16,9 +16,9 @@ import torch_ring  # noqa: F401  registers ring
 from tests.support.pool import run
 
 TIMEOUT_S = 20.0
-# An older torch asks for the name gloo, or a GPU, before it calls a backend.
-HAS_OPEN_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-needs_open_names = pytest.mark.skipif(not HAS_OPEN_NAMES, reason="torch 2.13 has it for gloo alone")
+# An older one asks for the name gloo, or for a GPU, before it calls a backend.
+IS_TORCH_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+needs_torch_2_14 = pytest.mark.skipif(not IS_TORCH_2_14, reason="torch 2.14 and later")
 
 
 def group_store() -> dist.Store:

@@ -126,6 +126,26 @@ def test_ranks_that_are_late_in_turn_are_not_named(transport: str) -> None:
     assert run(take_turns, 3, transport=transport) == [[], [], []]
 
 
+def announce_while_data_move() -> list[Straggler]:
+    """Rank 0 has announced "small" before "large"; rank 1 does so when its data have moved."""
+    large, small = torch.ones(32 << 20), torch.ones(3)
+    for _ in range(5):
+        if hvd.rank() == 0:
+            first = hvd.allreduce_async(small, name="small")
+            second = hvd.allreduce_async_(large, name="large")
+            hvd.synchronize(second)
+            hvd.synchronize(first)
+        else:
+            hvd.allreduce_(large, name="large")
+            hvd.allreduce(small, name="small")
+    hvd.barrier()
+    return tracing.stragglers(min_lag_s=0.03)
+
+
+def test_the_time_in_which_data_move_is_charged_to_no_rank() -> None:
+    assert run(announce_while_data_move, 2, transport="tcp") == [[], []]
+
+
 def count() -> None:
     before = tracing.snapshot()
     assert (before.rank, before.size) == (hvd.rank(), hvd.size())

@@ -193,5 +193,7 @@ def test_what_a_late_rank_does_instead(late, what, where, transport: str) -> Non
     first, *others = run(until_it_is_seen, 3, transport=transport, args=(late, what))
     assert what in first
     assert where in first
-    assert " looks" in first
+    took = re.search(r" looks, or (\d+) ms", first)
+    assert took, first
+    assert LATE_S / 4 < int(took[1]) / 1000 < 3 * LATE_S, first
     assert others == ["", ""]

@@ -57,8 +57,8 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     late rank itself waits for nobody, so it finds none: ask another one. Talks to no other rank.
 
     Rank 0 of a set (rank 1, if rank 0 is late) asks the late rank what it does while it waits for
-    it, 30 times a minute at most, when it has waited for it a few times: at moments that are spread
-    over the waits, so that their share tells the time. The last 100 answers are summed up in
+    it, 30 times a minute at most, when it has waited for it a few times: at equal distances in the
+    sum of the waits, so that their share tells the time. The last 100 answers are summed up in
     `Straggler.instead`: "waiting for data", "computing" (in torch, or other native code), "in
     Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "waiting for a core",
     "not answering" (stopped, or in native code that keeps the interpreter's lock).
