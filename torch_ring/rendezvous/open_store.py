@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+from torch_ring._C import StoreCall
 from torch_ring.errors import PeerLostError, first_line
 
 __all__ = ["CONNECT_S", "open_store"]
@@ -16,6 +17,7 @@ CONNECT_S = 12.0
 name server that does not answer the system waits 5 s each time."""
 
 _REACH_S = 1.5  # one lost packet costs a second
+_SLICE_S = 0.05
 
 
 def open_store(
@@ -33,14 +35,30 @@ def open_store(
         PeerLostError: the store cannot be reached; says `what`.
     """
     try:
-        if listener is None:  # torch tries until its timeout where nobody listens
-            socket.create_connection(address, _REACH_S).close()
+        if listener is None:
+            return _connect(address)
         return TCPStore(
             *address,
-            is_master=listener is not None,
+            is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=CONNECT_S),
-            master_listen_fd=None if listener is None else listener.detach(),
+            master_listen_fd=listener.detach(),
         )
-    except (DistError, OSError) as error:
+    except (DistError, RuntimeError, OSError) as error:
         raise PeerLostError(f"{what}: {first_line(error)}") from None
+
+
+def _connect(address: tuple[str, int]) -> TCPStore:
+    """Connect to a store while it lives; torch tries until its timeout where nobody listens."""
+    with socket.create_connection(address, _REACH_S) as other:
+        call = StoreCall.connect(*address, CONNECT_S)
+        other.setblocking(False)
+        while not call.wait(_SLICE_S):
+            try:
+                has_ended = not other.recv(1)  # a store says nothing before it is asked
+            except BlockingIOError:
+                has_ended = False
+            if has_ended:
+                raise OSError("it has ended")
+        store: TCPStore = call.result()
+        return store
