@@ -113,7 +113,7 @@ def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_two_hosts(
 
 def take_turns() -> list[Straggler]:
     values = torch.ones(3)
-    for step in range(4 * hvd.size()):
+    for step in range(8 * hvd.size()):
         if step % hvd.size() == hvd.rank():
             time.sleep(0.1)
         hvd.allreduce(values, name="x")

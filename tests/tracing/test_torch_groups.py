@@ -148,7 +148,7 @@ def test_the_report_asks_the_ranks_of_torch_distributed() -> None:
 
 
 def sleep_before_each() -> str:
-    for _ in range(9):
+    for _ in range(20):
         time.sleep(0.1 if dist.get_rank() == 1 else 0.0)
         dist.all_reduce(torch.ones(3))
     dist.barrier()
