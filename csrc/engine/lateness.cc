@@ -40,7 +40,10 @@ std::optional<Lateness::Summary> Lateness::note_notable(int last, std::chrono::n
 void Lateness::plan_looks(std::optional<int> suspect_before) {
   const auto& waits = at(waits_, *suspect_);
   const Clock::duration before = std::exchange(waited_, sum(waits));
-  if (waits.empty()) return;  // it was late in the period before
+  if (waits.empty()) {  // it was late in the period before
+    next_look_ = std::max<Clock::duration>(kNotable, distance_ / 3);
+    return;
+  }
   distance_ = std::chrono::duration_cast<Clock::duration>(waited_ * std::numbers::phi /
                                                           static_cast<double>(waits.size()));
   if (suspect_ != suspect_before || waited_ < before) next_look_ = waited_ + distance_ / 3;

@@ -63,6 +63,9 @@ TEST(lateness_the_rank_that_speaks_looks_at_the_late_one_but_not_without_end) {
   CHECK(!speaks.suspect());
   note(70);  // a new period
   CHECK(speaks.suspect() == 3);
+  speaks.note(1, milliseconds(38), Clock::time_point{} + seconds(140));  // and one more
+  CHECK(speaks.suspect() == 3);
+  CHECK(speaks.look_after() < milliseconds(38));
 }
 
 TEST(lateness_looks_at_the_rank_that_costs_most_whatever_short_waits_there_are) {
