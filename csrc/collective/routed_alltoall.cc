@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "collective/plan.h"
@@ -12,6 +13,17 @@
 namespace torch_ring {
 
 namespace {
+
+// The bytes of each part that travel at once: so what is packed lies in the caches, and in memory
+// that the C library keeps. New pages would cost more than all copies.
+constexpr std::size_t kPiece = 1 << 20;
+
+/// Where parts of these lengths begin, one after the other.
+std::vector<std::size_t> starts(std::span<const std::size_t> bytes) {
+  std::vector<std::size_t> starts(bytes.size());
+  std::exclusive_scan(bytes.begin(), bytes.end(), starts.begin(), std::size_t{0});
+  return starts;
+}
 
 /// A rank's parts: each shares the memory in which it lies, or lies in the caller's input.
 using Parts = std::map<Part, std::shared_ptr<const std::byte>>;
@@ -117,25 +129,31 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes) {
-  std::vector<Part> own;
-  const auto row = row_of(bytes, routes.size(), rank);
-  for (int to = 0; to < routes.size(); ++to) {
-    own.push_back({rank, to, at(row, to)});
-  }
-  Parts parts;
-  add(parts, own, nullptr, static_cast<const std::byte*>(input));
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
-  for (int hop = 1; hop <= Routes::kHops; ++hop) {
-    Communicator* const communicator = at(hops, hop - 1);
-    if (!communicator) continue;  // a rank without a lane takes no part in this hop
-    take_hop(*communicator, plan_hop(routes, rank, hop, bytes), parts);
-  }
-
-  // `output` has the order of senders, and so has the map.
-  auto* to = static_cast<std::byte*>(output);
-  for (const auto& [part, data] : parts) {
-    std::memcpy(to, data.get(), part.bytes);
-    to += part.bytes;
+  const std::vector<std::size_t> sent = starts(row_of(bytes, routes.size(), rank));
+  const std::vector<std::size_t> received = starts(column_of(bytes, routes.size(), rank));
+  const std::size_t longest = *std::ranges::max_element(bytes);
+  for (std::size_t done = 0; done < longest; done += kPiece) {
+    std::vector<std::size_t> pieces;
+    for (const std::size_t part : bytes)
+      pieces.push_back(std::min(kPiece, part - std::min(part, done)));
+    Parts parts;
+    const auto own = row_of(pieces, routes.size(), rank);
+    for (int to = 0; to < routes.size(); ++to) {
+      const Part piece{rank, to, at(own, to)};
+      if (piece.bytes > 0)
+        add(parts, {&piece, 1}, nullptr,
+            static_cast<const std::byte*>(input) + at(sent, to) + done);
+    }
+    for (int hop = 1; hop <= Routes::kHops; ++hop) {
+      Communicator* const communicator = at(hops, hop - 1);
+      if (!communicator) continue;  // a rank without a lane takes no part in this hop
+      take_hop(*communicator, plan_hop(routes, rank, hop, pieces), parts);
+    }
+    for (const auto& [part, data] : parts) {
+      auto* const to = static_cast<std::byte*>(output) + at(received, part.from) + done;
+      std::memcpy(to, data.get(), part.bytes);
+    }
   }
 }
 

@@ -104,7 +104,7 @@ struct Ragged {
 };
 
 const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank) {
-  for (const std::int64_t unit : {1, 30'000}) {
+  for (const std::int64_t unit : {1, 30'000, 400'000}) {  // and several pieces (routed_alltoall.cc)
     // Rank s sends (s + r) % 3 * unit numbers to rank r, each 1000 s + r.
     std::vector<std::int32_t> input;
     std::vector<std::int64_t> splits;
