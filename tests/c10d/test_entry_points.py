@@ -11,9 +11,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torch.distributed import TCPStore
 
+from tests.support.groups import needs_torch_2_14
 from tests.support.launcher_commands import DEADLINE_S, clean_environment
 
 SIZE = 2
@@ -28,7 +28,6 @@ def is_installed() -> bool:
 
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="torch_ring is not installed by pip")
-old_torch = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 
 def ranks_of(program: str, *arguments: str, **variables: str) -> list[tuple[int, str, str]]:
@@ -86,7 +85,7 @@ for backend in sys.argv[1:]:
             "0",
             False,
             id="torch.distributed.backends",
-            marks=pytest.mark.skipif(old_torch, reason="torch 2.14 and later look there"),
+            marks=needs_torch_2_14,
         ),
     ],
 )

@@ -10,12 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.groups import TIMEOUT_S, default_group, group_store, on_ring
+from tests.support.groups import TIMEOUT_S, default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
-
-reconfigurable = pytest.mark.skipif(
-    not hasattr(dist.distributed_c10d, "_reconfigure"), reason="torch 2.14 and later"
-)
 
 
 def total() -> float:
@@ -51,7 +47,7 @@ def survive(passed: Path) -> tuple[int, int, float]:
     return dist.get_rank(), dist.get_world_size(), total()
 
 
-@reconfigurable
+@needs_torch_2_14
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_after_a_lost_rank(transport: str, tmp_path: Path) -> None:
     outcomes = on_ring(survive, 3, tmp_path, transport=transport, may_die=[0])
@@ -78,7 +74,7 @@ def begin_without_ranks() -> list[float]:
     return sums
 
 
-@reconfigurable
+@needs_torch_2_14
 def test_a_group_that_begins_without_ranks() -> None:
     assert run(begin_without_ranks, 2, initialized=False) == [[2.0, 2.0]] * 2
 
@@ -99,7 +95,7 @@ def abort_and_begin_anew() -> list[float]:
     return sums
 
 
-@reconfigurable
+@needs_torch_2_14
 def test_a_group_begins_anew_after_abort() -> None:
     assert on_ring(abort_and_begin_anew, 2) == [[2.0, 2.0, 2.0]] * 2
 

@@ -154,5 +154,5 @@ def let_one_in() -> tuple[list[float], float]:
 def test_a_newcomer_gets_the_state_on_its_device() -> None:
     results = run_with_arrivals(let_one_in, 2, 1, before=device_double.load, env=ON_DOUBLE)
     (first, second, *_), steps = results[0]
-    assert first == second == pytest.approx(expected([2] * (steps - 3) + [3] * 3), rel=1e-5)
+    assert first == second == pytest.approx(expected([2] * (steps - 3) + [3] * 3))
     assert results == [results[0]] * 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
+from collections.abc import Callable
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring._C import StoreCall
 from torch_ring.errors import PeerLostError, first_line
+from torch_ring.rendezvous.deadline import Deadline
+from torch_ring.rendezvous.store_client import finish
 
 __all__ = ["CONNECT_S", "open_store"]
 
@@ -17,7 +19,6 @@ CONNECT_S = 12.0
 name server that does not answer the system waits 5 s each time."""
 
 _REACH_S = 1.5  # one lost packet costs a second
-_SLICE_S = 0.05
 
 
 def open_store(
@@ -35,30 +36,27 @@ def open_store(
         PeerLostError: the store cannot be reached; says `what`.
     """
     try:
-        if listener is None:
-            return _connect(address)
-        return TCPStore(
-            *address,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_S),
-            master_listen_fd=listener.detach(),
-        )
-    except (DistError, RuntimeError, OSError) as error:
+        if listener is not None:
+            return _result(StoreCall.serve(*address, CONNECT_S, listener.detach()), lambda: None)
+        with socket.create_connection(address, _REACH_S) as other:
+            other.setblocking(False)
+            return _result(StoreCall.connect(*address, CONNECT_S), lambda: _require_open(other))
+    except (RuntimeError, OSError) as error:
         raise PeerLostError(f"{what}: {first_line(error)}") from None
 
 
-def _connect(address: tuple[str, int]) -> TCPStore:
-    """Connect to a store while it lives; torch tries until its timeout where nobody listens."""
-    with socket.create_connection(address, _REACH_S) as other:
-        call = StoreCall.connect(*address, CONNECT_S)
-        other.setblocking(False)
-        while not call.wait(_SLICE_S):
-            try:
-                has_ended = not other.recv(1)  # a store says nothing before it is asked
-            except BlockingIOError:
-                has_ended = False
-            if has_ended:
-                raise OSError("it has ended")
-        store: TCPStore = call.result()
-        return store
+def _result(call: StoreCall, check: Callable[[], None]) -> TCPStore:
+    """Wait for a store, as long as `check` raises nothing."""
+    if not finish(call, Deadline(CONNECT_S), check):
+        raise OSError(f"it has not answered within {CONNECT_S:g} s")
+    store: TCPStore = call.result()
+    return store
+
+
+def _require_open(connection: socket.socket) -> None:
+    """Raise OSError if a store has closed a connection; torch would try again until its timeout."""
+    try:
+        if not connection.recv(1):  # a store says nothing before it is asked
+            raise OSError("it has ended")
+    except BlockingIOError:
+        pass
