@@ -33,7 +33,7 @@ PY := $(BIN)/python
 PIP = flock $(STAMPS) $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
-# Alone with all processors; below a make that has some, with those.
+# Alone with all processors; below a make that has some, with those. ARGS are not for these tests.
 CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $(JOBS)) -C tests/cpp ARGS=
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.

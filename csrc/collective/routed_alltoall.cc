@@ -14,15 +14,21 @@ namespace torch_ring {
 
 namespace {
 
-// The bytes of each part that travel at once: so what is packed lies in the caches, and in memory
-// that the C library keeps. New pages would cost more than all copies.
-constexpr std::size_t kPiece = 1 << 20;
+// What a rank packs at once, about: it lies in the caches, and in memory that the C library keeps.
+// New pages would cost more than all copies.
+constexpr std::size_t kPacked = 4 << 20;
 
-/// Where parts of these lengths begin, one after the other.
-std::vector<std::size_t> starts(std::span<const std::size_t> bytes) {
-  std::vector<std::size_t> starts(bytes.size());
-  std::exclusive_scan(bytes.begin(), bytes.end(), starts.begin(), std::size_t{0});
-  return starts;
+/// How many bytes of each part to move at once; 0 if there are none. The same on all ranks.
+std::size_t piece_of(std::span<const std::size_t> bytes, int size) {
+  std::size_t busiest = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    const auto sent = row_of(bytes, size, rank);
+    const auto received = column_of(bytes, size, rank);
+    busiest = std::max({busiest, std::reduce(sent.begin(), sent.end()),
+                        std::reduce(received.begin(), received.end())});
+  }
+  const std::size_t times = std::max<std::size_t>(1, (busiest + kPacked - 1) / kPacked);
+  return (*std::ranges::max_element(bytes) + times - 1) / times;
 }
 
 /// A rank's parts: each shares the memory in which it lies, or lies in the caller's input.
@@ -130,20 +136,20 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes) {
   const std::array<Communicator*, Routes::kHops> hops{&host, lane, &host};
-  const std::vector<std::size_t> sent = starts(row_of(bytes, routes.size(), rank));
-  const std::vector<std::size_t> received = starts(column_of(bytes, routes.size(), rank));
+  const std::vector<Range> sent = ranges_of(row_of(bytes, routes.size(), rank));
+  const std::vector<Range> received = ranges_of(column_of(bytes, routes.size(), rank));
   const std::size_t longest = *std::ranges::max_element(bytes);
-  for (std::size_t done = 0; done < longest; done += kPiece) {
-    std::vector<std::size_t> pieces;
-    for (const std::size_t part : bytes)
-      pieces.push_back(std::min(kPiece, part - std::min(part, done)));
+  const std::size_t piece = piece_of(bytes, routes.size());
+  std::vector<std::size_t> pieces(bytes.size());
+  for (std::size_t done = 0; done < longest; done += piece) {
+    std::ranges::transform(bytes, pieces.begin(), [&](std::size_t part) {
+      return std::min(piece, part - std::min(part, done));
+    });
     Parts parts;
-    const auto own = row_of(pieces, routes.size(), rank);
     for (int to = 0; to < routes.size(); ++to) {
-      const Part piece{rank, to, at(own, to)};
-      if (piece.bytes > 0)
-        add(parts, {&piece, 1}, nullptr,
-            static_cast<const std::byte*>(input) + at(sent, to) + done);
+      const Part own{rank, to, at(row_of(pieces, routes.size(), rank), to)};
+      const auto* const from = static_cast<const std::byte*>(input) + at(sent, to).begin;
+      if (own.bytes > 0) add(parts, {&own, 1}, nullptr, from + done);
     }
     for (int hop = 1; hop <= Routes::kHops; ++hop) {
       Communicator* const communicator = at(hops, hop - 1);
@@ -151,8 +157,8 @@ void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communi
       take_hop(*communicator, plan_hop(routes, rank, hop, pieces), parts);
     }
     for (const auto& [part, data] : parts) {
-      auto* const to = static_cast<std::byte*>(output) + at(received, part.from) + done;
-      std::memcpy(to, data.get(), part.bytes);
+      auto* const to = static_cast<std::byte*>(output) + at(received, part.from).begin;
+      std::memcpy(to + done, data.get(), part.bytes);
     }
   }
 }

@@ -21,13 +21,13 @@ namespace torch_ring {
 class Looks {
  public:
   static constexpr std::size_t kMost = 100;                   // of a rank, the latest
-  static constexpr std::chrono::milliseconds kPatience{100};  // a later answer is none
-  static constexpr std::chrono::milliseconds kPrompt{20};     // none before that is no silence
+  static constexpr std::chrono::milliseconds kPatience{100};  // a longer one is silence
+  static constexpr std::chrono::milliseconds kPrompt{20};  // for an answer, before none is silence
 
   /// Rank `rank` was asked; `number`: of the question.
   void begin(std::uint64_t number, int rank, Clock::time_point now);
 
-  /// The wait in which it was asked is over: it does not answer, unless that was at once.
+  /// The wait in which it was asked is over: no answer is silence, if there was time for one.
   void end(std::uint64_t number, Clock::time_point now);
 
   /// Takes rank `from`'s answer: what it does and, on lines of their own, where, and what it had

@@ -43,6 +43,14 @@ void tell_of_pass(const auto& pending, const Fingerprint& entered) {
   if (pass > 0 && join != pending.end()) join->second.work->request().allocate({&pass, 1});
 }
 
+/// Which of these ranks (empty: any) came last in the round in which `last` posted last; -1:
+/// unknown. Who posted last may have announced only other operations there.
+int last_of(const std::vector<int>& candidates, int last) {
+  if (candidates.size() == 1) return candidates.front();
+  const bool is_one = candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
+  return is_one ? last : -1;
+}
+
 }  // namespace
 
 Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& watchdog,
@@ -171,22 +179,19 @@ void Driver::finish_round() {
 /// unknown).
 void Driver::settle(int last) {
   if (std::max(lag_, awaited_.lag) >= Lateness::kNotable) {
-    const auto& [lag, candidates] = awaited_;
-    const bool is_one = std::ranges::find(candidates, last) != candidates.end();
-    const bool is_known = candidates.size() == 1 || is_one;
-    const int late = candidates.size() == 1 ? candidates.front() : last;
-    const auto summary = lag > lag_ && is_known ? lateness_.note(late, lag, agreed_)
-                                                : lateness_.note(last, lag_, agreed_);
+    const int late = last_of(awaited_.candidates, last);
+    const auto summary = awaited_.lag > lag_ && late >= 0
+                             ? lateness_.note(late, awaited_.lag, agreed_)
+                             : lateness_.note(last, lag_, agreed_);
     if (summary && log_) log_(summary->text + looks_at(*summary));
+    awaited_ = {};
   }
-  awaited_ = {};
   if (unsettled_.empty()) return;
   const Lock lock = queue_.lock();
   for (const auto& [number, candidates] : unsettled_) {
-    // Who posted last may have announced only other operations there.
-    const bool is_one =
-        candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
-    if (is_one) queue_.recorder(lock).settle(number, last);
+    if (const int late = last_of(candidates, last); late >= 0) {
+      queue_.recorder(lock).settle(number, late);
+    }
   }
   unsettled_.clear();
 }
@@ -197,15 +202,16 @@ void Driver::write_down(Work& work, const Decision& decision) {
   // What this rank announced in an earlier round has waited for others since then, but for the time
   // in which data moved.
   const bool waited = times.round.load(std::memory_order_relaxed) != round_number();
-  const std::chrono::nanoseconds lag =
-      waited ? agreed_ - std::max(work.submitted_, idle_since_) : lag_;
+  const std::chrono::nanoseconds lag = waited ? agreed_ - idle_since_ : lag_;
   times.agreed.store(agreed_, std::memory_order_relaxed);
   times.sequence.store(decided_, std::memory_order_relaxed);
   if (work.request_.sequence != nullptr) *work.request_.sequence = decided_;
   times.round.store(round_number(), std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
   // Only who has announced it in this round can have come last.
-  if (waited && lag > awaited_.lag && !decision.last.empty()) awaited_ = {lag, decision.last};
+  if (waited && lag >= Lateness::kNotable && !decision.last.empty()) {
+    awaited_ = {lag, decision.last};
+  }
   if (decision.last.size() == 1) {
     times.last_rank.store(decision.last.front(), std::memory_order_relaxed);
   } else if (lag >= kNotableLag) {

@@ -199,7 +199,7 @@ class Driver {
   // Of the last round: numbers of operations for whose last rank this one waited, and who it can be
   // (empty: any).
   std::vector<std::pair<std::uint64_t, std::vector<int>>> unsettled_;
-  // Of the last round: the longest wait for what this rank had announced in earlier ones, and who
+  // Of the last round: the notable wait for what this rank had announced in earlier ones, and who
   // can have come last there.
   struct {
     std::chrono::nanoseconds lag{0};

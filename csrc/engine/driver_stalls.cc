@@ -115,9 +115,8 @@ bool Driver::waits_for(int rank, Clock::time_point since) const {
   };
   if (round_open_) return waits_since_ && *waits_since_ <= since && is_in(board_.missing());
   return idle_since_ <= since && std::ranges::any_of(pending_, [&](const auto& each) {
-           const auto& [key, pending] = each;
-           return key != kJoinKey && pending.work->submitted_ <= since &&
-                  is_in(agreement_.missing(key));
+           const std::string& key = each.first;
+           return key != kJoinKey && is_in(agreement_.missing(key));
          });
 }
 
