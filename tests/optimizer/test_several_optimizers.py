@@ -1,5 +1,6 @@
 """Several wrapped optimizers in one program."""
 
+import pytest
 import torch
 from pool import run
 from torch import nn
@@ -71,3 +72,49 @@ def share_a_parameter() -> None:
 
 def test_one_parameter_of_two_optimizers():
     run(share_a_parameter, 2)
+
+
+def drop_on_one_rank_first(accumulated_on: int) -> None:
+    """Two ranks drop an optimizer with accumulated gradients, rank 0 later: it is garbage there."""
+    (a,), (b,) = weights(1), weights(1)
+    dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
+    if hvd.rank() <= accumulated_on:
+        a.backward()
+    garbage = dropped if hvd.rank() == 0 else None
+    del dropped
+    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((hvd.rank() + 1) * b).backward()
+        optimizer.step()
+    assert (a.item(), b.item()) == (1, 1 - 3 * 1.5)
+    del garbage
+    b.backward()
+    optimizer.step()
+    assert b.item() == 1 - 3 * 1.5 - 2.5
+
+
+@pytest.mark.parametrize("accumulated_on", [0, 1], ids=["on rank 0", "on both ranks"])
+def test_a_dropped_optimizer_is_collected_at_different_times(accumulated_on):
+    run(drop_on_one_rank_first, 2, args=(accumulated_on,))
+
+
+def drop_while_a_thread_looks() -> None:
+    """As above, with gradients due in the next pass; a thread that tells of late passes has it."""
+    (a,), (b,) = weights(1), weights(1)
+    dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0))
+    with dropped.no_sync():
+        a.backward()
+    looked_at = dropped._reducer if hvd.rank() == 0 else None
+    del dropped
+    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((hvd.rank() + 1) * b).backward()
+        optimizer.step()
+    assert (a.item(), b.item()) == (1, 1 - 3 * 1.5)
+    del looked_at
+
+
+def test_an_optimizer_is_dropped_while_a_thread_looks_at_it():
+    run(drop_while_a_thread_looks, 2)

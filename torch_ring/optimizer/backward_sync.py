@@ -137,6 +137,10 @@ class BackwardSync:
         self._registered += 1
         return index
 
+    def unregister(self, participant: int) -> None:
+        """Leave a participant out from now on, if it is registered."""
+        self._participants.pop(participant, None)
+
     def start_bucket(self, participant: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all of it is due here."""
         try:
@@ -267,7 +271,8 @@ class BackwardSync:
         ]
         taken = [index for index in used if self.run_ahead.take_up_aside(index)]
         reports = self._reports(stepping) if taken else reports
-        left = self.run_ahead.aside.difference(report.participant for report in reports)
+        left = self.run_ahead.aside.intersection(self._participants)
+        left.difference_update(report.participant for report in reports)
         return (
             *reports,
             *(GradientReport(index, due=0, accumulating=True) for index in sorted(left)),
@@ -342,8 +347,12 @@ class BackwardSync:
         # A rank that has joined does not hear of an order, and must keep the same plan.
         everybody = len(ranks) == self.size
         orders = {r.participant: r.order for r in ranks[0].gradients} if everybody else {}
+        # Accumulated gradients of a dropped optimizer are told of until Python collects garbage,
+        # which is not at the same time on all ranks: nothing of them is to be reduced.
         participants = [
-            (index, participant_of(self._participants, index)) for index in sorted(touched)
+            (index, participant_of(self._participants, index))
+            for index, due in sorted(touched.items())
+            if due or index in self._participants
         ]
         for index, participant in participants:
             participant.start(touched[index], touched[index] & ~dense[index], number)

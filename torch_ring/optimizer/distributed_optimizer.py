@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -203,7 +204,7 @@ class _DistributedOptimizer(Wrapped):
         settings: _Settings,
         passes_per_step: int,
     ) -> None:
-        self._reducer = reducer
+        self._take(reducer)
         self._parameter_names = names
         self._left_out = [p for p in names if not has_gradients(p)]
         self._settings = settings
@@ -319,7 +320,19 @@ class _DistributedOptimizer(Wrapped):
         if self._reducer is not None:  # the traceback of a pass that has failed may keep it alive
             self._reducer.release()
         self._reducer = None  # frees its buckets before new ones are made
-        self._reducer = self._settings.make_reducer(self._parameter_names, self._passes_per_step)
+        self._take(self._settings.make_reducer(self._parameter_names, self._passes_per_step))
+
+    def _take(self, reducer: Reducer | None) -> None:
+        """Use a reducer until the optimizer is gone, also if another thread has it a bit longer."""
+        self._reducer = reducer
+        if reducer is not None:
+            weakref.finalize(self, _release, weakref.ref(reducer)).atexit = False
+
+
+def _release(reference: weakref.ref[Reducer]) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.release()
 
 
 def _before_step(

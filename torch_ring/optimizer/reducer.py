@@ -111,6 +111,7 @@ class Reducer:
     def release(self) -> None:
         """Let go of the parameters: gradients that arrive from now on are another reducer's."""
         self.hooks.disable()
+        self._sync.unregister(self.index)
 
     def reduce_pending(self) -> None:
         """Reduce whatever any rank has accumulated; see `BackwardSync.reduce_pending`."""
