@@ -127,11 +127,13 @@ def test_the_news_of_a_killed_rank(tmp_path: Path, among_hosts: list[str]) -> No
         assert f"rank {row['victim']}" in row["example"]
 
 
+@pytest.mark.slow
 def test_process_sets(tmp_path: Path) -> None:
     (row,) = rows_of("--sets", "3", "--timeout", "60", folder=tmp_path)
     check_sets(row)
 
 
+@pytest.mark.slow
 def test_groups(tmp_path: Path) -> None:
     rows = rows_of("--groups", "3", "--timeout", "60", folder=tmp_path)
     assert [row["library"] for row in rows] == ["ring", "gloo"]

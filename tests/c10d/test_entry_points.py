@@ -80,7 +80,7 @@ for backend in sys.argv[1:]:
 @pytest.mark.parametrize(
     ("autoload", "is_known"),
     [
-        pytest.param("1", True, id="torch.backends"),
+        pytest.param("1", True, id="torch.backends", marks=pytest.mark.slow),
         pytest.param(
             "0",
             False,
@@ -135,6 +135,7 @@ if dist.get_rank() == 1:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_destroys_nothing() -> None:
     first, (status, out, err) = ranks_of(NEVER_DESTROYED, TORCH_RING_LOG_LEVEL="warning")
     assert first == (0, "", "")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow
 
 from tests.support.groups import default_group, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
@@ -181,7 +182,7 @@ def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
 
 
 @needs_torch_2_14
-@pytest.mark.parametrize("how", ["blocking", "unwaited", "recv"])
+@pytest.mark.parametrize("how", ["blocking", slow("unwaited"), slow("recv")])
 def test_a_timeout_that_is_set_later(how: str) -> None:
     assert on_ring(later_timeout, 2, 20.0, how, timeout_s=1.0) == [("nothing", "")] * 2
     kind, text = on_ring(later_timeout, 2, 1.0, how)[0]

@@ -223,6 +223,7 @@ def fork_worker() -> None:
     assert total() == 1
 
 
+@pytest.mark.slow
 def test_workers_of_a_data_loader() -> None:
     on_ring(fork_worker, 2)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ahead_programs import PROGRAMS, Program, branch_out, planned_passes, same_branches
 from pool import eventually
+from slow import slow
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
@@ -87,7 +88,7 @@ def dump_planned_passes(folder: Path, device: str) -> int:
     return len(numbers)
 
 
-@on_worlds
+@pytest.mark.parametrize("size", [2, slow(3)])
 def test_launches_are_in_the_flight_recorder(size: int, tmp_path: Path) -> None:
     passes = run_on_double(functools.partial(dump_planned_passes, tmp_path), size)[0]
     text = analysed(tmp_path)

@@ -22,6 +22,8 @@ from scripts import ROOT
 import torch_ring as hvd
 from torch_ring.config import SETTINGS
 
+pytestmark = pytest.mark.slow
+
 BUILD_DEADLINE_S = 300
 BROWSER_DEADLINE_S = 30
 LOADING = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src")}

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from scripts import ROOT, run
-from slow import slow, slow_after
+from slow import slow_after
 
 EXAMPLES = ROOT / "examples"
 DEADLINE_S = 120
@@ -80,7 +80,8 @@ def test_ctrl_c_ends_every_example() -> None:
             assert text.index(SIGINT_ENDS_IT) < text.index("    hvd.init()"), script
 
 
-@pytest.mark.parametrize("name", ["mnist", slow("horovod_migration"), slow("pinn")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mnist", "horovod_migration", "pinn"])
 def test_ctrl_c_prints_no_traceback(name: str, tmp_path: Path) -> None:
     """The terminal sends SIGINT to all ranks at once."""
     script = str(EXAMPLES / name / "train.py")

@@ -26,7 +26,7 @@ def test_behaviour(behaviour, size, transport):
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), slow("mpirun", 3)])
+@pytest.mark.parametrize(("launcher", "size"), [slow("torchrun", 2), slow("mpirun", 3)])
 def test_programs_of_users_and_all_behaviours_in_one_job(launcher, size):
     if launcher == "torchrun":
         command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(size)]

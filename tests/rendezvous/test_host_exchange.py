@@ -6,6 +6,7 @@ import time
 import pytest
 from counting_store import CountingStore
 from made_up import exchange_on, group, ranks_in
+from slow import slow_after
 from threads import run_on_ranks
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
@@ -138,7 +139,9 @@ def test_the_first_cause_wins():
     assert second.fail(Failure("RingError", "what follows")).text.endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("ranks", [[0, 1, 1, 2], [1, 1, 2, 0], [0, 1, 2, 2], [2, 1, 1, 0]])
+@pytest.mark.parametrize(
+    "ranks", slow_after(1, [[0, 1, 1, 2], [1, 1, 2, 0], [0, 1, 2, 2], [2, 1, 1, 0]])
+)
 def test_two_processes_of_one_rank_are_refused_on_all(ranks):
     """Whoever is too many waits in the next world, and hears of it there."""
     store = HashStore()

@@ -9,6 +9,7 @@ import time
 import made_up
 import pytest
 from meetings import meet, new_name, place_of, ranks_met
+from slow import slow
 from threads import run_on_ranks
 from torch.distributed import HashStore
 
@@ -261,7 +262,7 @@ def test_a_failure_before_the_cards_reaches_all_and_the_next_world_is_sound(host
         assert ranks == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dies", ["leader", "member"])
+@pytest.mark.parametrize("dies", [slow("leader"), "member"])
 def test_a_rank_that_dies_is_noticed(dies):
     name = new_name()
     first = Meeting(Identity(0, 3), Deadline(5.0), None, name)

@@ -8,6 +8,7 @@ import time
 import made_up
 import pytest
 from bell import Bell, a_signal_after
+from slow import slow
 from torch.distributed import HashStore
 
 from torch_ring.errors import RingError, TimeoutError
@@ -74,7 +75,7 @@ def test_ranks_that_meet_by_their_parent_are_told_so(job):
 
 
 @pytest.mark.parametrize("job", ["", "4711/0"])
-@pytest.mark.parametrize(("address", "local_size"), [("localhost", None), ("127.0.0.1", 1)])
+@pytest.mark.parametrize(("address", "local_size"), [("localhost", None), slow("127.0.0.1", 1)])
 def test_ranks_with_a_loopback_address_are_told_so(monkeypatch, job, address, local_size):
     """As an operator does that gives rank 0 its own host as "localhost"."""
     monkeypatch.setenv("MASTER_ADDR", address)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bell import Bell, a_signal_after
 from pool import error_of, eventually, run
 from ports import free_port
+from slow import slow
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
 import torch_ring as hvd
@@ -265,7 +266,7 @@ def init_while_rank_0_is_stopped(when: str) -> tuple[str, float] | None:
     return text, time.monotonic() - began
 
 
-@pytest.mark.parametrize("when", ["at once", "later"])
+@pytest.mark.parametrize("when", ["at once", slow("later")])
 def test_rank_0_stopped_during_init(when):
     env = on_nodes() | {"TORCH_RING_INIT_TIMEOUT": "3"}
     outcomes = run(

@@ -57,6 +57,7 @@ def said(job: LaunchedJob) -> list[str]:
     return [line.partition(": ")[2] for line in lines if line.startswith("torch_ring.run: ")]
 
 
+@pytest.mark.slow
 def test_hosts_come_and_the_first_one_goes(tmp_path):
     job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost")
     job.wait_for("process 0.1 is rank 0 of 1")

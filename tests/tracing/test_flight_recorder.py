@@ -148,6 +148,7 @@ def disagree_in_json(folder: str) -> None:
     tracing.dump(Path(folder) / f"rank{hvd.rank()}.json")
 
 
+@pytest.mark.slow
 def test_torchs_analyser_finds_the_same_in_what_was_written_as_json(tmp_path: Path) -> None:
     """It reads pickles alone."""
     run(disagree_in_json, 2, args=(str(tmp_path),))

@@ -12,7 +12,7 @@ import namespaces
 import pytest
 import torch
 from pool import run
-from slow import slow
+from slow import on_shm_and_slowly_on_tcp, slow
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -95,7 +95,8 @@ def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_tcp(late: in
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)")
-@pytest.mark.parametrize("late", [2, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [2, 1])
 def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_two_hosts(
     hosts: list[str], late: int
 ) -> None:
@@ -121,7 +122,7 @@ def take_turns() -> list[Straggler]:
     return tracing.stragglers()
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_ranks_that_are_late_in_turn_are_not_named(transport: str) -> None:
     assert run(take_turns, 3, transport=transport) == [[], [], []]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from logs import logged
 from pool import run
+from slow import on_shm_and_slowly_on_tcp
 from torch.utils.data import DataLoader, Dataset
-from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import tracing
@@ -177,7 +177,7 @@ def until_it_is_seen(late: Callable[[], str], what: str) -> str:
     return seen
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize(
     ("late", "what", "where"),
     [

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch_ring as hvd
 from tests.support.groups import on_ring
 from tests.support.pool import error_of, eventually, run
+from tests.support.slow import on_shm_and_slowly_on_tcp
 from tests.support.worlds import on_both_transports
 from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
@@ -41,7 +42,7 @@ def send_round(folder: Path) -> None:
     hvd.barrier()
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_a_dump_has_the_messages(transport: str, tmp_path: Path) -> None:
     run(send_round, 3, transport=transport, args=(tmp_path,))
     for rank in range(3):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from slow import on_shm_and_slowly_on_tcp
 
 from tests.support.groups import default_group, on_ring
 from tests.support.pool import error_of, run
@@ -36,7 +37,7 @@ def use_two_groups(folder: str) -> None:
     tracing.dump(folder)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_shm_and_slowly_on_tcp
 def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path, transport: str) -> None:
     on_ring(use_two_groups, 3, str(tmp_path), transport=transport)
     text = analysed(tmp_path)
@@ -95,7 +96,7 @@ def be_late(late: int) -> list[Straggler]:
     return tracing.stragglers(min_lag_s=0.03)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_shm_and_slowly_on_tcp
 def test_a_late_rank_of_a_group_is_named(transport: str) -> None:
     for rank, found in enumerate(on_ring(be_late, 3, 1, transport=transport)):
         assert [each.rank for each in found] == ([] if rank == 1 else [1]), found

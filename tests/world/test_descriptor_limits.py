@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 
+import pytest
 import torch
 from pool import error_of, run
 
@@ -37,6 +38,7 @@ def init_with_a_low_limit() -> None:
         hvd.shutdown()
 
 
+@pytest.mark.slow
 def test_thirty_two_ranks_with_a_low_limit():
     run(init_with_a_low_limit, 32, initialized=False)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from logs import logged
 from pool import error_of, run
+from slow import slow
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -66,12 +67,12 @@ def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: boo
 @pytest.mark.parametrize(
     ("transport", "size", "late"),
     [
-        ("shm", 3, [1]),
+        slow("shm", 3, [1]),
         ("shm", 4, [0, 2]),
-        ("tcp", 2, [0]),
-        ("tcp", 3, [1]),
+        slow("tcp", 2, [0]),
+        slow("tcp", 3, [1]),
         ("tcp", 5, [2, 3]),
-        ("tcp", 6, [3]),
+        slow("tcp", 6, [3]),
     ],
 )
 def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late):
@@ -88,7 +89,8 @@ def env_of_namespaces(**settings: str) -> dict[str, str]:
 @pytest.mark.netns
 @needs_namespaces
 @pytest.mark.parametrize(
-    ("layout", "late"), [([0, 0, 1, 1], [1]), ([0, 0, 1, 1], [2]), ([0, 1, 1, 2], [0, 3])]
+    ("layout", "late"),
+    [slow([0, 0, 1, 1], [1]), slow([0, 0, 1, 1], [2]), ([0, 1, 1, 2], [0, 3])],
 )
 def test_the_late_ranks_of_several_hosts(hosts, layout, late):
     logs = run(
