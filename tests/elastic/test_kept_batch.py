@@ -42,9 +42,10 @@ def train(
     # After one of the buckets has been sent, and before another, if this pass sends any.
     model.weights[1].register_hook(lambda _: reaper.at(f"pass {now}"))
     sampler = hvd.elastic.ElasticSampler(Samples())
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, end=until)
+    state = hvd.elastic.TorchState(
+        model, optimizer, sampler=sampler, epoch=0, end=until if plan else -1
+    )
     if not plan:
-        state.end = -1
 
         def end_soon() -> None:
             if hvd.size() == 3:  # it may need a second try
