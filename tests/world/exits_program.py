@@ -39,14 +39,34 @@ def miss_the_other() -> None:
         print(f"{type(error).__name__}: {error}")
 
 
-def be_of_mpirun(rank: int) -> None:
-    os.environ.update(
-        OMPI_COMM_WORLD_RANK=str(rank),
-        OMPI_COMM_WORLD_SIZE="2",
-        OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
-        OMPI_COMM_WORLD_LOCAL_SIZE="2",
-        PMIX_NAMESPACE=f"exits-{os.getpgid(0)}",
-    )
+def variables_of(launcher: str, rank: int) -> dict[str, str]:
+    """Return what a launcher tells one of two ranks on a host; by the name of its process."""
+    job = f"exits-{os.getpgid(0)}"
+    if launcher == "slurmstepd":
+        return {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_JOB_ID": job,
+            "SLURM_STEP_ID": "0",
+        }
+    if launcher == "hydra_pmi_proxy":
+        return {
+            "PMI_RANK": str(rank),
+            "PMI_SIZE": "2",
+            "MPI_LOCALRANKID": str(rank),
+            "MPI_LOCALNRANKS": "2",
+        }
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": job,
+    }
 
 
 def read_a_file(name: str) -> None:
@@ -106,7 +126,7 @@ def handle_an_error(rank: int) -> None:
 
 def fail_in_a_process(rank: int) -> None:
     def work() -> None:
-        be_of_mpirun(rank)
+        os.environ.update(variables_of("mpirun", rank))
         hvd.init()
         hvd.allreduce(torch.ones(3))
         if rank == 1:
@@ -173,18 +193,19 @@ SCENARIOS: list[Callable[[int], None]] = [
 
 
 def obey(rank: int, launcher: str, watched: str) -> None:
-    """Be a rank of mpirun, until that is killed."""
-    be_of_mpirun(rank)
+    """Be a rank of a launcher, or of mpirun below a shell; rank 0 kills its parent."""
+    os.environ.update(variables_of(launcher, rank))
     os.environ["TORCH_RING_EXIT_WITH_LAUNCHER"] = watched
     hvd.init()
     hvd.allreduce(torch.ones(3))
     if rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(DEADLINE_S if watched == "1" and launcher == "mpirun" else 1)
+    time.sleep(DEADLINE_S if watched == "1" and launcher != "bash" else 1)
     print("goes on:", hvd.allreduce(torch.ones(3)).tolist())
 
 
-LAUNCHERS = [("mpirun", "1"), ("mpirun", "0"), ("bash", "1")]
+WATCHED = ["mpirun", "hydra_pmi_proxy", "slurmstepd"]
+LAUNCHERS = [*((name, "1") for name in WATCHED), ("mpirun", "0"), ("bash", "1")]
 
 
 def main() -> None:

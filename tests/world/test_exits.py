@@ -69,11 +69,12 @@ def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit(results, scenar
             assert "FATAL" not in output, output
 
 
-def test_ranks_end_with_a_launcher_that_was_killed(results):
-    for rank, (status, output) in enumerate(results["mpirun 1"][0]):
+@pytest.mark.parametrize("launcher", ["mpirun", "hydra_pmi_proxy", "slurmstepd"])
+def test_ranks_end_with_a_launcher_that_was_killed(results, launcher):
+    for rank, (status, output) in enumerate(results[f"{launcher} 1"][0]):
         assert status == signal.SIGTERM
         assert f"[torch_ring] rank {rank} (pid " in output, output
-        assert "ends: mpirun (pid " in output, output
+        assert f"ends: {launcher} (pid " in output, output
         assert "which has started it, has died. TORCH_RING_EXIT_WITH_LAUNCHER=0" in output
 
 
