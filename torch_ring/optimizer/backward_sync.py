@@ -118,7 +118,8 @@ class BackwardSync:
 
         Thread: any.
         """
-        participants = list(self._participants.values())
+        found = [reference() for reference in self._participants.valuerefs()]  # at one moment
+        participants = [participant for participant in found if participant is not None]
         told = [each.progress() for each in participants if each.hooks.ready_order()]
         if not told and len(participants) == 1:  # it has no gradient yet
             told = [participants[0].progress()]

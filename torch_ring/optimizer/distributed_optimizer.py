@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from torch_ring.errors import ProcessSetLostError
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
+from torch_ring.optimizer.joint_closure import JointClosure
 from torch_ring.optimizer.parameter_names import checked_names, unnamed
 from torch_ring.optimizer.reducer import Reducer
 from torch_ring.optimizer.reducible import has_gradients
@@ -348,10 +349,10 @@ def _before_step(
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
     if position is not None:
-        closure = _JointClosure.of(args[position], reducer)
+        closure = JointClosure.of(args[position], reducer)
         return (*args[:position], closure, *args[position + 1 :]), kwargs
     if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": _JointClosure.of(kwargs["closure"], reducer)}
+        return args, {**kwargs, "closure": JointClosure.of(kwargs["closure"], reducer)}
     reducer.reduce_pending()
     return None
 
@@ -366,30 +367,6 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
         settings = optimizer._settings
         names, process_set = optimizer._parameter_names, settings.process_set
         verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
-
-
-class _JointClosure:
-    """A closure whose gradients and loss are reduced over all ranks."""
-
-    def __init__(self, closure: Callable[[], Any], reducer: Reducer) -> None:
-        self._closure = closure
-        self._reducer = reducer
-
-    @classmethod
-    def of(cls, closure: Callable[[], Any], reducer: Reducer) -> Callable[[], Any]:
-        """Return `closure` as a _JointClosure, or itself if it is one."""
-        return closure if isinstance(closure, cls) else cls(closure, reducer)
-
-    def __call__(self) -> Any:
-        self._reducer.nothing_pending = False
-        loss = self._closure()
-        self._reducer.reduce_pending()
-        if loss is None:
-            return None
-        if isinstance(loss, Tensor):
-            return self._reducer.reduce_loss(loss)
-        number = torch.tensor(loss, dtype=torch.float64, device="cpu")
-        return type(loss)(self._reducer.reduce_loss(number))
 
 
 def _check_passes(passes: int) -> None:
