@@ -1,6 +1,7 @@
 """Ranks that leave in peace: nobody takes them for dead, and what they have sent arrives."""
 
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ def come_and_go(rounds: int) -> None:
         hvd.shutdown()
 
 
-def compute() -> None:
-    while True:
+def compute(parent: int) -> None:
+    while os.getppid() == parent:  # which may be killed
         pass
 
 
@@ -29,7 +30,7 @@ def test_worlds_end_in_peace_on_a_loaded_machine(transport, full):
     jobs, rounds = (50, 400) if full else (1, 15)
     context = multiprocessing.get_context("fork")
     run(come_and_go, 3, args=(1,), transport=transport, initialized=False)  # torch is loaded then
-    busy = [context.Process(target=compute, daemon=True) for _ in range(4)]
+    busy = [context.Process(target=compute, args=(os.getpid(),), daemon=True) for _ in range(4)]
     for process in busy:
         process.start()
     try:
