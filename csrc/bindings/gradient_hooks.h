@@ -164,7 +164,7 @@ class GradientHooks final : public AccumulationObserver,
   void set_synchronizing(bool synchronizing);
 
   /// Stops the hooks: in a forked child, as the buckets are its parent's; and of an optimizer that
-  /// has others now. Not during a backward pass.
+  /// has others now, or is gone. Not during a backward pass of its parameters.
   void disable();
 
   // For the hooks, in a thread of autograd; as AccumulationObserver says.

@@ -80,12 +80,12 @@ for backend in sys.argv[1:]:
 @pytest.mark.parametrize(
     ("autoload", "is_known"),
     [
-        pytest.param("1", True, id="torch.backends", marks=pytest.mark.slow),
+        pytest.param("1", True, id="torch.backends"),
         pytest.param(
             "0",
             False,
             id="torch.distributed.backends",
-            marks=needs_torch_2_14,
+            marks=[needs_torch_2_14, pytest.mark.slow],
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 from torch import nn
 from torch.optim import SGD, Adam
 from training import assert_same_weights, joined_batches, loss_of, make_model, part, weights
@@ -99,13 +99,13 @@ def test_a_dropped_optimizer_is_collected_at_different_times(accumulated_on):
     run(drop_on_one_rank_first, 2, args=(accumulated_on,))
 
 
-def drop_while_a_thread_looks() -> None:
-    """As above, with gradients due in the next pass; a thread that tells of late passes has it."""
+def drop_what_something_else_holds() -> None:
+    """As above, with gradients due in the next pass; a thread may tell of a late pass just now."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0))
     with dropped.no_sync():
         a.backward()
-    looked_at = dropped._reducer if hvd.rank() == 0 else None
+    told_of = dropped._reducer if hvd.rank() == 0 else None
     del dropped
     optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
     for _ in range(3):
@@ -113,8 +113,78 @@ def drop_while_a_thread_looks() -> None:
         ((hvd.rank() + 1) * b).backward()
         optimizer.step()
     assert (a.item(), b.item()) == (1, 1 - 3 * 1.5)
-    del looked_at
+    del told_of
 
 
-def test_an_optimizer_is_dropped_while_a_thread_looks_at_it():
-    run(drop_while_a_thread_looks, 2)
+def test_a_dropped_optimizer_leaves_though_something_else_holds_its_reducer():
+    run(drop_what_something_else_holds, 2)
+
+
+def drop_on_one_rank_only() -> None:
+    """An optimizer with due gradients, which one rank has dropped: no pass can reduce them."""
+    (a,), (b,) = weights(1), weights(1)
+    dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0))
+    with dropped.no_sync():
+        a.backward()
+    kept = dropped if hvd.rank() == 0 else None
+    del dropped
+    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
+    _, text = error_of(b.backward)
+    assert "gradients for the wrapped optimizer 0, which another rank has dropped" in text, text
+    del kept, optimizer
+
+
+def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_all():
+    run(drop_on_one_rank_only, 2)
+
+
+def drop_a_trained_one_on_one_rank_first() -> None:
+    """As the first, with buckets in their final order, which the autotuner would try others for."""
+    (a,), (b,) = weights(1), weights(1)
+    dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
+    for _ in range(2):
+        dropped.zero_grad()
+        for _ in range(2):
+            a.backward()
+        dropped.step()
+    a.backward()
+    garbage = dropped if hvd.rank() == 0 else None
+    del dropped
+    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
+    for _ in range(12):
+        optimizer.zero_grad()
+        b.backward()
+        optimizer.step()
+    assert (a.item(), b.item()) == (1 - 4, 1 - 12)
+    del garbage
+
+
+@on_both_transports
+def test_a_trained_optimizer_is_collected_at_different_times(transport):
+    run(
+        drop_a_trained_one_on_one_rank_first,
+        2,
+        transport=transport,
+        env={"TORCH_RING_AUTOTUNE": "1"},
+    )
+
+
+def add_parameters_in_a_closure() -> None:
+    (a,), (b,) = weights(1), weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0))
+
+    def closure():
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [b], "lr": 2.0})
+        optimizer.zero_grad()
+        loss = (hvd.rank() + 1) * (a + b)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(2)]
+    assert losses == [1.5 * 2, 1.5 * (2 - 1.5 - 3)]
+    assert (a.item(), b.item()) == (1 - 2 * 1.5, 1 - 2 * 3)
+
+
+def test_a_closure_adds_parameters():
+    run(add_parameters_in_a_closure, 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launcher_commands import mpirun_command, output_of, start_program
 from scripts import ROOT
+from slow import slow_after
 
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 HELLO = Path(__file__).parent / "hello.py"
@@ -32,8 +33,10 @@ def test_the_page_has_a_line_for_each_way_to_launch():
     assert len(ON_ONE_HOST) >= 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ON_ONE_HOST)
+# torchrun first: make test runs one of them.
+@pytest.mark.parametrize(
+    "command", slow_after(1, sorted(ON_ONE_HOST, key=lambda line: "torchrun" not in line))
+)
 def test_a_command_runs_as_printed(command, tmp_path):
     words = shlex.split(command)
     if words[0] == "mpirun":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from torch_ring._C import Engine, PassAgreement, all_sent, backward_name, in_wor
 from torch_ring.errors import RingError
 from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
-from torch_ring.optimizer.participant import Participant, participant_of
+from torch_ring.optimizer.participant import Participant
+from torch_ring.optimizer.participants import Participants
 from torch_ring.optimizer.run_ahead import RunAhead
 from torch_ring.optimizer.uneven_batches import explained, require_same_steps
 from torch_ring.optimizer.weight_comparison import summary_of
@@ -73,13 +73,12 @@ class BackwardSync:
     _world_engine: Engine = field(default_factory=current.engine)
     _record: ProcessSetRecord = field(init=False)
     _registered: int = 0
-    _participants: WeakValueDictionary[int, Participant] = field(
-        default_factory=WeakValueDictionary
-    )
+    _participants: Participants = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
+        self._participants = Participants(self.fail)
         self._record = membership(self.process_set)
         self._record.pass_progress = self.progress
         self.run_ahead = RunAhead(
@@ -118,8 +117,7 @@ class BackwardSync:
 
         Thread: any.
         """
-        found = [reference() for reference in self._participants.valuerefs()]  # at one moment
-        participants = [participant for participant in found if participant is not None]
+        participants = self._participants.values()
         told = [each.progress() for each in participants if each.hooks.ready_order()]
         if not told and len(participants) == 1:  # it has no gradient yet
             told = [participants[0].progress()]
@@ -134,13 +132,13 @@ class BackwardSync:
         """Return the participant's index. Call in the same order on all ranks."""
         self.run_ahead.begin_anew()
         index = self._registered
-        self._participants[index] = participant
+        self._participants.add(index, participant)
         self._registered += 1
         return index
 
     def unregister(self, participant: int) -> None:
-        """Leave a participant out from now on, if it is registered."""
-        self._participants.pop(participant, None)
+        """Leave a participant out from now on, if it is registered. Thread: any."""
+        self._participants.remove(participant)
 
     def start_bucket(self, participant: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all of it is due here."""
@@ -162,7 +160,8 @@ class BackwardSync:
         """End a backward pass: agree with the other ranks, and reduce what is due on any."""
         self._begin_ending()
         try:
-            if len(self._participants) == 1 and self._finalize_dense(*self._participants.values()):
+            participants = self._participants.values()
+            if len(participants) == 1 and self._finalize_dense(participants[0]):
                 return
             if self.run_ahead.ends_pass(self.steps):
                 return
@@ -231,7 +230,7 @@ class BackwardSync:
             participant.stop_tuning()
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
-        participants = list(self._participants.values())
+        participants = self._participants.values()
         reports = [participant.report(participant is stepping) for participant in participants]
         return tuple(report for report in reports if report)
 
@@ -272,8 +271,8 @@ class BackwardSync:
         ]
         taken = [index for index in used if self.run_ahead.take_up_aside(index)]
         reports = self._reports(stepping) if taken else reports
-        left = self.run_ahead.aside.intersection(self._participants)
-        left.difference_update(report.participant for report in reports)
+        told = {report.participant for report in reports}
+        left = [index for index in self.run_ahead.aside - told if index in self._participants]
         return (
             *reports,
             *(GradientReport(index, due=0, accumulating=True) for index in sorted(left)),
@@ -304,7 +303,7 @@ class BackwardSync:
 
     def _with_digest(self, report: GradientReport) -> GradientReport:
         """Return the report with a digest of the weights, if these are the first gradients."""
-        participant = participant_of(self._participants, report.participant)
+        participant = self._participants[report.participant]
         if participant.weights_compared or not report.due:
             return report
         return replace(report, digest=summary_of(participant.weight_digests()))
@@ -316,7 +315,7 @@ class BackwardSync:
             digests.setdefault(report.participant, []).append(report.digest)
         if not digests:
             return
-        participants = [participant_of(self._participants, index) for index in sorted(digests)]
+        participants = [self._participants.named(index) for index in sorted(digests)]
         if any(found != found[:1] * len(ranks) for found in digests.values()):
             # They differ, or a rank has no gradients yet and has sent none.
             self._find_difference(participants, f"{backward_name(number)}.weights")
@@ -348,18 +347,21 @@ class BackwardSync:
         # A rank that has joined does not hear of an order, and must keep the same plan.
         everybody = len(ranks) == self.size
         orders = {r.participant: r.order for r in ranks[0].gradients} if everybody else {}
-        # Accumulated gradients of a dropped optimizer are told of until Python collects garbage,
-        # which is not at the same time on all ranks: nothing of them is to be reduced.
-        participants = [
-            (index, participant_of(self._participants, index))
+        reduced = [
+            (index, self._participants.named(index), due)
             for index, due in sorted(touched.items())
-            if due or index in self._participants
+            if due
         ]
-        for index, participant in participants:
-            participant.start(touched[index], touched[index] & ~dense[index], number)
-        for index, participant in participants:
+        for index, participant, due in reduced:
+            participant.start(due, due & ~dense[index], number)
+        for index, participant, _ in reduced:
             participant.finish(orders.get(index, ()))
-            participant.nothing_pending = index not in accumulating
+        # An optimizer whose gradients only accumulate may be here no more, and elsewhere still: one
+        # that a program has dropped is told of until Python collects garbage.
+        for index in touched:
+            told = self._participants.get(index)
+            if told is not None:
+                told.nothing_pending = index not in accumulating
         is_steady = everybody and not accumulating and dense == touched
         self.run_ahead.learn(number, touched if is_steady else {})
 

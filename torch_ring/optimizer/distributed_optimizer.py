@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -324,13 +325,13 @@ class _DistributedOptimizer(Wrapped):
         self._take(self._settings.make_reducer(self._parameter_names, self._passes_per_step))
 
     def _take(self, reducer: Reducer | None) -> None:
-        """Use a reducer until the optimizer is gone, also if another thread has it a bit longer."""
+        """Use a reducer. It leaves the agreement when this optimizer goes, whoever holds it."""
         self._reducer = reducer
         if reducer is not None:
-            weakref.finalize(self, _release, weakref.ref(reducer)).atexit = False
+            reducer.owner = weakref.ref(self, functools.partial(_release, weakref.ref(reducer)))
 
 
-def _release(reference: weakref.ref[Reducer]) -> None:
+def _release(reference: weakref.ref[Reducer], _owner: object) -> None:
     reducer = reference()
     if reducer is not None:
         reducer.release()
@@ -347,12 +348,12 @@ def _before_step(
         require_whole(optimizer._settings.process_set)
         return None
     optimizer._require_known_parameters()
+    joint = functools.partial(JointClosure.of, reducer=lambda: optimizer._reducer)
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
     if position is not None:
-        closure = JointClosure.of(args[position], reducer)
-        return (*args[:position], closure, *args[position + 1 :]), kwargs
+        return (*args[:position], joint(args[position]), *args[position + 1 :]), kwargs
     if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": JointClosure.of(kwargs["closure"], reducer)}
+        return args, {**kwargs, "closure": joint(kwargs["closure"])}
     reducer.reduce_pending()
     return None
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket
-from torch_ring.errors import RingError
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
+from torch_ring._C import DenseFinalizer, GradientHooks, PlannedBucket
+from torch_ring.optimizer.gradient_report import GradientReport
 
 __all__ = [
     "FastPath",
     "Participant",
     "Pending",
-    "participant_of",
-    "reduce_reported",
-    "started_gradients",
 ]
 
 Pending = tuple[bytes, bytes, bool, bool]
@@ -94,66 +90,3 @@ class Participant(Protocol):
 
     def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
         """Warn if these digests, int64 [rank, parameter], differ between the ranks."""
-
-
-def participant_of(participants: Mapping[int, Participant], index: int) -> Participant:
-    """Return the participant that another rank's report names.
-
-    Raises:
-        RingError: there is none.
-    """
-    participant = participants.get(index)
-    if participant is None:
-        raise RingError(
-            f"another rank has gradients for the wrapped optimizer {index}, which does "
-            "not exist here (any more): wrap and drop optimizers alike on all ranks"
-        )
-    return participant
-
-
-def started_gradients(
-    participants: Mapping[int, Participant],
-    pending: Mapping[int, Pending],
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the gradients that a planned pass takes: those that are due, or accumulate.
-
-    Args:
-        participants: the optimizers, by index.
-        pending: what their hooks' `pending()` has returned.
-
-    Returns:
-        Bitmaps of the gradients by optimizer, and of those that are sparse.
-    """
-    gradients, sparse = {}, {}
-    for index, (due, sparse_ones, accumulating, _) in pending.items():
-        if accumulating:
-            due, sparse_ones, _, _ = participants[index].hooks.pending(Due.started)
-        if any(due):
-            gradients[index] = int.from_bytes(due, "little")
-            sparse[index] = int.from_bytes(sparse_ones, "little")
-    return gradients, sparse
-
-
-def reduce_reported(
-    participants: Mapping[int, Participant],
-    ranks: Sequence[BackwardReport],
-    gradients: Mapping[int, int],
-    number: int,
-) -> None:
-    """Reduce gradients that reports have told of, by agreed operations. Collective.
-
-    Args:
-        participants: the optimizers, by index.
-        ranks: the reports; all ranks have the same ones.
-        gradients: what to reduce, as bitmaps by optimizer.
-        number: the pass's.
-    """
-    dense = dict.fromkeys(gradients, 0)
-    for report in (report for rank in ranks for report in rank.gradients):
-        if report.participant in dense:
-            dense[report.participant] |= report.due & ~report.sparse
-    found = {index: participant_of(participants, index) for index in sorted(gradients)}
-    for index, participant in found.items():
-        participant.start(gradients[index], gradients[index] & ~dense[index], number)
-    for participant in found.values():
-        participant.finish(())

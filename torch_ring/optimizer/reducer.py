@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -81,6 +82,7 @@ class Reducer:
         self.steps = 0
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
+        self.owner: weakref.ref[object] | None = None  # the optimizer; releases this when it goes
         self.hooks = GradientHooks(
             parameters,
             names,
@@ -109,9 +111,10 @@ class Reducer:
         current.disable_in_child(self.hooks)
 
     def release(self) -> None:
-        """Let go of the parameters: gradients that arrive from now on are another reducer's."""
+        """Leave the agreement, and ignore gradients from now on. Thread: any."""
         self.hooks.disable()
         self._sync.unregister(self.index)
+        self.nothing_pending = True
 
     def reduce_pending(self) -> None:
         """Reduce whatever any rank has accumulated; see `BackwardSync.reduce_pending`."""

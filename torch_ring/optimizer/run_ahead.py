@@ -63,12 +63,8 @@ from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
-from torch_ring.optimizer.participant import (
-    Participant,
-    Pending,
-    reduce_reported,
-    started_gradients,
-)
+from torch_ring.optimizer.participant import Participant, Pending
+from torch_ring.optimizer.participants import Participants
 from torch_ring.optimizer.pass_history import Gradients, PassHistory, union_of, without
 from torch_ring.optimizer.planned_reports import Entered, PlannedReports
 from torch_ring.optimizer.uneven_batches import require_same_steps
@@ -96,7 +92,7 @@ class RunAhead:
         engine: of the process set.
         agreement: numbers the passes, planned or agreed.
         size: the number of ranks.
-        participants: the wrapped optimizers, by index.
+        participants: the wrapped optimizers.
         explain: raises an error of the operation of this name again, with what its user may have
             done wrong.
 
@@ -109,7 +105,7 @@ class RunAhead:
         engine: Engine,
         agreement: PassAgreement,
         size: int,
-        participants: Mapping[int, Participant],
+        participants: Participants,
         explain: Callable[[RingError, str], None],
     ) -> None:
         self._native = engine.run_ahead()
@@ -167,7 +163,7 @@ class RunAhead:
             self._engine.end("a backward pass was interrupted while its gradients were launched")
         pending = {
             index: participant.hooks.pending(Due.everything if participant is stepping else Due.now)
-            for index, participant in sorted(self._participants.items())
+            for index, participant in self._participants.items()
         }
         if any(unready for _, _, _, unready in pending.values()):
             for participant in self._participants.values():
@@ -178,7 +174,7 @@ class RunAhead:
         if stepping is None and not any(any(due) for due, _, _, _ in pending.values()):
             return True
         self._open_pass(number)
-        gradients, sparse = started_gradients(self._participants, pending)
+        gradients, sparse = self._participants.started_gradients(pending)
         with interrupt_deferred():
             self._agreement.begin_reduction()
             ranks = self._run(number, steps, gradients, sparse, stepping)
@@ -339,7 +335,7 @@ class RunAhead:
         self._native.launch_rest()
         reports = tuple(
             GradientReport(index, gradients.get(index, 0), sparse.get(index, 0))
-            for index, participant in sorted(self._participants.items())
+            for index, participant in self._participants.items()
             if index in gradients or participant is stepping
         )
         entered = self._reports.send(number, planned, BackwardReport(steps, reports))
@@ -353,7 +349,7 @@ class RunAhead:
                 participant.hooks.restore(participant.bitmap(nowhere))
                 participant.hooks.mark_reduced(participant.bitmap(bitmap & ~nowhere))
         if all(without(rank.due, planned) for rank in ranks):
-            reduce_reported(self._participants, ranks, without(union, planned), number)
+            self._participants.reduce_reported(ranks, without(union, planned), number)
         else:
             self._put_aside(without(gradients, planned))
         return ranks

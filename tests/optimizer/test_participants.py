@@ -1,0 +1,56 @@
+"""Participants: optimizers that go while others are looked at."""
+
+import gc
+
+import pytest
+
+from torch_ring.errors import RingError
+from torch_ring.optimizer.participants import Participants
+
+
+class Optimizer:
+    """All that `Participants` needs of one."""
+
+
+def fail(why: str) -> None:
+    raise RingError(why)
+
+
+def three() -> tuple[Participants, list[Optimizer]]:
+    participants, optimizers = Participants(fail), [Optimizer() for _ in range(3)]
+    for index, optimizer in enumerate(optimizers):
+        participants.add(index, optimizer)
+    return participants, optimizers
+
+
+def test_they_go_while_others_are_looked_at() -> None:
+    participants, optimizers = three()
+    assert [index for index, _ in participants.items()] == [0, 1, 2]
+    seen = []
+    for index, _ in participants.items():
+        participants.remove(1)
+        seen.append(index)
+    assert seen == [0, 1, 2]
+    assert participants.values() == [optimizers[0], optimizers[2]]
+    assert 1 not in participants
+
+
+def test_one_that_nobody_holds_is_gone() -> None:
+    participants, optimizers = three()
+    del optimizers[0]
+    assert len(participants) == 2
+    optimizers[0].itself = optimizers[0]
+    del optimizers[0]
+    assert len(participants) == 2  # garbage, and not collected
+    gc.collect()
+    assert participants.values() == optimizers
+    assert participants.get(0) is None
+    with pytest.raises(KeyError):
+        participants[1]
+
+
+def test_one_that_is_gone_is_named() -> None:
+    participants, _ = three()
+    participants.remove(1)
+    with pytest.raises(RingError, match="wrapped optimizer 1, which another rank has dropped"):
+        participants.named(1)
