@@ -56,3 +56,27 @@ def add_parameters_by_hand() -> None:
 
 def test_parameters_added_by_hand_are_refused():
     run(add_parameters_by_hand, 2)
+
+
+def add_parameters_in_a_closure() -> None:
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0))
+    before = optimizer._reducer
+
+    def closure():
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [b], "lr": 2.0})
+        optimizer.zero_grad()
+        loss = (hvd.rank() + 1) * (a + b)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(2)]
+    assert before.nothing_pending  # or reducing what it has would never end
+    before.reduce_pending()
+    assert losses == [1.5 * 2, 1.5 * (2 - 1.5 - 3)]
+    assert (a.item(), b.item()) == (1 - 2 * 1.5, 1 - 2 * 3)
+
+
+def test_a_closure_adds_parameters():
+    run(add_parameters_in_a_closure, 2)

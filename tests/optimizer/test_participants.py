@@ -17,7 +17,7 @@ def fail(why: str) -> None:
 
 
 def three() -> tuple[Participants, list[Optimizer]]:
-    participants, optimizers = Participants(fail), [Optimizer() for _ in range(3)]
+    participants, optimizers = Participants(1, fail), [Optimizer() for _ in range(3)]
     for index, optimizer in enumerate(optimizers):
         participants.add(index, optimizer)
     return participants, optimizers
@@ -38,10 +38,10 @@ def test_they_go_while_others_are_looked_at() -> None:
 def test_one_that_nobody_holds_is_gone() -> None:
     participants, optimizers = three()
     del optimizers[0]
-    assert len(participants) == 2
+    assert participants.values() == optimizers
     optimizers[0].itself = optimizers[0]
     del optimizers[0]
-    assert len(participants) == 2  # garbage, and not collected
+    assert len(participants.values()) == 2  # garbage, and not collected
     gc.collect()
     assert participants.values() == optimizers
     assert participants.get(0) is None
@@ -50,7 +50,8 @@ def test_one_that_nobody_holds_is_gone() -> None:
 
 
 def test_one_that_is_gone_is_named() -> None:
-    participants, _ = three()
+    participants, optimizers = three()
     participants.remove(1)
-    with pytest.raises(RingError, match="wrapped optimizer 1, which another rank has dropped"):
+    assert participants.named(2) is optimizers[2]
+    with pytest.raises(RingError, match=r"^rank 1 has dropped the wrapped optimizer 1"):
         participants.named(1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from exits_program import WATCHED
 from launcher_commands import TORCHRUN, clean_environment, output_of, start_program
 
 PROGRAM = Path(__file__).parent / "exits_program.py"
@@ -69,7 +70,7 @@ def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit(results, scenar
             assert "FATAL" not in output, output
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "hydra_pmi_proxy", "slurmstepd"])
+@pytest.mark.parametrize("launcher", WATCHED)
 def test_ranks_end_with_a_launcher_that_was_killed(results, launcher):
     for rank, (status, output) in enumerate(results[f"{launcher} 1"][0]):
         assert status == signal.SIGTERM

@@ -78,7 +78,7 @@ class BackwardSync:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
-        self._participants = Participants(self.fail)
+        self._participants = Participants(self._rank, self.fail)
         self._record = membership(self.process_set)
         self._record.pass_progress = self.progress
         self.run_ahead = RunAhead(

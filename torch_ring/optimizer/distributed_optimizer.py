@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeVar
@@ -330,6 +330,14 @@ class _DistributedOptimizer(Wrapped):
         if reducer is not None:
             reducer.owner = weakref.ref(self, functools.partial(_release, weakref.ref(reducer)))
 
+    def _reducer_in_use(self) -> Reducer:
+        assert self._reducer is not None, "steps of one rank have no joint closure"
+        return self._reducer
+
+    def _joint(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure of all ranks together, which may call add_param_group()."""
+        return JointClosure.of(closure, self._reducer_in_use)
+
 
 def _release(reference: weakref.ref[Reducer], _owner: object) -> None:
     reducer = reference()
@@ -348,12 +356,11 @@ def _before_step(
         require_whole(optimizer._settings.process_set)
         return None
     optimizer._require_known_parameters()
-    joint = functools.partial(JointClosure.of, reducer=lambda: optimizer._reducer)
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
     if position is not None:
-        return (*args[:position], joint(args[position]), *args[position + 1 :]), kwargs
+        return (*args[:position], optimizer._joint(args[position]), *args[position + 1 :]), kwargs
     if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": joint(kwargs["closure"])}
+        return args, {**kwargs, "closure": optimizer._joint(kwargs["closure"])}
     reducer.reduce_pending()
     return None
 

@@ -16,14 +16,12 @@ __all__ = ["JointClosure"]
 class JointClosure:
     """A closure whose gradients and loss are reduced over all ranks."""
 
-    def __init__(self, closure: Callable[[], Any], reducer: Callable[[], Reducer | None]) -> None:
+    def __init__(self, closure: Callable[[], Any], reducer: Callable[[], Reducer]) -> None:
         self._closure = closure
         self._reducer = reducer
 
     @classmethod
-    def of(
-        cls, closure: Callable[[], Any], reducer: Callable[[], Reducer | None]
-    ) -> Callable[[], Any]:
+    def of(cls, closure: Callable[[], Any], reducer: Callable[[], Reducer]) -> Callable[[], Any]:
         """Return `closure` as a JointClosure, or itself if it is one.
 
         Args:
@@ -34,13 +32,9 @@ class JointClosure:
 
     def __call__(self) -> Any:
         """Compute the gradients, reduce them, and return the loss of all ranks together."""
-        before = self._reducer()
-        if before is not None:
-            before.nothing_pending = False
+        self._reducer().nothing_pending = False
         loss = self._closure()
         reducer = self._reducer()
-        if reducer is None:
-            return loss
         reducer.reduce_pending()
         if loss is None:
             return None

@@ -10,11 +10,7 @@ from torch import Tensor
 from torch_ring._C import DenseFinalizer, GradientHooks, PlannedBucket
 from torch_ring.optimizer.gradient_report import GradientReport
 
-__all__ = [
-    "FastPath",
-    "Participant",
-    "Pending",
-]
+__all__ = ["FastPath", "Participant", "Pending"]
 
 Pending = tuple[bytes, bytes, bool, bool]
 """What `GradientHooks.pending` returns."""

@@ -21,10 +21,12 @@ class Participants:
     Thread: any.
 
     Args:
+        rank: this one.
         fail: ends the job on all ranks, and raises RingError.
     """
 
-    def __init__(self, fail: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, fail: Callable[[str], None]) -> None:
+        self._rank = rank
         self._fail = fail
         self._references: dict[int, weakref.ref[Participant]] = {}
 
@@ -36,9 +38,6 @@ class Participants:
     def remove(self, index: int) -> None:
         """Remove a participant, if it is there."""
         self._references.pop(index, None)
-
-    def __len__(self) -> int:
-        return len(self.items())
 
     def __contains__(self, index: int) -> bool:
         return self.get(index) is not None
@@ -72,8 +71,8 @@ class Participants:
         participant = self.get(index)
         if participant is None:
             self._fail(
-                f"a rank has gradients for the wrapped optimizer {index}, which another rank has "
-                "dropped: wrap and drop optimizers alike on all ranks"
+                f"rank {self._rank} has dropped the wrapped optimizer {index}, for which another "
+                "rank has gradients: wrap and drop optimizers alike on all ranks"
             )
         assert participant is not None
         return participant
