@@ -100,12 +100,6 @@ def test_nothing_reads_the_environment():
         assert not re.search(r"\b(secure_)?getenv\b|\benviron\b", path.read_text()), path.name
 
 
-def test_every_source_is_in_a_layer_and_short():
-    for path in FILES:
-        lines = len(path.read_text().splitlines())
-        assert lines <= 400, f"{path.name} has {lines} lines: two ideas?"
-
-
 # --- torch_ring/
 
 # Room (a package or a module on top) -> the rooms that it may import besides itself, in the order
@@ -224,9 +218,3 @@ def test_rooms_are_few_imports_deep():
         return 1 + max((depth(other) for other in below), default=0)
 
     assert depth("__init__") <= DEEPEST_ROOM
-
-
-def test_modules_are_short():
-    for module, path in MODULES.items():
-        lines = len(path.read_text().splitlines())
-        assert lines <= 400, f"{module} has {lines} lines: two ideas?"
