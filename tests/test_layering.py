@@ -86,6 +86,23 @@ def test_nothing_includes_in_a_circle():
         pytest.fail("includes run in a circle: " + " -> ".join(error.args[1]))
 
 
+def test_a_name_is_one_class():
+    """Two classes of one name in a namespace are one to the linker, which takes either's members.
+
+    Anonymous namespaces do not count: their classes belong to one source.
+    """
+    defined: dict[str, set[str]] = {}
+    for path in [*FILES, *(ROOT / "tests" / "cpp").glob("**/*.[hc]*")]:
+        text = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", path.read_text(), flags=re.M | re.S)
+        namespace = re.search(r"^namespace ([\w:]+) \{", text, flags=re.M)
+        pattern = r"^(?:template <.*>\s+)?(?:class|struct|enum class) (\w+)(?:;| final| :| \{)"
+        for match in re.finditer(pattern, text, flags=re.M):
+            if namespace and not match[0].endswith(";"):
+                defined.setdefault(f"{namespace[1]}::{match[1]}", set()).add(path.name)
+    assert "torch_ring::Error" in defined
+    assert {name: sorted(files) for name, files in defined.items() if len(files) > 1} == {}
+
+
 def test_nothing_below_bindings_makes_a_communicator():
     """collective/make_communicator knows all of them, and so stands on top of its folder."""
     for path in FILES:

@@ -9,7 +9,7 @@ namespace torch_ring {
 
 /// What a network costs, in picoseconds. Integers: all ranks must choose the same algorithm, also
 /// on processors that round differently.
-struct Link {
+struct NetworkCost {
   std::uint64_t latency_ps;    // of a step: an empty message
   std::uint64_t near_ps;       // of a byte to the next rank
   std::uint64_t far_ps;        // of a byte to any rank, when every rank sends at once
@@ -18,7 +18,7 @@ struct Link {
 
 /// TCP over Ethernet of 25 Gbit/s; docs/tuning.md has the reasons. It is a constant, because all
 /// ranks must choose alike.
-inline constexpr Link kEthernet{30'000'000, 400, 500, 100};
+inline constexpr NetworkCost kEthernet{30'000'000, 400, 500, 100};
 
 /// Up to this number of ranks the choice depends on the size alone: logarithms save a step or two.
 inline constexpr int kFewRanks = 4;
@@ -60,16 +60,16 @@ enum class BroadcastPath {
 
 /// The time of a collective of `bytes` (of an allgather: of all parts): its steps, its bytes, and
 /// the part of a reduction that no transfer hides. `ranks` is at least 2.
-std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const Link& link);
-std::uint64_t time_ps(ReducePath path, std::size_t bytes, int ranks, const Link& link);
-std::uint64_t time_ps(AllgatherPath path, std::size_t bytes, int ranks, const Link& link);
-std::uint64_t time_ps(BroadcastPath path, std::size_t bytes, int ranks, const Link& link);
+std::uint64_t time_ps(AllreducePath path, std::size_t bytes, int ranks, const NetworkCost& cost);
+std::uint64_t time_ps(ReducePath path, std::size_t bytes, int ranks, const NetworkCost& cost);
+std::uint64_t time_ps(AllgatherPath path, std::size_t bytes, int ranks, const NetworkCost& cost);
+std::uint64_t time_ps(BroadcastPath path, std::size_t bytes, int ranks, const NetworkCost& cost);
 
 /// The path with the shortest time; of equal ones the first in the enumeration. kFewRanks have
 /// their rules.
-AllreducePath choose_allreduce(std::size_t bytes, int ranks, const Link& link = kEthernet);
-ReducePath choose_reduce(std::size_t bytes, int ranks, const Link& link = kEthernet);
-AllgatherPath choose_allgather(std::size_t bytes, int ranks, const Link& link = kEthernet);
-BroadcastPath choose_broadcast(std::size_t bytes, int ranks, const Link& link = kEthernet);
+AllreducePath choose_allreduce(std::size_t bytes, int ranks, const NetworkCost& cost = kEthernet);
+ReducePath choose_reduce(std::size_t bytes, int ranks, const NetworkCost& cost = kEthernet);
+AllgatherPath choose_allgather(std::size_t bytes, int ranks, const NetworkCost& cost = kEthernet);
+BroadcastPath choose_broadcast(std::size_t bytes, int ranks, const NetworkCost& cost = kEthernet);
 
 }  // namespace torch_ring

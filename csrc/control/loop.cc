@@ -163,7 +163,7 @@ std::vector<int> ControlLoop::descriptors() const {
   std::vector<int> fds{wake_.get()};
   fds.push_back(launcher_.fd());
   entrance_.append_descriptors(fds);
-  for (const Link& link : links_) fds.push_back(link.fd());
+  for (const ControlLink& link : links_) fds.push_back(link.fd());
   bids_.append_descriptors(fds);
   data_.append_descriptors(fds);
   std::erase(fds, -1);

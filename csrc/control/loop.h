@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "control/bids.h"
+#include "control/control_link.h"
 #include "control/data_connections.h"
 #include "control/entrance.h"
 #include "control/launcher_watch.h"
 #include "control/letters.h"
-#include "control/link.h"
 #include "control/looks.h"
 #include "control/neighbourhood.h"
 #include "control/news.h"
@@ -88,13 +88,13 @@ class ControlLoop {
   void send_own_news(Clock::time_point now);
   void seek_neighbours(Clock::time_point now);
   void send(Clock::time_point now);
-  std::list<Link> say_goodbye();
+  std::list<ControlLink> say_goodbye();
 
   void add_link(int peer, Fd socket, Clock::time_point now);
-  Link* link_to(int peer);
+  ControlLink* link_to(int peer);
   void lose(int peer, const std::string& how, Clock::time_point now);
   void presume_departed(int peer);
-  void learn(const Message& message, const Link* from, Clock::time_point now);
+  void learn(const Message& message, const ControlLink* from, Clock::time_point now);
   void give_setup_up(const Error& error);
   std::string silence() const;
   bool in_setup() const { return !awaited_.empty(); }
@@ -114,7 +114,7 @@ class ControlLoop {
   bool moved_ = true;  // neighbourhood_ has changed
   Entrance entrance_;
   LauncherWatch launcher_;
-  std::list<Link> links_;
+  std::list<ControlLink> links_;
   Bids bids_;
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far

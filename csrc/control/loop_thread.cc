@@ -33,7 +33,7 @@ void ControlLoop::run() {
     const auto presumed = std::exchange(presumed_, {});
     const auto connected = std::exchange(connected_, {});
     const auto farewell = farewell_;
-    std::list<Link> parting;
+    std::list<ControlLink> parting;
     if (farewell == Farewell::kGoodbye) parting = say_goodbye();
     lock.unlock();
 
@@ -55,7 +55,7 @@ Clock::time_point ControlLoop::prepare(PollSet& polls) {
   data_.add_to(polls);
   auto due = std::min({next_heartbeat_, launcher_.due(), neighbourhood_.next_change(),
                        entrance_.due(), bids_.due(in_setup()), data_.due()});
-  for (Link& link : links_) {
+  for (ControlLink& link : links_) {
     link.add_to(polls);
     due = std::min(due, link.due());
     if (judges() && news_.alive(link.peer())) {
@@ -80,7 +80,7 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
 }
 
 void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
-  for (Link& link : links_) {
+  for (ControlLink& link : links_) {
     if (!link.ready(polls) || failpoint("control.receive", rank_)) continue;
     try {
       for (const Message& message : link.receive(now)) {
@@ -136,7 +136,7 @@ void ControlLoop::connect(const PollSet& polls, Clock::time_point now) {
 }
 
 void ControlLoop::judge_silence(Clock::time_point slept, Clock::time_point now) {
-  for (Link& link : links_) {
+  for (ControlLink& link : links_) {
     if (link.overflown()) {
       link.close();
       lose(link.peer(), "does not read its control connection: it is stopped", now);
@@ -170,21 +170,21 @@ void ControlLoop::seek_neighbours(Clock::time_point now) {
 void ControlLoop::send(Clock::time_point now) {
   if (now >= next_heartbeat_) {
     next_heartbeat_ = now + options_.heartbeat_timeout / 4;
-    for (Link& link : links_) {
+    for (ControlLink& link : links_) {
       if (news_.alive(link.peer())) link.queue(Message::heartbeat(rank_), now);
     }
   }
-  for (Link& link : links_) link.flush(now);
-  links_.remove_if([](const Link& link) { return link.ended(); });
+  for (ControlLink& link : links_) link.flush(now);
+  links_.remove_if([](const ControlLink& link) { return link.ended(); });
 }
 
 /// Takes the links to be parted from, with this rank's departure in their queues. A rank that is
 /// lost is not waited for.
-std::list<Link> ControlLoop::say_goodbye() {
+std::list<ControlLink> ControlLoop::say_goodbye() {
   if (failpoint("departure", rank_)) return {};
   const auto now = Clock::now();
-  links_.remove_if([&](const Link& link) { return news_.lost(link.peer()); });
-  for (Link& link : links_) {
+  links_.remove_if([&](const ControlLink& link) { return news_.lost(link.peer()); });
+  for (ControlLink& link : links_) {
     link.queue(Message::departed(rank_, why_), now);
     link.flush(now);
   }
@@ -195,15 +195,15 @@ std::list<Link> ControlLoop::say_goodbye() {
 void ControlLoop::add_link(int peer, Fd socket, Clock::time_point now) {
   if (!news_.alive(peer)) return;
   // A peer that connects once more has given the former connection up.
-  links_.remove_if([&](const Link& link) { return link.peer() == peer; });
-  Link& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
+  links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
+  ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
   for (const Message& news : news_.known()) link.queue(news, now);
   bids_.remove(peer);
   awaited_.erase(peer);
 }
 
-Link* ControlLoop::link_to(int peer) {
-  const auto found = std::ranges::find(links_, peer, &Link::peer);
+ControlLink* ControlLoop::link_to(int peer) {
+  const auto found = std::ranges::find(links_, peer, &ControlLink::peer);
   return found == links_.end() ? nullptr : &*found;
 }
 
@@ -223,7 +223,7 @@ void ControlLoop::presume_departed(int peer) {
   data_.forget(peer);
 }
 
-void ControlLoop::learn(const Message& message, const Link* from, Clock::time_point now) {
+void ControlLoop::learn(const Message& message, const ControlLink* from, Clock::time_point now) {
   if (!news_.learn(message)) return;
   const bool departed = message.kind == Message::Kind::kDeparted;
   const bool lost = message.kind == Message::Kind::kLost;
@@ -255,7 +255,7 @@ void ControlLoop::learn(const Message& message, const Link* from, Clock::time_po
   } else if (departed && awaited_.contains(message.rank)) {
     give_setup_up(Error(ErrorKind::kPeerLost, label(message.rank) + " has exited during init"));
   }
-  for (Link& link : links_) {
+  for (ControlLink& link : links_) {
     if (&link != from && !news_.departed(link.peer())) {
       link.queue(message, departed || left ? now + kGather : now);
     }

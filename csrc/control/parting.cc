@@ -4,12 +4,12 @@
 
 namespace torch_ring {
 
-void part(std::list<Link>& links, std::chrono::milliseconds patience) {
+void part(std::list<ControlLink>& links, std::chrono::milliseconds patience) {
   const auto deadline = Clock::now() + patience;
   while (true) {
     PollSet polls;
     const auto now = Clock::now();
-    links.remove_if([&](Link& link) {
+    links.remove_if([&](ControlLink& link) {
       link.flush(now);
       if (!link.pending()) link.end_sending();
       link.drain();

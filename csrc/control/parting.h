@@ -4,7 +4,7 @@
 #include <chrono>
 #include <list>
 
-#include "control/link.h"
+#include "control/control_link.h"
 
 namespace torch_ring {
 
@@ -17,6 +17,6 @@ inline constexpr std::chrono::milliseconds kPartingPatience{10'000};
 /// be reset by what arrives, and take unsent bytes with it. `links` is empty afterwards.
 ///
 /// Blocking: until all peers have closed, `patience` at most.
-void part(std::list<Link>& links, std::chrono::milliseconds patience);
+void part(std::list<ControlLink>& links, std::chrono::milliseconds patience);
 
 }  // namespace torch_ring

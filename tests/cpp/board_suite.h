@@ -15,8 +15,8 @@ namespace torch_ring::test {
 /// A deadline that no wait reaches.
 constexpr Clock::time_point kNever = Clock::time_point::max();
 
-/// The parts of an entry.
-struct Parts {
+/// A Post that owns its bytes.
+struct OwnedPost {
   Bytes common;
   Bytes own;
   Bytes local;
@@ -26,7 +26,7 @@ struct Parts {
 
 /// The entry that `rank` posts in `round`, which every other rank can compute too. In some rounds
 /// all ranks post the same, in some all but one.
-inline Parts entry_of(int rank, int round, const Board& board) {
+inline OwnedPost entry_of(int rank, int round, const Board& board) {
   const auto part = [](int seed, std::size_t longest) {
     std::mt19937 random(static_cast<unsigned>(seed));
     const std::size_t bytes = random() % 4 == 0 ? 0 : random() % (longest + 1);
@@ -71,7 +71,7 @@ inline void board_rounds(const Layout& layout, int size) {
       CHECK(board.missing().empty());
       const Round seen = board.round();
       for (int rank = 0; rank < size; ++rank) {
-        const Parts expected = entry_of(rank, round, board);
+        const OwnedPost expected = entry_of(rank, round, board);
         CHECK(same(copy_of(run_of(seen, rank).common), expected.common));
         CHECK(same(copy_of(run_of(seen, rank).own), expected.own));
       }

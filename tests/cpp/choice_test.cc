@@ -37,7 +37,7 @@ std::size_t boundary(Chosen&& chosen) {
   return high;
 }
 
-constexpr Link kSameEverywhere{30'000'000, 400, 400, 0};
+constexpr NetworkCost kSameEverywhere{30'000'000, 400, 400, 0};
 
 }  // namespace
 
@@ -135,7 +135,7 @@ TEST(choice_takes_the_shortest_time_and_the_first_of_equal_ones) {
     }
   }
   // Without latency nothing but bytes counts, and all are near.
-  constexpr Link kBytesAlone{0, 400, 400, 0};
+  constexpr NetworkCost kBytesAlone{0, 400, 400, 0};
   CHECK_EQ(time_ps(AllgatherPath::kRing, 1u << 20, 8, kBytesAlone),
            time_ps(AllgatherPath::kDoubling, 1u << 20, 8, kBytesAlone));
   CHECK(choose_allgather(1u << 20, 8, kBytesAlone) == AllgatherPath::kRing);
@@ -159,7 +159,7 @@ TEST(choice_time_counts_steps_bytes_and_reduction) {
            7 * kLatency + 6 * 8 * 400 + 8 * 400);
   CHECK_EQ(time_ps(AllgatherPath::kRing, 8, 8, kSameEverywhere), 7 * kLatency + 7 * 400);
   CHECK_EQ(time_ps(AllgatherPath::kDoubling, 8, 8, kSameEverywhere), 3 * kLatency + 7 * 400);
-  constexpr Link kReductionAlone{0, 0, 0, 1};
+  constexpr NetworkCost kReductionAlone{0, 0, 0, 1};
   CHECK_EQ(time_ps(AllreducePath::kScattered, 800, 8, kReductionAlone), 800u);
   CHECK_EQ(time_ps(AllreducePath::kGathered, 800, 8, kReductionAlone), 6400u);
 }

@@ -1,4 +1,4 @@
-#include "control/link.h"
+#include "control/control_link.h"
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -11,20 +11,20 @@
 
 namespace torch_ring {
 
-Link::Link(int peer, Fd socket, int size, Clock::time_point now)
+ControlLink::ControlLink(int peer, Fd socket, int size, Clock::time_point now)
     : peer_(peer), socket_(std::move(socket)), parser_(size), heard_(now) {
   // Fails for Unix sockets, which need it not.
   const int on = 1;
   ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-void Link::queue(const Message& message, Clock::time_point due) {
+void ControlLink::queue(const Message& message, Clock::time_point due) {
   if (ended_ || deaf_) return;
   message.append_to(outgoing_);
   due_ = std::min(due_, due);
 }
 
-void Link::flush(Clock::time_point now) {
+void ControlLink::flush(Clock::time_point now) {
   if (now < due_) return;
   std::size_t done = 0;
   blocked_ = false;
@@ -45,7 +45,7 @@ void Link::flush(Clock::time_point now) {
   if (outgoing_.empty()) due_ = Clock::time_point::max();
 }
 
-std::vector<Message> Link::receive(Clock::time_point now) {
+std::vector<Message> ControlLink::receive(Clock::time_point now) {
   std::vector<Message> messages;
   char buffer[16u << 10];
   // A bound, for a peer that sends faster than this rank parses.
@@ -65,11 +65,11 @@ std::vector<Message> Link::receive(Clock::time_point now) {
   return messages;
 }
 
-void Link::end_sending() noexcept {
+void ControlLink::end_sending() noexcept {
   if (std::exchange(sends_, false)) ::shutdown(socket_.get(), SHUT_WR);
 }
 
-void Link::drain() noexcept {
+void ControlLink::drain() noexcept {
   char buffer[16u << 10];
   while (!ended_) {
     const auto bytes = ::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT);
@@ -78,14 +78,14 @@ void Link::drain() noexcept {
   }
 }
 
-void Link::close() noexcept {
+void ControlLink::close() noexcept {
   socket_.reset();
   outgoing_.clear();
   due_ = Clock::time_point::max();
   ended_ = true;
 }
 
-void Link::add_to(PollSet& polls) {
+void ControlLink::add_to(PollSet& polls) {
   slot_ = polls.add(socket_.get(), static_cast<short>(blocked_ ? POLLIN | POLLOUT : POLLIN));
 }
 

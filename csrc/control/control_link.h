@@ -1,4 +1,4 @@
-// Link: one control connection.
+// ControlLink: one control connection.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +16,13 @@ namespace torch_ring {
 /// What the socket does not take at once waits in a queue, so nothing is dropped.
 ///
 /// Thread: one at a time. Blocking: no.
-class Link {
+class ControlLink {
  public:
   /// Bytes that wait for a peer that does not read; far more than all that there is to tell.
   static constexpr std::size_t kQueueBytes = 16u << 20;
 
   /// `size`: the number of ranks.
-  Link(int peer, Fd socket, int size, Clock::time_point now);
+  ControlLink(int peer, Fd socket, int size, Clock::time_point now);
 
   int peer() const noexcept { return peer_; }
   int fd() const noexcept { return socket_.get(); }
