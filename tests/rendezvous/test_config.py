@@ -70,6 +70,8 @@ def test_variables_of_torch_ring_go_before_those_of_horovod():
         ("TORCH_RING_CONNECTIONS", "two", "whole number from 1 to 64"),
         ("TORCH_RING_TRUST_NETWORK", "yes", "must be one of 0, 1, false, true"),
         ("HOROVOD_CYCLE_TIME", "fast", "must be a number"),
+        ("HOROVOD_CYCLE_TIME", "1e8", "from 0 to 1000"),
+        ("TORCH_RING_FUSION_WINDOW", "1e8", "from 0 to 1000"),
         ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "must be one of"),
     ],
 )

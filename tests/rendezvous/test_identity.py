@@ -7,6 +7,7 @@ from torch_ring.rendezvous.launchers import (
     Identity,
     discover,
     first_host,
+    is_of_inner_job,
     process_name,
     tasks_of_node,
     variables_of_launchers,
@@ -194,3 +195,14 @@ def test_an_environment_without_its_launcher(variables):
 def test_ranks_of_a_launcher_inside_an_elastic_process_are_none_of_it(inner: str) -> None:
     assert process_name({"TORCH_RING_PROCESS": "0.1"}) == "0.1"
     assert process_name({"TORCH_RING_PROCESS": "0.1", inner: "0"}) == ""
+
+
+@pytest.mark.parametrize(("rank", "size"), [(None, None), (2, 3)])
+def test_a_process_of_an_elastic_job_is_none_of_a_job_inside_it(rank, size) -> None:
+    own = {"TORCH_RING_RUN_ID": "7", "RANK": "2", "WORLD_SIZE": "3"}
+    own |= {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "3", "TORCH_RING_PROCESS": "2.1"}
+    assert not is_of_inner_job(own, rank, size)
+    for other in ({"RANK": "0"}, {"WORLD_SIZE": "2"}):
+        assert is_of_inner_job(own | other)
+        assert process_name(own | other) == ""
+    assert is_of_inner_job(own, 0, 2)

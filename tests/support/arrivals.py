@@ -66,6 +66,7 @@ def _start(
     os.environ["TORCH_RING_PROCESS"] = f"p{index}"
     if index >= size:
         os.environ["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
+        del os.environ["TORCHELASTIC_RUN_ID"]  # no launcher has started it inside another job
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(size - 1)
     if before is not None:
         before()

@@ -3,12 +3,37 @@
 import contextlib
 import threading
 
+import namespaces
 import pytest
 import torch
 from pool import error_of, run
+from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring._C import arm_failpoints
+from torch_ring.config import SETTINGS, Config
+
+LONGEST = {
+    s.variable: f"{1e8 if s.field != 'fusion_window_s' else 1000:g}"
+    for s in SETTINGS
+    if isinstance(getattr(Config(), s.field), float)
+}
+
+
+def reduce_a_little() -> None:
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+
+
+@on_both_transports
+def test_the_longest_times_that_the_settings_take(transport):
+    run(reduce_a_little, 2, transport=transport, env=LONGEST)
+
+
+@pytest.mark.netns
+def test_the_longest_times_that_the_settings_take_on_two_hosts(hosts):
+    env = LONGEST | {"MASTER_ADDR": f"{namespaces.NETWORK}.1"}
+    run(reduce_a_little, 2, transport="", env=env, namespaces=hosts[:2])
 
 
 def wait_for_late_data() -> None:

@@ -119,6 +119,9 @@ def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
         raise InvalidArgumentError(f"{variable}={text!r}: {error}") from None
 
 
+# Milliseconds: for so long operations of which a program polls do not begin, init()'s among them.
+_LONGEST_WINDOW = 1000.0
+
 SETTINGS = (
     Setting(
         "transport",
@@ -205,10 +208,10 @@ SETTINGS = (
     Setting(
         "fusion_window_s",
         "TORCH_RING_FUSION_WINDOW",
-        number(0.0, 1e-3),
+        number(0.0, 1e-3, _LONGEST_WINDOW),
         "milliseconds for which asynchronous operations are collected, unless a thread waits for "
         "one",
-        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3)),),
+        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3, _LONGEST_WINDOW)),),
     ),
     Setting(
         "bucket_bytes",

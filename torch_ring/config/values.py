@@ -23,18 +23,18 @@ __all__ = [
 ]
 
 LEVELS = ("debug", "info", "warning", "error")
-MOST = 1e8  # seconds or milliseconds: the longest time that the engine can count
+MOST = 1e8  # seconds: the longest time that the engine can count
 
 
-def number(minimum: float, factor: float = 1.0) -> Callable[[str], float]:
-    """Return a reader of numbers from `minimum` on, which it multiplies by `factor`."""
+def number(minimum: float, factor: float = 1.0, most: float = MOST) -> Callable[[str], float]:
+    """Return a reader of numbers from `minimum` to `most`, which it multiplies by `factor`."""
 
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = float(text)
-            if minimum <= value <= MOST:
+            if minimum <= value <= most:
                 return value * factor
-        raise ValueError(f"must be a number from {minimum:g} to {MOST:g}")
+        raise ValueError(f"must be a number from {minimum:g} to {most:g}")
 
     return parse
 

@@ -16,6 +16,7 @@ __all__ = [
     "Launcher",
     "discover",
     "first_host",
+    "is_of_inner_job",
     "process_name",
     "tasks_of_node",
     "variables_of_launchers",
@@ -246,11 +247,32 @@ def tasks_of_node(counts: str, node: str) -> int | None:
 def process_name(environment: Mapping[str, str] = os.environ) -> str:
     """Return torch_ring.run's name of this process in an elastic job; empty: it has none.
 
-    The ranks that another launcher has started inside such a process have only inherited it.
+    The ranks of another job that such a process has started have only inherited it.
+    """
+    return "" if is_of_inner_job(environment) else environment.get(_PROCESS, "")
+
+
+def is_of_inner_job(
+    environment: Mapping[str, str] = os.environ, rank: int | None = None, size: int | None = None
+) -> bool:
+    """Return whether this is a rank of a job that a process of torch_ring.run has started.
+
+    Then what torch_ring.run has told that process is not meant for this one.
+
+    Args:
+        environment: of this process.
+        rank: as for init().
+        size: as for init().
     """
     if any(name in environment for name in _STARTED_SINCE):
-        return ""
-    return environment.get(_PROCESS, "")
+        return True
+    for here, own, given in (("RANK", "HOROVOD_RANK", rank), ("WORLD_SIZE", "HOROVOD_SIZE", size)):
+        told = environment.get(here, "")
+        if given is not None and str(given) != told:
+            return True
+        if "TORCH_RING_RUN_ID" in environment and told != environment.get(own, told):
+            return True  # torch_ring.run sets both alike
+    return False
 
 
 def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

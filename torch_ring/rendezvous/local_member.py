@@ -25,6 +25,7 @@ _log = logging.getLogger("torch_ring")
 HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome
 _TELL_S = 2.0  # seconds for telling the leader of a failure
 _PAUSE_S = 0.005  # between two attempts to connect
+_SLICE_S = 60.0  # a wait is made of shorter ones: poll() takes 24 days at most
 
 
 class LocalMember:
@@ -85,7 +86,7 @@ class LocalMember:
             EOFError: the leader has closed its door.
         """
         while not self._welcome and not until.passed():
-            if self._selector.select(until.left_s()):
+            if self._selector.select(min(_SLICE_S, until.left_s())):
                 for frame in self.connection.receive():
                     self._take(frame)
             if self.failure is not None:

@@ -23,6 +23,7 @@ from torch_ring.errors import InvalidArgumentError, NotInitializedError
 from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.rendezvous.horovod_driver import horovod_driver
+from torch_ring.rendezvous.launchers import is_of_inner_job
 from torch_ring.world.beginning import begin, begins_with_others
 from torch_ring.world.driven import join_driven
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
@@ -120,6 +121,8 @@ def init(
             _warn_if_other(_world, rank, size)
             return
         config = Config.from_environment()
+        if config.is_newcomer and is_of_inner_job(rank=rank, size=size):  # which has inherited it
+            config = replace(config, is_newcomer=False)
         places = (comm, rank, size, local_rank, local_size, store)
         if process_group is not None and any(place is not None for place in places):
             raise InvalidArgumentError(
