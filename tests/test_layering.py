@@ -93,7 +93,7 @@ def test_a_name_is_one_class():
     """
     defined: dict[str, set[str]] = {}
     for path in [*FILES, *(ROOT / "tests" / "cpp").glob("**/*.[hc]*")]:
-        text = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", path.read_text(), flags=re.M | re.S)
+        text = re.sub(r"(?ms)^namespace \{$.*?^\}  // namespace$", "", path.read_text())
         namespace = re.search(r"^namespace ([\w:]+) \{", text, flags=re.M)
         pattern = r"^(?:template <.*>\s+)?(?:class|struct|enum class) (\w+)(?:;| final| :| \{)"
         for match in re.finditer(pattern, text, flags=re.M):
