@@ -173,3 +173,13 @@ def run_job(*arguments: str, **more: object) -> tuple[int, str, str]:
     code = job.wait()
     job.require_nothing_left()
     return code, job.stdout, job.stderr
+
+
+def stub_ssh(folder: Path) -> str:
+    """Return a PATH with a stand-in for ssh, which runs the command here, with $SSH_HOST."""
+    ssh = folder / "ssh"
+    ssh.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexport SSH_HOST="$2"\nexec sh -c "$3"\n'
+    )
+    ssh.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"

@@ -37,6 +37,33 @@ def raise_on_one(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail_on_one() -> int:
+    if os.environ["RANK"] == "1":
+        os._exit(9)
+    return int(os.environ["RANK"])
+
+
+def survive() -> tuple[int, int]:
+    """Train until a process that has died is replaced; return the steps, and the ranks."""
+    import torch
+
+    import torch_ring as hvd
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> tuple[int, int]:
+        while state.step < 5 or not state.is_replaced:
+            if os.environ["TORCH_RING_PROCESS"] == "1.1" and state.step == 2:
+                os._exit(9)
+            newcomer = float(os.environ["TORCH_RING_PROCESS"] == "1.2")
+            state.is_replaced = bool(hvd.allreduce(torch.tensor(newcomer), op=hvd.Max))
+            state.step += 1
+            state.commit()
+        return state.step, hvd.size()
+
+    hvd.init()
+    return train(hvd.elastic.ObjectState(step=0, is_replaced=False))
+
+
 def leave_quietly() -> None:
     os._exit(0)
 

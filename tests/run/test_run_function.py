@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 
 import pytest
-from rank_functions import averages, leave_quietly, place, raise_on_one, say, variables
+from launched_jobs import stub_ssh
+from rank_functions import (
+    averages,
+    fail_on_one,
+    leave_quietly,
+    place,
+    raise_on_one,
+    say,
+    survive,
+    variables,
+)
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run import run
@@ -19,6 +30,72 @@ def test_results_come_by_rank():
     assert run(place, (10,), {"plus": 1}, np=2) == [(1, 2), (11, 2)]
     assert run(place) == [(0, 1)]
     assert run(place, hosts="localhost:2") == [(0, 2), (1, 2)]
+
+
+def test_the_arguments_of_horovods_run(capsys):
+    """In its order; those that change nothing are told, as on the command line."""
+    assert run(place, (), None, 2, None, None, None) == [(0, 2), (1, 2)]
+    results = run(
+        place,
+        num_proc=1,
+        disable_cache=True,
+        use_mpi=True,
+        mpi_args="-x A",
+        use_gloo=False,
+        prefix_output_with_timestamp=True,
+        network_interface="lo",
+        verbose=2,
+    )
+    assert results == [(0, 1)]
+    said = capsys.readouterr().err
+    for name in ("disable_cache", "use_mpi", "mpi_args"):
+        assert f"torch_ring.run: {name} changes nothing: " in said
+    assert "use_gloo" not in said
+    assert "rank 0 starts on localhost" in said  # verbose
+    run(say, prefix_output_with_timestamp=True)
+    assert re.fullmatch(r"\w{3} \w{3} .* \d{4}\[0\]<stdout>:hello\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_proc": 2, "np": 3}, "num_proc=2 and np=3: give one of them"),
+        ({"network_interface": "no0"}, "no network interface 'no0'"),
+        ({"np": 2, "min_np": 3}, "--min-np 3: there are 2 ranks"),
+        ({"np": 2, "max_num_proc": 3}, "--max-np 3 needs --min-np"),
+        ({"np": 2, "slots": 3}, "--slots-per-host needs --host-discovery-script"),
+        ({"np": 2, "cooldown_range": (1, 2)}, "--blacklist-cooldown-range needs --max-np"),
+        ({"hosts": "a:1", "hostfile": "b"}, "give hosts or a host file, and not both"),
+    ],
+)
+def test_arguments_that_are_wrong(arguments, message):
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        run(place, **arguments)
+
+
+def test_the_others_go_on(capsys):
+    assert run(fail_on_one, np=3, min_np=2) == [0, 2]
+    assert "failed with exit code 9: the other 2 go on" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="rank 1 on localhost failed with exit code 9"):
+        run(fail_on_one, np=3)
+
+
+def test_a_rank_of_an_elastic_function_is_replaced():
+    results = run(survive, num_proc=2, min_num_proc=1, max_num_proc=2)
+    assert len(results) == 2
+    (steps, size), other = results
+    assert other == (steps, size)
+    assert steps >= 5
+    assert size == 2
+
+
+def test_ranks_on_the_hosts_of_an_allocation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", stub_ssh(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1,2")
+    assert run(place) == [(0, 3), (1, 3), (2, 3)]
+    assert "hosts of this job (SLURM_JOB_NODELIST): n1:1, n2:2" in capsys.readouterr().err
 
 
 def test_what_only_cloudpickle_takes():

@@ -138,25 +138,32 @@ def test_the_hosts_of_a_job(tmp_path):
 def test_where_a_job_runs():
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
 
+    said: list[str] = []
+
     def hosts_of(*arguments):
-        return [slot.host for slot in slots_of(*arguments)]
+        return [slot.host for slot in slots_of(*arguments, said.append)]
 
     assert hosts_of(None, None, None, slurm) == ["n1", "n1", "n2", "n2"]
     assert hosts_of(3, None, None, slurm) == ["n1", "n1", "n2"]
+    assert said == [
+        f"the ranks run on hosts of this job (SLURM_JOB_NODELIST): {hosts}; -H chooses others"
+        for hosts in ("n1:2, n2:2", "n1:2, n2:1")
+    ]
     assert hosts_of(2, "a:1,b:1", None, slurm) == ["a", "b"]
     assert hosts_of(3, None, None, {}) == ["localhost"] * 3
     assert hosts_of(None, "a:2", None, {}) == ["a", "a"]
+    assert len(said) == 2
     with pytest.raises(InvalidArgumentError, match=r"only 4 slots .*\(SLURM_JOB_NODELIST\)"):
-        slots_of(5, None, None, slurm)
+        slots_of(5, None, None, slurm, print)
     with pytest.raises(InvalidArgumentError, match="how many ranks"):
-        slots_of(None, None, None, {})
+        slots_of(None, None, None, {}, print)
 
 
 def test_a_launcher_that_another_one_has_started_is_refused(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(InvalidArgumentError, match="Open MPI has started this launcher as rank 1"):
-        slots_of(2, None, None, {})
+        slots_of(2, None, None, {}, print)
 
 
 # --- ranks

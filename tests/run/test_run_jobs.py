@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched_jobs import DEADLINE_S, LaunchedJob, run_job
+from launched_jobs import DEADLINE_S, LaunchedJob, run_job, stub_ssh
 from launcher_commands import clean_environment
 from scripts import ROOT
 
@@ -163,6 +163,41 @@ def test_output_of_what_a_rank_has_left_behind_comes_too():
     code, out, _ = run_job("-np", "1", "sh", "-c", script)
     assert code == 0
     assert of_rank(0, "stdout", out) == ["x" * 60000, "the end"]
+
+
+# --- in an allocation of Slurm
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "said"),
+    [
+        ("-np 4", ["0 n1", "1 n1", "2 n2", "3 n2"], "n1:2, n2:2"),
+        ("", ["0 n1", "1 n1", "2 n2", "3 n2"], "n1:2, n2:2"),
+        ("-np 3", ["0 n1", "1 n1", "2 n2"], "n1:2, n2:1"),
+        ("-np 2", ["0 n1", "1 n1"], "n1:2"),
+        ("-H n7:1,n8:1", ["0 n7", "1 n8"], ""),
+    ],
+)
+def test_ranks_run_on_the_hosts_of_the_allocation(tmp_path, line, ranks, said):
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+        "SLURM_NTASKS": "4",
+    }
+    command = ("sh", "-c", "echo $RANK $SSH_HOST")
+    code, out, errors = run_job(*line.split(), *command, PATH=stub_ssh(tmp_path), **slurm)
+    assert code == 0, errors
+    assert sorted(text.partition(":")[2] for text in out.splitlines()) == ranks
+    sentence = f"the ranks run on hosts of this job (SLURM_JOB_NODELIST): {said}; -H chooses others"
+    assert errors.splitlines() == ([f"torch_ring.run: {sentence}"] if said else [])
+
+
+def test_more_ranks_than_the_allocation_has(tmp_path):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2"}
+    code, out, errors = run_job("-np", "3", "true", PATH=stub_ssh(tmp_path), **slurm)
+    assert (code, out) == (2, "")
+    assert "there are only 2 slots (n1:2): give fewer ranks, or hosts and slots with -H" in errors
 
 
 # --- what is refused

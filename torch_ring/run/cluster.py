@@ -30,8 +30,9 @@ def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[Host], str] | No
     Raises:
         InvalidArgumentError: the variable does not name hosts.
     """
+    # Slurm sets them in jobs only. SLURM_JOB_ID is no part of the environment without launchers.
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
-    if nodes and environment.get("SLURM_JOB_ID"):
+    if nodes:
         names = expand_hostlist(nodes)
         tasks = expand_tasks(environment.get("SLURM_TASKS_PER_NODE", "1"), len(names))
         return [Host(*each) for each in zip(names, tasks, strict=True)], "SLURM_JOB_NODELIST"

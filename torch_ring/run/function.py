@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ from typing import Any
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.rendezvous.launchers import without_launchers
 from torch_ring.run import function_rank
-from torch_ring.run.host_connection import Ssh
-from torch_ring.run.job import Job
-from torch_ring.run.job_settings import job_variables, secret_of, slots_of
-from torch_ring.run.job_spec import JobSpec
-from torch_ring.run.screen import Screen, StreamSink
-from torch_ring.run.supervisor import Supervisor
+from torch_ring.run.cluster import cluster_hosts
+from torch_ring.run.growth_settings import growth_settings
+from torch_ring.run.launch import launch
+from torch_ring.run.options import Options, changes_nothing, start_timeout_of
+from torch_ring.run.screen import StreamSink
 
 __all__ = ["run"]
 
@@ -27,45 +26,83 @@ def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int | None = None,
-    *,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
     output_filename: str | None = None,
-    network_interfaces: str | Sequence[str] | None = None,
-    env: Mapping[str, str] | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | Sequence[str] | None = None,
     executable: str | None = None,
-    verbose: bool = False,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    network_interfaces: str | Sequence[str] | None = None,
+    host_discovery_script: str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run a function on new ranks, and return its results: Horovod's ``horovod.run``.
 
     Each rank calls ``func(*args, **kwargs)`` in a process of its own; ``init()`` is the function's
-    business. What the ranks print comes with their numbers in front.
+    business. What the ranks print comes with their numbers in front. The arguments mean what the
+    options of ``python -m torch_ring.run`` mean.
 
     Args:
         func: any function that cloudpickle takes; if that is not installed, a function of a module
             that the ranks can import.
         args: its arguments.
         kwargs: its arguments by name.
-        np: the number of ranks; None: one for each slot of the hosts, or one if there are none.
+        num_proc: the number of ranks; None: one for each slot of the hosts, or one if there are
+            none.
+        min_num_proc: the fewest ranks that go on when others have failed, for a function that uses
+            torch_ring.elastic; None: a rank that fails ends the job.
+        max_num_proc: ranks that have failed are started again, up to this number; None: they are
+            not.
+        slots: of a host for which `host_discovery_script` gives no number; None: 1.
+        reset_limit: how often the ranks may change; None: no limit.
+        cooldown_range: the shortest and the longest time in seconds for which a host is left out
+            whose ranks keep failing; None: for good, and only with a script.
         hosts: as in ``"host1:4,host2:4"``. None: the hosts of the job of Slurm, Kubernetes, PBS or
             LSF in which this process runs, or this one.
         hostfile: a file with lines such as ``host1 slots=4``, in place of `hosts`.
-        start_timeout: seconds in which all hosts must be reached; None: 30.
+        start_timeout: seconds in which all hosts must be reached; None: HOROVOD_START_TIMEOUT, or
+            30.
         ssh_port: of other hosts; None: ssh's own choice.
         ssh_identity_file: of the private key for them; None: ssh's own choice.
+        disable_cache: changes nothing, and one line says so, as for the next three.
         output_filename: a folder for what each rank prints, as in ``rank.3/stdout``.
-        network_interfaces: names of network interfaces that the ranks use, as a list or with
-            commas; None: they choose.
-        env: variables for all ranks, in addition to those of this process.
-        executable: the Python of the ranks; None: this one.
         verbose: whether more is said of how the ranks are started.
+        use_gloo: changes nothing: the ranks find one another in one way only.
+        use_mpi: changes nothing: the ranks are started without MPI.
+        mpi_args: changes nothing.
+        network_interface: names of network interfaces that the ranks use, as a list or with
+            commas; None: they choose.
+        executable: the Python of the ranks; None: this one.
+        np: the same as `num_proc`.
+        min_np: the same as `min_num_proc`.
+        max_np: the same as `max_num_proc`.
+        network_interfaces: the same as `network_interface`.
+        host_discovery_script: a command that prints a line ``host`` or ``host:slots`` for each host
+            there is, and is run every second; in place of `hosts`.
+        prefix_output_with_timestamp: whether the time goes in front of each line.
+        env: variables for all ranks, in addition to those of this process.
 
     Returns:
-        A list with the result of each rank, in the order of ranks.
+        A list with the result of each rank, in the order of ranks. Where ranks may fail, or come
+        and go, the list has those that have finished.
 
     Raises:
         RuntimeError: a rank has raised an error; has its traceback, and the error as its cause if
@@ -74,37 +111,70 @@ def run(
         InvalidArgumentError: an argument is wrong, or the function cannot be pickled.
     """
     environment = without_launchers()
-    if np is None and hosts is None and hostfile is None:
-        np = 1
-    slots = slots_of(np, hosts, hostfile, environment)
-    variables, unset = job_variables(dict(env or {}), environment)
-    names = network_interfaces or ""
-    spec = JobSpec(
-        slots=slots,
+    size = _one_of(num_proc=num_proc, np=np)
+    growth = growth_settings(
+        Namespace(
+            num_proc=size,
+            min_np=_one_of(min_num_proc=min_num_proc, min_np=min_np),
+            max_np=_one_of(max_num_proc=max_num_proc, max_np=max_np),
+            host_discovery_script=host_discovery_script,
+            hosts=hosts,
+            hostfile=hostfile,
+            slots_per_host=slots,
+            reset_limit=reset_limit,
+            blacklist_cooldown_range=cooldown_range,
+            standby=None,
+        )
+    )
+    if not (size or hosts or hostfile or host_discovery_script or cluster_hosts(environment)):
+        size = 1
+    interface = _one_of(network_interface=network_interface, network_interfaces=network_interfaces)
+    given = {
+        "disable_cache": disable_cache,
+        "use_gloo": use_gloo,
+        "use_mpi": use_mpi,
+        "mpi_args": mpi_args,
+    }
+    options = Options(
         command=[executable or sys.executable, "-c", function_rank.READ_PROGRAM],
-        environment=environment,
-        folder=os.getcwd(),
-        secret=secret_of(environment, variables),
-        interface=names if isinstance(names, str) else ",".join(names),
-        variables=variables,
-        unset=unset,
-        start_timeout_s=30.0 if start_timeout is None else start_timeout,
+        size=size,
+        growth=growth,
+        hosts=hosts,
+        hostfile=hostfile,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        start_timeout_s=start_timeout or start_timeout_of(environment),
+        output_folder=output_filename,
+        interface=interface if isinstance(interface, str) else ",".join(interface or ()),
+        variables={**growth.variables(), **(env or {})},
+        with_time=prefix_output_with_timestamp,
+        is_verbose=bool(verbose),
+        notes=tuple(changes_nothing(name) for name, value in given.items() if value),
+    )
+    code, job = launch(
+        options,
+        environment,
+        (StreamSink("stdout"), StreamSink("stderr")),
         given=_given(func, args, kwargs or {}),
         has_result=True,
-        is_verbose=verbose,
     )
-    screen = Screen(StreamSink("stdout"), StreamSink("stderr"), len(slots), output_filename)
-    supervisor = Supervisor(screen, show_errors=verbose)
-    try:
-        job = Job(spec, supervisor, Ssh(ssh_port, ssh_identity_file))
-        job.run()
-    finally:
-        supervisor.close()
     if job.failure is not None:
         _raise(str(job.failure), bytes(job.results[job.failure.rank]))
+    if code:
+        raise RuntimeError(f"the job has ended with exit code {code}: see what was printed")
+    finished = sorted(job.finished, key=lambda slot: slot.rank)
     return [
-        _result(f"rank {slot.rank} on {slot.host}", bytes(job.results[slot.rank])) for slot in slots
+        _result(f"rank {slot.rank} on {slot.host}", bytes(job.results[slot.rank]))
+        for slot in finished
     ]
+
+
+def _one_of(**values: Any) -> Any:
+    """Return the value of an argument that has two names."""
+    (first, one), (second, other) = values.items()
+    if one is not None and other is not None and one != other:
+        raise InvalidArgumentError(f"{first}={one!r} and {second}={other!r}: give one of them")
+    return other if one is None else one
 
 
 def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError, first_line
+from torch_ring.run.assignment import Slot
 from torch_ring.run.events import (
     Ended,
     Event,
@@ -72,14 +74,16 @@ class Job:
 
     Attributes:
         failure: how the rank has failed that has ended the job; None: it was not ended so.
-        results: what the ranks have written as their results.
+        finished: the slots of the ranks that have ended with exit code 0.
+        results: what the ranks have written as their results, by rank.
     """
 
     def __init__(
         self, spec: JobSpec, supervisor: Supervisor, ssh: Ssh, growth: Growth | None = None
     ) -> None:
         self.failure: Failure | None = None
-        self.results = [bytearray() for _ in spec.slots]
+        self.finished: list[Slot] = []
+        self.results: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
         self._hosts = ReachedHosts(spec, supervisor, ssh)
         self._processes = Processes(spec, supervisor, growth)
@@ -88,7 +92,6 @@ class Job:
         self._code = 0  # not 0: with which the job was ended, for no failure of a rank
         self._end_at: float | None = None  # not None: ranks that live then are ended
         self._close_at: float | None = None  # not None: agents that live then are ended
-        self._done = 0  # ranks whose exit code is 0
         self._pieces = 0  # on the screen when a rank failed
 
     def run(self) -> int:
@@ -138,7 +141,7 @@ class Job:
         """Start and remove ranks where it is time."""
         growth = self._growth
         is_ending = self._signal or self._close_at is not None or not self._processes.living()
-        if growth is None or is_ending or self._done:
+        if growth is None or is_ending or self.finished:
             return  # where ranks have finished, nobody would let one in
         now = time.monotonic()
         growth.note_hosts()
@@ -156,11 +159,12 @@ class Job:
         for slot in growth.due(now, self._processes.count):
             if self._hosts.is_ready(slot.host):
                 if growth.has_room(self._processes.count):
+                    self.results.pop(slot.rank, None)  # of a process that has failed
                     self._processes.add(slot)
             elif slot.host not in self._hosts.awaited:
                 self._hosts.connect(slot.host)
         self._processes.add_standbys(self._hosts.ready)
-        self._processes.remove_vanished(self._done)
+        self._processes.remove_vanished(len(self.finished))
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -189,15 +193,16 @@ class Job:
             how = f"was ended by {_signal_name(-event.code)}"
         if event.code or event.rank < 0:
             self._fail(event.rank, event.code, how)
-        elif self._processes.finish(event.rank):
-            self._done += 1
+        else:
+            slot = self._processes.finish(event.rank)
+            self.finished += [] if slot is None else [slot]
 
     def _fail(self, rank: int, code: int, text: str) -> None:
         lost = self._processes.fail(rank, text, is_ending=self._is_ending())
         if lost is None or self.failure is not None or self._code:
             return
         failure = Failure(rank, lost.host, code, text)
-        left = len(self._processes.living()) + self._done
+        left = len(self._processes.living()) + len(self.finished)
         least = self._spec.growth.least
         if not self._is_ending() and least is not None and left >= least:
             self._screen.say(f"{failure}: the other {left} go on")

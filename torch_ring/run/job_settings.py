@@ -6,6 +6,7 @@ import contextlib
 import functools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch_ring.config import SETTINGS, Config
@@ -29,17 +30,19 @@ def slots_of(
     hosts: str | Iterable[Host] | None,
     hostfile: str | None,
     environment: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> list[Slot]:
     """Return the slots of a job's ranks.
 
     Hosts are those that are given, else those of the job of Slurm, Kubernetes, PBS or LSF in which
-    this process runs, else this one.
+    this process runs, else this one. In such a job the user is told which hosts they are.
 
     Args:
         size: the number of ranks; None: one for each slot.
         hosts: as in -H.
         hostfile: as in --hostfile.
         environment: of this process.
+        say: shows the user a line.
 
     Raises:
         InvalidArgumentError: something is wrong with them, or this process is one of several.
@@ -58,9 +61,14 @@ def slots_of(
             raise InvalidArgumentError("how many ranks? Give -np, or hosts and slots with -H")
         found, where = job or ([Host("localhost", size or 1)], "")
     try:
-        return assign(found, sum(host.slots for host in found) if size is None else size)
+        slots = assign(found, sum(host.slots for host in found) if size is None else size)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{error} ({where})" if where else str(error)) from None
+    if where:
+        taken = Counter(slot.host for slot in slots)
+        listed = ", ".join(f"{host}:{count}" for host, count in taken.items())
+        say(f"the ranks run on hosts of this job ({where}): {listed}; -H chooses others")
+    return slots
 
 
 def discover_hosts(

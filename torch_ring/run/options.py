@@ -14,7 +14,7 @@ from torch_ring.run.config_file import read_config
 from torch_ring.run.growth_settings import GrowthSettings, add_growth_options, growth_settings
 from torch_ring.run.option_values import count, seconds
 
-__all__ = ["Options", "parse_options"]
+__all__ = ["Options", "changes_nothing", "parse_options", "start_timeout_of"]
 
 _DEFAULT_START_TIMEOUT_S = 30.0
 
@@ -136,7 +136,7 @@ def parse_options(
     is_verbose = args.verbose or bool(config.pop("verbose", False))
     values = config | {name: each for name, each in args.tunables.items() if each is not None}
     variables: dict[str, str | None] = {}
-    notes = [f"{option} changes nothing: {why}" for option, why in args.notes or ()]
+    notes = [changes_nothing(option) for option in args.notes or ()]
     for tunable in _TUNABLES:
         value = values.pop(_name(tunable.option), None)
         if value is None:
@@ -158,7 +158,7 @@ def parse_options(
         args.ssh_port,
         args.ssh_identity_file,
         tuple(shlex.split(args.ssh_args or "")),
-        args.start_timeout or _start_timeout(environment),
+        args.start_timeout or start_timeout_of(environment),
         args.output_filename,
         ",".join(dict.fromkeys(name for each in args.nics or () for name in each.split(","))),
         variables,
@@ -167,6 +167,13 @@ def parse_options(
         args.shows or "",
         tuple(notes),
     )
+
+
+def changes_nothing(option: str) -> str:
+    """Return the line about an option without a meaning, or an argument of `run` of that kind."""
+    reasons = _WITHOUT_MEANING | _WITHOUT_MEANING_VALUED
+    name = "--" + option.lstrip("-").removeprefix("use_").replace("_", "-")
+    return f"{option} changes nothing: {reasons[name]}"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -277,8 +284,7 @@ class _Remark(argparse.Action):
         values: Any,  # noqa: ARG002
         option_string: str | None = None,
     ) -> None:
-        why = (_WITHOUT_MEANING | _WITHOUT_MEANING_VALUED)[str(option_string)]
-        namespace.notes = [*(namespace.notes or ()), (option_string, why)]
+        namespace.notes = [*(namespace.notes or ()), str(option_string)]
 
 
 def _name(option: str) -> str:
@@ -309,7 +315,8 @@ def _variable(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def _start_timeout(environment: Mapping[str, str]) -> float:
+def start_timeout_of(environment: Mapping[str, str]) -> float:
+    """Return the seconds in which hosts must be reached, unless the user has said."""
     text = environment.get("HOROVOD_START_TIMEOUT", "")
     try:
         return seconds(text) if text else _DEFAULT_START_TIMEOUT_S

@@ -184,11 +184,11 @@ class Processes:
         if leaving:
             self._growth.ask_to_leave(leaving, time.monotonic())
 
-    def finish(self, rank: int) -> bool:
-        """Note that a process has ended with exit code 0; return whether a rank has finished."""
+    def finish(self, rank: int) -> Slot | None:
+        """Note that a process has ended with exit code 0; return its slot if it was a rank."""
         process = self._running.get(rank)
         if process is None:
-            return False
+            return None
         has_finished = not (process.leaves or self._waits(process))
         del self._running[rank]
         self._expect()
@@ -197,7 +197,7 @@ class Processes:
             self._screen.say(f"rank {rank} on {process.slot.host} has left")
         if self._growth is not None:
             self._growth.end(process.slot, time.monotonic())
-        return has_finished
+        return process.slot if has_finished else None
 
     def fail(self, rank: int, text: str, *, is_ending: bool) -> Slot | None:
         """Note that a process has failed; return its slot if it was a rank.

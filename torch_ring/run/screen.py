@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-__all__ = ["FdSink", "Screen", "Sink", "StreamSink"]
+__all__ = ["FdSink", "Screen", "Sink", "StreamSink", "say"]
 
 _MOST_LINE = 1 << 20  # bytes; a longer line is cut
 _MOST_WAITING = 1 << 20  # bytes that wait for their reader before more are taken from ranks
@@ -209,6 +209,12 @@ class Screen:
             folder.mkdir(parents=True, exist_ok=True)
             self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115
         return self._files[rank, stream]
+
+
+def say(line: str) -> None:
+    """Write a line of the launcher itself to standard error at once: there are no ranks."""
+    with contextlib.suppress(OSError):  # a full disk, or nobody reads it
+        print(f"torch_ring.run: {line}", file=sys.stderr, flush=True)
 
 
 def _label(rank: int) -> str:

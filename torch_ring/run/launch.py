@@ -1,0 +1,114 @@
+"""launch: runs a job from its options, for the command line and for `run`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from torch_ring.rendezvous.channel import key_of
+from torch_ring.rendezvous.directory import Directory
+from torch_ring.rendezvous.network import own_address
+from torch_ring.run.assignment import Slot
+from torch_ring.run.growth import Growth
+from torch_ring.run.host_connection import Ssh
+from torch_ring.run.hosts import is_this_host
+from torch_ring.run.job import Job
+from torch_ring.run.job_settings import (
+    discover_hosts,
+    job_variables,
+    secret_of,
+    slots_of,
+    slots_of_hosts,
+)
+from torch_ring.run.job_spec import JobSpec
+from torch_ring.run.options import Options
+from torch_ring.run.screen import Screen, Sink, say
+from torch_ring.run.standbys import standby_command
+from torch_ring.run.supervisor import Supervisor
+
+__all__ = ["launch"]
+
+
+def launch(
+    options: Options,
+    environment: Mapping[str, str],
+    sinks: tuple[Sink, Sink],
+    *,
+    signals: Callable[[], contextlib.AbstractContextManager[int]] | None = None,
+    given: bytes = b"",
+    has_result: bool = False,
+) -> tuple[int, Job]:
+    """Run a job to its end; return its exit code, and the job.
+
+    Args:
+        options: of the user.
+        environment: of the launcher, without the variables of launchers.
+        sinks: where the ranks' output and errors go.
+        signals: takes signals while ranks run, and gives a descriptor with their numbers; None:
+            signals are not the launcher's.
+        given: as in `JobSpec`.
+        has_result: as in `JobSpec`.
+
+    Raises:
+        InvalidArgumentError: an option is wrong, or a host cannot run ranks.
+        RingError: a host is not reached.
+    """
+    growth = options.growth
+    if growth.standbys:
+        standby_command(options.command)  # which it refuses, before anything starts
+    variables, unset = job_variables(options.variables, environment)
+    secret = secret_of(environment, variables)
+    with contextlib.ExitStack() as stack:
+        discovery = None
+        if growth.script is not None:
+            discovery = discover_hosts(growth, options.size, environment, variables, say)
+            stack.callback(discovery.close)
+            slots = slots_of_hosts(discovery.hosts, options.size, growth)
+        else:
+            slots = slots_of(options.size, options.hosts, options.hostfile, environment, say)
+        growth.check(len(slots))
+        directory = None
+        if growth.least is not None:
+            directory = Directory(_address_for(slots, options), key_of(secret))
+            stack.callback(directory.close)
+            variables["TORCH_RING_ELASTIC_DIRECTORY"] = directory.address
+        spec = JobSpec(
+            slots=slots,
+            command=options.command,
+            environment=environment,
+            folder=os.getcwd(),
+            secret=secret,
+            interface=options.interface,
+            variables=variables,
+            unset=unset,
+            start_timeout_s=options.start_timeout_s,
+            growth=growth,
+            given=given,
+            has_result=has_result,
+            is_verbose=options.is_verbose,
+        )
+        ssh = Ssh(options.ssh_port, options.ssh_identity_file, options.ssh_arguments)
+        screen = Screen(*sinks, len(slots), options.output_folder, options.with_time)
+        for note in options.notes:
+            screen.say(note)
+        grown = None
+        if directory is not None:
+            grown = Growth(growth, slots, directory, discovery, screen.say)
+        reader = -1 if signals is None else stack.enter_context(signals())
+        supervisor = Supervisor(screen, reader, options.is_verbose)
+        job = Job(spec, supervisor, ssh, grown)
+        try:
+            return job.run(), job
+        finally:
+            supervisor.close()
+            supervisor.drain(1.0)
+
+
+def _address_for(slots: Sequence[Slot], options: Options) -> str:
+    """Return an address of this host at which the hosts of all slots, or those to come, find it."""
+    interface = options.interface.partition(",")[0]
+    others = [slot.host for slot in slots if not is_this_host(slot.host)]
+    if others:
+        return own_address(interface, others[0].rpartition("@")[2])
+    return own_address(interface, None) if options.growth.script is not None else "127.0.0.1"
