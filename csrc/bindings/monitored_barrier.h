@@ -8,9 +8,11 @@
 
 namespace torch_ring {
 
-/// Blocks until all ranks have come. Rank 0 looks for the others' keys in the store, in their
-/// order, and then answers. The messages begin as gloo's, on which programs rely.
-/// Cost: a key for each rank, and a look at the store every 10 ms.
+/// Blocks until all ranks have come. Rank 0 calls the others, looks for their keys in the store, in
+/// their order, answers each, and waits until they have read that: the store may end with it. The
+/// messages begin as gloo's, on which programs rely.
+/// Cost: three keys for each rank, which later barriers use again, and a look at the store every
+/// 10 ms at most.
 ///
 /// Args:
 ///   number: of this barrier in its group, the same on all ranks.

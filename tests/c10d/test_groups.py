@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -212,6 +213,34 @@ def test_a_member_that_does_not_come() -> None:
     kind, text = on_ring(wait_for_late_member, 2)[0]
     assert kind == "TimeoutError"
     assert "the ranks 1 of the group [0, 1] have not made it within 1 s" in text
+
+
+class _Telling(logging.Handler):
+    """Lets `store.wait(["told"])` return when this rank logs that another one is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        group_store().set("told", "")
+
+
+def late_member() -> tuple[float, list[str]]:
+    """Rank 1 makes the group when TORCH_RING_INIT_TIMEOUT has passed for long."""
+    os.environ |= {"TORCH_RING_INIT_TIMEOUT": "0.2", "TORCH_RING_STALL_WARNING": "0.5"}
+    telling = _Telling()
+    logging.getLogger("torch_ring").addHandler(telling)
+    if dist.get_rank() == 1:
+        group_store().wait(["told"])
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    return total(group), telling.lines[:1]
+
+
+def test_a_member_may_be_as_late_as_the_groups_timeout_allows() -> None:
+    line = "rank 0: the ranks 1 of the group [0, 1] have not made it within 0.5 s"
+    assert on_ring(late_member, 2) == [(1.0, [line]), (1.0, [])]
 
 
 def fork_worker() -> None:

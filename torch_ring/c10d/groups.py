@@ -4,20 +4,30 @@ The default group has a world: connections among all ranks, as ``torch_ring.init
 but over the store of torch.distributed. Groups of its ranks, in ascending order, are process sets
 of that world: each has an engine, and memory, of its own, and they share the connections. Other
 groups have a world of their own. Worlds end with their last group.
+
+A store may outlive the groups, and torch gives their names again: after destroy_process_group(),
+and torch 2.13 for each group of the same ranks. So all that the members of a process set leave in
+the store lies under the token of the world, and under the number of groups that these ranks have
+made in it. A world needs no such token: HostExchange tells one from the next.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
+import logging
+import math
 import multiprocessing
 import multiprocessing.util
+import operator
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -36,7 +46,10 @@ from torch_ring.world.recorded import RecordedGroup, add_recorded
 
 __all__ = ["Group"]
 
+_log = logging.getLogger("torch_ring")
+
 _LOOK_S = 0.01  # between looks at whether the others have made the group
+_TIMEOUT_NAME = "the timeout of its group"
 _SET_NUMBERS_FROM = 1 << 61  # above those that a world gives to its process sets
 
 
@@ -47,36 +60,36 @@ class _SharedWorld:
     Attributes:
         world: of this process.
         global_ranks: by rank of the world, the rank in torch.distributed.
-        token: random; the same on its ranks only.
         users: groups that have not left it.
+        made: by ranks, how many process sets of them this process has made. The members of a set
+            make it in the same order, so they agree about its number.
     """
 
     world: World
     global_ranks: tuple[int, ...]
-    token: str
     users: int = 0
+    made: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def release(self, why: str) -> None:
         """Leave the world, if no other group uses it."""
         self.users -= 1
         if self.users == 0:
             with contextlib.suppress(ValueError):
-                _worlds.remove(self)
+                _default_worlds.remove(self)
             self.world.process_sets.close(why)
 
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others of a group before they connect."""
+    """What a rank tells the others of a process set."""
 
-    token: str = ""  # of the world in which the group may be a process set
     slot: int = -1  # the offset of the rank's memory for it
-    nonce: int = 0  # of the first rank: makes the set's number
+    nonce: int = 0  # those of all ranks make the set's number
     failure: str = ""  # why the rank cannot take part
 
 
 _changing = threading.RLock()  # held while the following change
-_worlds: list[_SharedWorld] = []
+_default_worlds: list[_SharedWorld] = []  # of the default group: two while it is made again
 _groups: set[Group] = set()
 _finalizer: multiprocessing.util.Finalize | None = None
 
@@ -91,8 +104,9 @@ class Group:
         size: of the group.
         global_ranks: by rank of the group, the rank in torch.distributed.
         store: of this group alone.
-        timeout_s: seconds for which an operation waits for a late rank; and for which ranks wait
-            for one another here, at most TORCH_RING_INIT_TIMEOUT.
+        timeout_s: seconds for which an operation waits for a late rank, and the first one for ranks
+            that have not made the group; those of the default group wait for one another here, at
+            most for TORCH_RING_INIT_TIMEOUT.
         name: as torch.distributed calls it; the same on all its ranks, and of no other group.
         is_default: whether it is the one that init_process_group() makes. It is connected at once,
             so that its errors come there; other groups are, when they are used.
@@ -121,11 +135,12 @@ class Group:
         self.rank, self.size, self._global_ranks = rank, size, global_ranks
         self._store = PrefixStore("torch_ring", store)
         config = Config.from_environment()
+        if not is_default or timeout_s < config.init_timeout_s:
+            config = replace(config, init_timeout_s=timeout_s, init_timeout_name=_TIMEOUT_NAME)
         self._config = replace(
             config,
             timeout_s=timeout_s,
-            timeout_name="the timeout of its group",
-            init_timeout_s=min(config.init_timeout_s, timeout_s),
+            timeout_name=_TIMEOUT_NAME,
             fusion_window_s=0.0,  # the ranks' order is known: there is nothing to wait for
         )
         self._is_default = is_default
@@ -148,7 +163,8 @@ class Group:
             self.connect()
         else:
             self._shared = self._find_world()
-            self._post_card()
+            if self._shared is not None:
+                self._post_card(self._shared)
 
     def connect(self) -> Engine:
         """Return the group's engine. Blocks until all its ranks have made the group.
@@ -263,7 +279,7 @@ class Group:
         """Let go of the parent's engines in a forked child."""
         global _changing
         _changing = threading.RLock()
-        _worlds.clear()
+        _default_worlds.clear()
         _groups.clear()
         self._has_left = True
         if self._shared is not None:
@@ -272,24 +288,29 @@ class Group:
     # --- joining
 
     def _find_world(self) -> _SharedWorld | None:
-        """Return a world of this process that should have all ranks of the group."""
+        """Return the world in which the group is a process set; None: it has one of its own.
+
+        All members must come to the same answer. So it does not depend on which other groups are
+        connected by now.
+        """
         if self.size == 1 or list(self._global_ranks) != sorted(self._global_ranks):
             return None
         with _changing:
-            for shared in _worlds:
-                if set(self._global_ranks) <= set(shared.global_ranks):
-                    shared.users += 1
-                    return shared
-        return None
+            shared = _default_worlds[-1] if _default_worlds else None
+            if shared is None or not set(self._global_ranks) <= set(shared.global_ranks):
+                return None
+            shared.users += 1
+            return shared
 
-    def _post_card(self) -> None:
-        card = _Card()
-        if self._shared is not None:
-            try:
-                slot = self._shared.world.process_sets.reserve_slot(self._ranks_in(self._shared))
-                card = _Card(self._shared.token, slot, secrets.randbits(60))
-            except RingError as error:
-                card = _Card(self._shared.token, failure=str(error))
+    def _post_card(self, shared: _SharedWorld) -> None:
+        number = shared.made[self._global_ranks]
+        shared.made[self._global_ranks] += 1
+        self._store = PrefixStore(f"{shared.world.token}/{number}", self._store)
+        try:
+            slot = shared.world.process_sets.reserve_slot(self._ranks_in(shared))
+            card = _Card(slot, secrets.randbits(60))
+        except RingError as error:
+            card = _Card(failure=str(error))
         self._store.set(f"card/{self.rank}", json.dumps(vars(card)))
 
     def _ranks_in(self, shared: _SharedWorld) -> tuple[int, ...]:
@@ -297,37 +318,43 @@ class Group:
 
     def _join(self) -> None:
         shared = self._shared
-        cards = [] if self._is_default else self._cards()
+        if shared is None:
+            self._shared = self._make_world()
+            return
+        cards = self._cards()
         for rank, card in enumerate(cards):
             if card.failure:
                 raise RingError(
                     f"rank {self._global_ranks[rank]} could not make the group "
                     f"{list(self._global_ranks)}: {card.failure}"
                 )
-        if shared is not None and all(card.token == shared.token for card in cards):
-            self._record = shared.world.process_sets.add_group(
-                self._ranks_in(shared),
-                _SET_NUMBERS_FROM + cards[0].nonce,
-                [card.slot for card in cards],
-                self._config,
-            )
-            return
-        if shared is not None:
-            with _changing:
-                self._shared = None
-                shared.release("")
-        self._shared = self._make_world()
+        nonces = functools.reduce(operator.xor, (card.nonce for card in cards))
+        self._record = shared.world.process_sets.add_group(
+            self._ranks_in(shared),
+            _SET_NUMBERS_FROM + nonces,
+            [card.slot for card in cards],
+            self._config,
+        )
 
     def _cards(self) -> list[_Card]:
         """Return the cards of all ranks, by rank."""
         keys = [f"card/{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + self._config.init_timeout_s
+        began = time.monotonic()
+        warning_s = self._config.stall_warning_s
+        told_s = warning_s or math.inf  # when the late members are told next, after the beginning
         try:
             # Not by wait(): torch warns when that ends without the keys.
             while not self._store.check(keys):
                 self._check_member()
-                if time.monotonic() > deadline:
-                    raise RingTimeoutError(self._late_members(keys))
+                waited_s = time.monotonic() - began
+                if waited_s > self._config.init_timeout_s:
+                    raise RingTimeoutError(
+                        f"{self._late_members(keys, self._config.init_timeout_s)}: every member "
+                        "calls new_group()"
+                    )
+                if waited_s > told_s:
+                    _log.warning("%s", self._late_members(keys, told_s))
+                    told_s += warning_s
                 time.sleep(_LOOK_S)
             texts = self._store.multi_get(keys)
         except RuntimeError as error:
@@ -336,22 +363,21 @@ class Group:
             raise RingError(f"the store of torch.distributed is lost: {error}") from None
         return [_Card(**json.loads(text)) for text in texts]
 
-    def _late_members(self, keys: Sequence[str]) -> str:
+    def _late_members(self, keys: Sequence[str], waited_s: float) -> str:
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         ranks = ", ".join(str(self._global_ranks[rank]) for rank in late[:16])
         return (
             f"rank {self._global_ranks[self.rank]}: the ranks {ranks} of the group "
-            f"{list(self._global_ranks)} have not made it within "
-            f"{self._config.init_timeout_s:g} s: every member calls new_group()"
+            f"{list(self._global_ranks)} have not made it within {waited_s:g} s"
         )
 
     def _make_world(self) -> _SharedWorld:
         given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
         world = join_world(None, None, given, self._store, self._config, of_init=False)
-        token = self._store.compare_set("token", "", secrets.token_hex(16)).decode()
-        shared = _SharedWorld(world, self._global_ranks, token, users=1)
-        with _changing:
-            _worlds.append(shared)
+        shared = _SharedWorld(world, self._global_ranks, users=1)
+        if self._is_default:
+            with _changing:
+                _default_worlds.append(shared)
         return shared
 
     # --- leaving

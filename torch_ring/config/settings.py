@@ -32,6 +32,7 @@ class Config:
     timeout_s: float = 0.0
     timeout_name: str = "TORCH_RING_TIMEOUT"  # what errors call it
     init_timeout_s: float = 120.0
+    init_timeout_name: str = "TORCH_RING_INIT_TIMEOUT"  # likewise
     heartbeat_timeout_s: float = 60.0
     elastic_timeout_s: float = 600.0
     min_ranks: int = 1

@@ -89,7 +89,8 @@ def connect(
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
         labels = topology.labels(peers)
-        connections = Connections(rank, peers, host_of, labels, is_private=is_private)
+        token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
+        connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
         abandon_in_child(connections)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:

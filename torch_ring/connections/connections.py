@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
@@ -26,6 +27,7 @@ class Connections:
         peers: what every rank has told of itself.
         host_of: the host index of each rank.
         labels: the name of each rank in messages.
+        token: the same on the ranks of this world, and of no other; anybody may know it.
         plane: who lives and who has left, and connections for data; None in a world of one.
         is_private: whether nobody but the ranks can know the key with which they connect.
         inquiries: what the ranks ask one another; None in a world of one.
@@ -40,6 +42,7 @@ class Connections:
     peers: Sequence[PeerInfo] = ()
     host_of: Sequence[int] = (0,)
     labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
     plane: ControlPlane | None = None
     inquiries: Inquiries | None = None
     memory: HostMemory | None = None

@@ -13,10 +13,11 @@ class Deadline:
 
     Args:
         timeout_s: seconds from now.
+        name: of the setting that says so.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT") -> None:
+        self.timeout_s, self._name = timeout_s, name
         self._at = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
@@ -28,7 +29,7 @@ class Deadline:
         return self.left_s() == 0.0
 
     def __str__(self) -> str:
-        return f"within {self.timeout_s:g} s (TORCH_RING_INIT_TIMEOUT)"
+        return f"within {self.timeout_s:g} s ({self._name})"
 
 
 def pauses(deadline: Deadline, size: int) -> Iterator[None]:

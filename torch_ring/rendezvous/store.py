@@ -180,7 +180,8 @@ def locate_store(
 
 def given_store(store: Store, identity: Identity) -> StorePlace:
     """Return the place of a store that the user has given."""
-    view = _of_part(PrefixStore("torch_ring", store), identity)
+    # A later world over the same store may have another size.
+    view = _of_part(PrefixStore(f"torch_ring/{identity.size}", store), identity)
     served = without_prefixes(store)
     host = host_of(store)
     where = f", at {_text((served.host, served.port))}," if isinstance(served, TCPStore) else ""

@@ -60,6 +60,7 @@ class World:
         cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
         host_of: the host index of each rank.
         address: where other hosts reach this one; 127.0.0.1 if all ranks are on one host.
+        token: the same on its ranks, and of no other world; anybody may know it.
         is_guarded: whether strangers can have the key of the world, so that what comes from another
             host is taken with care.
         config: the settings.
@@ -79,6 +80,7 @@ class World:
     cpu_sharers: int
     host_of: Sequence[int]
     address: str
+    token: str
     is_guarded: bool
     config: Config
     engine: Engine
@@ -152,7 +154,8 @@ def join_world(
     begin = _begin if of_init else []
     if identity.size > 1:
         common = {"process_sets": sets}
-        deadline = Deadline(config.init_timeout_s if timeout_s is None else timeout_s)
+        seconds = config.init_timeout_s if timeout_s is None else timeout_s
+        deadline = Deadline(seconds, config.init_timeout_name)
         world = _connect(identity, config, deadline, comm, store, common, begin)
     else:
         world = _alone(config, begin)
@@ -320,6 +323,7 @@ def _world_of(connections: Connections, config: Config, table: ProcessSetTable) 
         cpu_sharers(rank, peers) if peers else 1,
         host_of,
         peers[rank].address if has_several_hosts else "127.0.0.1",
+        connections.token,
         has_several_hosts and not (connections.is_private or config.trust_network),
         config,
         table.everyone.engine(),
