@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -152,9 +153,75 @@ def test_output_is_kept_in_files(tmp_path):
 
 def test_a_folder_for_output_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, errors = run_job("-np", "2", "--output-filename", str(tmp_path / "file"), "echo", "hi")
-    assert code == 1
-    assert "torch_ring.run: [Errno 20] Not a directory" in errors
+    line = ("-np", "2", "--output-filename", str(tmp_path / "file"))
+    code, out, errors = run_job(*line, "echo", "hi")
+    assert (code, out) == (2, "")
+    assert errors.startswith("torch_ring.run: --output-filename: [Errno 20] Not a directory")
+    assert errors.endswith(": give a folder that can be written\n")
+
+
+# --- a full disk
+
+
+def write_to_full_disk(*fds: int) -> None:
+    """Let descriptors of the launcher be a disk without room."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for fd in fds:
+        os.dup2(full, fd)
+
+
+@pytest.mark.parametrize("fds", [(1,), (2,), (1, 2)], ids=["stdout", "stderr", "both"])
+def test_a_job_goes_on_when_its_output_cannot_be_written(tmp_path, fds):
+    script = f"for i in 1 2 3; do echo o; echo e >&2; sleep 0.1; done; echo > {tmp_path}/$RANK"
+    before = functools.partial(write_to_full_disk, *fds)
+    code, out, errors = run_job("-np", "2", "sh", "-c", script, before=before)
+    assert code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    lost, other, kept = ("stdout", errors, "e") if fds == (1,) else ("stderr", out, "o")
+    line = (
+        f"torch_ring.run: {lost} cannot be written: No space left on device. The job goes on; its "
+        "output is lost until there is room"
+    )
+    if fds == (1, 2):
+        assert (out, errors) == ("", "")
+    else:
+        assert other.splitlines().count(line) == 1
+        assert len([text for text in other.splitlines() if text.endswith(f">:{kept}")]) == 6
+
+
+def test_a_job_goes_on_when_its_files_cannot_be_written(tmp_path):
+    for rank in range(2):
+        folder = tmp_path / "logs" / f"rank.{rank}"
+        folder.mkdir(parents=True)
+        (folder / "stdout").symlink_to("/dev/full")
+    line = ("-np", "2", "--output-filename", str(tmp_path / "logs"))
+    code, out, errors = run_job(*line, "sh", "-c", "echo a; sleep 0.1; echo b; echo err >&2")
+    assert code == 0
+    assert sorted(text[-1] for text in out.splitlines()) == ["a", "a", "b", "b"]
+    (said,) = [text for text in errors.splitlines() if text.startswith("torch_ring.run: ")]
+    assert re.fullmatch(
+        rf"torch_ring.run: {tmp_path}/logs/rank.[01]/stdout cannot be written: No space left on "
+        r"device\. The job goes on; files of --output-filename lack output until there is room",
+        said,
+    )
+    for rank in range(2):
+        assert (tmp_path / "logs" / f"rank.{rank}" / "stderr").read_text() == "err\n"
+
+
+def test_an_error_is_no_traceback_where_it_cannot_be_said():
+    before = functools.partial(write_to_full_disk, 2)
+    assert run_job("-np", "2", before=before)[0] == 2
+
+
+def test_a_reader_of_one_stream_that_leaves_ends_the_job_in_words():
+    def close_reader() -> None:
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+
+    code, _, errors = run_job("-np", "2", "yes", before=close_reader)
+    assert code == 128 + 13
+    assert "torch_ring.run: nobody reads the stdout any more: the job is ended\n" in errors
 
 
 def test_output_of_what_a_rank_has_left_behind_comes_too():

@@ -24,6 +24,8 @@ class Kept:
 
     def flush(self) -> None: ...
 
+    def drop(self, reason: str) -> None: ...
+
     def mute(self) -> None: ...
 
 
@@ -77,12 +79,19 @@ def test_line_ends_of_windows_that_come_in_two_parts(screen, out):
     assert out.data == b"[0]<stdout>:a\r\n[0]<stdout>:b\r\n"
 
 
-def test_a_line_without_an_end_is_cut(screen, out):
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_line_without_an_end_is_shown_in_pieces_and_that_is_said_once(out, tmp_path, is_kept):
+    screen = Screen(out, Kept(), 12, str(tmp_path) if is_kept else None)
     for _ in range(40):
         screen.write(0, "stdout", b"x" * (1 << 16))
     lines = out.data.splitlines()
     assert len(lines) == 2
     assert all(line.startswith(b"[0]<stdout>:x") for line in lines)
+    said = screen.sinks["stderr"].data.decode()
+    cure = "" if is_kept else ": --output-filename keeps it whole"
+    assert said == f"torch_ring.run: a line of rank 0 is shown in pieces of 1 MiB{cure}\n"
+    if is_kept:
+        assert (tmp_path / "rank.00" / "stdout").read_bytes() == b"x" * (40 << 16)
 
 
 def test_files_have_what_the_ranks_wrote(out, tmp_path):
@@ -95,6 +104,39 @@ def test_files_have_what_the_ranks_wrote(out, tmp_path):
     assert (folder / "rank.03" / "stdout").read_bytes() == b"a\npart"
     assert (folder / "rank.11" / "stderr").read_bytes() == b"\xff"
     assert out.data == b"[3]<stdout>:a\n[3]<stdout>:part\n"
+
+
+def test_a_rank_that_is_started_again_adds_to_its_files(out, tmp_path):
+    screen = Screen(out, Kept(), 2, str(tmp_path))
+    for text in (b"first\n", b"second\n"):
+        screen.write(1, "stderr", text)
+        screen.finish(1)
+    assert (tmp_path / "rank.1" / "stderr").read_bytes() == b"first\nsecond\n"
+    screen = Screen(out, Kept(), 2, str(tmp_path))  # another job
+    screen.write(1, "stderr", b"new\n")
+    assert (tmp_path / "rank.1" / "stderr").read_bytes() == b"new\n"
+
+
+def test_a_gap_is_marked_where_output_was_lost(tmp_path):
+    """A disk that is full for a time."""
+    fd = os.open("/dev/full", os.O_WRONLY)
+    sink = FdSink(fd)
+    sink.write(b"lost\n")
+    with pytest.raises(OSError, match="No space left"):
+        sink.flush()
+    sink.drop("No space left on device")
+    assert sink.waiting == 0
+    with (tmp_path / "file").open("wb") as file:
+        os.dup2(file.fileno(), fd)
+    sink.write(b"shown\n")
+    while sink.waiting:
+        sink.flush()
+    sink.write(b"more\n")
+    sink.flush()
+    os.close(fd)
+    assert (tmp_path / "file").read_text() == (
+        "\ntorch_ring.run: output is missing here: No space left on device\nshown\nmore\n"
+    )
 
 
 def test_the_time_goes_first(out):

@@ -97,7 +97,9 @@ class Signal:
 
 @dataclass(frozen=True)
 class Unread:
-    """Nobody reads the launcher's own output any more."""
+    """Nobody reads the launcher's own output any more: "stdout" or "stderr"."""
+
+    stream: str
 
 
 Event = Ready | Output | Exited | Unstartable | Note | Ended | Lost | Signal | Unread

@@ -181,6 +181,7 @@ class Job:
             elif isinstance(event, Signal):
                 self._take_signal(event.number)
             elif isinstance(event, Unread):
+                self._screen.say(f"nobody reads the {event.stream} any more: the job is ended")
                 self._take_signal(signal.SIGPIPE)
             elif isinstance(event, Note):
                 self._screen.say(f"{event.host}: {event.text}")

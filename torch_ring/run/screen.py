@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Literal, Protocol
+
+from torch_ring.errors import InvalidArgumentError
 
 __all__ = ["FdSink", "Screen", "Sink", "StreamSink", "say"]
 
-_MOST_LINE = 1 << 20  # bytes; a longer line is cut
+_MOST_LINE = 1 << 20  # bytes; a longer line is shown in pieces
 _MOST_WAITING = 1 << 20  # bytes that wait for their reader before more are taken from ranks
 _PIPE_BUF = 4096  # what a pipe that polls as writable takes without blocking (pipe(7))
 _FILE_BYTES = 1 << 20
@@ -32,10 +35,18 @@ class Sink(Protocol):
         """Bytes that have not been written."""
 
     def write(self, data: bytes) -> None:
-        """Take bytes."""
+        """Take bytes. Raises OSError if they are written at once, and that fails."""
 
     def flush(self) -> None:
-        """Write what can be written at once. Raises OSError if nobody reads it."""
+        """Write what can be written at once.
+
+        Raises:
+            BrokenPipeError: nobody reads it.
+            OSError: it cannot be written now.
+        """
+
+    def drop(self, reason: str) -> None:
+        """Forget what waits: it cannot be written. What is written next says so first."""
 
     def mute(self) -> None:
         """Forget what waits and what comes."""
@@ -47,8 +58,10 @@ class FdSink:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._bytes = bytearray()
+        self._gap = b""  # tells that output is missing, before what is written next
         self._is_mute = False
-        self._most = _FILE_BYTES if stat.S_ISREG(os.fstat(fd).st_mode) else _PIPE_BUF
+        self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        self._most = _FILE_BYTES if self._is_file else _PIPE_BUF
 
     @property
     def fd(self) -> int:
@@ -66,9 +79,27 @@ class FdSink:
             self._bytes += data
 
     def flush(self) -> None:
-        """Write some of the bytes: call it when the descriptor polls as writable."""
-        with contextlib.suppress(BlockingIOError):
+        """Write some of the bytes: call it when the descriptor polls as writable.
+
+        Raises:
+            BrokenPipeError: nobody reads it: a pipe, a connection or a terminal.
+            OSError: it cannot be written now, as on a full disk.
+        """
+        try:
+            if self._gap:
+                self._gap = self._gap[os.write(self._fd, self._gap) :]
             del self._bytes[: os.write(self._fd, self._bytes[: self._most])]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno in (errno.ECONNRESET, errno.EIO) and not self._is_file:
+                raise BrokenPipeError(error.errno, error.strerror) from None
+            raise
+
+    def drop(self, reason: str) -> None:
+        """Forget what waits: it cannot be written. What is written next says so first."""
+        self._bytes.clear()
+        self._gap = f"\ntorch_ring.run: output is missing here: {reason}\n".encode()
 
     def mute(self) -> None:
         """Forget what waits and what comes: nobody reads it."""
@@ -93,6 +124,9 @@ class StreamSink:
     def flush(self) -> None:
         """Return: nothing waits."""
 
+    def drop(self, reason: str) -> None:
+        """Return: nothing waits."""
+
     def mute(self) -> None:
         """Return: a stream of Python tells its user itself."""
 
@@ -108,6 +142,9 @@ class Screen:
         size: the number of ranks.
         folder: where each rank's streams are kept without a prefix, as in `rank.3/stdout`.
         with_time: whether the time goes before each line.
+
+    Raises:
+        InvalidArgumentError: the folder cannot be made.
     """
 
     def __init__(
@@ -126,7 +163,16 @@ class Screen:
         self._last: dict[str, tuple[int, bool]] = {}  # sink -> rank, whether it left a bar
         self._folder = None if folder is None else Path(folder)
         self._digits = len(str(max(0, size - 1)))
-        self._files: dict[tuple[int, str], BinaryIO] = {}
+        self._files: dict[tuple[int, str], tuple[BinaryIO, FdSink]] = {}
+        self._kept: set[tuple[int, str]] = set()  # whose files were begun in this job
+        self._told: set[str] = set()  # what was said and is not said again
+        if self._folder is not None:
+            try:
+                self._folder_of(0).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InvalidArgumentError(
+                    f"--output-filename: {error}: give a folder that can be written"
+                ) from None
 
     @property
     def is_full(self) -> bool:
@@ -134,13 +180,9 @@ class Screen:
         return any(sink.waiting >= _MOST_WAITING for sink in self.sinks.values())
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Take what a rank has written; write the lines that are whole.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Take what a rank has written; write the lines that are whole."""
         if self._folder is not None:
-            self._file(rank, stream).write(data)
+            self._keep(rank, stream, data)
         begun = self._begun.setdefault((rank, stream), bytearray())
         begun += data
         lines = begun.splitlines(keepends=True)
@@ -148,6 +190,10 @@ class Screen:
         if lines and not lines[-1].endswith(b"\n"):  # "\r" at the end may be half of "\r\n"
             rest = lines.pop()
             if len(rest) >= _MOST_LINE:
+                cure = "" if self._folder is not None else ": --output-filename keeps it whole"
+                self._tell_once(
+                    "pieces", f"a line of rank {rank} is shown in pieces of 1 MiB{cure}"
+                )
                 lines.append(rest + b"\n")
                 rest = bytearray()
         self._begun[rank, stream] = rest
@@ -159,14 +205,24 @@ class Screen:
             rest = self._begun.pop((rank, stream), None)
             if rest and rest != b"\r":
                 self._write_lines(rank, stream, [rest + b"\n"])
-            file = self._files.pop((rank, stream), None)
-            if file is not None:
-                file.close()
+            if (rank, stream) in self._files:
+                self._files.pop((rank, stream))[0].close()
 
-    def say(self, line: str) -> None:
-        """Write a line of the launcher itself to standard error."""
+    def say(self, line: str, stream: str = "stderr") -> None:
+        """Write a line of the launcher itself, to standard error unless that cannot be written."""
         self._write_lines(
-            _LAUNCHER, "stderr", [f"torch_ring.run: {line}\n".encode(errors="surrogateescape")]
+            _LAUNCHER, stream, [f"torch_ring.run: {line}\n".encode(errors="surrogateescape")]
+        )
+
+    def lose(self, stream: str, error: OSError) -> None:
+        """Drop what a stream does not take now, as on a full disk; say so on the other one."""
+        reason = error.strerror or str(error)
+        self.sinks[stream].drop(reason)
+        self._tell_once(
+            stream,
+            f"{stream} cannot be written: {reason}. The job goes on; its output is lost until "
+            "there is room",
+            "stdout" if stream == "stderr" else "stderr",
         )
 
     def mute(self, fd: int) -> None:
@@ -177,7 +233,7 @@ class Screen:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
+        for file, _ in self._files.values():
             file.close()
         self._files.clear()
 
@@ -194,21 +250,57 @@ class Screen:
             written += prefix + line
         self.pieces += 1
         self._last[stream] = (rank, lines[-1].endswith(b"\r"))
-        sink.write(bytes(written))
+        try:
+            sink.write(bytes(written))
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.lose(stream, error)
+
+    def _tell_once(self, kind: str, line: str, stream: str = "stderr") -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self.say(line, stream)
 
     def _prefix(self, rank: int, stream: str) -> bytes:
         when = time.strftime("%a %b %e %H:%M:%S %Y") if self._with_time else ""
         return f"{when}[{_label(rank)}]<{stream}>:".encode()
 
-    def _file(self, rank: int, stream: str) -> BinaryIO:
-        if (rank, stream) not in self._files:
-            assert self._folder is not None
-            folder = self._folder / f"rank.{rank:0{self._digits}d}"
-            if rank < 0:
-                folder = self._folder / _label(rank).replace(" ", ".")
+    def _keep(self, rank: int, stream: str, data: bytes) -> None:
+        """Write to a rank's file; while that cannot be done, the job goes on without it."""
+        sink = None
+        try:
+            sink = self._file(rank, stream)
+            sink.write(data)
+            while sink.waiting:
+                sink.flush()
+        except OSError as error:
+            path = self._folder_of(rank) / stream
+            reason = error.strerror or str(error)
+            if sink is not None:
+                sink.drop(reason)
+            self._tell_once(
+                "files",
+                f"{path} cannot be written: {reason}. The job goes on; files of --output-filename "
+                "lack output until there is room",
+            )
+
+    def _file(self, rank: int, stream: str) -> FdSink:
+        key = (rank, stream)
+        if key not in self._files:
+            folder = self._folder_of(rank)
             folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115
-        return self._files[rank, stream]
+            # A rank that was started again adds to what there is.
+            mode: Literal["ab", "wb"] = "ab" if key in self._kept else "wb"
+            file = open(folder / stream, mode, buffering=0)  # noqa: SIM115
+            self._kept.add(key)
+            self._files[key] = file, FdSink(file.fileno())
+        return self._files[key][1]
+
+    def _folder_of(self, rank: int) -> Path:
+        assert self._folder is not None
+        name = f"rank.{rank:0{self._digits}d}" if rank >= 0 else _label(rank).replace(" ", ".")
+        return self._folder / name
 
 
 def say(line: str) -> None:

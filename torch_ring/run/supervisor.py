@@ -41,11 +41,7 @@ class Supervisor:
         self.connections[connection.host] = connection
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """Return what has happened; nothing, if nothing does in time. Output is on the screen.
-
-        Raises:
-            OSError: a file of the ranks' output cannot be written.
-        """
+        """Return what has happened; nothing, if nothing does in time. Output is on the screen."""
         poll = select.poll()
         connections = [each for each in self.connections.values() if each.is_open]
         for connection in connections:
@@ -96,16 +92,18 @@ class Supervisor:
         self.screen.close()
 
     def _flush(self, fd: int) -> list[Event]:
-        try:
-            for sink in self.screen.sinks.values():
-                if sink.fd == fd and sink.waiting:
+        for name, sink in self.screen.sinks.items():
+            if sink.fd == fd and sink.waiting:
+                try:
                     sink.flush()
-                    break  # standard output and standard error may be one descriptor
-        except OSError:  # a pipe without a reader; a terminal that has gone
-            self.screen.mute(fd)
-            if not self._is_unread:
-                self._is_unread = True
-                return [Unread()]
+                except BrokenPipeError:
+                    self.screen.mute(fd)
+                    if not self._is_unread:
+                        self._is_unread = True
+                        return [Unread(name)]
+                except OSError as error:
+                    self.screen.lose(name, error)
+                break  # standard output and standard error may be one descriptor
         return []
 
     def _read_errors(self, connection: HostConnection) -> None:
