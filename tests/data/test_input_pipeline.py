@@ -318,18 +318,12 @@ def test_ranks_divide_the_cpus_that_they_share(bound, number):
     assert run(count_workers, 2, args=(bound,), initialized=False) == [number] * 2
 
 
-def test_default_num_workers(tmp_path):
+def test_default_num_workers():
     cpus = patch("os.sched_getaffinity", lambda _pid: set(range(8)))
-    with cpus, patch.object(workers, "_quota", lambda: math.inf):
+    with cpus, patch.object(workers, "cpu_quota", lambda: math.inf):
         assert workers.default_num_workers() == 7
         with patch.dict("os.environ", RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"):
             assert workers.default_num_workers() == 3
         assert workers.default_num_workers(limit=2) == 2
-    with cpus, patch.object(workers, "_quota", lambda: 2.5):
+    with cpus, patch.object(workers, "cpu_quota", lambda: 2.5):
         assert workers.default_num_workers() == 1
-    file = tmp_path / "cpu.max"
-    assert workers._quota(file) == math.inf
-    file.write_text("max 100000\n")
-    assert workers._quota(file) == math.inf
-    file.write_text("250000 100000\n")
-    assert workers._quota(file) == 2.5

@@ -8,12 +8,15 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launched_jobs import DEADLINE_S, LaunchedJob, run_job, stub_ssh
 from launcher_commands import clean_environment
 from scripts import ROOT
+
+from torch_ring.rendezvous.control_groups import usable_cpus
 
 HELLO = str(ROOT / "tests" / "rendezvous" / "hello.py")
 pytestmark = pytest.mark.launcher
@@ -74,6 +77,43 @@ def test_cores_are_shared_by_the_ranks():
     code, out, _ = run_job("-np", str(cores + 1), "sh", "-c", "echo $OMP_NUM_THREADS")
     assert code == 0
     assert [line.partition(":")[2] for line in out.splitlines()] == ["1"] * (cores + 1)
+
+
+@pytest.fixture
+def group_of_one_cpu() -> Iterator[Path]:
+    """Give a control group without a quota in one that has a quota of one CPU."""
+    root = Path("/sys/fs/cgroup")
+    is_old = (root / "cpu" / "cgroup.procs").exists()
+    outer = (root / "cpu" if is_old else root) / f"torch_ring_test_{os.getpid()}"
+    inner = outer / "inner"
+    try:
+        try:
+            inner.mkdir(parents=True)
+            if is_old:
+                (outer / "cpu.cfs_quota_us").write_text("100000")
+            else:
+                (outer / "cpu.max").write_text("100000 100000")
+        except OSError as error:
+            pytest.skip(f"no control groups can be made here: {error}")
+        yield inner
+    finally:
+        for folder in (inner, outer):
+            if folder.exists():
+                folder.rmdir()
+
+
+@pytest.mark.skipif(usable_cpus() < 2, reason="takes two CPUs")
+def test_a_quota_counts(group_of_one_cpu):
+    def threads(group: Path | None) -> str:
+        def prepare() -> None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        return run_job("-np", "1", "sh", "-c", "echo $OMP_NUM_THREADS", before=prepare)[1]
+
+    assert threads(None) == f"[0]<stdout>:{int(usable_cpus())}\n"
+    assert threads(group_of_one_cpu) == "[0]<stdout>:1\n"
 
 
 def test_input_is_empty():

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import torch_ring as hvd
+from torch_ring.rendezvous import control_groups
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import address_of_interface
 from torch_ring.self_test import machine, rank, report, software
@@ -40,27 +41,21 @@ def test_a_wrong_sum_is_seen() -> None:
     pool.run(check_wrong_sums, 2)
 
 
-def test_limits_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = {"memory.max": "max", "inner/memory.max": "1048576", "inner/cpu.max": "150000 100000"}
-    old = {"memory.limit_in_bytes": "524288", "cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "9"}
-    group = tmp_path / "groups"
+def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {"memory.max": "max", "inner/memory.max": "1048576"}
     for name, text in groups.items():
-        (group / name).parent.mkdir(parents=True, exist_ok=True)
-        (group / name).write_text(f"{text}\n")
-    monkeypatch.setattr(machine, "_CGROUPS", group)
-    lines = machine._lines
-    memberships = {Path("/proc/self/cgroup"): ["4:memory:/", "3:cpu,cpuacct:/", "0::/inner"]}
-    monkeypatch.setattr(machine, "_lines", lambda path: memberships.get(path) or lines(path))
-    assert (machine._memory_limit(), machine._cpu_quota()) == (1 << 20, 1.5)
-    for name, text in old.items():
-        folder = group / name.partition(".")[0]
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_text(f"{text}\n")
-    assert (machine._memory_limit(), machine._cpu_quota()) == (1 << 19, 1.5)
-    (group / "cpu" / "cpu.cfs_quota_us").write_text("9\n")
-    assert machine._cpu_quota() == 1.0
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "none")
-    assert (machine._memory_limit(), machine._cpu_quota()) == (None, None)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(control_groups, "_ROOT", str(tmp_path))
+    lines = control_groups._lines
+    memberships = {"/proc/self/cgroup": ["4:memory:/", "3:cpu,cpuacct:/", "0::/inner"]}
+    monkeypatch.setattr(control_groups, "_lines", lambda path: memberships.get(path) or lines(path))
+    assert machine.machine()["memory_of_container_bytes"] == 1 << 20
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("524288\n")
+    assert machine.machine()["memory_of_container_bytes"] == 1 << 19
+    monkeypatch.setattr(control_groups, "_ROOT", str(tmp_path / "none"))
+    assert machine.machine()["memory_of_container_bytes"] is None
 
 
 def test_versions_of_launchers() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-from pathlib import Path
 
 from torch_ring import world
+from torch_ring.rendezvous.control_groups import cpu_quota
 from torch_ring.rendezvous.launchers import discover
 from torch_ring.world import current
 
@@ -31,14 +30,5 @@ def default_num_workers(limit: int = 16) -> int:
         local_size, sharers = world.local_size(), current.cpu_sharers()
     else:
         local_size = sharers = discover().local_size or 1
-    cpus = min(len(os.sched_getaffinity(0)) / sharers, _quota() / local_size)
+    cpus = min(len(os.sched_getaffinity(0)) / sharers, cpu_quota() / local_size)
     return max(0, min(limit, int(cpus) - 1))
-
-
-def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Return this container's quota in CPUs: "200000 100000" is two."""
-    try:
-        quota, period = path.read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):  # no container, or "max 100000"
-        return math.inf

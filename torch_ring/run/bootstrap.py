@@ -17,7 +17,8 @@ _FIND_PYTHON = (
     '{ echo "there is no $1, and no python3" >&2; exit 127; }; '
     'exec "$p" -I -S -c "$2"'
 )
-_MODULES = ("frames", "rank_process", "agent")  # in the order of their imports
+# In the order of their imports.
+_MODULES = ("rendezvous.control_groups", "run.frames", "run.rank_process", "run.agent")
 _PROGRAM = """
 import sys, types
 for name, text in {modules!r}:
@@ -44,9 +45,9 @@ def remote_command() -> str:
 
 def agent_source() -> bytes:
     """Return what an agent reads first: its program, in one line."""
-    folder = Path(__file__).parent
-    modules = [("torch_ring", ""), ("torch_ring.run", "")]
-    modules += [
-        (f"torch_ring.run.{name}", (folder / f"{name}.py").read_text()) for name in _MODULES
-    ]
+    package = Path(__file__).parent.parent
+    modules = [(name, "") for name in ("torch_ring", "torch_ring.rendezvous", "torch_ring.run")]
+    for name in _MODULES:
+        text = (package / f"{name.replace('.', '/')}.py").read_text()
+        modules.append((f"torch_ring.{name}", text))
     return base64.b64encode(_PROGRAM.format(modules=modules).encode()) + b"\n"

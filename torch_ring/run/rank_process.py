@@ -1,6 +1,7 @@
 """RankProcess: the process of a rank on this host, and this side of its pipes.
 
-The text of this file is sent to every host: it uses the standard library only.
+The text of this file is sent to every host: it uses the standard library only, and of torch_ring
+what is sent with it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import ctypes
 import os
 import signal
 import subprocess
+
+from torch_ring.rendezvous.control_groups import usable_cpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class RankProcess:
         self.input, self._given = -1, given
         self.is_standby = bool(request["is_standby"])  # it still waits to become a rank
         environment = {**os.environ, **request["environment"]}
-        cores = len(os.sched_getaffinity(0)) // int(request["local_size"])
+        cores = int(usable_cpus() / int(request["local_size"]))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
         command = list(request["command"])
         passed: list[int] = []

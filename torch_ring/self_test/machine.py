@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -9,9 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from torch_ring.rendezvous.control_groups import cpu_quota, limits_of_groups
+
 __all__ = ["limits", "machine"]
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _OF_PROCESS = 64  # descriptors that a process has besides those to its ranks: a guess with room
 _CONTROL = 64  # control connections of a rank, at most: 2 log2 of the ranks (csrc/control/graph.h)
 _NO_LIMIT = 1 << 60  # bytes: what version 1 of the control groups says instead of "max"
@@ -33,7 +35,7 @@ def machine() -> Facts:
         "vector_instructions": _vector_instructions(flags),
         "cpus": os.cpu_count(),
         "cpus_allowed": sorted(os.sched_getaffinity(0)),
-        "cpus_of_container": _cpu_quota(),
+        "cpus_of_container": None if cpu_quota() == math.inf else cpu_quota(),
         "load": _load(),
         "memory_bytes": _kilobytes(memory.get("MemTotal")),
         "memory_available_bytes": _kilobytes(memory.get("MemAvailable")),
@@ -96,46 +98,9 @@ def _vector_instructions(flags: list[str]) -> str:
 
 
 def _memory_limit() -> int | None:
-    texts = _of_control_group("memory", "memory.max", "memory.limit_in_bytes")
+    texts = limits_of_groups("memory", "memory.max", "memory.limit_in_bytes")
     known = [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT]
     return min(known, default=None)
-
-
-def _cpu_quota() -> float | None:
-    quotas = []
-    for text in _of_control_group("cpu", "cpu.max"):
-        quota, period = text.split()
-        if quota != "max":
-            quotas.append(int(quota) / int(period))
-    microseconds = _of_control_group("cpu", "", "cpu.cfs_quota_us")
-    periods = _of_control_group("cpu", "", "cpu.cfs_period_us")
-    quotas += [
-        int(quota) / int(period)
-        for quota, period in zip(microseconds, periods, strict=True)
-        if int(quota) > 0
-    ]
-    return min(quotas, default=None)
-
-
-def _of_control_group(controller: str, name: str, old_name: str = "") -> list[str]:
-    """Return a file's content in the control groups of this process, from its own to the root's.
-
-    Args:
-        controller: "cpu" or "memory".
-        name: the file's name in version 2.
-        old_name: in version 1.
-    """
-    folders = [(_CGROUPS, name), (_CGROUPS / controller, old_name)]
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        old = controller in controllers.split(",")
-        root = _CGROUPS / controller if old else _CGROUPS
-        if old or not controllers:
-            own = root / path.lstrip("/")
-            above = [folder for folder in own.parents if folder.is_relative_to(root)]
-            folders += [(folder, old_name if old else name) for folder in [own, *above]]
-    files = dict.fromkeys(folder / file for folder, file in folders if file)
-    return [text for text in map(_first_line, files) if text is not None]
 
 
 def _key_values(path: str) -> dict[str, str]:
