@@ -6,6 +6,7 @@ from torch_ring.config.variables import (
     let_ddp_ask_for_memory,
     misspelt,
     nccl_is_blocking,
+    threads_are_chosen,
     variables_set,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "let_ddp_ask_for_memory",
     "misspelt",
     "nccl_is_blocking",
+    "threads_are_chosen",
     "variables_set",
 ]

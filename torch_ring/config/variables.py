@@ -13,6 +13,7 @@ __all__ = [
     "let_ddp_ask_for_memory",
     "misspelt",
     "nccl_is_blocking",
+    "threads_are_chosen",
     "variables_set",
 ]
 
@@ -66,3 +67,8 @@ def let_ddp_ask_for_memory() -> None:
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether NCCL's own variable makes its communicators blocking: without a deadline."""
     return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
+
+
+def threads_are_chosen(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a user, or a launcher, has said with how many threads a rank computes."""
+    return any(environment.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))

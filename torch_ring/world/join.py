@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
-from torch_ring.config import Config
+from torch_ring.config import Config, threads_are_chosen
 from torch_ring.connections.connect import connect
 from torch_ring.connections.connections import Connections
 from torch_ring.connections.inquiries import Inquiries
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.rendezvous.control_groups import usable_cpus
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together, lacking
 from torch_ring.rendezvous.horovod_driver import horovod_driver
@@ -44,6 +46,8 @@ _NO_SECRET = (
     "same random text on all ranks (`openssl rand -hex 32`), or TORCH_RING_TRUST_NETWORK=1 if "
     "nobody else can reach the hosts (docs/security.md)"
 )
+
+_MANY_IDLE = 3  # CPUs for each thread: then most of them are idle
 
 _Begin = list[Callable[["World"], None]]
 _begin: _Begin = []  # what begins with each world of this process: on_join()
@@ -264,7 +268,30 @@ def _connect(
         _log.info("%s", _describe(connections))
         if world.is_guarded:
             _log.warning("%s", _NO_SECRET)
+        idle = None if _has_joined else _idle_cpus(world.cpu_sharers)
+        if idle is not None:
+            _log.warning("%s", idle)
     return world
+
+
+def _idle_cpus(sharers: int) -> str | None:
+    """Return a line for ranks that leave most of their CPUs idle without having been told to.
+
+    MKL, in PyTorch for x86, takes one thread where it sees variables of an MPI, also if the ranks
+    are not bound to cores. Half is not idle: PyTorch takes one thread for two hardware threads.
+
+    Args:
+        sharers: the ranks that share this one's CPUs.
+    """
+    threads, cpus = torch.get_num_threads(), int(usable_cpus())
+    if threads_are_chosen() or threads * sharers * _MANY_IDLE > cpus:
+        return None
+    number = "1 thread" if threads == 1 else f"{threads} threads"
+    return (
+        f"a rank computes with {number}, and {sharers} ranks share {cpus} CPUs here: set "
+        f"OMP_NUM_THREADS={cpus // sharers} for all ranks to use them, or "
+        f"OMP_NUM_THREADS={threads} to keep it so"
+    )
 
 
 def _secret(config: Config, place: StorePlace | None) -> str:
