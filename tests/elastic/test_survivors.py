@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Sequence
 
 import pool
@@ -12,6 +14,7 @@ import torch
 from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
+from torch_ring.world import current
 
 STEPS = 12
 
@@ -81,3 +84,34 @@ def test_survivors_go_on(transport: str, size: int, deaths: list[tuple[int, int]
         assert (new_rank, new_size) == (rank, len(survivors))
         assert weight == pytest.approx(expected(size, deaths))
         assert len(sizes) == STEPS
+
+
+def hold_worlds() -> list[bool]:
+    """Return which of the worlds that there were still have an engine, the present one last."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    name, engines = hvd.rank(), []
+    gc.collect()
+    gc.disable()
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        engines.append(weakref.ref(current.engine()))
+        while state.step < 8:
+            optimizer.zero_grad()
+            if (name, state.step) in ((3, 2), (2, 4), (1, 6)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            state.step += 1
+
+    train(state)
+    gc.enable()
+    return [engine() is not None for engine in engines]
+
+
+@on_shm_and_slowly_on_tcp
+def test_ended_worlds_go_without_garbage_collection(transport: str) -> None:
+    results = pool.run(hold_worlds, 4, transport=transport, may_die=[1, 2, 3])
+    assert results[0] == [False, False, False, True]

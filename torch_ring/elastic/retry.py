@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,10 +45,12 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
         @hvd.elastic.run
         def train(state):
-            for state.epoch in range(state.epoch, epochs):
-                for state.batch in range(state.batch, batches):
+            while state.epoch < epochs:
+                while state.batch < batches:
                     step(...)
-                state.batch = 0
+                    state.batch += 1  # before check_host_updates(): else the step is done again
+                    state.check_host_updates()
+                state.epoch, state.batch = state.epoch + 1, 0
 
     The launcher must let survivors live: see docs/elastic.md.
 
@@ -76,6 +79,16 @@ def _job_of(state: State) -> ElasticJob | DrivenJob:
     if driver is not None:
         return DrivenJob(driver, state.on_hosts_updated)
     return ElasticJob(functools.partial(_note_hosts, state))
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the functions held that an error has ended: the world, which is to go now.
+
+    Such a function may hold the error, so they would wait for Python to collect garbage.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _note_hosts(state: State, have_come: bool) -> None:
@@ -114,6 +127,7 @@ def _train(job: ElasticJob | DrivenJob, func: Callable[[], ResultT], state: Stat
             _log.warning("this rank leaves the job: its host is not among the job's any more")
             sys.exit(0)
         before = job.members
+        _forget_frames(cause)
         job.regroup(cause)
         resets = True
         is_fruitless = isinstance(cause, RingError) and job.members == before

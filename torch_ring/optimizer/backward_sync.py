@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,11 +80,16 @@ class BackwardSync:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
         self.size = self.process_set.size()
-        self._participants = Participants(self._rank, self.fail)
+        # What this has made must not keep it: a world ends also where Python collects no garbage.
+        self._participants = Participants(self._rank, _weakly(self.fail))
         self._record = membership(self.process_set)
         self._record.pass_progress = self.progress
         self.run_ahead = RunAhead(
-            self.engine, self.agreement, self.size, self._participants, self._raise_explained
+            self.engine,
+            self.agreement,
+            self.size,
+            self._participants,
+            _weakly(self._raise_explained),
         )
         if self._record.id == 0:  # no other set can be joined
             world = current.world()
@@ -364,6 +371,18 @@ class BackwardSync:
                 told.nothing_pending = index not in accumulating
         is_steady = everybody and not accumulating and dense == touched
         self.run_ahead.learn(number, touched if is_steady else {})
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method, and does not keep its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        assert found is not None, "its object outlives what calls it"
+        found(*args)
+
+    return call
 
 
 def backward_sync_of(process_set: ProcessSet) -> BackwardSync:

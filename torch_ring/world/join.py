@@ -103,6 +103,8 @@ class World:
             failed: whether something else has.
         """
         with contextlib.ExitStack() as cleanup:  # all of it, the last callback first
+            for observers in (self.on_rejoin, self.on_leave, self.process_sets.on_change):
+                cleanup.callback(observers.clear)  # they may hold this world, and so its memory
             cleanup.callback(self.process_sets.close, why)
             for end in self.on_end:
                 cleanup.callback(end, failed or bool(why))
