@@ -320,3 +320,98 @@ def wrap_adasum() -> None:
 
 def test_adasum_is_refused() -> None:
     pool.run(wrap_adasum, 2)
+
+
+class Average:
+    """An average of the weights, as programs write it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.value = model.bias.item()  # type: ignore[union-attr, operator]
+
+    def update(self) -> None:
+        self.value = 0.5 * self.value + 0.5 * self.model.bias.item()  # type: ignore[union-attr, operator]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def train_with_a_scheduler(is_given: bool) -> list[float]:
+    """Train; rank 1 dies in step 3. Return the rates of the optimizer, and the average."""
+    name = hvd.rank()
+    model = model_of(1.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd)
+    scheduler = hvd.lr_schedules.WarmupLR(optimizer, warmup=4, scale=3.0)
+    average = Average(model)
+    given = {"average": average, "schedule": scheduler} if is_given else {}
+    state = hvd.elastic.TorchState(model, optimizer, **given, step=0)
+    rates: list[float] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        if is_given:
+            assert state.schedule is scheduler
+            assert state.average is average
+        while state.step < 5:
+            optimizer.zero_grad()
+            if (name, state.step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.zeros(1, 2)).sum().backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            scheduler.step()
+            average.update()
+            state.step += 1
+
+    train(state)
+    return [*rates, average.value]
+
+
+def test_a_scheduler_in_the_state_stays_the_programs() -> None:
+    one, other = (pool.run(train_with_a_scheduler, 2, args=(g,), may_die=[1])[0] for g in (0, 1))
+    assert one == other
+    assert one[:5] == [1.0, 1.5, 2.0, 2.5, 3.0]
+
+
+def keep_schedulers() -> None:
+    model = model_of(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    average = Average(model)
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, average=average, step=0)
+    optimizer.step()
+    scheduler.step()
+    average.value = 7.0 + hvd.rank()
+    state.commit()
+    optimizer.step()
+    scheduler.step()
+    average.value = 9.0
+    state.restore()
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.5)
+    assert average.value == 7.0 + hvd.rank()
+    state.sync()
+    assert average.value == 7.0
+    assert scheduler.optimizer is optimizer
+
+
+def test_what_has_a_state_dict_is_saved_and_given() -> None:
+    pool.run(keep_schedulers, 2)
+
+
+def test_an_attribute_that_holds_a_model_or_an_optimizer_is_refused() -> None:
+    model = model_of(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for held in ({"net": model}, [1, (optimizer,)], model.forward, [scheduler]):
+        with pytest.raises(ValueError, match="'held' of an elastic state holds a"):
+            hvd.elastic.TorchState(model, held=held)
+        with pytest.raises(ValueError, match="'held' of an elastic state holds a"):
+            hvd.elastic.ObjectState(held=held)
+    state = hvd.elastic.TorchState(model, optimizer, held=None)
+    with pytest.raises(ValueError, match="'held' of an elastic state holds a SGD"):
+        state.held = scheduler
+    state.held = {"all": [1, "two", {3.0}]}

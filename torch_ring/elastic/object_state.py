@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
+import functools
 import queue
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
+
+import torch
 
 from torch_ring import world
 from torch_ring.collectives.objects import broadcast_checked_object, broadcast_object
 from torch_ring.errors import HostsUpdatedInterrupt
 
-__all__ = ["ADDED", "REMOVED", "ObjectState", "State"]
+__all__ = ["ADDED", "REMOVED", "ObjectState", "State", "require_plain"]
 
 REMOVED, ADDED = 1, 2  # of Horovod's HostUpdateResult
+
+_MOST_LOOKED_AT = 10_000  # parts of an attribute: a model is near its top
 
 
 class State(ABC):
@@ -100,6 +107,9 @@ class ObjectState(State):
             default, once it has been compared with what the root has sent.
         get_rank: returns the rank.
         **kwargs: the attributes, with their first values.
+
+    Raises:
+        ValueError: an attribute holds a module or an optimizer.
     """
 
     def __init__(
@@ -109,6 +119,8 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        for name, value in kwargs.items():
+            require_plain(name, value)
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._saved_state: dict[str, Any] = kwargs
@@ -116,7 +128,7 @@ class ObjectState(State):
 
     def save(self) -> None:
         """See `State`."""
-        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+        self._saved_state = {name: copy.deepcopy(self.__dict__[name]) for name in self._saved_state}
 
     def restore(self) -> None:
         """See `State`."""
@@ -131,3 +143,38 @@ class ObjectState(State):
     def _set_attributes(self) -> None:
         for name, value in self._saved_state.items():
             setattr(self, name, copy.deepcopy(value))
+
+
+def require_plain(name: str, value: Any) -> None:
+    """Raise ValueError if an attribute holds a module or an optimizer: a copy of it would be kept.
+
+    The program would train its own, and the state would save, give and restore the other.
+    """
+    seen: set[int] = set()
+    parts = deque([value])
+    while parts and len(seen) < _MOST_LOOKED_AT:
+        part = parts.popleft()
+        if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+            raise ValueError(
+                f"the attribute '{name}' of an elastic state holds a {type(part).__name__}, and a "
+                "state keeps copies of its attributes: give TorchState each module and optimizer "
+                "by a name of its own, and an object that uses one only if it has state_dict() and "
+                "load_state_dict()"
+            )
+        if id(part) not in seen:
+            seen.add(id(part))
+            parts.extend(_parts_of(part))
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, (str, bytes, torch.Tensor, type, types.ModuleType)):
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (Sequence, Set, deque)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return list(getattr(value, "__dict__", {}).values())

@@ -1,0 +1,300 @@
+"""Steps that were taken before the state says so: no batch is taken twice, whoever dies when."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pool
+import pytest
+import torch
+from arrivals import run_with_arrivals
+from logs import logged
+from slow import on_shm_and_slowly_on_tcp
+
+import torch_ring as hvd
+
+BATCHES = 8
+Weights = list[float]
+
+
+class Training:
+    """Two parts that are trained against one another; the weights tell every step and its batch.
+
+    Args:
+        first_of: makes the optimizer of the first part.
+        wrap: makes an optimizer average over the ranks.
+        at: called at each place of a batch.
+    """
+
+    def __init__(
+        self, first_of: Callable[..., Any], wrap: Callable[[Any], Any], at: Callable[[str], None]
+    ) -> None:
+        self.first, self.second = (torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(2))
+        for parameter in [*self.first.parameters(), *self.second.parameters()]:
+            torch.nn.init.constant_(parameter, 0.5)
+        self.at = at
+        self.optimizer = wrap(first_of(self.first.parameters()))
+        self.other = wrap(torch.optim.SGD(self.second.parameters(), lr=0.01, momentum=0.9))
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.other, 5)
+        self.model = torch.nn.ModuleList([self.first, self.second])
+
+    def loss(self, batch: int, part: int) -> torch.Tensor:
+        batch %= BATCHES
+        data = torch.tensor([[1.0, batch], [batch % 3, 2.0]], dtype=torch.float64)
+        difference = self.first(data) - self.second(data) - batch
+        return (difference**2).mean() if part == 0 else (1.5 + difference).cosh().log().sum()
+
+    def step(self, batch: int, part: int) -> torch.Tensor:
+        optimizer = (self.optimizer, self.other)[part]
+        optimizer.zero_grad()
+        loss = self.loss(batch, part)
+        self.at(f"pass {part}")
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def weights(self) -> Weights:
+        return [value for p in self.model.parameters() for value in p.flatten().tolist()]
+
+
+# --- programs: what a batch is, and when the state says that it is done
+
+
+def metric_after_step(training: Training, state: Any) -> None:
+    while state.batch < BATCHES:
+        loss = training.step(state.batch, 0)
+        training.at("metric")
+        state.total += state.average(loss)
+        state.batch += 1
+        state.check_host_updates()
+
+
+def loop_over_the_attribute(training: Training, state: Any) -> None:
+    for state.batch in range(state.batch, BATCHES):
+        training.step(state.batch, 0)
+        state.seen += 2  # says nothing of where to begin
+        training.at("check")
+        state.check_host_updates()
+
+
+def two_optimizers(training: Training, state: Any) -> None:
+    while state.batch < BATCHES:
+        training.step(state.batch, 0)
+        training.step(state.batch, 1)
+        state.batch += 1
+
+
+def several_steps(training: Training, state: Any) -> None:
+    """A Wasserstein GAN: three steps of the critic, one of the generator."""
+    while state.batch < BATCHES:
+        for _ in range(3):
+            training.step(state.batch, 0)
+        training.step(state.batch, 1)
+        state.batch += 1
+
+
+def scheduler_and_metric(training: Training, state: Any) -> None:
+    while state.batch < BATCHES:
+        loss = training.step(state.batch, 1)
+        state.scheduler.step()
+        training.at("metric")
+        state.average(loss)
+        state.batch += 1
+
+
+def progress_in_place(training: Training, state: Any) -> None:
+    while state.progress["batch"] < BATCHES:
+        loss = training.step(state.progress["batch"], 0)
+        training.at("metric")
+        state.average(loss)
+        state.progress["batch"] += 1
+
+
+def until_one_comes(training: Training, state: Any) -> None:
+    for state.batch in itertools.count(state.batch):
+        if state.batch == state.end:
+            return
+        training.step(state.batch, 0)
+        training.step(state.batch, 0)
+        state.seen += 2
+        state.check_host_updates()
+
+
+def closures(training: Training, state: Any) -> None:
+    while state.batch < BATCHES:
+
+        def closure() -> torch.Tensor:
+            training.optimizer.zero_grad()
+            loss = training.loss(state.batch, 0)
+            training.at("pass 0")
+            loss.backward()
+            return loss
+
+        training.optimizer.step(closure)
+        training.at("metric")
+        state.average(torch.zeros(1))
+        state.batch += 1
+
+
+def first_of(program: Callable[..., None]) -> Callable[..., Any]:
+    if program is closures:
+        return functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=4, history_size=3)
+    return functools.partial(torch.optim.Adam, lr=0.1)
+
+
+def expected(program: Callable[..., None], end: int = -1) -> Weights:
+    """Return the weights of one process that nothing interrupts."""
+    training = Training(first_of(program), lambda optimizer: optimizer, lambda _: None)
+    state = SimpleNamespace(batch=0, seen=0, total=0.0, progress={"batch": 0}, end=end)
+    state.scheduler, state.average = training.scheduler, lambda loss: loss.item()
+    state.check_host_updates = lambda: None
+    program(training, state)
+    return training.weights()
+
+
+def train(program: Callable[..., None], victim: int, place: str, visit: int) -> Any:
+    """Train; a rank dies at its `visit`-th visit of a place.
+
+    Returns:
+        The weights, the number of ranks, the batches that were begun, the last one, and what has
+        been logged.
+    """
+    name, visits = os.environ.get("TORCH_RING_PROCESS", f"p{hvd.rank()}"), Counter[str]()
+    begun: list[int] = []
+
+    def at(where: str) -> None:
+        visits[where] += 1
+        if where == "pass 0":
+            begun.append(state.progress["batch"] if program is progress_in_place else state.batch)
+        if (name, where, visits[where]) == (f"p{victim}", place, visit):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training = Training(first_of(program), hvd.DistributedOptimizer, at)
+    state = hvd.elastic.TorchState(
+        training.model,
+        training.optimizer,
+        other=training.other,
+        scheduler=training.scheduler,
+        batch=0,
+        seen=0,
+        total=0.0,
+        progress={"batch": 0},
+        end=-1,
+    )
+    if program is until_one_comes:
+        state.register_reset_callbacks([lambda: setattr(state, "end", state.batch + 3)])
+    # Before what the optimizer itself does after its step.
+    hooks = training.optimizer._optimizer_step_post_hooks
+    hook = training.optimizer.register_step_post_hook(lambda *_: at("stepped"))
+    hooks.move_to_end(hook.id, last=False)
+    object.__setattr__(state, "average", lambda loss: hvd.allreduce(loss).item())
+    with logged() as lines:
+        hvd.elastic.run(lambda state: program(training, state))(state)
+    return training.weights(), hvd.size(), begun, state.end, lines
+
+
+def check(
+    program: Callable[..., None], size: int, transport: str, *plan: Any, env: Any = None
+) -> Any:
+    """Check the weights when a rank dies; return what the first survivor has."""
+    results = pool.run(
+        train, size, args=(program, *plan), transport=transport, may_die=[plan[0]], env=env
+    )
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == size - 1
+    for weights, left, *_ in survivors:
+        assert left == size - 1
+        assert weights == survivors[0][0]
+        assert weights == pytest.approx(expected(program), rel=1e-9)
+    return survivors[0]
+
+
+AT_MOST_A_STEP = [
+    (metric_after_step, 1, "metric", 4),
+    (metric_after_step, 0, "pass 0", 4),
+    (loop_over_the_attribute, 1, "check", 3),
+    (loop_over_the_attribute, 0, "pass 0", 3),
+    (two_optimizers, 1, "pass 1", 5),
+    (two_optimizers, 0, "pass 1", 1),
+    (two_optimizers, 2, "pass 0", 4),
+    (several_steps, 0, "pass 0", 6),
+    (several_steps, 1, "pass 0", 5),
+    (several_steps, 2, "pass 1", 6),
+    (several_steps, 2, "pass 0", 16),
+    (scheduler_and_metric, 1, "metric", 4),
+    (scheduler_and_metric, 1, "pass 1", 4),
+    (progress_in_place, 1, "metric", 5),
+    (progress_in_place, 0, "pass 0", 5),
+    (closures, 1, "pass 0", 6),
+    (closures, 0, "pass 0", 9),
+    (closures, 2, "metric", 3),
+]
+
+
+@on_shm_and_slowly_on_tcp
+@pytest.mark.parametrize(("program", "victim", "place", "visit"), AT_MOST_A_STEP)
+def test_no_step_is_taken_twice_and_no_batch_is_lost(
+    transport: str, program: Callable[..., None], victim: int, place: str, visit: int
+) -> None:
+    _, _, begun, *_ = check(program, 3, transport, victim, place, visit)
+    again = [batch for batch, after in itertools.pairwise(begun) if after < batch]
+    assert again == []  # a batch is begun again, but none before it
+
+
+@on_shm_and_slowly_on_tcp
+def test_a_step_counts_when_the_comparison_after_it_fails(transport: str) -> None:
+    check(two_optimizers, 3, transport, 1, "stepped", 4, env={"TORCH_RING_CHECK_EVERY": "1"})
+
+
+def test_the_batch_that_is_done_again_is_told() -> None:
+    *_, lines = check(metric_after_step, 2, "shm", 1, "metric", 4)
+    told = [line for line in lines if "does the batch again" in line]
+    assert len(told) == 1
+    assert told[0].startswith("1 step of 'optimizer' was taken already that the state does not say")
+    *_, lines = check(metric_after_step, 2, "shm", 1, "pass 0", 4)
+    assert not any("again" in line for line in lines)
+
+
+def test_no_step_is_taken_twice_when_a_process_comes() -> None:
+    results = run_with_arrivals(train, 2, 1, args=(until_one_comes, -1, "", 0))
+    _, _, begun, end, _ = results[0]
+    assert {size for _, size, *_ in results} == {3}
+    assert all(weights == results[0][0] for weights, *_ in results)
+    assert results[0][0] == pytest.approx(expected(until_one_comes, end), rel=1e-9)
+    assert begun == sorted(begun)
+    counts = Counter(begun)
+    assert set(counts) == set(range(end))
+    assert sorted(counts.values())[-2] == 2  # only one batch was done again
+
+
+def stop_between_two_steps(behind: int) -> tuple[Weights, Weights]:
+    """One rank has not taken the last step when the world ends, in the middle of a batch."""
+    training = Training(first_of(two_optimizers), lambda optimizer: optimizer, lambda _: None)
+    state = hvd.elastic.TorchState(
+        training.model, training.optimizer, other=training.other, batch=0
+    )
+    state.sync()
+    for state.batch in range(4):
+        training.step(state.batch, 0)
+        if state.batch < 3:
+            training.step(state.batch, 1)
+    if hvd.rank() != behind:
+        training.step(state.batch, 1)
+    state.resume()
+    assert state.batch == 3
+    two_optimizers(training, state)
+    return training.weights(), expected(two_optimizers)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_ranks_that_are_a_step_apart_in_a_batch(behind: int) -> None:
+    results = pool.run(stop_between_two_steps, 2, args=(behind,))
+    for weights, wanted in results:
+        assert weights == pytest.approx(wanted, rel=1e-9)
