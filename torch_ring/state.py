@@ -156,7 +156,8 @@ def broadcast_optimizer_state(
     """Give every rank's optimizer the state and the hyper-parameters of the root's.
 
     The other ranks need no state beforehand, and no step is taken to make one. Hyper-parameters
-    keep their Python types, tensors their dtypes.
+    keep their Python types, tensors their dtypes. As after Horovod's, every parameter that requires
+    a gradient has one: zeros, where it had none. ``zero_grad()`` takes them away.
 
     Args:
         optimizer: wrapped or not, with the same parameters on all ranks.
@@ -173,6 +174,10 @@ def broadcast_optimizer_state(
         return broadcast_object(packed, root_rank, None, process_set)
 
     copy_optimizer_state(optimizer, root_rank, process_set, send)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def copy_optimizer_state(

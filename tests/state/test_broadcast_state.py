@@ -210,6 +210,35 @@ def test_broadcast_optimizer_state_of_a_wrapped_one(root):
     run(broadcast_optimizer, 3, args=("Adam", root, True), transport="tcp")
 
 
+def broadcast_without_gradients(wrap: bool) -> None:
+    """As Horovod's test_broadcast_state_no_grad, whose root alone has trained."""
+    used, frozen, unused = (nn.Parameter(torch.full((2, 3), 2.0)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([used, frozen, unused], lr=0.1, momentum=0.9, nesterov=True)
+    if hvd.rank() == 0:
+        (3 * used).sum().backward()
+        optimizer.step()
+    if wrap:
+        hvd.DistributedOptimizer(optimizer)
+    hvd.broadcast_parameters([used, frozen, unused], root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert frozen.grad is None
+    assert used.grad.tolist() == [[3.0 * (hvd.rank() == 0)] * 3] * 2  # one that is there stays
+    assert unused.grad.tolist() == [[0.0] * 3] * 2
+    optimizer.zero_grad()
+    (used * (1 + hvd.rank()) if wrap else used).sum().backward()
+    assert used.grad.tolist() == [[1.5 if wrap else 1.0] * 3] * 2
+    optimizer.step()
+    assert unused.grad is None
+    assert_same_on_all_ranks(used, frozen, unused)
+
+
+@on_both_transports
+@pytest.mark.parametrize("wrap", [False, True])
+def test_gradients_exist_after_a_broadcast(wrap, transport):
+    run(broadcast_without_gradients, 2, args=(wrap,), transport=transport)
+
+
 def broadcast_different_optimizers() -> str:
     model = nn.Linear(3, 3 + hvd.rank())
     with pytest.raises(hvd.MismatchError) as error:
