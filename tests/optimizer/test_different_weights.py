@@ -12,8 +12,8 @@ from training import grads, make_model, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.collectives.consistency import find_difference
 from torch_ring.collectives.digests import digests_of
-from torch_ring.optimizer.weight_comparison import describe_difference
 
 
 def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -280,8 +280,12 @@ def test_parameters_without_bits_count_as_the_same():
 
 
 def test_many_ranks_are_not_listed():
-    digests = torch.tensor([[1, 1]] + [[1, 2]] * 5)
-    text = describe_difference(["a", "b"], [0, 1, 2, 4, 6, 8], digests)
-    assert text is not None
-    assert "'b' on ranks 1, 2, 4 and 2 more is not that on rank 0 (1 of 2 parameters" in text
-    assert describe_difference(["a"], [0, 1], digests[1:3, :1]) is None
+    ones, twos = [["a", "", 1], ["b", "", 1]], [["a", "", 1], ["b", "", 2]]
+    difference = find_difference(
+        {**dict.fromkeys([0, 3, 5, 7, 10, 11, 12], ones), **dict.fromkeys([1, 2, 4, 6, 8, 9], twos)}
+    )
+    assert difference is not None
+    assert difference.names == ["b"]
+    assert difference.compared == 2
+    assert difference.others_in_words == "ranks 1, 2, 4, 6 and 2 more"
+    assert find_difference({0: ones, 1: ones}) is None

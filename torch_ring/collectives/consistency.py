@@ -1,25 +1,43 @@
-"""verify_consistency, find_damage: whether ranks have the same model and state, bit for bit."""
+"""Whether ranks have the same model, hyper-parameters and state, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_ring._C import Engine, all_sent
-from torch_ring.collectives.digests import digests_of
+from torch_ring.collectives.digests import start_digests
 from torch_ring.errors import InvalidArgumentError, MismatchError
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
-__all__ = ["Thing", "find_damage", "things_of", "verify_consistency", "verify_step"]
+__all__ = [
+    "Difference",
+    "Line",
+    "Thing",
+    "find_damage",
+    "find_difference",
+    "gather_lines",
+    "gather_lines_if_different",
+    "hyper_parameters_of",
+    "start_lines",
+    "summary_of",
+    "things_of",
+    "verify_consistency",
+    "verify_step",
+]
+
+Line = list[Any]
+"""A thing as the ranks compare it: name, description, digest of the bits of a tensor or None."""
 
 _MOST_RANKS_NAMED = 4
+_SUMMARY_BYTES = 32
 
 
 def verify_consistency(
@@ -117,12 +135,16 @@ def find_damage(root: int, things: Sequence[Thing] | None, engine: Engine) -> st
         The first thing that has not arrived as it was sent, and on which ranks, the same text on
         all ranks; empty if everything has.
     """
-    every = _gather_if_different(things, engine)
+    if things is None:
+        gathered = _gather(b"", engine)
+        every = {} if len(set(gathered)) == 1 else dict(map(json.loads, _gather(b"", engine)))
+    else:
+        _, every = gather_lines_if_different(start_lines(things)(), engine)
     sent = {name for name, *_ in every.get(root, ())}
-    found = _first_difference(
+    found = find_difference(
         {rank: [line for line in lines if line[0] in sent] for rank, lines in every.items()}
     )
-    return "" if found is None else found.text
+    return "" if found is None else _in_words(found)
 
 
 class Thing(NamedTuple):
@@ -146,14 +168,26 @@ class Thing(NamedTuple):
 
 def things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[Thing]:
     """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters."""
+    yield from hyper_parameters_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                yield from _leaves(f"'{key}' of group {number}", value)
         for index, parameter in enumerate(group["params"]):
             name = names.get(parameter, f"{number}.{index}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 yield from _leaves(f"state '{key}' of '{name}'", value)
+
+
+def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Thing]:
+    """Yield the hyper-parameters of an optimizer; a tensor on the CPU of one element as a number.
+
+    So that a message has its value.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                for name, leaf in _leaves(f"'{key}' of group {number}", value):
+                    is_readable = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+                    has_value = is_readable and leaf.numel() == 1
+                    yield Thing(name, leaf.item() if has_value else leaf)
 
 
 def _leaves(name: str, value: Any) -> Iterator[Thing]:
@@ -169,53 +203,88 @@ def _leaves(name: str, value: Any) -> Iterator[Thing]:
 
 def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
     """Raise MismatchError on all ranks that have not joined, unless they give the same things."""
-    found = _first_difference(_gather_if_different(things, engine))
+    _, every = gather_lines_if_different(start_lines(things)(), engine)
+    found = find_difference(every)
     if found is not None:
         raise MismatchError(
-            f"rank {current.rank()}: {when}the ranks are not consistent: {found.text}. "
-            + _remedy(found.name, found.root)
+            f"rank {current.rank()}: {when}the ranks are not consistent: {_in_words(found)}. "
+            + _remedy(found.names[0], found.same[0])
         )
 
 
-def _gather_if_different(
-    things: Sequence[Thing] | None, engine: Engine
-) -> dict[int, list[list[Any]]]:
-    """Return name, description and digest of the things of each rank; nothing if all are alike."""
-    if things is None:
-        gathered = _gather(b"", engine)
-        return {} if len(set(gathered)) == 1 else dict(map(json.loads, _gather(b"", engine)))
-    tensors = [thing.value for thing in things if isinstance(thing.value, Tensor)]
-    digests = iter(digests_of(tensors).tolist())
-    lines = [
-        [thing.name, thing.describe(), next(digests) if isinstance(thing.value, Tensor) else None]
-        for thing in things
-    ]
+def start_lines(things: Sequence[Thing]) -> Callable[[], list[Line]]:
+    """Start to read things as they are now; return a function that waits for their lines."""
+    described = [(thing.name, thing.describe()) for thing in things]
+    is_tensor = [isinstance(thing.value, Tensor) for thing in things]
+    wait = start_digests([thing.value for thing in things if isinstance(thing.value, Tensor)])
+
+    def lines() -> list[Line]:
+        digests = iter(wait().tolist())
+        return [
+            [name, description, next(digests) if has_bits else None]
+            for (name, description), has_bits in zip(described, is_tensor, strict=True)
+        ]
+
+    return lines
+
+
+def summary_of(lines: Sequence[Line], size: int) -> bytes:
+    """Return so many bytes that follow from all lines."""
+    return hashlib.blake2b(json.dumps(lines).encode(), digest_size=size).digest()
+
+
+def gather_lines_if_different(
+    lines: Sequence[Line], engine: Engine, name: str = ""
+) -> tuple[int, dict[int, list[Line]]]:
+    """Return how many ranks have not joined, and their lines unless all are alike. Collective."""
+    own = summary_of(lines, _SUMMARY_BYTES)
+    gathered = _gather(own, engine, name)
+    is_different = not all_sent(b"".join(gathered), own)
+    return len(gathered), gather_lines(lines, engine, name) if is_different else {}
+
+
+def gather_lines(lines: Sequence[Line], engine: Engine, name: str = "") -> dict[int, list[Line]]:
+    """Return the lines of each rank that has not joined. Collective."""
     text = json.dumps([current.rank(), lines]).encode()
-    own = hashlib.sha256(json.dumps(lines).encode()).digest()
-    if all_sent(b"".join(_gather(own, engine)), own):
-        return {}
-    return dict(map(json.loads, _gather(text, engine)))
+    return dict(map(json.loads, _gather(text, engine, name)))
 
 
-def _gather(own: bytes, engine: Engine) -> list[bytes]:
+def _gather(own: bytes, engine: Engine, name: str = "") -> list[bytes]:
     """Return what each rank gives that gives something, and has not joined."""
     payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-    work = engine.allgather(payload, "", blocking=True, joinable=True)
+    work = engine.allgather(payload, name, blocking=True, joinable=True)
     parts = torch.split(work.wait(), work.received_splits())
     return [bytes(part.numpy()) for part in parts if len(part)]
 
 
-class _Difference(NamedTuple):
-    text: str
-    name: str  # of the first thing that differs
-    root: int  # a rank that has what most have
+class Difference(NamedTuple):
+    """What ranks do not have alike.
+
+    Attributes:
+        names: of all things that differ; the rest is about the first one.
+        compared: the number of things.
+        others: the ranks whose thing is not the usual one, and `same` the others: the most.
+        found: how the first of the others has it, in words.
+        usual: how most have it.
+    """
+
+    names: list[str]
+    compared: int
+    others: list[int]
+    same: list[int]
+    found: str
+    usual: str
+
+    @property
+    def others_in_words(self) -> str:
+        """The others as a message names them."""
+        return _ranks(self.others)
 
 
-def _first_difference(every: dict[int, list[list[Any]]]) -> _Difference | None:
-    """Return the first thing that the ranks do not have alike, and on which ranks.
+def find_difference(every: Mapping[int, Sequence[Line]]) -> Difference | None:
+    """Return what the ranks do not have alike, by the lines of each, in its order; None: nothing.
 
-    Args:
-        every: of each rank: name, description and digest of its things, in its order.
+    They may be in another order.
     """
     by_name = {
         rank: {name: tuple(found) for name, *found in lines} for rank, lines in every.items()
@@ -225,17 +294,21 @@ def _first_difference(every: dict[int, list[list[Any]]]) -> _Difference | None:
         name for name in names if len({things.get(name) for things in by_name.values()}) > 1
     ]
     if not differing:
-        return None  # they may be in another order
+        return None
     first = {rank: things.get(differing[0]) for rank, things in by_name.items()}
     usual = Counter(first.values()).most_common(1)[0][0]  # of the lowest rank, if there are several
     others = [rank for rank, found in first.items() if found != usual]
     same = [rank for rank, found in first.items() if found == usual]
-    text = (
-        f"{differing[0]} on {_ranks(others)} ({_found(first[others[0]])}) is not that on "
-        f"{_ranks(same)} ({_found(usual)}): {len(differing)} of {len(names)} tensors and settings "
-        "differ"
+    found = _found(first[others[0]])
+    return Difference(differing, len(names), others, same, found, _found(usual))
+
+
+def _in_words(difference: Difference) -> str:
+    names, compared, others, same, found, usual = difference
+    return (
+        f"{names[0]} on {_ranks(others)} ({found}) is not that on {_ranks(same)} ({usual}): "
+        f"{len(names)} of {compared} tensors and settings differ"
     )
-    return _Difference(text, differing[0], same[0])
 
 
 def _found(found: tuple[str, int | None] | None) -> str:

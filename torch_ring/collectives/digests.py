@@ -1,15 +1,15 @@
-"""digests_of: numbers that follow from the bits of tensors."""
+"""digests_of, start_digests: numbers that follow from the bits of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["digests_of"]
+__all__ = ["digests_of", "start_digests"]
 
 _ROW_WORDS = 512  # of 8 bytes
 _ROW_BYTES = 8 * _ROW_WORDS
@@ -28,11 +28,20 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
     Cost: one pass over the tensors, one wait for each device, and a copy of each tensor that is not
     contiguous, one at a time.
     """
+    return start_digests(tensors)()
+
+
+def start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Start what `digests_of` does; return a function that waits for it.
+
+    The host waits for no device before that: what the tensors hold now counts, whatever the current
+    streams write into them later.
+    """
     readable: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if _is_readable(tensor):
             readable.setdefault(tensor.device, []).append(index)
-    digests = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
+    started: list[tuple[list[int], Tensor, torch.Event | None]] = []
     with torch.no_grad():
         for device, indices in readable.items():
             parts = [_parts_of(tensors[index].detach()) for index in indices]
@@ -42,8 +51,21 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
             for position, (_, *more) in enumerate(parts):
                 for part in more:
                     found[position] = 3 * found[position] + _digest(part, factors)
-            digests[indices] = torch.stack(found).cpu()
-    return digests
+            stacked = torch.stack(found).to("cpu", non_blocking=True)
+            copied = None if device.type == "cpu" else torch.Event(device=device)
+            if copied is not None:
+                copied.record()
+            started.append((indices, stacked, copied))
+
+    def finish() -> Tensor:
+        digests = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
+        for indices, stacked, copied in started:
+            if copied is not None:
+                copied.synchronize()
+            digests[indices] = stacked
+        return digests
+
+    return finish
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch_ring._C import backward_name
 from torch_ring.collectives.allreduce import grouped_allreduce
 from torch_ring.collectives.consistency import verify_step
-from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
@@ -23,14 +21,12 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.uneven_batches import explained
-from torch_ring.optimizer.weight_comparison import describe_difference
+from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.optimizer.wrapping import Wrapped, wrap
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
 __all__ = ["AdasumOptimizer", "wrap_adasum"]
-
-_log = logging.getLogger("torch_ring")
 
 
 class AdasumOptimizer(Wrapped):
@@ -48,8 +44,7 @@ class AdasumOptimizer(Wrapped):
     _before: dict[Tensor, Tensor] | None
     _steps: int  # since the start, or since join()
     _since: str  # how errors say which
-    _is_compared: bool  # whether the ranks have compared their weights since then
-    _has_warned: bool
+    _comparison: WeightComparison
     _check_every: int  # steps; 0: never
     backward_passes_per_step: int
 
@@ -117,9 +112,9 @@ def wrap_adasum(
     wrapped._process_set = process_set
     wrapped._before = None
     wrapped._since = ""
-    wrapped._has_warned = False
+    wrapped._comparison = WeightComparison(names, process_set, weakref.ref(wrapped))
     wrapped._check_every = current.config().check_every
-    _start_anew(wrapped)
+    wrapped._steps = 0
     wrapped.backward_passes_per_step = backward_passes_per_step
     if size > 1:
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
@@ -129,17 +124,13 @@ def wrap_adasum(
             current.world().on_rejoin.append(functools.partial(_on_rejoin, weakref.ref(wrapped)))
 
 
-def _start_anew(optimizer: AdasumOptimizer) -> None:
-    optimizer._steps = 0
-    optimizer._is_compared = False
-
-
 def _on_rejoin(reference: weakref.ref[AdasumOptimizer]) -> None:
     """Forget what a rank that had joined does not know: its steps were fewer, perhaps none."""
     optimizer = reference()
     if optimizer is not None:
-        _start_anew(optimizer)
+        optimizer._steps = 0
         optimizer._since = " since join()"
+        optimizer._comparison.restart(optimizer._since)
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -151,9 +142,10 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
     """Step pre-hook; called twice for one step if a `step` calls its base class's."""
     assert isinstance(optimizer, AdasumOptimizer)
     if optimizer._before is None:
-        if not optimizer._is_compared:
-            _check_start(optimizer)
-            optimizer._is_compared = True
+        if not optimizer._comparison.has_begun:
+            _compare_weights(optimizer)
+            if optimizer._process_set.rank() == 0 and not optimizer._since:
+                warn_of_ddp(tuple(optimizer._parameter_names))
         optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
 
 
@@ -171,25 +163,12 @@ def _explaining(optimizer: AdasumOptimizer) -> Iterator[None]:
         raise better from error
 
 
-def _check_start(optimizer: AdasumOptimizer) -> None:
-    """Warn on one rank if the ranks' weights differ, or if DDP averages the gradients.
-
-    A collective of the ranks that have not joined.
-    """
-    parameters, names = zip(*optimizer._parameter_names.items(), strict=True)
+def _compare_weights(optimizer: AdasumOptimizer) -> None:
+    """Warn on one rank if the ranks' weights differ. A collective of those that have not joined."""
     engine = engine_of(optimizer._process_set)
-    own = torch.cat([torch.tensor([current.rank()], device="cpu"), digests_of(parameters)])
-    name = f"{backward_name(0)}.weights"
     with _explaining(optimizer):
-        rows = engine.allgather(own, name, blocking=True, joinable=True).wait().view(-1, len(own))
-    ranks = rows[:, 0].tolist()
-    if current.rank() == ranks[0] and not optimizer._since:
-        warn_of_ddp(parameters)
-    difference = describe_difference(names, ranks, rows[:, 1:], optimizer._process_set)
-    if difference and not optimizer._has_warned:
-        optimizer._has_warned = True
-        if current.rank() == ranks[0]:
-            _log.warning(difference)
+        name = f"{backward_name(0)}.weights"
+        optimizer._comparison.compare_now(optimizer._steps, engine, name)
 
 
 @torch.no_grad()
@@ -210,6 +189,8 @@ def _combine(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
     optimizer._steps += 1
     for (parameter, start), change in zip(before.items(), combined, strict=True):
         parameter.copy_(start + change)
+    if is_compared(optimizer._steps):
+        _compare_weights(optimizer)
     verify_step(
         optimizer._check_every,
         optimizer._steps,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_ring._C import Engine, PassAgreement, all_sent, backward_name, in_words
@@ -18,7 +17,7 @@ from torch_ring.optimizer.participant import Participant
 from torch_ring.optimizer.participants import Participants
 from torch_ring.optimizer.run_ahead import RunAhead
 from torch_ring.optimizer.uneven_batches import explained, require_same_steps
-from torch_ring.optimizer.weight_comparison import summary_of
+from torch_ring.optimizer.weight_reports import WeightReports
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
 from torch_ring.world.process_set_record import ProcessSetRecord
@@ -41,7 +40,8 @@ class BackwardSync:
     only this rank has accumulated since, the next agreement finds the ranks in different steps.
 
     A rank's first gradients for an optimizer travel with a digest of its weights, so that somebody
-    who has forgotten broadcast_parameters() hears of it.
+    who has forgotten broadcast_parameters() hears of it, and seldom later ones do, so that somebody
+    whose ranks drift apart hears of that (`WeightComparison`).
 
     Ranks that have called join() take no part in agreements; reductions count them as zeros.
 
@@ -59,6 +59,7 @@ class BackwardSync:
         size: the number of ranks.
         agreement: the next agreement of the ranks, or the one under way.
         run_ahead: passes that end without an agreement.
+        weights: what the reports of passes say of the ranks' weights.
         steps: steps that the optimizers have taken, all together.
 
     Agreements and steps are counted since the start, or since join().
@@ -69,6 +70,7 @@ class BackwardSync:
     size: int = field(init=False)
     agreement: PassAgreement = field(default_factory=PassAgreement)
     run_ahead: RunAhead = field(init=False)
+    weights: WeightReports = field(init=False)
     steps: int = 0
     _since: str = ""  # how errors say since when
     _rank: int = field(default_factory=current.rank)
@@ -84,11 +86,13 @@ class BackwardSync:
         self._participants = Participants(self._rank, _weakly(self.fail))
         self._record = membership(self.process_set)
         self._record.pass_progress = self.progress
+        self.weights = WeightReports(self.engine, self._participants)
         self.run_ahead = RunAhead(
             self.engine,
             self.agreement,
             self.size,
             self._participants,
+            self.weights,
             _weakly(self._raise_explained),
         )
         if self._record.id == 0:  # no other set can be joined
@@ -176,6 +180,7 @@ class BackwardSync:
             for report in reports:
                 # Until they are reduced; under no_sync(), say, only this rank knows of them.
                 self._participants[report.participant].nothing_pending = False
+            self.weights.note_gradients(reports, self.number)
             if any(report.due for report in reports):
                 self._agree(reports)
         finally:
@@ -188,7 +193,7 @@ class BackwardSync:
 
     def _finalize_dense(self, participant: Participant) -> bool:
         """Take the fast path if all gradients are due here; return whether the pass has ended."""
-        if participant.fast_path is None or not participant.weights_compared:
+        if participant.fast_path is None or not participant.comparison.is_idle:
             return False
         finalizer, report = participant.fast_path
         own = BackwardReport(self.steps, (report,)).encode()
@@ -232,9 +237,9 @@ class BackwardSync:
         self._since = " since join()"
         for participant in self._participants.values():
             participant.nothing_pending = False
-            participant.weights_compared = False  # a rank that had joined has not stepped
             participant.steps = 0
             participant.stop_tuning()
+        self.weights.restart(self._since)  # a rank that had joined has not stepped
 
     def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
         participants = self._participants.values()
@@ -246,7 +251,7 @@ class BackwardSync:
     ) -> None:
         """Tell the other ranks, and reduce the gradients that are due on any of them."""
         reports = self._with_aside(reports, stepping)
-        report = BackwardReport(self.steps, tuple(map(self._with_digest, reports)))
+        report = BackwardReport(self.steps, self.weights.added_to(reports, self.number))
         own = report.encode()
         goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
         try:
@@ -296,10 +301,6 @@ class BackwardSync:
                 raise
             self.agreement.finish()
 
-    def _gather(self, message: Tensor, name: str) -> Tensor:
-        """Return the messages of all ranks that have not joined, one after the other."""
-        return self.engine.allgather(message, name, blocking=True, joinable=True).wait()
-
     def _raise_explained(self, error: RingError, name: str = "") -> None:
         """Raise the error of an agreement with what its user may have done wrong, if that helps."""
         purpose = f"rank {self._rank}: {in_words(name or backward_name(self.number))}"
@@ -308,42 +309,13 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
-    def _with_digest(self, report: GradientReport) -> GradientReport:
-        """Return the report with a digest of the weights, if these are the first gradients."""
-        participant = self._participants[report.participant]
-        if participant.weights_compared or not report.due:
-            return report
-        return replace(report, digest=summary_of(participant.weight_digests()))
-
-    def _compare_weights(self, ranks: Sequence[BackwardReport], number: int) -> None:
-        """Compare the weights of each optimizer whose first gradients are due on some rank."""
-        digests: dict[int, list[bytes]] = {}
-        for report in (report for rank in ranks for report in rank.gradients if report.digest):
-            digests.setdefault(report.participant, []).append(report.digest)
-        if not digests:
-            return
-        participants = [self._participants.named(index) for index in sorted(digests)]
-        if any(found != found[:1] * len(ranks) for found in digests.values()):
-            # They differ, or a rank has no gradients yet and has sent none.
-            self._find_difference(participants, f"{backward_name(number)}.weights")
-        for participant in participants:
-            participant.weights_compared = True
-
-    def _find_difference(self, participants: Sequence[Participant], name: str) -> None:
-        """Warn of each optimizer whose weights differ between the ranks. Collective."""
-        digests = [participant.weight_digests() for participant in participants]
-        own = torch.cat([torch.tensor([current.rank()], device="cpu"), *digests])
-        rows = self._gather(own, name).view(-1, len(own))
-        ranks, *parts = torch.split(rows, [1, *map(len, digests)], dim=1)
-        for participant, part in zip(participants, parts, strict=True):
-            participant.warn_of_difference(ranks.flatten().tolist(), part)
-
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number = self.number
         self.run_ahead.look()
         require_same_steps([rank.steps for rank in ranks], self.size)
-        self._compare_weights(ranks, number)
+        self.weights.differ(ranks, number)
+        self.weights.tell(number)
         touched: dict[int, int] = {}
         dense: dict[int, int] = {}
         for report in (report for rank in ranks for report in rank.gradients):

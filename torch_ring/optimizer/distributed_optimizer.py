@@ -329,6 +329,7 @@ class _DistributedOptimizer(Wrapped):
         self._reducer = reducer
         if reducer is not None:
             reducer.owner = weakref.ref(self, functools.partial(_release, weakref.ref(reducer)))
+            reducer.comparison.optimizer = weakref.ref(self)
 
     def _reducer_in_use(self) -> Reducer:
         assert self._reducer is not None, "steps of one rank have no joint closure"
@@ -354,6 +355,8 @@ def _before_step(
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
         require_whole(optimizer._settings.process_set)
+        if reducer is not None:
+            reducer.begin_unreduced_step()
         return None
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, GradientHooks, PlannedBucket
 from torch_ring.optimizer.gradient_report import GradientReport
+from torch_ring.optimizer.weight_comparison import WeightComparison
 
 __all__ = ["FastPath", "Participant", "Pending"]
 
@@ -32,8 +33,8 @@ class Participant(Protocol):
     fast_path: FastPath | None
     """The fast path, once the buckets are in their final order and where there is one."""
 
-    weights_compared: bool
-    """Whether the ranks have compared their weights since the start, or since join()."""
+    comparison: WeightComparison
+    """The comparison of the ranks' weights."""
 
     steps: int
     """Steps that the optimizer has taken since then."""
@@ -78,11 +79,5 @@ class Participant(Protocol):
     def finish(self, order: Sequence[int]) -> None:
         """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
 
-    def weight_digests(self) -> Tensor:
-        """Return a number for the weights of each parameter, int64 on the CPU."""
-
     def progress(self) -> str:
         """Return which gradient the backward pass is to bring next. Thread: any."""
-
-    def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
-        """Warn if these digests, int64 [rank, parameter], differ between the ranks."""

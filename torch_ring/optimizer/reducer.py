@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket, bucket_name
-from torch_ring.collectives.digests import digests_of
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
@@ -27,7 +26,7 @@ from torch_ring.optimizer.participant import FastPath
 from torch_ring.optimizer.pass_progress import next_gradient
 from torch_ring.optimizer.reducible import coalesced, require_same_parameters, spec_of
 from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.weight_comparison import describe_difference
+from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.world import current
 
 __all__ = ["Reducer"]
@@ -78,11 +77,13 @@ class Reducer:
         self._least_direct_bytes = settings.direct_bytes if blocks else None
         self._direct = self._large_ones()
         self.nothing_pending = False
-        self.weights_compared = False
         self.steps = 0
+        self._steps_alone = False  # the step that is under way, with this rank's gradients
         self.fast_path: FastPath | None = None
         self.index = sync.register(self)
         self.owner: weakref.ref[object] | None = None  # the optimizer; releases this when it goes
+        named_weights = dict(zip(parameters, names, strict=True))
+        self.comparison = WeightComparison(named_weights, sync.process_set)
         self.hooks = GradientHooks(
             parameters,
             names,
@@ -103,7 +104,6 @@ class Reducer:
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
         self._order_is_real = False
-        self._has_warned = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
         self._limits = BucketLimits(settings.bucket_bytes)
         self._tuner: Autotuner | None = None
@@ -126,6 +126,20 @@ class Reducer:
         self.steps += 1
         self.nothing_pending = False
         self.hooks.reset(gradients=False)
+        is_alone, self._steps_alone = self._steps_alone, False
+        if not self.comparison.has_begun:
+            self.comparison.snapshot = None  # of weights before this step
+        elif is_compared(self.steps) and not is_alone:
+            self.comparison.take(self.steps, self._sync.number)
+
+    def begin_unreduced_step(self) -> None:
+        """Look whether gradients of this rank alone are there, with which it steps now.
+
+        What the ranks have after such a step (of local SGD, say) is not compared.
+        """
+        if is_compared(self.steps + 1):
+            due, _, accumulating, _ = self.hooks.pending(Due.everything)
+            self._steps_alone = accumulating or any(due)
 
     def drop_gradients(self) -> None:
         """Drop what has been accumulated: the gradients are zero or gone."""
@@ -159,21 +173,9 @@ class Reducer:
             self.index, bitmap, int.from_bytes(sparse, "little"), accumulating, order
         )
 
-    def weight_digests(self) -> Tensor:
-        """See `Participant`."""
-        return digests_of(self._parameters)
-
     def progress(self) -> str:
         """See `Participant`."""
         return next_gradient(self.index, self._plan, self.hooks.ready_order(), self._names)
-
-    def warn_of_difference(self, ranks: Sequence[int], digests: Tensor) -> None:
-        """See `Participant`. One rank warns, once."""
-        difference = describe_difference(self._names, ranks, digests, self._sync.process_set)
-        if difference and not self._has_warned:
-            self._has_warned = True
-            if current.rank() == ranks[0]:
-                _log.warning(difference)
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""

@@ -39,6 +39,8 @@ Special cases:
 - *A rank without data* enters the pass in step(), as it enters an agreement. It counts as zeros.
 - *Accumulation.* When a gradient is due after ``backward_passes_per_step`` passes, a planned pass
   takes all that have begun. Ranks that left gradients for step() in agreed passes make no plan.
+- *Weights.* Reports bring digests of them now and then (`WeightReports`). If they differ, the plan
+  ends, and the next agreed pass finds out in what.
 - *Steps.* Reports have the number of steps. If they differ, every rank raises MismatchError when
   it reads them, and the next agreed pass raises it again.
 - *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
@@ -68,6 +70,7 @@ from torch_ring.optimizer.participants import Participants
 from torch_ring.optimizer.pass_history import Gradients, PassHistory, union_of, without
 from torch_ring.optimizer.planned_reports import Entered, PlannedReports
 from torch_ring.optimizer.uneven_batches import require_same_steps
+from torch_ring.optimizer.weight_reports import WeightReports
 from torch_ring.world.join import World
 
 __all__ = ["AHEAD", "RunAhead"]
@@ -93,6 +96,7 @@ class RunAhead:
         agreement: numbers the passes, planned or agreed.
         size: the number of ranks.
         participants: the wrapped optimizers.
+        weights: what reports say of their weights.
         explain: raises an error of the operation of this name again, with what its user may have
             done wrong.
 
@@ -106,6 +110,7 @@ class RunAhead:
         agreement: PassAgreement,
         size: int,
         participants: Participants,
+        weights: WeightReports,
         explain: Callable[[RingError, str], None],
     ) -> None:
         self._native = engine.run_ahead()
@@ -113,6 +118,7 @@ class RunAhead:
         self._agreement = agreement
         self._size = size
         self._participants = participants
+        self._weights = weights
         self._reports = PlannedReports(engine, explain)
         self._world: World | None = None
         self._history = PassHistory()
@@ -338,6 +344,7 @@ class RunAhead:
             for index, participant in self._participants.items()
             if index in gradients or participant is stepping
         )
+        reports = self._weights.added_to(reports, number)
         entered = self._reports.send(number, planned, BackwardReport(steps, reports))
         self._native.wait()
         ranks = [entered.report] if gradients == planned else self._reports.of(entered)
@@ -373,6 +380,8 @@ class RunAhead:
             require_same_steps([rank.steps for rank in ranks], self._size)
         except MismatchError as difference:
             is_usual, self._difference = False, self._difference or difference
+        # The next agreed pass gathers what differs in the weights.
+        is_usual = not self._weights.differ(ranks, entered.number) and is_usual
         if entered.number >= self._known_from:
             self._history.add(union if is_usual else {})
         self._tolerated += all_deviate

@@ -1,50 +1,220 @@
-"""summary_of and describe_difference: whether all ranks train the same weights."""
+"""WeightComparison: the ranks compare the weights of an optimizer by themselves, and warn.
+
+Gradients are averaged, weights are not. So a rank that starts from other weights, steps with a
+gradient or a learning rate of its own, or writes into a weight trains another model from then on.
+The ranks compare weights and hyper-parameters at an optimizer's first gradients, and then seldom:
+after its steps 10 and 100, and every 1000th one.
+
+A comparison is 8 bytes that follow from the bits of all weights. They travel with the ranks'
+reports of a backward pass (`BackwardSync`): no other collective, and so no other way to wait. If
+they differ, the ranks gather a digest of each parameter, and the lowest rank warns.
+
+The weights that count are those after a step. In the middle of one, ranks may have different ones:
+SAM adds each rank's own gradient to them. They are read when the step has ended, on a device by its
+stream, and sent with a pass for which nobody has to wait for the device.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from torch_ring.world.process_set import ProcessSet, global_process_set
+from torch_ring._C import Engine
+from torch_ring.collectives.consistency import (
+    Difference,
+    Line,
+    Thing,
+    find_difference,
+    gather_lines_if_different,
+    hyper_parameters_of,
+    start_lines,
+    summary_of,
+)
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet
 
-__all__ = ["describe_difference", "summary_of"]
+__all__ = ["Snapshot", "WeightComparison", "is_compared"]
+
+_log = logging.getLogger("torch_ring")
+
+_SUMMARY_BYTES = 8
+_FIRST_STEPS, _EVERY = (10, 100), 1000
+_DEVICE_DELAY = 4  # passes: a device that is further behind loses nothing while its host waits
 
 
-def summary_of(digests: Tensor) -> bytes:
-    """Return 8 bytes that follow from all digests."""
-    return hashlib.blake2b(digests.numpy().tobytes(), digest_size=8).digest()
+def is_compared(steps: int) -> bool:
+    """Return whether the ranks compare what an optimizer has after so many steps."""
+    return steps in _FIRST_STEPS or (steps > 0 and steps % _EVERY == 0)
 
 
-def describe_difference(
-    names: Sequence[str],
-    ranks: Sequence[int],
-    digests: Tensor,
-    process_set: ProcessSet = global_process_set,
-) -> str | None:
-    """Return which parameters differ between ranks, and what to do; None if they are the same.
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights and hyper-parameters of an optimizer after a step.
 
-    Args:
-        names: of the parameters.
-        ranks: of the rows, ascending.
-        digests: of each rank, int64 [rank, parameter].
-        process_set: of the optimizer.
+    Attributes:
+        steps: their number; 0: at the first gradients.
+        first_pass: the first backward pass with whose report they may travel.
+        lines: waits for the digests of parameters and the values of hyper-parameters.
     """
-    differs = digests != digests[0]
-    columns = differs.any(0).nonzero().flatten().tolist()
-    if not columns:
-        return None
-    others = [
-        rank for rank, other in zip(ranks, differs[:, columns[0]].tolist(), strict=True) if other
-    ]
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    which = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:3]))}{more}"
-    in_set = "" if process_set.process_set_id == 0 else ", process_set=..."
+
+    steps: int
+    first_pass: int
+    lines: Callable[[], list[Line]]
+
+    def summary(self) -> bytes:
+        """Return 8 bytes that follow from all of them."""
+        return summary_of(self.lines(), _SUMMARY_BYTES)
+
+
+@dataclass
+class WeightComparison:
+    """What the ranks know of each other's weights of one optimizer.
+
+    All ranks draw the same conclusions from the same reports.
+
+    Attributes:
+        named: the weights and their names in messages; may grow.
+        process_set: the ranks.
+        optimizer: the optimizer, if it is there.
+        has_begun: whether the ranks have compared the first ones, since the start or since join().
+        snapshot: the one that is to be sent next.
+    """
+
+    named: Mapping[Tensor, str]
+    process_set: ProcessSet
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    has_begun: bool = False
+    snapshot: Snapshot | None = None
+    _since: str = ""  # how messages say since when steps are counted
+    _told: set[str] = field(default_factory=set)  # names of what differs
+    _equal: dict[str, int] = field(default_factory=dict)  # by kind: the last step when all was
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next report brings nothing to compare."""
+        return self.has_begun and self.snapshot is None
+
+    def restart(self, since: str) -> None:
+        """Count steps anew: all ranks have joined, and have taken different numbers of steps."""
+        self.has_begun, self.snapshot, self._since = False, None, since
+        self._equal.clear()
+
+    def take(self, steps: int, number: int) -> None:
+        """Take a snapshot after a step, or at the first gradients.
+
+        Args:
+            steps: of the optimizer.
+            number: of the next backward pass.
+        """
+        things = [Thing(name, parameter) for parameter, name in self.named.items()]
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None:
+            things += hyper_parameters_of(optimizer)
+        is_on_device = any(parameter.device.type != "cpu" for parameter in self.named)
+        delay = _DEVICE_DELAY if is_on_device and steps else 0
+        self.snapshot = Snapshot(steps, number + delay, functools.cache(start_lines(things)))
+
+    def due_snapshot(self, number: int, *, has_due: bool) -> Snapshot | None:
+        """Return, once, the snapshot that travels with this rank's report of a pass, if any.
+
+        Args:
+            number: of the pass.
+            has_due: whether the report has gradients to reduce.
+        """
+        if not self.has_begun:
+            if not has_due:
+                return None
+            if self.snapshot is None:
+                self.take(0, number)
+        snapshot = self.snapshot
+        if snapshot is None or snapshot.first_pass > number:
+            return None
+        self.snapshot = None
+        return snapshot
+
+    def compare_now(self, steps: int, engine: Engine, name: str) -> None:
+        """Compare what the ranks have now. A collective of the ranks that have not joined."""
+        self.take(steps, 0)
+        snapshot, self.snapshot = self.snapshot, None
+        assert snapshot is not None
+        self.conclude(steps, *gather_lines_if_different(snapshot.lines(), engine, name))
+
+    def conclude(self, steps: int, ranks: int, every: Mapping[int, Sequence[Line]]) -> None:
+        """Warn on the lowest rank if something differs that did not before.
+
+        Args:
+            steps: when the ranks had this.
+            ranks: how many were compared; of those that have joined nothing is known.
+            every: the lines of each of them; none if all are alike.
+        """
+        self.has_begun = True
+        is_whole = ranks == self.process_set.size()
+        told, self._told = self._told, set() if is_whole else self._told
+        weights = {rank: lines[: len(self.named)] for rank, lines in every.items()}
+        settings = {rank: lines[len(self.named) :] for rank, lines in every.items()}
+        for kind, lines, text in (
+            ("settings", settings, _different_settings),
+            ("weights", weights, _different_weights),
+        ):
+            difference = find_difference(lines)
+            if difference is None:
+                if is_whole:
+                    self._equal[kind] = steps
+                continue
+            is_new = not told.issuperset(difference.names)
+            self._told = self._told.union(difference.names)
+            if is_new and current.rank() == min(every):
+                in_set = "" if self.process_set.process_set_id == 0 else ", process_set=..."
+                before = _before(steps, self._equal.get(kind), self._since)
+                _log.warning(text(difference, before, in_set))
+
+
+def _before(steps: int, equal: int | None, since: str) -> tuple[str, str]:
+    """Return when something differed, and since when; nothing if that is the beginning."""
+    if not steps:
+        return "", ""
+    when = f"after step {steps}{since} "
+    if equal is None:
+        return when, ""
     return (
-        f"the ranks train different weights: '{names[columns[0]]}' on {which} is not that on rank "
-        f"{ranks[0]} ({len(columns)} of {len(names)} parameters of this optimizer differ). "
-        "Gradients are averaged, weights are not, so they stay different: call "
-        f"broadcast_parameters(model.state_dict(), root_rank={ranks[0]}{in_set}) before the first "
-        "step" + ("" if in_set else ", and after join(), from the rank that join() returns")
+        when,
+        f"; {f'after step {equal}' if equal else 'at the first gradients'} all had the same",
+    )
+
+
+def _different_weights(difference: Difference, before: tuple[str, str], in_set: str) -> str:
+    when, since = before
+    (name, *_), others, root = difference.names, difference.others_in_words, difference.same[0]
+    text = (
+        f"{when}the ranks train different weights: '{name}' on {others} is not that on rank {root} "
+        f"({len(difference.names)} of {difference.compared} parameters of this optimizer differ)"
+        f"{since}. Gradients are averaged, weights are not, so they stay different: call "
+        f"broadcast_parameters(model.state_dict(), root_rank={root}{in_set}) "
+    )
+    if not since:
+        join = "" if in_set else ", and after join(), from the rank that join() returns"
+        return f"{text}before the first step{join}"
+    return (
+        f"{text}and look for what one rank alone does: a gradient that it sets or changes after "
+        "the average, a learning rate of its own, a write into a weight. TORCH_RING_CHECK_EVERY=1 "
+        "makes the first step after which they differ an error"
+    )
+
+
+def _different_settings(difference: Difference, before: tuple[str, str], in_set: str) -> str:
+    when, since = before
+    others, root = difference.others_in_words, difference.same[0]
+    return (
+        f"{when}the ranks train with different hyper-parameters: {difference.names[0]} on {others} "
+        f"({difference.found}) is not that on rank {root} ({difference.usual}); "
+        f"{len(difference.names)} of {difference.compared} of this optimizer differ{since}. Each "
+        "rank steps with its own, so that their weights drift apart: make them from values that "
+        "all ranks have, such as a loss that allreduce() has averaged, or call "
+        f"broadcast_optimizer_state(optimizer, root_rank={root}{in_set})"
     )

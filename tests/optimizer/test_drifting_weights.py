@@ -1,0 +1,312 @@
+"""Ranks that drift apart during the training, in weights or hyper-parameters: a warning, seldom."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from logs import logged
+from pool import run
+from torch import nn
+from torch.optim import SGD, Adam
+from training import make_model, weights
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.optimizer import weight_comparison
+from torch_ring.optimizer.weight_comparison import is_compared
+
+
+def test_the_steps_after_which_ranks_compare():
+    compared = [step for step in range(4001) if is_compared(step)]
+    assert compared == [10, 100, 1000, 2000, 3000, 4000]
+
+
+def wrapped(model: nn.Module, **arguments: object) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=1e-4, momentum=0.5), model.named_parameters(), **arguments
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+    optimizer.step()
+
+
+def drift(op: hvd.ReduceOp) -> list[str]:
+    """Rank 1 writes into a weight in step 5, and into another one in step 50."""
+    model = make_model()
+    optimizer = wrapped(model, op=op)
+    with logged() as messages:
+        for number in range(1, 103):
+            if hvd.rank() == 1 and number in (5, 50):
+                model[0 if number == 5 else 2].bias.data += 1e-3
+            step(model, optimizer)
+    return messages
+
+
+REMEDY = (
+    "at the first gradients all had the same. "
+    "Gradients are averaged, weights are not, so they stay different: call broadcast_parameters("
+    "model.state_dict(), root_rank=0) and look for what one rank alone does: a gradient that it "
+    "sets or changes after the average, a learning rate of its own, a write into a weight. "
+    "TORCH_RING_CHECK_EVERY=1 makes the first step after which they differ an error"
+)
+
+
+@on_both_transports
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_write_into_a_weight_is_told(size, op, transport):
+    if op == hvd.Adasum:
+        size = 2 * (size - 1)
+    messages, *others = run(drift, size, args=(op,), transport=transport)
+    assert messages == [
+        "after step 10 the ranks train different weights: '0.bias' on rank 1 is not that on rank 0 "
+        f"(1 of 6 parameters of this optimizer differ); {REMEDY}",
+        "after step 100 the ranks train different weights: '0.bias' on rank 1 is not that on rank "
+        f"0 (2 of 6 parameters of this optimizer differ); {REMEDY}",
+    ]
+    assert others == [[]] * (size - 1)
+
+
+def drift_late() -> list[str]:
+    """The odd rank is the lowest; what is mended and breaks again is told again."""
+    (weight,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0), [("w", weight)])
+    with logged() as messages, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_comparison, "_EVERY", 20)
+        for number in range(1, 83):
+            if hvd.rank() == 0 and number in (15, 75):
+                weight.data += 1
+            if number == 45:
+                hvd.broadcast_parameters([weight], 1)
+            (weight * 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages
+
+
+@on_both_transports
+def test_again_and_again(transport):
+    messages = run(drift_late, 3, transport=transport)[0]
+    assert [message.partition("(1 of")[0] for message in messages] == [
+        f"after step {number} the ranks train different weights: 'w' on rank 0 is not that on "
+        "rank 1 "
+        for number in (20, 80)
+    ]
+    assert [message.partition("; ")[2].partition(".")[0] for message in messages] == [
+        f"after step {number} all had the same" for number in (10, 60)
+    ]
+
+
+def learn_at_own_rates(change_at: int) -> list[str]:
+    """A plateau on each rank's own loss, say."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        Adam(model.parameters(), lr=0.1, betas=(0.9, 0.99)), model.named_parameters()
+    )
+    with logged() as messages:
+        for number in range(13):
+            if number == change_at and hvd.rank() == 1:
+                optimizer.param_groups[0]["lr"] = 0.01
+            step(model, optimizer)
+    return messages
+
+
+@on_both_transports
+@pytest.mark.parametrize("change_at", [0, 4])
+def test_hyper_parameters_are_told_with_both_values(change_at, transport):
+    messages, others = run(learn_at_own_rates, 2, args=(change_at,), transport=transport)
+    assert others == []
+    told, *drifted = messages
+    when = "after step 10 " if change_at else ""
+    since = "; at the first gradients all had the same" if change_at else ""
+    assert re.sub(r"1 of \d+ of", "1 of all of", told) == (
+        f"{when}the ranks train with different hyper-parameters: 'lr' of group 0 on rank 1 (0.01) "
+        f"is not that on rank 0 (0.1); 1 of all of this optimizer differ{since}. Each rank steps "
+        "with its own, so that their weights drift apart: make them from values that all ranks "
+        "have, such as a loss that allreduce() has averaged, or call broadcast_optimizer_state("
+        "optimizer, root_rank=0)"
+    )
+    assert [message.partition(": ")[0] for message in drifted] == [
+        "after step 10 the ranks train different weights"
+    ]
+
+
+def tensor_rates() -> list[str]:
+    (weight,) = weights(1)
+    rate = torch.tensor(0.5 + hvd.rank())
+    optimizer = hvd.DistributedOptimizer(Adam([weight], lr=rate, foreach=False))
+    with logged() as messages:
+        (weight * 2).backward()
+        optimizer.step()
+    return messages
+
+
+def test_a_rate_that_is_a_tensor_has_a_value():
+    messages, _ = run(tensor_rates, 2)
+    assert "'lr' of group 0 on rank 1 (1.5) is not that on rank 0 (0.5); 1 of" in messages[0]
+
+
+def sharpness_aware(way: str) -> list[str]:
+    """SAM whose first step is each rank's own: in the middle of a step, weights differ."""
+    model = make_model()
+    optimizer = wrapped(model)
+    with logged() as messages:
+        for _ in range(12):
+            loss = model(torch.full((2, 8), hvd.rank() + 1.0)).sum()
+            parameters = list(model.parameters())
+            with optimizer.no_sync():
+                loss.backward()
+            ascent = [0.1 * parameter.grad for parameter in parameters]
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_add_(parameters, ascent)
+            model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+            with torch.no_grad():
+                torch._foreach_sub_(parameters, ascent)
+                torch._foreach_mul_(parameters, 0)  # exactly what the others have
+            if way == "step":
+                optimizer.step()
+            optimizer.zero_grad()
+    return messages
+
+
+@pytest.mark.parametrize("way", ["step", "second_step"])
+def test_weights_in_the_middle_of_a_step_may_differ(way):
+    assert run(sharpness_aware, 2, args=(way,)) == [[]] * 2
+
+
+def train_alone_and_average() -> list[str]:
+    """Local SGD: nine steps with this rank's gradients, then the weights are averaged."""
+    model = make_model()
+    optimizer = wrapped(model)
+    with logged() as messages:
+        for number in range(1, 103):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if number % 10 == 0:
+                for parameter in model.parameters():
+                    hvd.allreduce_(parameter.data)
+                hvd.broadcast_optimizer_state(optimizer, 0)
+                step(model, optimizer)
+    return messages
+
+
+def test_steps_with_own_gradients_are_not_compared():
+    assert run(train_alone_and_average, 2) == [[]] * 2
+
+
+def synchronize_and_clip() -> list[str]:
+    """Horovod's way of clipping: its steps are compared as others are."""
+    model = make_model()
+    optimizer = wrapped(model)
+    with logged() as messages:
+        for number in range(12):
+            if number == 4 and hvd.rank() == 1:
+                model[0].bias.data += 1
+            optimizer.zero_grad()
+            model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    return messages
+
+
+def test_steps_without_another_synchronisation_are_compared():
+    messages, _ = run(synchronize_and_clip, 2)
+    assert ["after step 10 " in message for message in messages] == [True]
+
+
+def train_in_turns(differs: bool) -> list[str]:
+    """Two optimizers that step in turn; a rank leaves out backward now and then."""
+    rank = hvd.rank()
+    (a,), (b,) = weights(1), weights(2)
+    first = hvd.DistributedOptimizer(SGD([a], lr=0.1), [("a", a)])
+    second = hvd.DistributedOptimizer(SGD([b], lr=0.1), [("b", b)], backward_passes_per_step=2)
+    with logged() as messages:
+        for number in range(130):
+            if differs and number == 50 and rank == 1:
+                b.data += 1
+            first.zero_grad()
+            if number % 10 != 2 or rank != 1:
+                (a * (rank + 1)).backward()
+            first.step()
+            if number % 3 == 0:
+                second.zero_grad()
+                for part in range(2):
+                    if (number + part) % 5 != rank:
+                        (b * (rank + 1)).backward()
+                second.step()
+        for _ in range(200):
+            second.zero_grad()
+            (b * 1).backward()
+            (b * 1).backward()
+            second.step()
+    return messages
+
+
+@on_both_transports
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_optimizers_count_their_own_steps(size, differs, transport):
+    messages, *others = run(train_in_turns, size, args=(differs,), transport=transport)
+    assert ["after step 100 " in message and "'b' on" in message for message in messages] == [
+        True
+    ] * differs
+    assert others == [[]] * (size - 1)
+
+
+def drift_and_join() -> list[str]:
+    """Rank 1 joins before step 10; the others compare without it. Steps count anew after join()."""
+    model = make_model()
+    optimizer = wrapped(model)
+    steps = 5 if hvd.rank() == 1 else 15
+    with logged() as messages:
+        for _ in range(2):
+            for number in range(1, steps + 1):
+                if hvd.rank() == 2 and number == 7:
+                    model[0].bias.data += 1
+                step(model, optimizer)
+            last = hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), last)
+            hvd.broadcast_optimizer_state(optimizer, last)
+    return messages
+
+
+@on_both_transports
+def test_ranks_that_have_joined_take_no_part(transport):
+    first, *others = run(drift_and_join, 3, transport=transport)
+    assert others == [[]] * 2
+    assert [message.partition(": ")[0] for message in first] == [
+        "after step 10 the ranks train different weights",
+        "after step 10 since join() the ranks train different weights",
+    ]
+
+
+def in_a_set() -> list[str]:
+    pair = hvd.add_process_set([0, 2])
+    model = make_model()
+    optimizer = wrapped(model, process_set=pair)
+    with logged() as messages:
+        for number in range(12):
+            if number == 4 and hvd.rank() == 2:
+                optimizer.param_groups[0]["momentum"] = 0.25
+            step(model, optimizer)
+    return messages
+
+
+def test_a_process_set_compares_for_itself():
+    first, second, third = run(in_a_set, 3)
+    assert second == third == []
+    settings, different = first
+    assert "'momentum' of group 0 on rank 2 (0.25) is not that on rank 0 (0.5); 1 of" in settings
+    assert settings.endswith("root_rank=0, process_set=...)")
+    assert "after step 10 the ranks train different weights" in different
