@@ -1,0 +1,53 @@
+"""Ranks that drift apart in planned passes: they are told, and no host waits for a comparison."""
+
+from __future__ import annotations
+
+import functools
+
+import device_double
+import pytest
+from ahead_programs import planned_passes
+from ahead_training import PLANNED, Training, on_worlds, run_ahead_on_double
+from logs import logged
+
+import torch_ring as hvd
+
+pytestmark = device_double.needed
+
+
+def drift(device: str, odd: int | None) -> tuple[list[str], list[int]]:
+    """Rank `odd` writes into a weight in step 5."""
+    training = Training(device)
+    with logged() as messages, planned_passes() as numbers:
+        for step in range(40):
+            if step == 5 and hvd.rank() == odd:
+                training.model.trunk.bias.data += 1
+            training.step()
+    return messages, numbers
+
+
+@on_worlds
+@pytest.mark.parametrize("odd", [0, 1])
+def test_drift_is_told(odd, size):
+    (first, numbers), *others = run_ahead_on_double(functools.partial(drift, odd=odd), size)
+    (message,) = first
+    usual = 1 if odd == 0 and size == 3 else 0
+    named = 1 if odd == 0 and size == 2 else odd
+    assert message.startswith(
+        f"after step 10 the ranks train different weights: 'trunk.bias' on rank {named} is not "
+        f"that on rank {usual} (1 of "
+    )
+    assert "at the first gradients all had the same" in message
+    assert [messages for messages, _ in others] == [[]] * (size - 1)
+    # The details are gathered in an agreed pass; then the passes are planned again.
+    agreed = sorted(set(range(PLANNED, 40)).difference(numbers))
+    assert agreed
+    assert len(agreed) < 10
+    assert all(theirs == numbers for _, theirs in others)
+
+
+@on_worlds
+def test_equal_weights_end_no_plan(size):
+    for messages, numbers in run_ahead_on_double(functools.partial(drift, odd=None), size):
+        assert messages == []
+        assert numbers == list(range(PLANNED, 40))
