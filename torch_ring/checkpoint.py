@@ -1,15 +1,23 @@
-"""save and load: one rank writes and reads checkpoints, and all ranks learn the outcome."""
+"""save and load: one rank writes and reads checkpoints, and all ranks learn the outcome.
+
+What save() has written is read once, without the tensors' bytes, before it gets its name: a file
+that load() would refuse is never left.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
+from torch import Tensor
 
 from torch_ring import world
+from torch_ring.collectives import plain_pickle
 from torch_ring.collectives.objects import broadcast_object
 from torch_ring.errors import first_line
 from torch_ring.state import broadcast_nested
@@ -35,12 +43,15 @@ def save(
 
     Args:
         path: the file; missing folders are made.
-        state: tensors, numbers and strings, in dicts and lists, such as state dicts: a value that
-            ``torch.save`` writes and `load` can read. Read on the first rank only.
+        state: tensors, numbers, texts, dates, paths, namespaces, and arrays and scalars of NumPy,
+            in Python's containers, such as state dicts, arguments and states of generators. Of
+            other classes, those that ``torch.serialization.add_safe_globals`` has got. Read on the
+            first rank only.
         process_set: the ranks that take part; the lowest writes. By default all.
 
     Raises:
-        CheckpointError: on all ranks: the file could not be written.
+        CheckpointError: on all ranks: the file could not be written, or `load` could not read it;
+            names the value that is to blame.
     """
     path = Path(path)
     _on_root(lambda: _write(path, state), f"cannot save the checkpoint {path}", process_set)
@@ -72,7 +83,7 @@ def load(
     path = Path(path)
     may_miss = default is not _REQUIRED
     found = _on_root(
-        lambda: _read(path, may_miss), f"cannot load the checkpoint {path}", process_set
+        lambda: _read_if_there(path, may_miss), f"cannot load the checkpoint {path}", process_set
     )
     is_there, state = broadcast_nested(found, _root(process_set), process_set)
     return state if is_there else default
@@ -103,8 +114,12 @@ def _write(path: Path, state: Any) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
+            try:
+                torch.save(state, file, pickle_module=plain_pickle)
+                file.flush()
+                _read(unfinished, mmap=True)
+            except Exception as error:
+                raise (_to_blame(state) or error) from None
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
@@ -117,11 +132,49 @@ def _write(path: Path, state: Any) -> None:
         os.close(folder)
 
 
-def _read(path: Path, may_miss: bool) -> tuple[bool, Any]:
+def _read(file: Path | BinaryIO, *, mmap: bool = False) -> Any:
+    with torch.serialization.safe_globals(plain_pickle.plain_globals()):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _read_if_there(path: Path, may_miss: bool) -> tuple[bool, Any]:
     """Return whether there is a checkpoint, and its state."""
     try:
-        return True, torch.load(path, map_location="cpu", weights_only=True)
+        return True, _read(path)
     except FileNotFoundError:
         if may_miss:
             return False, None
         raise
+
+
+def _to_blame(value: Any, where: str = "state") -> TypeError | None:
+    """Return an error that names the innermost value that no checkpoint takes; None: none is."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = [*value.items(), *((key, key) for key in value)]
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, item in items:
+        found = _to_blame(item, f"{where}[{key!r}]")
+        if found is not None:
+            return found
+    if type(value) in (Tensor, torch.nn.Parameter, dict, OrderedDict, list, tuple):
+        return None
+    if _comes_back(value):
+        return None
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return TypeError(
+        f"{where} is {kind}, which no checkpoint takes: save numbers, texts or tensors in its "
+        f"place, or let all who read it call torch.serialization.add_safe_globals([{kind}])"
+    )
+
+
+def _comes_back(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file, pickle_module=plain_pickle)
+        file.seek(0)
+        _read(file)
+    except Exception:  # of any type: pickle calls what a class brings along
+        return False
+    return True

@@ -2,8 +2,10 @@
 
 import argparse
 import collections
+import datetime
 import io
 import os
+import pathlib
 import pickle
 import random
 import types
@@ -25,6 +27,11 @@ PLAIN = {
         collections.Counter("aab"),
     ],
     "ranges": [range(3, 9, 2), slice(1, None, 2)],
+    "times": [
+        datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1))),
+        *(datetime.date(2026, 1, 2), datetime.time(1, 2), datetime.timedelta(1, 2, 3)),
+    ],
+    "paths": [pathlib.Path("a") / "b", pathlib.Path("/")],
     "namespaces": [argparse.Namespace(lr=0.1, layers=[1, 2]), types.SimpleNamespace(a=1)],
     "torch": [torch.float8_e4m3fn, torch.bool, torch.Size([2, 3]), torch.device("cpu")],
     "dtypes": [np.dtype("f4"), np.dtype(">i8"), np.dtype("M8[ns]")],

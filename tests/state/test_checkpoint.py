@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import os
+import random
 import signal
-from collections import Counter, OrderedDict
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from pool import run
@@ -17,6 +23,7 @@ from torch import nn
 
 import torch_ring as hvd
 from torch_ring.checkpoint import CheckpointError, load, save
+from torch_ring.collectives import plain_pickle
 
 
 def state_of_everything() -> dict[str, Any]:
@@ -35,6 +42,37 @@ def state_of_everything() -> dict[str, Any]:
         "counted": Counter("aab"),
         "module": nn.BatchNorm1d(2).state_dict(),  # with versions, as an attribute
         "numbers": {"epoch": 3, "lr": 0.1, "big": 1 << 70, "name": "x", "flags": [True, None]},
+        "numpy": {
+            "best": np.float64(0.5),
+            "scalars": [np.int64(-3), np.bool_(True), np.float16(2), np.datetime64(7, "s")],
+            np.int64(3): "a key",
+            "arrays": [
+                np.arange(6).reshape(2, 3),
+                np.asfortranarray(np.ones((2, 3), "f4")),
+                np.empty((0, 2)),
+                np.array(["a", "bc"]),
+                np.array(True),
+            ],
+            "dtype": np.dtype("f4"),
+            "rng": np.random.RandomState(1).get_state(),
+            "rng as a dict": np.random.RandomState(1).get_state(legacy=False),
+            "generator": np.random.default_rng(1).bit_generator.state,
+        },
+        "python": {
+            "rng": random.Random(1).getstate(),
+            "args": argparse.Namespace(lr=0.1, folder=Path("logs"), layers=[1, 2]),
+            "simple": types.SimpleNamespace(a=1),
+            "path": Path("a") / "b",
+            "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+            "there": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+            "day": datetime.date(2026, 1, 2),
+            "took": datetime.timedelta(seconds=5),
+            "losses": defaultdict(list, train=[1.0, 2.0]),
+            "last": deque([1.0, torch.ones(2)], maxlen=5),
+            "sets": [{1, 2}, frozenset([3])],
+            "ranges": [range(3), slice(1, None), 1 + 2j, b"bytes", bytearray(b"more")],
+        },
+        "torch": [torch.get_rng_state(), torch.float16, torch.Size([2]), torch.device("cpu")],
     }
 
 
@@ -49,11 +87,18 @@ def assert_equal(got: Any, want: Any) -> None:
         assert getattr(got, "_metadata", None) == getattr(want, "_metadata", None)
         for key in want:
             assert_equal(got[key], want[key])
-    elif isinstance(want, (list, tuple)):
+    elif isinstance(want, (list, tuple, deque)):
         assert type(got) is type(want)
+        assert getattr(got, "maxlen", None) == getattr(want, "maxlen", None)
         for left, right in zip(got, want, strict=True):
             assert_equal(left, right)
+    elif isinstance(want, np.ndarray):
+        assert (type(got), got.dtype, got.flags.fnc) == (type(want), want.dtype, want.flags.fnc)
+        assert got.flags.writeable
+        assert got.shape == want.shape
+        assert got.tobytes() == want.tobytes()
     else:
+        assert type(got) is type(want)
         assert got == want
 
 
@@ -84,7 +129,7 @@ def save_and_load(folder: Path) -> list[str]:
             (mine / "damaged.pt").write_bytes(damaged)
         errors += [text_of_error(lambda: load(mine / "damaged.pt", default=None))]
     if rank == 0:
-        torch.save({"code": Path("x")}, mine / "code.pt")
+        torch.save({"code": Fraction(1, 2)}, mine / "code.pt")
     errors.append(text_of_error(lambda: load(mine / "code.pt")))
     errors.append(text_of_error(lambda: load(folder)))
 
@@ -112,10 +157,77 @@ def test_checkpoints_come_back_on_all_ranks(size, tmp_path):
     assert len(run(save_and_load, size, args=(tmp_path,))[0]) == 8
 
 
+class Own:
+    """A class of a user's program; pickle takes it."""
+
+
+class OwnDict(dict[str, int]):
+    """Another one."""
+
+
+class Twice(torch.Tensor):
+    """A tensor with a class of its own."""
+
+
+def refused(path: Path) -> None:
+    """What load() would refuse is refused by save(), on all ranks, with its place."""
+    save(path, {"epoch": 1})
+    cases = [
+        ({"a": {"b": [1, Own()]}}, "state['a']['b'][1] is test_checkpoint.Own"),
+        ({"a": 1, Own(): 2}, "is test_checkpoint.Own"),
+        (Own(), "state is test_checkpoint.Own"),
+        ({"f": lambda: 0}, "state['f'] is builtins.function"),
+        ({"x": OwnDict(a=1)}, "state['x'] is test_checkpoint.OwnDict"),
+        ({"x": (Fraction(1, 2),)}, "state['x'][0] is fractions.Fraction"),
+        ({"x": torch.ones(2).as_subclass(Twice)}, "state['x'] is test_checkpoint.Twice"),
+        ({"x": np.array([Own()], dtype=object)}, "state['x'] is numpy.ndarray"),
+        ({"x": argparse.Namespace(own=Own())}, "state['x'] is argparse.Namespace"),
+    ]
+    for state, place in cases:
+        error = text_of_error(lambda state=state: save(path, state if hvd.rank() == 0 else None))
+        assert hvd.allgather_object(error) == [error] * hvd.size()
+        assert error.startswith(f"cannot save the checkpoint {path}: TypeError: "), error
+        assert f"{place}, which no checkpoint takes: save numbers, texts or tensors" in error, error
+    assert load(path) == {"epoch": 1}
+    assert os.listdir(path.parent) == [path.name]
+    with torch.serialization.safe_globals([Own]):
+        save(path, {"own": Own()})
+        assert type(load(path)["own"]) is Own
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_file_that_was_saved_can_be_loaded(tmp_path, size):
+    run(refused, size, args=(tmp_path / "checkpoint.pt",))
+
+
+def test_a_checkpoint_runs_no_code_of_its_file(tmp_path):
+    """The names that load() takes for NumPy's are not NumPy's, which trust their arguments."""
+
+    class Forged:
+        def __reduce__(self) -> Any:
+            return np.dtype, ("O",)
+
+    class TooLarge:
+        def __reduce__(self) -> Any:
+            return np.ndarray, ((1 << 40,), np.dtype("f8"), bytearray(8), 0, None, "C")
+
+    def check() -> None:
+        for number, forged in enumerate((Forged(), TooLarge())):
+            path = tmp_path / str(number)
+            torch.save(forged, path, pickle_module=plain_pickle)
+            assert "UnpicklingError" in text_of_error(lambda path=path: load(path))
+
+    hvd.init()
+    try:
+        check()
+    finally:
+        hvd.shutdown()
+
+
 def die_while_saving(path: Path) -> str:
     save(path, {"epoch": 1})
 
-    def save_half(_state: object, file: IO[bytes]) -> None:
+    def save_half(_state: object, file: IO[bytes], **_more: object) -> None:
         file.write(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,10 +1,13 @@
-"""dumps, loads_plain: pickles, and a reader of plain data that runs nobody's code.
+"""dumps, loads_plain, ...: pickles, and readers of plain data that run nobody's code.
 
 A pickle is a program: whoever reads it with `pickle.loads` does what its writer wants.
 `loads_plain` takes the few instructions that plain data needs, and calls functions of an explicit
 list only. None of them runs code from its arguments, and all check these. So tensors and arrays are
-pickled by functions of this module: torch's own read a storage with `torch.load`, and NumPy's trust
-a dtype.
+pickled so that functions of this module can make them anew: torch's own read a storage with
+`torch.load`, and NumPy's trust a dtype.
+
+A checkpoint, which `torch.save` writes with this module's `Pickler` and `torch.load` reads with
+`plain_globals`, may hold the same.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import datetime
 import io
 import math
+import pathlib
 import pickle
 import re
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +34,7 @@ from torch.storage import TypedStorage, UntypedStorage
 with contextlib.suppress(ImportError):  # torch, too, works without it
     import numpy as np
 
-__all__ = ["PlainData", "dumps", "loads_plain"]
+__all__ = ["Pickler", "PlainData", "dumps", "loads_plain", "plain_globals"]
 
 _PROTOCOL = 4  # the reader knows its instructions
 
@@ -37,7 +42,7 @@ _PROTOCOL = 4  # the reader knows its instructions
 def dumps(obj: Any) -> memoryview:
     """Return the pickle of an object. Raises what `pickle.dumps` raises."""
     file = io.BytesIO()
-    _Pickler(file, _PROTOCOL).dump(obj)
+    _TensorPickler(file, _PROTOCOL).dump(obj)
     return file.getbuffer()
 
 
@@ -45,8 +50,8 @@ def loads_plain(data: bytes | memoryview) -> Any:
     """Return the object of a pickle that `dumps` has written, if it is plain data.
 
     That are None, numbers, texts, bytes and the containers of builtins and collections, namespaces,
-    dense tensors, parameters, dtypes, devices and sizes of torch, arrays, scalars and dtypes of
-    NumPy, and `PlainData`.
+    dates, times and paths, dense tensors, parameters, dtypes, devices and sizes of torch, arrays,
+    scalars and dtypes of NumPy, and `PlainData`.
 
     Raises:
         pickle.UnpicklingError: it has something else; says what, of a class its name.
@@ -71,7 +76,34 @@ class PlainData:
         _CALLABLE[cls.__module__, cls.__qualname__] = cls
 
 
-class _Pickler(pickle.Pickler):
+def plain_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """Return what a checkpoint may name besides torch's own: for torch.serialization.safe_globals.
+
+    Its reader may call all of it, also `list`, which a pickle between ranks may only name.
+    """
+    named = (_CALLABLE | _NAMED).items()
+    return [
+        (found, f"{module}.{name}")
+        for (module, name), found in named
+        if module.partition(".")[0] not in ("torch", "torch_ring")
+    ]
+
+
+class Pickler(pickle.Pickler):
+    """Pickles arrays, and containers that torch does not fill, as one call each."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is made anew; NotImplemented leaves that to its class."""
+        if type(obj) is collections.deque:
+            return collections.deque, (list(obj), obj.maxlen)
+        if type(obj) is collections.defaultdict:
+            return collections.defaultdict, (obj.default_factory, dict(obj))
+        return _reduced_array(obj) if _HAS_NUMPY else NotImplemented
+
+
+class _TensorPickler(Pickler):
+    """Pickles tensors, too, which `torch.save` writes beside the pickle."""
+
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object is made anew; NotImplemented leaves that to its class."""
         if type(obj) is TypedStorage:
@@ -81,7 +113,7 @@ class _Pickler(pickle.Pickler):
             return _storage, (data, obj.dtype, str(untyped.device))
         if type(obj) is Tensor:
             return _reduced_tensor(obj)
-        return _reduced_array(obj) if _HAS_NUMPY else NotImplemented
+        return super().reducer_override(obj)
 
 
 def _reduced_tensor(obj: Tensor) -> Any:
@@ -103,14 +135,13 @@ _HAS_NUMPY = "numpy" in sys.modules
 
 
 def _reduced_array(obj: Any) -> Any:
+    """Return NumPy's own names with other arguments: no state is set, which NumPy would trust."""
     if type(obj) is np.ndarray and _is_plain(obj.dtype):
-        order = "F" if obj.flags.fnc else "C"
-        return _array, (obj.dtype.str, obj.shape, order, obj.tobytes(order))  # type: ignore[arg-type]
-    if isinstance(obj, np.generic) and _is_plain(obj.dtype) and obj.dtype.itemsize:
-        return _scalar, (obj.dtype.str, obj.tobytes())
+        order: Literal["C", "F"] = "F" if obj.flags.fnc else "C"
+        return np.ndarray, (obj.shape, obj.dtype, bytearray(obj.tobytes(order)), 0, None, order)
     if isinstance(obj, np.dtype) and _is_plain(obj):
-        return _dtype, (obj.str,)
-    return NotImplemented
+        return np.dtype, (obj.str,)
+    return NotImplemented  # a scalar is a call with a dtype already
 
 
 # --- functions that make plain data anew
@@ -128,16 +159,29 @@ def _storage(data: bytes, dtype: torch.dtype, device: str) -> TypedStorage:
     return made
 
 
-def _array(code: str, shape: tuple[int, ...], order: Any, data: bytes) -> np.ndarray[Any, Any]:
-    dtype = _dtype(code)
-    if not _are_sizes(shape) or math.prod(shape) * dtype.itemsize != len(data):
+def _array(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    data: bytearray,
+    offset: int,
+    strides: None,
+    order: Any,
+) -> np.ndarray[Any, Any]:
+    if (
+        not isinstance(dtype, np.dtype)
+        or not _are_sizes(shape)
+        or type(data) is not bytearray
+        or math.prod(shape) * dtype.itemsize != len(data)
+        or offset != 0
+        or strides is not None
+    ):
         raise pickle.UnpicklingError("an array of another size than its data")
-    made: np.ndarray[Any, Any] = np.ndarray(shape, dtype, bytearray(data), order=order)
+    made: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, order=order)
     return made
 
 
-def _scalar(code: str, data: bytes) -> Any:
-    return _array(code, (), "C", data)[()]
+def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    return _array((), dtype, bytearray(data), 0, None, "C")[()]
 
 
 def _dtype(code: str) -> np.dtype[Any]:
@@ -227,6 +271,19 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,
+    **{
+        ("datetime", kind.__name__): kind
+        for kind in (
+            *(datetime.date, datetime.datetime, datetime.time),
+            *(datetime.timedelta, datetime.timezone),
+        )
+    },
+    ("numpy", "dtype"): _dtype,
+    ("numpy", "ndarray"): _array,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("numpy.core.multiarray", "scalar"): _scalar,  # before NumPy 2
+    ("pathlib", "PosixPath"): pathlib.PosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # of Python 3.13
     ("types", "SimpleNamespace"): types.SimpleNamespace,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
@@ -234,7 +291,7 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_new_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
-    **{(__name__, made.__name__): made for made in (_storage, _array, _scalar, _dtype)},
+    (__name__, "_storage"): _storage,
 }
 # What it may name and not call: values, and what makes the missing values of a defaultdict.
 _NAMED: dict[tuple[str, str], Any] = {
