@@ -22,8 +22,9 @@ import torch_ring as hvd
 from torch_ring.optimizer.uneven_batches import explained
 
 REMEDY = (
-    "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
-    "loader, or equal shards), or let a rank that has no more call join()"
+    "has it fewer batches, or has it stopped early? Give all ranks equally many (drop_last=True in "
+    "the sampler and the loader, or equal shards), or let a rank that has no more call join(); let "
+    "all ranks stop together, as any_rank() lets them"
 )
 MANY_BUCKETS = {"TORCH_RING_BUCKET_BYTES": "256"}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_ring.collectives.handle import GroupHandle, Handle
-from torch_ring.collectives.reduce_op import resolve_op
+from torch_ring.collectives.reduce_op import Max, resolve_op
 from torch_ring.collectives.tensors import (
     checked_group,
     empty_result_like,
@@ -25,6 +25,7 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "any_rank",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
@@ -134,6 +135,31 @@ def allreduce(
     else:
         reduced = _allreduce_now(compressed, None, name, *arguments)
     return compression.decompress(reduced, context)
+
+
+def any_rank(condition: bool | Tensor, process_set: ProcessSet = global_process_set) -> bool:
+    """Return whether a condition holds on any rank: for decisions that all ranks take alike.
+
+    ::
+
+        if hvd.any_rank(stopper.is_over):  # each rank has a stopper of its own
+            break
+
+    A collective of the process set, like an allreduce of one byte. A rank that has called `join`
+    has no say. ``not any_rank(not condition)`` is whether it holds on all ranks.
+
+    Args:
+        condition: of this rank: a bool, or a tensor of one element.
+        process_set: the ranks that decide together, this one among them; by default all.
+
+    Returns:
+        The same on all ranks.
+
+    Raises:
+        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
+    """
+    own = torch.tensor(bool(condition), device="cpu")
+    return bool(allreduce(own, name="any_rank", op=Max, process_set=process_set))
 
 
 def allreduce_(

@@ -13,8 +13,9 @@ from torch_ring.errors import MismatchError, PeerLostError, RingError
 __all__ = ["explained", "require_same_steps"]
 
 _REMEDY = (
-    "has it fewer batches? Give all ranks equally many (drop_last=True in the sampler and the "
-    "loader, or equal shards), or let a rank that has no more call join()"
+    "has it fewer batches, or has it stopped early? Give all ranks equally many (drop_last=True in "
+    "the sampler and the loader, or equal shards), or let a rank that has no more call join(); let "
+    "all ranks stop together, as any_rank() lets them"
 )
 _REMEDY_IN_ANOTHER_COLLECTIVE = (
     "If it has as many, look for a collective that only some ranks call, as under "
