@@ -321,8 +321,19 @@ def test_more_ranks_than_the_allocation_has(tmp_path):
         ("-np 2 --min-np 1 --max-np 1 true", 2, "--max-np 1: there are 2 ranks"),
         ("-np 2 --min-np 3 true", 2, "--min-np 3: there are 2 ranks"),
         ("-np 2 --network-interface no0 true", 2, "localhost: no network interface 'no0'"),
-        ("-np 2 no-such-program", 127, "on localhost cannot start 'no-such-program'"),
-        ("-np 2 /", 126, "on localhost cannot start '/'"),
+        (
+            "-np 2 no-such-program",
+            127,
+            "on localhost cannot start 'no-such-program': [Errno 2] No such file or directory: "
+            "'no-such-program': is it installed there, and on the PATH?",
+        ),
+        ("-np 2 /", 126, "on localhost cannot start '/': [Errno 13] Permission denied: '/': is it"),
+        (
+            "-np 2 train.py --lr 1",
+            127,
+            "'train.py': a Python program begins with its interpreter: `python train.py`",
+        ),
+        (f"-np 2 {HELLO}", 126, f"a Python program begins with its interpreter: `python {HELLO}`"),
     ],
 )
 def test_what_cannot_be_run(line, code, message):

@@ -205,12 +205,16 @@ class Agent:
             rank = RankProcess(request, given)
         except (OSError, ValueError) as error:  # ValueError: a null character
             is_missing = isinstance(error, FileNotFoundError)
+            command = request["command"][0]
+            hint = "is it installed there, and on the PATH?" if is_missing else "is it a program?"
+            if command.endswith(".py"):
+                hint = f"a Python program begins with its interpreter: `python {command}`"
             self._send(
                 {
                     "event": "unstartable",
                     "rank": request["rank"],
                     "code": _NOT_FOUND if is_missing else _NOT_EXECUTABLE,
-                    "text": f"cannot start {request['command'][0]!r}: {error}",
+                    "text": f"cannot start {command!r}: {error}: {hint}",
                 }
             )
             return
