@@ -52,6 +52,17 @@ def add_parameters_by_hand() -> None:
             train(model, optimizer, [batch])
     group["params"].pop()
     train(model, optimizer, [batch])
+    # One in the place of another, as when layers are replaced, and its state with it.
+    replaced = group["params"][1]
+    optimizer.state[other] = optimizer.state.pop(replaced, {})
+    group["params"][1] = other
+    other.grad = torch.full_like(other, hvd.rank())
+    for call in (optimizer.step, optimizer.synchronize):
+        with pytest.raises(ValueError, match=r"^1 param.* The first is .*\[0\]\['params'\]\[1\]$"):
+            call()
+    assert other.item() == 1
+    group["params"][1] = replaced
+    train(model, optimizer, [batch])
 
 
 def test_parameters_added_by_hand_are_refused():

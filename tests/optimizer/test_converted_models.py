@@ -4,10 +4,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from logs import logged
 from pool import run
 from torch import nn
 from torch.optim import SGD
-from training import assert_same_weights, joined_batches, loss_of, make_model, part, weights
+from training import (
+    assert_same_weights,
+    joined_batches,
+    loss_of,
+    make_model,
+    part,
+    train,
+    weights,
+)
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -93,3 +102,33 @@ def wrap_again_and_again() -> None:
 
 def test_a_converted_model_that_is_wrapped_again():
     run(wrap_again_and_again, 2)
+
+
+def replace_parameters() -> None:
+    """torch refuses to replace the parameters of a wrapped optimizer; a warning comes before."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = make_model()
+        with logged() as messages:
+            optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+        assert len(messages) == (hvd.rank() == 0)
+        assert all("set_swap_module_params_on_conversion(False)" in text for text in messages)
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        for convert in (model.double, lambda: model.load_state_dict(state)):
+            with pytest.raises(RuntimeError, match="swap"):
+                convert()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        alone = make_model()
+        for each, optimizer_of, batch in (
+            (alone, SGD(alone.parameters(), lr=0.1), joined_batches(1)),
+            (model, optimizer, map(part, joined_batches(1))),
+        ):
+            each.load_state_dict(state)
+            train(each, optimizer_of, batch)
+        assert_same_weights(model, alone)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_parameters_that_torch_would_replace():
+    run(replace_parameters, 2)

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from pool import run
@@ -255,6 +256,35 @@ def step_with_closure() -> None:
 
 def test_closure_returns_the_loss_of_all_ranks():
     run(step_with_closure, 2)
+
+
+def return_losses() -> None:
+    """What a closure returns is a loss, whatever its type, or refused."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0))
+    mine, mean = hvd.rank() + 3, (hvd.size() - 1) / 2 + 3
+    for loss, expected in (
+        (float(mine), mean),
+        (np.float32(mine), np.float32(mean)),
+        (np.float64(mine), np.float64(mean)),
+        (torch.tensor(float(mine)), torch.tensor(mean)),
+        # An average is no whole number.
+        (mine, mean),
+        (np.int64(mine), mean),
+        (np.array(float(mine)), mean),
+        (torch.tensor(mine), torch.tensor(mean).double()),
+        (None, None),
+    ):
+        found = optimizer.step(lambda loss=loss: loss)
+        assert type(found) is type(expected)
+        assert found == expected
+    for wrong in ({"loss": 1.0}, (1.0, 2.0), "1.0", 1j):
+        with pytest.raises(TypeError, match=f"as a tensor or a number.* {type(wrong).__name__}$"):
+            optimizer.step(lambda wrong=wrong: wrong)
+
+
+def test_losses_of_closures():
+    run(return_losses, 2)
 
 
 def train_with_scheduler(attach_first: bool) -> None:

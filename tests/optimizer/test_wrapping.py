@@ -1,8 +1,11 @@
 """Wrapping: an optimizer keeps its class, its state and its ways, and refuses wrong arguments."""
 
 import copy
+import io
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from pool import run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_weights, joined_batches, loss_of, make_model, part, train
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
@@ -91,24 +95,209 @@ def copy_and_step(duplicate: Callable[[Optimizer], Optimizer]) -> None:
     plain = make_sgd(model)
     wrapped = hvd.DistributedOptimizer(make_sgd(model))
     train(model, wrapped, [part(joined_batches(steps=1)[0])])
-    twin = duplicate(wrapped)
-    assert type(twin) is type(plain)
+    twins, twin = duplicate((model, wrapped))
+    assert isinstance(twin, type(plain))
+    assert type(twin).__qualname__ == "SGD"
     assert twin.state_dict().keys() == wrapped.state_dict().keys()
-    parameter = twin.param_groups[0]["params"][0]
-    parameter.grad = torch.ones_like(parameter)
-    before = parameter.detach().clone()
+    loss_of(twins, part(joined_batches(steps=1)[0])).backward()
+    before = [parameter.detach().clone() for parameter in twins.parameters()]
+    for _ in range(2):  # the gradients are this rank's own
+        with pytest.raises(ValueError, match=f"^rank {hvd.rank()}: this SGD is a copy of a Distr"):
+            twin.step()
+    assert all(map(torch.equal, before, twins.parameters()))
+
+    alone = make_model()
+    plain = make_sgd(alone)
+    batches = joined_batches(steps=3)
+    train(alone, plain, batches[:1])
+    for optimizer in (duplicate(twin), hvd.DistributedOptimizer(twin)):  # a copy's copy is one
+        if optimizer is not twin:
+            with pytest.raises(ValueError, match="is a copy of a DistributedOptimizer"):
+                optimizer.step()
+    train(alone, plain, batches)
+    train(twins, twin, map(part, batches))
+    assert_same_weights(twins, alone)
+
+    by_itself = SGD(twins.parameters(), lr=0.5)
+    by_itself.load_state_dict(twin.state_dict())
     if hvd.rank() == 0:
-        twin.step()  # alone: it has no other ranks
-        assert not torch.equal(parameter, before)
+        by_itself.step()  # alone: it has no other ranks
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_are_plain_optimizers(how):
-    run(copy_and_step, 2, args=(copy.deepcopy if how == "deepcopy" else unpickled,))
+DUPLICATES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "save": lambda pair: reloaded(pair),
+}
 
 
-def unpickled(optimizer: Optimizer) -> Optimizer:
-    return pickle.loads(pickle.dumps(optimizer))
+def reloaded(pair: tuple[nn.Module, Optimizer]) -> tuple[nn.Module, Optimizer]:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def run_duplicates(how: str) -> None:
+    copy_and_step(DUPLICATES[how])
+
+
+@pytest.mark.parametrize("how", DUPLICATES)
+@on_both_transports
+def test_a_copy_does_not_step_with_local_gradients(transport, how):
+    run(run_duplicates, 2, args=(how,), transport=transport)
+
+
+def step_outside() -> None:
+    """A copy that is read where there is no world is an optimizer as any other."""
+    model = make_model()
+    pickled = pickle.dumps((model, hvd.DistributedOptimizer(make_sgd(model))))
+    hvd.shutdown()
+    alone = make_model()
+    twins, twin = pickle.loads(pickled)
+    generator = torch.Generator().manual_seed(1)
+    batches = list(torch.randn(2, 6, 8, generator=generator))
+    train(twins, twin, batches)
+    train(alone, make_sgd(alone), batches)
+    assert_same_weights(twins, alone)
+    hvd.init()
+
+
+def test_copies_where_there_is_no_world():
+    run(step_outside, 2)
+
+
+class Slotted(Generic[TypeVar("T")]):
+    """As the first base of an optimizer it makes another layout in memory than torch's."""
+
+    __slots__ = ()
+
+
+class Abstract(ABC, Slotted[int], Optimizer):
+    @abstractmethod
+    def name(self) -> str: ...
+
+
+class Real(Abstract):
+    """A shape as in pytorch_optimizer: abstract classes first, the methods further up."""
+
+    def __init__(self, parameters, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.zeroed = 0
+
+    def name(self) -> str:
+        return "real"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad
+
+
+class Proxy(Optimizer):
+    """An optimizer that passes everything on to another one: torch has not initialised it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str):
+        return getattr(vars(self)["optimizer"], name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def of_pytorch_optimizer(name: str) -> Callable[[nn.Module], Optimizer]:
+    def make(model: nn.Module) -> Optimizer:
+        import pytorch_optimizer
+
+        return getattr(pytorch_optimizer, name)(model.parameters(), lr=0.01)
+
+    return make
+
+
+UNUSUAL = {
+    "slotted": lambda model: Real(model.parameters()),
+    "proxy": lambda model: Proxy(make_sgd(model)),
+    "Adan": of_pytorch_optimizer("Adan"),
+    "Lamb": of_pytorch_optimizer("Lamb"),
+    "Lion": of_pytorch_optimizer("Lion"),
+    "AdaBelief": of_pytorch_optimizer("AdaBelief"),
+}
+
+
+def train_unusual(name: str, adasum: bool) -> None:
+    make = UNUSUAL[name]
+    alone, together = make_model(), make_model()
+    plain, optimizer = make(alone), make(together)
+    cls = type(optimizer)
+    assert hvd.DistributedOptimizer(optimizer, op=hvd.Adasum if adasum else hvd.Average)
+    assert isinstance(optimizer, cls)
+    assert type(optimizer).__qualname__ == cls.__qualname__
+    batches = joined_batches(steps=3)
+    shares = batches if adasum else list(map(part, batches))  # equal changes are as one
+    train(alone, plain, batches)
+    train(together, optimizer, shares)
+    assert_same_weights(together, alone)
+    if name == "slotted":
+        assert optimizer.zeroed == plain.zeroed == 3
+    if name != "proxy" and not adasum:
+        twin = copy.deepcopy(optimizer)
+        assert isinstance(twin, cls)
+
+
+@pytest.mark.parametrize("adasum", [False, True], ids=["average", "adasum"])
+@pytest.mark.parametrize("name", UNUSUAL)
+@on_both_transports
+def test_classes_unlike_torchs_own(transport, name, adasum):
+    if name[0].isupper():
+        pytest.importorskip("pytorch_optimizer")
+    run(train_unusual, 2, args=(name, adasum), transport=transport)
+
+
+class Final(SGD):
+    def __init_subclass__(cls, *, why: str) -> None:
+        raise AssertionError(why)
+
+
+def refuse_and_leave() -> None:
+    """An optimizer that is not wrapped has its class and attributes, and is wrapped later."""
+    model = nn.Linear(3 + hvd.rank(), 4)
+    for op in (hvd.Average, hvd.Adasum):
+        optimizer = make_sgd(model)
+        attributes = dict(vars(optimizer))
+        with pytest.raises(hvd.MismatchError):
+            hvd.DistributedOptimizer(optimizer, op=op)
+        assert type(optimizer) is SGD
+        assert vars(optimizer) == attributes
+
+    optimizer = Final(make_model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Final cannot be wrapped, as Python makes no sub.*'why'"):
+        hvd.DistributedOptimizer(optimizer)
+    assert type(optimizer) is Final
+
+    proxy = Proxy(make_sgd(make_model()))
+    proxy.step = lambda: None
+    with pytest.raises(ValueError, match="calls no hooks: wrap the optimizer first"):
+        hvd.DistributedOptimizer(proxy)
+    assert type(proxy) is Proxy
+    assert vars(proxy).keys() == {"optimizer", "step"}
+    train_unusual("slotted", adasum=False)
+
+
+def test_a_refused_optimizer_is_as_it_was():
+    run(refuse_and_leave, 2)
 
 
 def check_refusals() -> None:

@@ -22,7 +22,7 @@ from torch_ring.errors import RingError
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.uneven_batches import explained
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
-from torch_ring.optimizer.wrapping import Wrapped, wrap
+from torch_ring.optimizer.wrapping import Wrapped, wrapped
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
@@ -68,9 +68,8 @@ class AdasumOptimizer(Wrapped):
             raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
         self.backward_passes_per_step = passes
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer; their changes are reduced from now on."""
-        super().add_param_group(param_group)
+    def _after_add_param_group(self) -> None:
+        """Reduce the changes of the new parameters from now on."""
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = f"allreduce.noname.{group}.{index}"
@@ -99,29 +98,30 @@ def wrap_adasum(
     for parameter, name in names.items():
         if not parameter.is_floating_point():
             raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")
-    if size > 1:
-        refuse_sharded((name, parameter) for parameter, name in names.items())
-        require_same(
-            [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
-            "the ranks wrap different optimizers",
-            process_set,
-        )
-    wrapped = wrap(optimizer, AdasumOptimizer)
-    wrapped._parameter_names = names
-    wrapped._compression = compression
-    wrapped._process_set = process_set
-    wrapped._before = None
-    wrapped._since = ""
-    wrapped._comparison = WeightComparison(names, process_set, weakref.ref(wrapped))
-    wrapped._check_every = current.config().check_every
-    wrapped._steps = 0
-    wrapped.backward_passes_per_step = backward_passes_per_step
-    if size > 1:
-        # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
-        wrapped.register_step_pre_hook(_remember)
-        wrapped.register_step_post_hook(_combine)
-        if process_set.process_set_id == 0:  # no other set can be joined
-            current.world().on_rejoin.append(functools.partial(_on_rejoin, weakref.ref(wrapped)))
+    with wrapped(optimizer, AdasumOptimizer) as made:
+        if size > 1:
+            refuse_sharded((name, parameter) for parameter, name in names.items())
+            require_same(
+                [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
+                "the ranks wrap different optimizers",
+                process_set,
+            )
+        made._parameter_names = names
+        made._compression = compression
+        made._process_set = process_set
+        made._before = None
+        made._since = ""
+        made._comparison = WeightComparison(names, process_set, weakref.ref(made))
+        made._check_every = current.config().check_every
+        made._steps = 0
+        made.backward_passes_per_step = backward_passes_per_step
+        if size > 1:
+            # Hooks instead of a method: a scheduler may have bound the class's `step` to the
+            # instance.
+            made.register_step_pre_hook(_remember)
+            made.register_step_post_hook(_combine)
+    if size > 1 and process_set.process_set_id == 0:  # no other set can be joined
+        current.world().on_rejoin.append(functools.partial(_on_rejoin, weakref.ref(made)))
 
 
 def _on_rejoin(reference: weakref.ref[AdasumOptimizer]) -> None:

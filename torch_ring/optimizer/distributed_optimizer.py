@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch_ring.optimizer.parameter_names import checked_names, unnamed
 from torch_ring.optimizer.reducer import Reducer
 from torch_ring.optimizer.reducible import has_gradients
 from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.wrapping import Wrapped, wrap
+from torch_ring.optimizer.wrapping import Copied, Wrapped, wrapped
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 
@@ -70,9 +71,14 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     * ``skip_synchronize()``: a context in which ``step()`` reduces nothing;
     * ``set_backward_passes_per_step(passes)``, and ``backward_passes_per_step``.
 
-    Its state, hyper-parameters, hooks and schedulers stay; ``state_dict()``, pickle and deepcopy
-    give the same as without torch_ring. A closure given to ``step`` returns the loss reduced over
-    the ranks as gradients are, so LBFGS takes the step of one process on every rank.
+    Its state, hyper-parameters, hooks and schedulers stay; ``state_dict()`` gives the same as
+    without torch_ring. A copy (deepcopy, pickle, ``torch.load``) reduces nothing: in a world of
+    several ranks its ``step()`` raises until it is wrapped, too. A closure given to ``step``
+    returns the loss, as a tensor or a number, which is reduced over the ranks as gradients are; so
+    LBFGS takes the step of one process on every rank.
+
+    The ranks must change weights alike: ``Embedding(max_norm=...)``
+    does not, as each rank scales the rows that it has read (docs/errors.md).
 
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
     order, and call ``add_param_group`` alike. On one rank it costs nothing.
@@ -88,7 +94,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             AssertionError. With 1, the gradients of each pass are averaged and added to ``p.grad``.
             Under ``GradScaler``, call ``synchronize()`` before a step that follows fewer passes.
         op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
-            gradients and the changes of the parameters are combined by adaptive summation.
+            gradients and the changes of the parameters are combined by adaptive summation. The
+            optimizer's state is each rank's own then: a checkpoint needs that of all ranks.
         gradient_predivide_factor: Average divides by this before the sum, by size / this after it.
         num_groups: deprecated, use `groups`.
         groups: gradients that are reduced together, whatever their size, and apart from others:
@@ -117,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             f"DistributedOptimizer wraps a torch.optim.Optimizer, not {found}: make the optimizer "
             "first, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
         )
-    if isinstance(optimizer, Wrapped):
+    if isinstance(optimizer, Wrapped) and not isinstance(optimizer, Copied):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     _check_passes(backward_passes_per_step)
     if not callable(getattr(compression, "compress", None)):
@@ -144,10 +151,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     )
     groups = check_groups(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set, current.config().check_every)
-    reducer = settings.make_reducer(names, backward_passes_per_step)
-    wrap(optimizer, _DistributedOptimizer)._start(
-        reducer, names, settings, backward_passes_per_step
-    )
+    with wrapped(optimizer, _DistributedOptimizer) as made:
+        reducer = settings.make_reducer(names, backward_passes_per_step)
+        made._start(reducer, names, settings, backward_passes_per_step)
+    if reducer and torch.__future__.get_swap_module_params_on_conversion() and current.rank() == 0:
+        _log.warning(
+            "float(), to() and load_state_dict() of a model will fail, now that its optimizer is "
+            "wrapped: torch cannot replace parameters that are in use. Call "
+            "torch.__future__.set_swap_module_params_on_conversion(False)"
+        )
     return optimizer
 
 
@@ -197,7 +209,7 @@ class _DistributedOptimizer(Wrapped):
     _left_out: list[Tensor]  # frozen parameters without gradients to reduce
     _skip_synchronize: bool
     _step_is_open: bool
-    _checked_lists: list[tuple[list[Tensor], int]]  # of each group: parameters, length
+    _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
 
     def _start(
         self,
@@ -213,7 +225,7 @@ class _DistributedOptimizer(Wrapped):
         self._passes_per_step = passes_per_step
         self._skip_synchronize = False
         self._step_is_open = False
-        self._checked_lists = []
+        self._checked_groups = []
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
@@ -221,6 +233,7 @@ class _DistributedOptimizer(Wrapped):
     def synchronize(self) -> None:
         """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
         if self._reducer:
+            self._require_known_parameters()
             self._reducer.reduce_pending()
         else:
             require_whole(self._settings.process_set)
@@ -262,21 +275,18 @@ class _DistributedOptimizer(Wrapped):
             self._reducer.hooks.set_passes_per_step(passes)
             self._reducer.hooks.reset(gradients=False)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        super().zero_grad(*args, **kwargs)
+    def _after_zero_grad(self) -> None:
         if self._reducer:
             self._reducer.drop_gradients()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+    def _after_load_state_dict(self) -> None:
         if self._reducer:
             self._reducer.hooks.reset(gradients=False)
 
     def _require_known_parameters(self) -> None:
         """Raise ValueError for a parameter that is not reduced.
 
-        It was put into a group by hand, or it was frozen when the optimizer was wrapped. Parameters
-        are compared only when a group's list is another one, or has another length.
+        It was put into a group by hand, or it was frozen when the optimizer was wrapped.
         """
         for parameter in self._left_out:
             if parameter.requires_grad:
@@ -284,25 +294,29 @@ class _DistributedOptimizer(Wrapped):
                     f"'{self._parameter_names[parameter]}' requires a gradient now, which cannot "
                     f"be reduced: its dtype is {parameter.dtype}"
                 )
-        lists = [(group["params"], len(group["params"])) for group in self.param_groups]
-        if len(lists) == len(self._checked_lists) and all(
-            params is before and count == count_before
-            for (params, count), (before, count_before) in zip(
-                lists, self._checked_lists, strict=True
-            )
+        groups = [group["params"] for group in self.param_groups]
+        if len(groups) == len(self._checked_groups) and all(
+            len(params) == len(before) and all(map(operator.is_, params, before))
+            for params, before in zip(groups, self._checked_groups, strict=True)
         ):
             return
-        unknown = sum(p not in self._parameter_names for params, _ in lists for p in params)
+        unknown = [
+            (number, index)
+            for number, params in enumerate(groups)
+            for index, parameter in enumerate(params)
+            if parameter not in self._parameter_names
+        ]
         if unknown:
+            number, index = unknown[0]
             raise ValueError(
-                f"{unknown} parameters of the optimizer have been put into its param_groups by "
-                "hand, and are not reduced: use add_param_group(), or wrap a new optimizer"
+                f"{len(unknown)} parameters of the optimizer have been put into its param_groups "
+                "by hand, and are not reduced: use add_param_group(), or wrap a new optimizer. The "
+                f"first is param_groups[{number}]['params'][{index}]"
             )
-        self._checked_lists = lists
+        self._checked_groups = [list(params) for params in groups]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer; they are reduced from now on. Collective."""
-        super().add_param_group(param_group)
+    def _after_add_param_group(self) -> None:
+        """Reduce the new parameters from now on. Collective."""
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = unnamed(group, index)
@@ -311,7 +325,7 @@ class _DistributedOptimizer(Wrapped):
 
     def _follow_world(self) -> None:
         self._step_is_open = False
-        super().zero_grad(set_to_none=True)
+        self._user_class.zero_grad(self, set_to_none=True)
         try:
             self._make_reducer()
         except ProcessSetLostError as error:  # step() raises it, unless the program replaces this

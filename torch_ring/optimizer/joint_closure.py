@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -39,6 +40,14 @@ class JointClosure:
         if loss is None:
             return None
         if isinstance(loss, Tensor):
-            return reducer.reduce_loss(loss)
-        number = torch.tensor(loss, dtype=torch.float64, device="cpu")
-        return type(loss)(reducer.reduce_loss(number))
+            has_fractions = loss.is_floating_point() or loss.is_complex()
+            return reducer.reduce_loss(loss if has_fractions else loss.double())
+        if not hasattr(loss, "__float__"):
+            raise TypeError(
+                "the closure of a step returns the loss, as a tensor or a number, or None; not "
+                f"{type(loss).__name__}"
+            )
+        number = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        mean = reducer.reduce_loss(number).item()
+        is_whole = isinstance(loss, Integral) or not isinstance(loss, Real)
+        return mean if is_whole else type(loss)(mean)  # np.float32, say

@@ -1,38 +1,152 @@
-"""wrap: adds methods to an optimizer in place, by subclassing its class."""
+"""wrapped: adds methods to an optimizer in place, by subclassing its class."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["Wrapped", "wrap"]
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.world import current
+
+__all__ = ["Copied", "Wrapped", "wrapped"]
 
 WrappedT = TypeVar("WrappedT", bound="Wrapped")
 
+_COPY_HOOK = -1  # the number of _refuse_copy() among the step's hooks; torch counts from 0
+
 
 class Wrapped(torch.optim.Optimizer):
-    """The base class of methods that :func:`wrap` adds to a user's class."""
+    """The base class of methods that :func:`wrapped` adds to a user's class.
+
+    Where a method of torch's needs something done after it, `_after_` and its name does that.
+    """
+
+    _user_class: type[torch.optim.Optimizer]  # of the optimizer before
+
+    def _after_zero_grad(self) -> None:
+        pass
+
+    def _after_load_state_dict(self) -> None:
+        pass
+
+    def _after_add_param_group(self) -> None:
+        pass
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as an optimizer of the user's class: the reading process may have no world."""
-        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
+        hooks = OrderedDict({_COPY_HOOK: _refuse_copy})  # torch copies none of the others
+        state = {**self.__getstate__(), "_optimizer_step_pre_hooks": hooks}
+        return _new_copy, (self._user_class,), state
 
 
-def wrap(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> WrappedT:
-    """Make `optimizer` an instance of a subclass of `addition` and of its own class.
+class Copied(Wrapped):
+    """A copy of a wrapped optimizer, until it is wrapped itself.
 
-    Its state, hyper-parameters, hooks and schedulers stay; the class keeps its name.
+    It steps as one of the user's class, but not in a world of several ranks: no hook of a reducer
+    has seen its gradients.
     """
-    cls: type = type(optimizer)
+
+
+def _new_copy(cls: type) -> Any:
+    added: type = Copied
+    return object.__new__(_class_of(cls, added))
+
+
+def _refuse_copy(
+    optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> None:
+    """Step pre-hook of copies."""
+    world = current.find_world()
+    if world is not None and current.size() > 1:
+        name = type(optimizer).__name__
+        raise InvalidArgumentError(
+            f"rank {current.rank()}: this {name} is a copy of a DistributedOptimizer (by deepcopy, "
+            "pickle or torch.load), which would step with the gradients of this rank alone: wrap "
+            "it, as in optimizer = hvd.DistributedOptimizer(optimizer), before backward(). If each "
+            f"rank is to step by itself, make another {name}, and load_state_dict() of this one's "
+            "state_dict()"
+        )
+
+
+@contextlib.contextmanager
+def wrapped(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> Iterator[WrappedT]:
+    """Make `optimizer` an instance of a subclass of its own class, with the methods of `addition`.
+
+    Its state, hyper-parameters, hooks and schedulers stay; the class keeps its name. If the body of
+    the context raises, the optimizer is again as it was.
+
+    Raises:
+        InvalidArgumentError: its class cannot be subclassed, or does not call hooks in ``step()``.
+    """
+    cls, attributes = type(optimizer), dict(vars(optimizer))
+    user_class: type = optimizer._user_class if isinstance(optimizer, Copied) else cls
     added: type = addition
-    wrapped = cast(WrappedT, optimizer)
-    wrapped.__class__ = _class_of(cls, added)
-    return wrapped
+    try:
+        optimizer.__class__ = _class_of(user_class, added)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{cls.__name__} cannot be wrapped, as Python makes no subclass of it: {error}"
+        ) from error
+    try:
+        _ensure_hooks(optimizer)
+        yield cast(WrappedT, optimizer)
+        optimizer._optimizer_step_pre_hooks.pop(_COPY_HOOK, None)  # if it was a copy
+    except BaseException:
+        optimizer.__class__ = cls
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        raise
 
 
 @functools.cache
 def _class_of(cls: type, addition: type) -> Any:
+    """Return a subclass of both.
+
+    `cls` is the first base, which decides how instances lie in memory: Python changes the class of
+    one only where that stays. So the methods are in the new class itself, or they would come after
+    those of `cls`.
+    """
     described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls)(cls.__name__, (addition, cls), described)
+    extended = {name: _extended(cls, name) for name in _EXTENDED}
+    added = {name: value for name, value in vars(addition).items() if name not in _OF_A_CLASS}
+    bases = (addition,) if issubclass(addition, cls) else (cls, addition)
+    namespace = {**extended, **added, **described, "_user_class": cls}
+    return type(cls)(cls.__name__, bases, namespace)
+
+
+_EXTENDED = ("zero_grad", "load_state_dict", "add_param_group")
+_OF_A_CLASS = frozenset(vars(type("_", (), {})))
+
+
+def _extended(cls: type, name: str) -> Callable[..., Any]:
+    method = getattr(cls, name)
+
+    @functools.wraps(method, updated=())
+    def extended(self: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        getattr(self, f"_after_{name}")()
+        return result
+
+    return extended
+
+
+def _ensure_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Make ``step()`` call hooks also if the class does not call ``Optimizer.__init__``.
+
+    As one does that passes everything on to another optimizer.
+    """
+    attributes = vars(optimizer)
+    if "_optimizer_step_pre_hooks" in attributes:
+        return
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        attributes[name] = OrderedDict()
+    optimizer._patch_step_function()
+    if not getattr(optimizer.step, "hooked", False):
+        raise InvalidArgumentError(
+            f"the step() of this {type(optimizer).__name__} has been replaced, by a scheduler "
+            "perhaps, and calls no hooks: wrap the optimizer first"
+        )
