@@ -21,6 +21,7 @@ from slow import on_shm_and_slowly_on_tcp
 import torch_ring as hvd
 from torch_ring import errors, tracing
 from torch_ring.collectives.objects import require_same
+from torch_ring.tracing.page.recording import read_recording
 
 
 def analysed(folder: Path, *options: str) -> str:
@@ -135,6 +136,53 @@ def write_json(folder: str) -> None:
     with pytest.raises(FileNotFoundError):
         tracing.dump(Path(folder) / "no such folder" / "x")
     assert sorted(os.listdir(folder)) == ["rank0.json"]
+
+
+def dump_into_new_folders(folder: str) -> None:
+    hvd.allreduce(torch.ones(3), name="a")
+    new = Path(folder) / "dumps"
+    for _ in range(2):
+        assert tracing.dump(new) == new / f"flight_{hvd.rank()}"
+    hvd.barrier()
+    assert {path.name for path in new.iterdir()} == {f"flight_{n}" for n in range(hvd.size())}
+    for name in (f"named_{hvd.rank()}", f"named{hvd.rank()}.pickle"):
+        assert tracing.dump(Path(folder) / name) == Path(folder) / name
+        assert (Path(folder) / name).is_file()
+
+
+def test_a_dump_makes_its_folder(tmp_path: Path) -> None:
+    run(dump_into_new_folders, 3, args=(str(tmp_path),))
+
+
+def fail_with_a_dump(folder: str, way: str) -> str:
+    """Return the error of a rank whose dump is written with it."""
+    hvd.allreduce(torch.ones(3), name="same")
+    if way == "mismatch":
+        with pytest.raises(hvd.MismatchError) as caught:
+            hvd.allreduce(torch.ones(3 + hvd.rank()), name="different")
+    else:
+        if hvd.rank() == 1:
+            hvd.shutdown()
+            return ""
+        with pytest.raises(hvd.PeerLostError) as caught:
+            hvd.allreduce(torch.ones(3), name="different")
+    assert str(Path(folder) / f"flight_{hvd.rank()}") in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["mismatch", "departure"])
+def test_the_page_of_a_failed_job_shows_the_operation_and_its_error(
+    tmp_path: Path, transport: str, way: str
+) -> None:
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
+    errors = run(fail_with_a_dump, 2, args=(str(tmp_path), way), transport=transport, env=env)
+    failed = [each for each in read_recording(tmp_path).operations if each.state == "failed"]
+    assert {each.rank for each in failed} == ({0, 1} if way == "mismatch" else {0})
+    for each in failed:
+        assert (each.kind, each.name) == ("allreduce", "different")
+        assert each.error
+        assert each.error in errors[each.rank]
 
 
 def test_json(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ def dump(path: str | os.PathLike[str]) -> Path:
     operation that differs, and the ranks that are missing from it.
 
     Args:
-        path: a folder that exists, for ``flight_RANK`` in it; or a file. A name that ends in
-            ``.json`` is written as JSON with the same fields; any other as torch's flight recorder
-            writes its own, a pickle of plain lists and dictionaries.
+        path: a folder, which is made, for ``flight_RANK`` in it; or a file: its name has a suffix,
+            or ends in ``_RANK``. A name that ends in ``.json`` is written as JSON with the same
+            fields; any other as torch's flight recorder writes its own, a pickle of plain lists and
+            dictionaries.
 
     Returns:
         The file that was written. Readers never see half of it.
@@ -45,10 +46,12 @@ def dump(path: str | os.PathLike[str]) -> Path:
         NotInitializedError: before init(), and without a connected group of the backend ring.
         OSError: the file cannot be written.
     """
-    target = Path(path)
+    target, rank = Path(path), own_rank()
+    content = to_torch(recorded_sets(), main_thread_stack(), rank)
+    if not target.suffix and not target.name.endswith(f"_{rank}") and not target.is_file():
+        target.mkdir(exist_ok=True)  # another rank may make it, too
     if target.is_dir():
-        target = target / f"{_PREFIX}{own_rank()}"
-    content = to_torch(recorded_sets(), main_thread_stack(), own_rank())
+        target = target / f"{_PREFIX}{rank}"
     _write(target, content)
     return target
 

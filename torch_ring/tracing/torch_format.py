@@ -177,6 +177,7 @@ def _entry(
             "round": record.round,
             "is_launched": record.is_launched,
             "agreed_ns": wall(record.agreed_ns),
+            "ended_ns": wall(record.finished_ns),  # also where it has failed
             "last_rank": recorded.ranks[record.last_rank] if record.last_rank >= 0 else None,
             "lag_ms": record.lag_ns / 1e6,
             "error": record.error,

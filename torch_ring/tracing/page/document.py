@@ -14,11 +14,12 @@ from torch_ring.tracing.page.analysis import (
     size_classes,
     step_times,
 )
-from torch_ring.tracing.page.operation import Recording
+from torch_ring.tracing.page.operation import Operation, Recording
 
 __all__ = ["MissingChartsError", "draw_page"]
 
 _HERE = Path(__file__).parent
+_MOST_FAILURES = 50  # that the page lists
 
 
 class MissingChartsError(ImportError):
@@ -67,6 +68,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         charts=script,
         colors=(_HERE / "page.js").read_text(),
         facts=_facts(recording, times),
+        failures=_failures(recording.operations),
         late=_late_table(lateness(recording, arrived, late_us), late_us),
         notes="".join(f"<li>{escape(note)}</li>" for note in recording.notes),
         sources=escape(", ".join(recording.sources)),
@@ -91,12 +93,32 @@ def _facts(recording: Recording, times: dict[int, list[tuple[int, float]]]) -> s
     all_times = sorted(time for pairs in times.values() for _, time in pairs)
     if all_times:
         facts["a step, median"] = _seconds(all_times[len(all_times) // 2])
-    unfinished = sum(each.state != "completed" for each in operations)
-    if unfinished:
-        facts["not completed"] = f"{unfinished:,}"
+    failed = sum(each.state == "failed" for each in operations)
+    unfinished = sum(each.state != "completed" for each in operations) - failed
+    facts |= {"failed": f"{failed:,}"} if failed else {}
+    facts |= {"not completed": f"{unfinished:,}"} if unfinished else {}
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in facts.items()
+    )
+
+
+def _failures(operations: list[Operation]) -> str:
+    """Return the card of the operations that have failed, with their errors; nothing without."""
+    failed = [each for each in operations if each.state == "failed"]
+    if not failed:
+        return ""
+    rows = [
+        f"<tr><td>rank {each.rank}</td><td>{escape(each.kind)} {escape(each.name)}</td>"
+        f"<td>{_seconds(each.finished)}</td><td>{escape(each.error)}</td></tr>"
+        for each in sorted(failed, key=lambda each: (each.finished, each.rank))[:_MOST_FAILURES]
+    ]
+    left_out = len(failed) - len(rows)
+    more = f"<p>and {left_out:,} more</p>" if left_out else ""
+    return (
+        '<section class="card failures"><h2>What has failed</h2><table><thead><tr><th></th>'
+        "<th>operation</th><th>at</th><th>error</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>{more}</section>"
     )
 
 

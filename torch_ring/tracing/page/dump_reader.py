@@ -65,6 +65,9 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
         entry.get("time_discovered_started_ns"),
         entry.get("time_discovered_completed_ns"),
     )
+    has_failed = ours.get("state") == "failed"  # torch has no word for it
+    if has_failed:
+        finished = ours.get("ended_ns")
     return Operation(
         rank=rank,
         kind=_KINDS.get(kind, kind),
@@ -77,7 +80,8 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
         finished=math.nan if finished is None else float(finished) * _NANOSECONDS,
         dtype=str(dtypes[0]) if dtypes else "",
         shape=str(sizes[0]) if sizes else "",
-        state=str(entry.get("state", "")),
+        state="failed" if has_failed else str(entry.get("state", "")),
+        error=str(ours.get("error") or ""),
     )
 
 

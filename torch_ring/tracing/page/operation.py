@@ -32,6 +32,7 @@ class Operation:
     dtype: str = ""
     shape: str = ""
     state: str = "completed"
+    error: str = ""  # of one that has failed
 
 
 @dataclass

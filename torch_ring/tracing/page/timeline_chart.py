@@ -43,6 +43,7 @@ _TIMELINE_HOVER = """
   <span>@bytes{custom} @dtype @shape</span>
   <span>waited @waited{custom}, moved data for @moved{custom}</span>
   <span>last of the ranks: @last, @lag{custom} behind the first</span>
+  <span class="error">@error</span>
 </div>
 """
 
@@ -165,6 +166,7 @@ def _columns(
         "dtype": [each.dtype for each in chosen],
         "shape": [each.shape for each in chosen],
         "state": ["" if each.state == "completed" else f"({each.state})" for each in chosen],
+        "error": [each.error for each in chosen],
         "waited": np.array([each.started - each.submitted for each in chosen], dtype=np.float32),
         "moved": np.array([each.finished - each.started for each in chosen], dtype=np.float32),
         "last": ["?" if each is None else str(each.last) for each in arrivals],
