@@ -43,7 +43,9 @@ def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[
     try:
         said, errors = process.communicate(timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:
-        raise RingError(f"{script!r} did not end within {_ANSWER_S:g} s") from None
+        raise RingError(
+            f"{script!r} did not end within {_ANSWER_S:g} s: let it print the hosts of now"
+        ) from None
     finally:
         with contextlib.suppress(ProcessLookupError):  # also what it has left behind
             os.killpg(process.pid, signal.SIGKILL)

@@ -192,9 +192,10 @@ def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     try:
         pickled = pickler.dumps(call)
     except Exception as error:  # whatever the objects raise
-        raise InvalidArgumentError(f"{func!r} or its arguments cannot be pickled: {error}") from (
-            error
-        )
+        raise InvalidArgumentError(
+            f"{func!r} or its arguments cannot be pickled: {error}: make in the function what only "
+            "a process of its own can have"
+        ) from error
     program = Path(function_rank.__file__).read_bytes()
     return function_rank.packed(program, sys.path, pickled)
 
@@ -205,7 +206,9 @@ def _result(who: str, data: bytes) -> Any:
     try:
         return pickle.loads(pickle.loads(data)["result"])
     except Exception as error:  # of a class that is not found here, for example
-        raise RuntimeError(f"the result of {who} cannot be read: {error}") from error
+        raise RuntimeError(
+            f"the result of {who} cannot be read: {error}: return what this program can import"
+        ) from error
 
 
 def _raise(failure: str, data: bytes) -> None:

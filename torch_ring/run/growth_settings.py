@@ -49,9 +49,15 @@ class GrowthSettings:
     def check(self, size: int) -> None:
         """Raise InvalidArgumentError if a job cannot begin with so many ranks."""
         if self.least is not None and self.least > size:
-            raise InvalidArgumentError(f"--min-np {self.least}: there are {size} ranks")
+            raise InvalidArgumentError(
+                f"--min-np {self.least}: there are {size} ranks: begin with more (-np), "
+                "or let fewer go on"
+            )
         if self.most is not None and self.most < size:
-            raise InvalidArgumentError(f"--max-np {self.most}: there are {size} ranks")
+            raise InvalidArgumentError(
+                f"--max-np {self.most}: there are {size} ranks: begin with fewer (-np), or "
+                "allow more"
+            )
 
 
 def add_growth_options(parser: argparse.ArgumentParser) -> None:
@@ -117,11 +123,13 @@ def growth_settings(args: argparse.Namespace) -> GrowthSettings:
                 "--host-discovery-script says which hosts there are: leave out -H and --hostfile"
             )
     elif args.slots_per_host is not None:
-        raise InvalidArgumentError("--slots-per-host needs --host-discovery-script")
+        raise InvalidArgumentError(
+            "--slots-per-host needs --host-discovery-script; -H has slots itself"
+        )
     elif most is not None and least is None:
         raise InvalidArgumentError(f"--max-np {most} needs --min-np")
     if least is not None and most is not None and least > most:
-        raise InvalidArgumentError(f"--min-np {least} is more than --max-np {most}")
+        raise InvalidArgumentError(f"--min-np {least} is more than --max-np {most}: lower it")
     if least is None and args.reset_limit is not None:
         raise InvalidArgumentError("--reset-limit needs --min-np")
     settings = GrowthSettings(

@@ -199,5 +199,11 @@ class HostConnection:
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return f"the agent that runs the ranks of this host ended {how}{said}"
         if code == _SSH_FAILED:
-            return f"ssh does not reach it, or has lost it{said}"
-        return f"the agent there, or ssh, ended with exit code {code}{said}"
+            return (
+                f"ssh does not reach it, or has lost it{said}: does `ssh {self.host} true` work "
+                "without a password?"
+            )
+        return (
+            f"the agent there, or ssh, ended with exit code {code}{said}: does "
+            f"`ssh {self.host} python3 -V` work?"
+        )

@@ -22,6 +22,7 @@ __all__ = [
 
 _NAME = re.compile(r"(?:[\w.-]+@)?[\w.:%-]+")
 _EXAMPLE = "write host1:4,host2:4"
+_IN_A_FILE = "give a file with lines such as `host1 slots=4`"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def read_hostfile(path: str) -> list[Host]:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"the host file {path!r} cannot be read: {error}") from None
+        raise InvalidArgumentError(
+            f"the host file {path!r} cannot be read: {error}: {_IN_A_FILE}"
+        ) from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -75,7 +78,7 @@ def read_hostfile(path: str) -> list[Host]:
             name, after_colon = words[0].strip("[]"), ""
         found.append(_host(name, slots or after_colon or "1", where))
     if not found:
-        raise InvalidArgumentError(f"the host file {path!r} names no host")
+        raise InvalidArgumentError(f"the host file {path!r} names no host: {_IN_A_FILE}")
     return _merged(found)
 
 
@@ -122,7 +125,7 @@ def is_this_host(name: str) -> bool:
 
 def _host(name: str, slots: str, where: str) -> Host:
     if not _NAME.fullmatch(name) or name.startswith("-"):  # "-o..." would be an option of ssh
-        raise InvalidArgumentError(f"{where}: {name!r} is not the name of a host")
+        raise InvalidArgumentError(f"{where}: {name!r} is not the name of a host: {_EXAMPLE}")
     if not slots.isdecimal() or int(slots) < 1:
         raise InvalidArgumentError(f"{where}: {slots!r} slots: must be a whole number, 1 or more")
     return Host(name, int(slots))

@@ -186,7 +186,9 @@ class Job:
             elif isinstance(event, Note):
                 self._screen.say(f"{event.host}: {event.text}")
             elif isinstance(event, Ended) and event.left:
-                self._screen.say(f"{event.host}: {event.left} processes could not be ended")
+                self._screen.say(
+                    f"{event.host}: {event.left} processes could not be ended: see `ps` there"
+                )
 
     def _exited(self, event: Exited) -> None:
         how = f"failed with exit code {event.code}"
@@ -285,7 +287,7 @@ class Job:
         if self._close_at is None or time.monotonic() < self._close_at:
             return False
         hosts = ", ".join(self._processes.hosts())
-        self._screen.say(f"{hosts}: cannot tell whether all ranks have ended")
+        self._screen.say(f"{hosts}: cannot tell whether all ranks have ended: see `ps` there")
         return True
 
     def _leave(self) -> None:

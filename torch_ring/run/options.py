@@ -145,7 +145,9 @@ def parse_options(
         if not _is_read(tunable.variable) and value is not False:
             notes.append(f"{tunable.option} changes nothing: torch_ring has no use for it")
     if values:
-        raise InvalidArgumentError(f"{args.config_file!r}: no option: {', '.join(sorted(values))}")
+        raise InvalidArgumentError(
+            f"{args.config_file!r}: no option: {', '.join(sorted(values))}: --help lists them"
+        )
     variables |= growth.variables()
     variables |= dict(_variable(text) for text in args.env or ())
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
