@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import signal
 import threading
 import time
 
 import made_up
 import pytest
 from bell import Bell, a_signal_after
+from pool import error_of, run
 from slow import slow
 from torch.distributed import HashStore
 
@@ -43,6 +45,37 @@ def test_an_interrupt_before_the_welcome_is_told():
     ):
         busy.meet(made_up.card(0), {})
     assert time.monotonic() - began < 10
+
+
+def stop_while_leading(name: str) -> tuple[str, int]:
+    rank = int(os.environ["RANK"])
+    met = None
+    while met is None:
+        met = Meeting(Identity(rank, 2), Deadline(2.0), None, name)
+        if (met._leader is not None) == bool(rank):  # rank 0 is to lead
+            met.close()
+            met = None
+    if met._leader is not None:
+        while 1 not in met._leader.members:
+            met._leader.pump(0.1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        met.close()
+        return "", os.getpid()
+    above = met._above
+    with contextlib.closing(met):
+        met.meet(made_up.card(1), {})
+        _, text = error_of(met.pass_down)
+    os.kill(above.pid, signal.SIGCONT)
+    return text, above.pid
+
+
+def test_a_leader_that_is_stopped_is_told_at_the_deadline_and_not_later():
+    (_, leader), (text, told) = run(
+        stop_while_leading, 2, args=[new_name()], transport="", initialized=False
+    )
+    assert text.startswith("the leader of this host, rank 0, has not answered within 2 s")
+    assert f"its process {leader} is stopped" in text
+    assert told == leader
 
 
 def test_ranks_that_have_come_but_do_not_go_on_are_the_ones_that_are_named():

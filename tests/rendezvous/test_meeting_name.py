@@ -11,6 +11,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.errors import RingError
 from torch_ring.rendezvous import meeting_name as names
+from torch_ring.rendezvous import start
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
@@ -21,14 +22,13 @@ ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 def test_the_launcher_is_the_nearest_ancestor_without_a_rank(monkeypatch):
     wrapper = subprocess.Popen(["sleep", "60"], env={"PMI_RANK": "1"})
     try:
-        monkeypatch.setattr(names, "_ancestors", lambda: iter([wrapper.pid, os.getpid()]))
+        monkeypatch.setattr(start, "ancestors", lambda _: iter([wrapper.pid, os.getpid()]))
         deadline = Deadline(10)
         while b"PMI_RANK" not in Path(f"/proc/{wrapper.pid}/environ").read_bytes():
             assert not deadline.passed()  # exec() shows the new environment a moment after it began
             time.sleep(0.001)
-        hydra = names._starter(Identity(1, 2, launcher="Hydra"))
-        assert hydra.startswith(f"{os.getpid()}.")
-        assert names._starter(Identity(1, 2, launcher="init")).startswith(f"{wrapper.pid}.")
+        assert start.starter("Hydra", 7).startswith(f"{os.getpid()}.")
+        assert start.starter("init", 7).startswith(f"{wrapper.pid}.")
     finally:
         wrapper.kill()
         wrapper.wait()
@@ -60,7 +60,7 @@ def test_an_address_names_a_job_without_a_launcher(monkeypatch):
 
 
 def test_where_processes_cannot_be_seen(monkeypatch):
-    monkeypatch.setattr(names, "_stat", lambda _: Path("/no/proc").read_text().split())
+    monkeypatch.setattr(start, "_stat", lambda _: Path("/no/proc").read_text().split())
     with pytest.raises(RingError, match="cannot see the process that started this rank"):
         meeting_name(Identity(1, 2, launcher="Open MPI"), {})
 

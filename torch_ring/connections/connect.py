@@ -8,6 +8,7 @@ are first used.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
@@ -16,7 +17,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.meeting import Meeting
-from torch_ring.rendezvous.network import own_address, receive_fds
+from torch_ring.rendezvous.network import has_loopback, is_loopback, own_address, receive_fds
 from torch_ring.rendezvous.parent import watched_launcher
 
 __all__ = ["connect"]
@@ -85,6 +86,7 @@ def connect(
         if fd >= 0:
             cleanup.enter_context(close_in_child(FileIO(fd)))
         peers, secret, is_private = parse_table(table, size)
+        _require_addresses(peers)
         host_of = topology.host_of(peers, config.transport)
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
@@ -129,6 +131,11 @@ def _wait_for_neighbours(connections: Connections, plane: ControlPlane, meeting:
             checked = time.monotonic()
     names = ", ".join(connections.labels[peer] for peer in missing[:8])
     reason = plane.trouble()
+    if is_loopback(connections.peers[connections.rank].address) and not has_loopback():
+        reason = (
+            f"{socket.gethostname()} has no loopback interface that is up: `ip link set lo up`, or "
+            "set TORCH_RING_INTERFACE to another one"
+        )
     raise TimeoutError(
         f"{connections.labels[connections.rank]} has no connection with {len(missing)} of its "
         f"peers, {names}, {meeting.deadline}" + (f": {reason}" if reason else "")
@@ -205,11 +212,18 @@ def _raise_descriptor_limit() -> None:
 
 
 def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.socket) -> PeerInfo:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError as error:
+        raise RingError(
+            f"rank {identity.rank} on {socket.gethostname()} cannot tell which ranks share its "
+            f"host: {error}. Mount /proc there (`mount -t proc proc /proc`)"
+        ) from None
     return PeerInfo(
         rank=identity.rank,
         # The namespace of abstract Unix sockets, over which memory is passed.
-        machine=f"{boot}/{os.stat('/proc/self/ns/net').st_ino}",
+        machine=f"{boot}/{namespace}",
         shares=shares,
         node=identity.node,
         local_rank=identity.local_rank,
@@ -233,9 +247,43 @@ def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> sock
             raise InvalidArgumentError(
                 f"TORCH_RING_INTERFACE={config.interface}: cannot listen there: {error}"
             ) from None
-        raise
+        if error.errno == errno.EADDRINUSE:
+            cure = (
+                "all ports that the system gives away are taken: see `ss -tan`, or widen "
+                "net.ipv4.ip_local_port_range"
+            )
+        elif error.errno == errno.EADDRNOTAVAIL and is_loopback(address):
+            cure = "it has no loopback interface that is up: `ip link set lo up`"
+        else:
+            raise
+        raise RingError(
+            f"rank {identity.rank} cannot listen at {address} of its host {socket.gethostname()}: "
+            f"{cure}"
+        ) from None
     listener.setblocking(False)
     return close_in_child(listener)
+
+
+def _require_addresses(peers: Sequence[PeerInfo]) -> None:
+    """Raise RingError if a rank's address leads other hosts elsewhere; the same on all ranks."""
+    if len({peer.machine for peer in peers}) == 1:
+        return
+    first: dict[str, PeerInfo] = {}
+    for peer in peers:
+        other = first.setdefault(peer.address, peer)
+        if is_loopback(peer.address):
+            wrong = f"rank {peer.rank}'s host has no other address than {peer.address}, at which"
+        elif other.machine != peer.machine:
+            wrong = (
+                f"the hosts of rank {other.rank} and rank {peer.rank} have the same address "
+                f"{peer.address}, at which"
+            )
+        else:
+            continue
+        raise RingError(
+            f"{wrong} the ranks of other hosts do not find it: set TORCH_RING_INTERFACE there to "
+            "the name or the address of an interface that they reach (`ip -br addr` lists them)"
+        )
 
 
 def _listen_unix() -> socket.socket:

@@ -31,7 +31,7 @@ _MOST_READS = 64  # at a time: nobody who sends without end keeps the others wai
 class Kind(enum.IntEnum):
     """What a frame is."""
 
-    HELLO = 1  # to the leader: rank and size
+    HELLO = 1  # to the leader: rank, size and start
     WELCOME = 2  # from the leader: its rank and size; this meeting takes the rank in
     CARD = 3  # to the leader: the rank's card and settings
     SERVE = 4  # to rank 0: other hosts need the store
@@ -39,6 +39,7 @@ class Kind(enum.IntEnum):
     DATA = 6  # from the leader: what it passes down
     FAILURE = 7  # either way: this init() has failed
     BYE = 8  # either way: this end needs the connection no more
+    APART = 9  # from the leader: the ranks of this start meet without it
 
 
 _MOST_BYTES = {
@@ -50,6 +51,7 @@ _MOST_BYTES = {
     Kind.DATA: 1 << 28,
     Kind.FAILURE: 1 << 17,
     Kind.BYE: 0,
+    Kind.APART: 0,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import resource
 import selectors
 import socket
@@ -12,11 +13,12 @@ import time
 
 from torch_ring.errors import PeerLostError, RingError
 from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.failure import Failure, other_size, two_of_a_rank
+from torch_ring.rendezvous.failure import Failure, name_ranks, other_size, two_of_a_rank
 from torch_ring.rendezvous.frames import Frame, FrameSocket, Kind
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.local_member import HELLO
 from torch_ring.rendezvous.network import require_same_user
+from torch_ring.rendezvous.start import Start
 
 __all__ = ["LocalLeader", "listen"]
 
@@ -30,10 +32,16 @@ _STRANGERS = 1024
 _SILENCE_S = 0.25
 _SHORTAGE_S = 2.0  # seconds for which accept() may lack descriptors
 _PAUSE_S = 0.02
+_LOOK_S = 0.05  # between two looks for the ranks that others wait for
 
 
 class LocalLeader:
     """The rank to which others of its host are connected.
+
+    A job that begins at the same time may have the same name. Ranks of another start than the
+    leader's wait as long as a process of either start is on its way: with it, each start may be
+    complete by itself. Then, and not before, they are taken for ranks of this job that were started
+    in another terminal.
 
     Thread: one at a time. Blocking: `pump` and `send_all`, for as long as they are told.
 
@@ -41,6 +49,7 @@ class LocalLeader:
         listener: where the others find it; None: nobody can.
         rank, size: this process; the number of ranks of the world.
         deadline: the deadline of init().
+        start: to which this process belongs.
 
     Attributes:
         members: connections to the ranks that were let in, by rank.
@@ -48,19 +57,29 @@ class LocalLeader:
         failure: why this init() has failed, when it has; everybody connected knows it.
         told: ranks that know of the failure.
         newest: when the last one was let in.
+        expected: the number of ranks that meet here, if it is known.
     """
 
     def __init__(
-        self, listener: socket.socket | None, rank: int, size: int, deadline: Deadline
+        self,
+        listener: socket.socket | None,
+        rank: int,
+        size: int,
+        deadline: Deadline,
+        start: Start | None = None,
     ) -> None:
         self.members: dict[int, FrameSocket] = {}
         self.cards: dict[int, bytes] = {}
         self.failure: Failure | None = None
         self.told: set[int] = set()
         self.newest = time.monotonic()
+        self.expected: int | None = size
         self._rank, self._size, self._deadline = rank, size, deadline
         self._strangers: dict[FrameSocket, float] = {}  # when each has come: the oldest is first
         self._short_since: float | None = None  # of descriptors
+        self._start = start or Start()
+        self._waiting: dict[FrameSocket, tuple[int, int, str]] = {}  # rank, size, other start
+        self._looked_at = 0.0
         self._refused: list[FrameSocket] = []
         self._selector = selectors.PollSelector()
         self._listener: socket.socket | None = None
@@ -78,20 +97,35 @@ class LocalLeader:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-        while self._strangers:
-            self._drop(next(iter(self._strangers)))
+        for each in [*self._strangers, *self._waiting]:
+            self._drop(each)
+
+    @property
+    def others(self) -> str:
+        """A sentence on the ranks of other starts that wait here; empty: there are none."""
+        if not self._waiting:
+            return ""
+        ranks = name_ranks(sorted(rank for rank, _, _ in self._waiting.values()))
+        return (
+            f"Processes that another one has started wait here, too ({ranks}): another job has the "
+            "same MASTER_ADDR and MASTER_PORT, or a rank of this one is still on its way."
+        )
 
     def pump(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
         if not self._selector.get_map():
             time.sleep(wait_s)
             return
+        if self._waiting:
+            wait_s = min(wait_s, _LOOK_S)
         ready = [key.fileobj for key, _ in self._selector.select(wait_s)]
         for connection in ready:
             if isinstance(connection, FrameSocket):
                 self._receive(connection)
         if self._listener is not None and self._listener in ready:
             self._accept(self._listener)
+        if self._waiting:
+            self._judge_waiting()
 
     def send_all(self, kind: Kind, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         """Send a frame to all members.
@@ -218,9 +252,41 @@ class LocalLeader:
 
     def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
         """Let a rank in that says hello; return it."""
-        if frame.kind != Kind.HELLO or len(frame.payload) != HELLO.size:
+        if frame.kind != Kind.HELLO or len(frame.payload) < HELLO.size or stranger in self._waiting:
             raise ValueError(f"{frame.kind.name} is no hello")
-        rank, size = HELLO.unpack(frame.payload)
+        rank, size = HELLO.unpack_from(frame.payload)
+        start = frame.payload[HELLO.size :].decode("ascii")
+        if rank >= size:
+            raise ValueError(f"rank {rank} is not below {size}")
+        if start != self._start.name:
+            self._strangers.pop(stranger, None)
+            self._waiting[stranger] = (rank, size, start)
+            return None
+        return self._let_in(stranger, rank, size)
+
+    def _judge_waiting(self) -> None:
+        """Let ranks of other starts in, or send them away, when it is clear where they belong."""
+        starts = {start for _, _, start in self._waiting.values()}
+        for start in starts:
+            those = {c: (rank, size) for c, (rank, size, s) in self._waiting.items() if s == start}
+            if len({r for r, _ in those.values()}) == max(size for _, size in those.values()):
+                for connection in those:
+                    with contextlib.suppress(OSError):
+                        connection.send(Kind.APART, self._deadline)
+                    self._drop(connection)
+        now = time.monotonic()
+        is_complete = len(self.members) + 1 == self.expected
+        if not self._waiting or is_complete or now < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = now
+        connected = [*self.members.values(), *self._waiting]
+        here = {os.getpid(), *(require_same_user(each.socket) for each in connected)}
+        if not self._start.lacks({self._start.name, *starts}, here):
+            for connection, (rank, size, _) in list(self._waiting.items()):
+                self._let_in(connection, rank, size)
+
+    def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
+        """Let a rank in, or refuse it; return it if it is in."""
         if self.failure is not None:
             if rank not in self.told:  # else it comes to its next world, whose leader it will find
                 self.told.add(rank)
@@ -230,11 +296,10 @@ class LocalLeader:
         refusal: RingError | None = None
         if size != self._size:
             refusal = other_size(rank, size, self._size)
-        elif rank >= size:
-            raise ValueError(f"rank {rank} is not below {size}")
         elif rank == self._rank or rank in self.members:
             refusal = two_of_a_rank(rank, size)
         self._strangers.pop(stranger, None)
+        self._waiting.pop(stranger, None)
         if refusal is not None:
             self._selector.unregister(stranger)
             self._refused.append(stranger)
@@ -258,6 +323,7 @@ class LocalLeader:
 
     def _drop(self, connection: FrameSocket) -> None:
         self._strangers.pop(connection, None)
+        self._waiting.pop(connection, None)
         for rank in [r for r, member in self.members.items() if member is connection]:
             del self.members[rank]
         with contextlib.suppress(KeyError):

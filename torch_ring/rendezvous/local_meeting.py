@@ -3,6 +3,9 @@
 Whoever binds the name leads; the others connect and send their cards. A leader hears of the failure
 or the end of one of them before it takes in another connection, so that a rank which tries again
 never gets into the meeting that has failed.
+
+Two jobs may have one name. Ranks of the leader's own start are let in at once; those of another one
+wait (`LocalLeader`).
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import time
 from torch_ring.errors import RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.local_leader import LocalLeader, listen
-from torch_ring.rendezvous.local_member import LocalMember, connect
+from torch_ring.rendezvous.local_member import ApartError, LocalMember, connect
 from torch_ring.rendezvous.network import ForeignUserError
+from torch_ring.rendezvous.start import Start
 
 __all__ = ["join"]
 
@@ -26,7 +30,12 @@ _PAUSE_S = 0.005  # between two attempts to find the leader
 
 
 def join(
-    name: str | None, rank: int, size: int, deadline: Deadline, until: Deadline
+    name: str | None,
+    rank: int,
+    size: int,
+    deadline: Deadline,
+    until: Deadline,
+    start: Start,
 ) -> LocalLeader | LocalMember:
     """Find the other ranks of this host, or be the first.
 
@@ -36,6 +45,7 @@ def join(
         size: the number of ranks of the world.
         deadline: the deadline of init().
         until: when to go on alone if the name is in other hands; `deadline` if that is no use.
+        start: to which this process belongs.
 
     Raises:
         TimeoutError: whoever has the name has not let this rank in before the deadline.
@@ -47,11 +57,14 @@ def join(
     while True:
         listener = _bind(name)
         if listener is not None:
-            return LocalLeader(listener, rank, size, deadline)
+            return LocalLeader(listener, rank, size, deadline, start)
         try:
-            member = connect(name, rank, size, deadline, until)
+            member = connect(name, rank, size, deadline, until, start.name)
             if member is not None:
                 return member
+        except ApartError:
+            name = f"{name}/{start.name}"
+            continue
         except RingError:
             raise  # this init() has failed
         except ForeignUserError as error:
@@ -70,7 +83,8 @@ def join(
         if deadline.passed():
             raise TimeoutError(
                 f"the ranks of this host could not meet {deadline}: the process that has their "
-                "socket's name does not answer, or is another user's"
+                "socket's name does not answer, or it waits for ranks that another process has "
+                "started: is another job starting with the same MASTER_ADDR and MASTER_PORT?"
             )
         if until.passed():
             return LocalLeader(None, rank, size, deadline)

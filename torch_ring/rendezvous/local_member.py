@@ -18,14 +18,18 @@ from torch_ring.rendezvous.frames import Frame, FrameSocket, Kind
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.network import ForeignUserError, require_same_user
 
-__all__ = ["HELLO", "LocalMember", "connect", "connect_to"]
+__all__ = ["HELLO", "ApartError", "LocalMember", "connect", "connect_to"]
 
 _log = logging.getLogger("torch_ring")
 
-HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome
+HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome; a start comes after it
 _TELL_S = 2.0  # seconds for telling the leader of a failure
 _PAUSE_S = 0.005  # between two attempts to connect
 _SLICE_S = 60.0  # a wait is made of shorter ones: poll() takes 24 days at most
+
+
+class ApartError(Exception):
+    """The ranks of this start are all here: they meet by themselves, at a name of their own."""
 
 
 class LocalMember:
@@ -39,10 +43,12 @@ class LocalMember:
         failure: why this init() has failed, when it has.
         left: whether the leader has gone in peace.
         leader: the leader's name in messages; it tells its rank with its welcome.
+        pid: the leader's process; 0: it is not seen from here.
     """
 
-    def __init__(self, connection: FrameSocket, deadline: Deadline) -> None:
+    def __init__(self, connection: FrameSocket, deadline: Deadline, pid: int = 0) -> None:
         self.connection = connection
+        self.pid = pid
         self.leader = _leader()
         self.data: deque[Frame] = deque()
         self.must_serve = False
@@ -83,6 +89,7 @@ class LocalMember:
 
         Raises:
             RingError: this init() has failed.
+            ApartError: the leader belongs to another start.
             EOFError: the leader has closed its door.
         """
         while not self._welcome and not until.passed():
@@ -126,6 +133,8 @@ class LocalMember:
             self.failure = self.failure or Failure.from_bytes(frame.payload)
         elif frame.kind == Kind.BYE:
             self.left = True
+        elif frame.kind == Kind.APART and not self._welcome:
+            raise ApartError
         else:
             raise ValueError(f"it has sent a {frame.kind.name}")
 
@@ -156,7 +165,7 @@ def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline)
 
 
 def connect(
-    name: str, rank: int, size: int, deadline: Deadline, until: Deadline
+    name: str, rank: int, size: int, deadline: Deadline, until: Deadline, start: str = ""
 ) -> LocalMember | None:
     """Return a connection to the leader that has let this rank in; None: it has not, in time."""
     connection = close_in_child(socket.socket(socket.AF_UNIX))
@@ -164,14 +173,14 @@ def connect(
         cleanup.callback(connection.close)
         connection.setblocking(False)
         connection.connect(name)
-        require_same_user(connection)
-        member = LocalMember(FrameSocket(connection), deadline)
+        pid = require_same_user(connection)
+        member = LocalMember(FrameSocket(connection), deadline, pid)
         cleanup.callback(member.close)
-        member.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size))
+        member.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size) + start.encode())
         try:
             if not member.wait_for_welcome(until):
                 return None
-        except (RingError, OSError, EOFError, ValueError):
+        except (RingError, ApartError, OSError, EOFError, ValueError):
             raise
         except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
             member.fail(Failure.of(error, rank))

@@ -37,6 +37,7 @@ from torch_ring.rendezvous.local_meeting import join
 from torch_ring.rendezvous.local_member import LocalMember, connect_to
 from torch_ring.rendezvous.meeting_name import advice_on_missing
 from torch_ring.rendezvous.network import ForeignUserError
+from torch_ring.rendezvous.start import Start, is_stopped
 from torch_ring.rendezvous.store import StorePlace
 from torch_ring.rendezvous.store_client import KeyValueStore
 
@@ -65,6 +66,7 @@ class Meeting:
         place: the store where hosts meet; None: all ranks are on this host.
         name: the socket's name at which the ranks of this host meet; None: there is none.
         key: authenticates what hosts tell one another over the store; None: they have no secret.
+        start: to which this process belongs, where jobs can have one name.
 
     Attributes:
         rank, size: this process; the number of ranks.
@@ -85,6 +87,7 @@ class Meeting:
         place: StorePlace | None,
         name: str | None,
         key: JobKey | None = None,
+        start: Start | None = None,
     ) -> None:
         self.deadline = deadline
         self.rank, self.size = identity.rank, identity.size
@@ -102,9 +105,10 @@ class Meeting:
         self._in_store = False
         grace = deadline if place is None else Deadline(min(_GRACE_S, deadline.left_s() / 2))
         self._grace = grace
-        met = join(name, self.rank, self.size, deadline, grace)
+        met = join(name, self.rank, self.size, deadline, grace, start or Start())
         if isinstance(met, LocalLeader):
             self._leader = met
+            self._leader.expected = self.size if place is None else identity.local_size
         else:
             self._above = met
 
@@ -227,7 +231,7 @@ class Meeting:
         """Wait for the cards of those who are to be here, as far as they come."""
         leader = self._leader
         assert leader is not None
-        expected = self._identity.local_size if self._place is not None else self.size
+        expected = leader.expected
         known = expected is not None
         while len(leader.cards) < (expected or self.size):
             if self._grace.passed() or (not known and time.monotonic() > leader.newest + _QUIET_S):
@@ -246,6 +250,7 @@ class Meeting:
         if late or (self._place is None and len(leader.cards) < self.size):
             here = set(range(self.size)) - late if self._place is not None else leader.cards.keys()
             advice = "" if self._place is not None else advice_on_missing(self._identity)
+            advice = " ".join(filter(None, (leader.others, advice)))
             error = missing_ranks(here, self.size, self.deadline, advice)
             self._relay(Failure.of_all(error))
             raise error
@@ -333,11 +338,16 @@ class Meeting:
         # The leader knows who is late: it says so at its deadline, a moment after this one.
         patience = Deadline(self.deadline.left_s() + _PATIENCE_S)
         while not above.data:
+            if self.deadline.passed() and is_stopped(above.pid):
+                raise TimeoutError(
+                    f"{above.leader} has not answered {self.deadline}: its process {above.pid} is "
+                    "stopped (`kill -CONT` lets it go on)"
+                )
             if patience.passed():
                 raise TimeoutError(f"{above.leader} has not answered {self.deadline}")
             if above.left:
                 raise PeerLostError(f"{above.leader} has exited during init")
-            self._pump(min(_SLICE_S, patience.left_s()))
+            self._pump(min(_SLICE_S, self.deadline.left_s() or patience.left_s()))
         return above.data.popleft()
 
     def _relay(self, failure: Failure) -> None:

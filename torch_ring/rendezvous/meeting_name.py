@@ -11,14 +11,14 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from torch.distributed import DistError
 
 from torch_ring.errors import RingError
-from torch_ring.rendezvous.launchers import LAUNCHERS, Identity
+from torch_ring.rendezvous.launchers import Identity
 from torch_ring.rendezvous.network import is_loopback_name
+from torch_ring.rendezvous.start import starter
 from torch_ring.rendezvous.store_client import KeyValueStore
 
 __all__ = ["advice_on_missing", "meeting_name", "meeting_name_by_store"]
@@ -44,13 +44,14 @@ def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.en
     if is_loopback_name(address) and not identity.on_one_node():
         return (
             f"MASTER_ADDR={address} means that all ranks are on this host: if they are not, set it "
-            "on all of them, also on rank 0, to an address of rank 0's host that the others reach."
+            "on all of them, also on rank 0, to an address of rank 0's host that the others reach. "
+            + _one_user()
         )
     if identity.job:
         return ""
     return (
         "Ranks that different processes have started meet only if MASTER_ADDR and MASTER_PORT are "
-        "set: to 127.0.0.1 and a free port, if all of them are on this host."
+        "set: to 127.0.0.1 and a free port, if all of them are on this host. " + _one_user()
     )
 
 
@@ -65,40 +66,20 @@ def meeting_name_by_store(store: KeyValueStore) -> str | None:
     return None
 
 
+def _one_user() -> str:
+    return f"Only ranks of one user meet on a host: this one is user {os.getuid()}'s."
+
+
 def _named(*parts: object) -> str:
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
     return f"\0torch_ring/{digest[:32]}"
 
 
 def _starter(identity: Identity) -> str:
-    """Return the process that started all ranks of this host, as "<pid>.<start time>".
-
-    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
-    daemon.
-    """
-    launcher = LAUNCHERS.get(identity.launcher)
-    prefix = launcher.rank.encode() + b"=" if launcher else None
-    with contextlib.suppress(FileNotFoundError):  # no /proc, or it hides other users' processes
-        for pid in _ancestors():
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except PermissionError:
-                continue  # a wrapper such as sudo, which runs as another user
-            if prefix is None or not any(entry.startswith(prefix) for entry in environment):
-                return f"{pid}.{_stat(pid)[19]}"
-    raise RingError(
-        f"cannot see the process that started this rank ({identity.source()}): set MASTER_ADDR to "
-        "127.0.0.1 and MASTER_PORT to a free port"
-    )
-
-
-def _ancestors() -> Iterator[int]:
-    pid = os.getppid()
-    while pid > 0:
-        yield pid
-        pid = int(_stat(pid)[1])
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on: state, parent, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    try:
+        return starter(identity.launcher, os.getpid())
+    except RingError:
+        raise RingError(
+            f"cannot see the process that started this rank ({identity.source()}) in /proc: set "
+            "MASTER_ADDR to 127.0.0.1 and MASTER_PORT to a free port, on all ranks of this host"
+        ) from None

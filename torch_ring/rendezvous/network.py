@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -15,6 +16,7 @@ from torch_ring.errors import InvalidArgumentError
 __all__ = [
     "ForeignUserError",
     "address_of_interface",
+    "has_loopback",
     "is_loopback",
     "is_loopback_name",
     "own_address",
@@ -22,7 +24,8 @@ __all__ = [
     "require_same_user",
 ]
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
+_IFF_UP = 1  # linux/if.h
 _ELSEWHERE = "192.0.2.1"  # a documentation address: reached by the default route, or not at all
 
 
@@ -45,14 +48,36 @@ def own_address(interface: str, towards: str | None, *, one_host: bool = False) 
     if interface:
         return address_of_interface(interface)
     if towards is not None:
-        address = _source_address(towards)
-        # Many hosts resolve their own name to a loopback address, where no other host finds them.
-        if one_host or is_loopback_name(towards) or not is_loopback(address):
-            return address
-    try:
-        return _source_address(_ELSEWHERE)
-    except OSError:  # no network at all
-        return "127.0.0.1"
+        with contextlib.suppress(OSError):  # its name may come later, or the way to it
+            address = _source_address(towards)
+            # Many hosts resolve their own name to a loopback address, where no other finds them.
+            if one_host or is_loopback_name(towards) or not is_loopback(address):
+                return address
+    if not (towards and is_loopback_name(towards)):
+        with contextlib.suppress(OSError):  # there is no default route
+            return _source_address(_ELSEWHERE)
+        for interface in _interfaces_up():
+            with contextlib.suppress(InvalidArgumentError):  # it has no address
+                if not is_loopback(address := address_of_interface(interface)):
+                    return address
+    return "127.0.0.1"  # this host is its own network
+
+
+def has_loopback() -> bool:
+    """Return whether this host's loopback interface is up."""
+    return "lo" in _interfaces_up()
+
+
+def _interfaces_up() -> list[str]:
+    """Return the names of the network interfaces that are up, in the kernel's order."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has just gone
+                answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", name.encode()))
+                if struct.unpack("=16xH", answer[:18])[0] & _IFF_UP:
+                    found.append(name)
+    return found
 
 
 def address_of_interface(interface: str) -> str:
@@ -89,12 +114,17 @@ def _ipv6_addresses() -> list[str]:
         return []
 
 
-def require_same_user(connection: socket.socket) -> None:
-    """Raise ForeignUserError if the peer of a Unix socket is a process of another user."""
+def require_same_user(connection: socket.socket) -> int:
+    """Return the process that is the peer of a Unix socket; 0: of another PID namespace.
+
+    Raises:
+        ForeignUserError: it is a process of another user.
+    """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, user, _ = struct.unpack("3i", credentials)
+    pid, user, _ = struct.unpack("3i", credentials)
     if user != os.getuid():
         raise ForeignUserError(f"the peer is a process of user {user}", user)
+    return int(pid)
 
 
 def receive_fds(connection: socket.socket, count: int) -> list[int]:

@@ -358,9 +358,10 @@ def _wait_for_server(
 ) -> None:
     """Wait as TCPStore does, but quietly, interruptibly, and until our deadline."""
     reason: object = "no time was left"
+    hosts: list[str] = []
     while not deadline.passed():
         check()
-        hosts: list[str] = []
+        hosts = []
         try:
             hosts = addresses_of(address[0], deadline, check)
         except InvalidArgumentError as error:  # its name may come with it
@@ -373,8 +374,15 @@ def _wait_for_server(
             except OSError as error:
                 reason = error
         time.sleep(min(0.05, deadline.left_s()))
+    where = "is that an address of rank 0's host (MASTER_ADDR)?"
+    if hosts and all(map(is_loopback, hosts)):
+        where = (
+            f"{address[0]} is {hosts[0]} here, this host itself: set MASTER_ADDR to an address of "
+            "rank 0's host that the others reach, or correct /etc/hosts"
+        )
     raise TimeoutError(
-        f"{server} did not arrive {deadline}: nothing answers at {_text(address)} ({reason})"
+        f"{server} did not arrive {deadline}: nothing answers at {_text(address)} ({reason}): "
+        f"{where}"
     )
 
 

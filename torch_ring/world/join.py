@@ -30,6 +30,7 @@ from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
 from torch_ring.rendezvous.secret_file import read_secret
 from torch_ring.rendezvous.siblings import why_not_alone
+from torch_ring.rendezvous.start import Start, start_of
 from torch_ring.rendezvous.store import StorePlace, drop_connections, given_store, locate_store
 from torch_ring.world.engine import wait_for_all
 from torch_ring.world.process_set_table import ProcessSetTable
@@ -247,10 +248,11 @@ def _connect(
     world = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
+        start = start_of(identity) if store is None else Start()
         # A store of the user's may be for ranks to which their launchers give different names.
         key = JobKey(_secret(config, place), "" if store is not None else identity.job)
         with (
-            contextlib.closing(Meeting(identity, deadline, place, name, key)) as meeting,
+            contextlib.closing(Meeting(identity, deadline, place, name, key, start)) as meeting,
             failing_together(meeting),
         ):
             connections = connect(identity, config, _towards(place), meeting, common)

@@ -1,0 +1,200 @@
+"""Two jobs of one host that have the same name: no world has ranks of both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import eventually, run
+from ports import free_port
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.rendezvous.launchers import Identity, variables_of_launchers
+from torch_ring.rendezvous.meeting_name import meeting_name
+
+PATIENCE_S = 40.0
+BY_VARIABLES, BY_ARGUMENTS = "RANK and WORLD_SIZE", "init(rank=, size=)"
+on_both_doors = pytest.mark.parametrize("door", [BY_VARIABLES, BY_ARGUMENTS])
+
+
+class Stage:
+    """Files by which the ranks of a test, and its director, know how far the others are."""
+
+    def __init__(self, folder: Path, door: str, port: int) -> None:
+        self.folder, self.door, self.port = folder, door, port
+
+    def note(self, what: str, value: Any = None) -> None:
+        draft = self.folder / f"draft-{os.getpid()}"
+        draft.write_text(json.dumps(value))
+        draft.rename(self.folder / what)
+
+    def hear(self, what: str) -> Any:
+        path = self.folder / what
+        assert eventually(path.exists, PATIENCE_S), what
+        return json.loads(path.read_text())
+
+    def start(self, name: str) -> None:
+        """Be a rank ("A0": rank 0 of job A); say which jobs its world has, or why there is none."""
+        job, rank = name[0], int(name[1])
+        self.note(f"here-{name}")
+        self.hear(f"go-{name}")
+        try:
+            if self.door == BY_VARIABLES:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+                hvd.init()
+            else:
+                hvd.init(rank=rank, size=2)
+            mine = torch.tensor([ord(job)])
+            self.note(f"said-{name}", "".join(map(chr, hvd.allgather(mine).tolist())))
+        except hvd.RingError as error:
+            self.note(f"said-{name}", str(error))
+            return
+        try:
+            seen = 0.0
+            while seen < 2:
+                time.sleep(0.005)
+                is_over = float((self.folder / "over").exists())
+                seen = hvd.allreduce(torch.tensor([is_over]), op=hvd.Sum).item()
+            self.note(f"lives-{name}", "to the end")
+        except hvd.RingError as error:
+            self.note(f"lives-{name}", str(error))
+            self.hear("over")
+        hvd.shutdown()
+
+    def at_the_name(self) -> int:
+        """Return how many sockets have the name of the meeting: the leader's, and the others'."""
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        name = "@" + meeting_name(Identity(0, 2, launcher="env"), env)[1:]
+        return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+def fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            work()
+            status = 0
+        os._exit(status)
+    return pid
+
+
+def script(stage: Stage, names: Sequence[str]) -> int:
+    """Start a process that starts ranks, as a script does, and waits for them."""
+
+    def start_all() -> None:
+        for pid in [fork(lambda name=name: stage.start(name)) for name in names]:
+            os.waitpid(pid, 0)
+
+    return fork(start_all)
+
+
+@contextlib.contextmanager
+def scripts(folder: Path, door: str, *jobs: Sequence[str]):
+    """Start scripts of some ranks each; yield the stage when all their processes are there."""
+    for name in variables_of_launchers():
+        del os.environ[name]
+    stage = Stage(folder, door, free_port())
+    pids = [script(stage, names) for names in jobs]
+    for names in jobs:
+        for name in names:
+            stage.hear(f"here-{name}")
+    yield stage
+    stage.note("over")
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def direct(
+    director: Callable[..., Any], *args: Any, transport: str = "shm", init_s: float = PATIENCE_S
+) -> Any:
+    env = {"TORCH_RING_INIT_TIMEOUT": str(init_s)}
+    [found] = run(
+        director,
+        1,
+        args=args,
+        transport=transport,
+        env=env,
+        initialized=False,
+        kind="directors",
+    )
+    return found
+
+
+# --- other starts: scripts with the same MASTER_ADDR and MASTER_PORT
+
+
+def start_two_scripts(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES, ["A0", "A1"], ["B0", "B1"]) as stage:
+        stage.note("go-A0")
+        assert eventually(lambda: stage.at_the_name() > 0, PATIENCE_S)
+        stage.note("go-B1")  # which finds rank 0 of the other job
+        assert eventually(lambda: stage.at_the_name() > 1, PATIENCE_S)
+        stage.note("go-B0")
+        stage.note("go-A1")
+        return [stage.hear(f"said-{name}") for name in ("A0", "A1", "B0", "B1")]
+
+
+@on_both_transports
+def test_each_of_two_scripts_has_its_own_job(tmp_path, transport):
+    said = direct(start_two_scripts, tmp_path, transport=transport)
+    assert said == ["AA", "AA", "BB", "BB"]
+
+
+def start_in_two_terminals(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES, ["A0"], ["B1"]) as stage:
+        stage.note("go-B1")
+        stage.note("go-A0")
+        return [stage.hear(f"said-{name}") for name in ("A0", "B1")]
+
+
+@on_both_transports
+def test_ranks_that_were_started_in_two_terminals_are_one_job(tmp_path, transport):
+    assert direct(start_in_two_terminals, tmp_path, transport=transport) == ["AB", "AB"]
+
+
+def start_a_rank_twice(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES, ["A0"], ["B0"]) as stage:
+        stage.note("go-B0")
+        stage.note("go-A0")
+        return [stage.hear(f"said-{name}") for name in ("A0", "B0")]
+
+
+def test_two_terminals_with_one_rank_are_told_at_once(tmp_path):
+    for text in direct(start_a_rank_twice, tmp_path):
+        assert text.startswith("two processes are rank 0 of 2, or another job has the same")
+
+
+# --- by chance
+
+
+def start_at_random(folder: Path, seed: int) -> list[Any]:
+    jobs = [["A0", "A1"], ["B0", "B1"]]
+    with scripts(folder, BY_VARIABLES, *jobs) as stage:
+        chance = random.Random(seed)
+        names = [name for job in jobs for name in job]
+        chance.shuffle(names)
+        for name in names:
+            stage.note(f"go-{name}")
+            time.sleep(chance.choice([0.0, 0.0, chance.uniform(0.0, 0.3)]))
+        said = {name: stage.hear(f"said-{name}") for name in names}
+        stage.note("over")
+        lives = {n: stage.hear(f"lives-{n}") for n, text in said.items() if len(text) == 2}
+        return [said, lives]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_scripts_that_start_at_random_have_a_job_each(tmp_path, seed):
+    said, lives = direct(start_at_random, tmp_path, seed)
+    assert all(text == 2 * name[0] for name, text in said.items())
+    assert set(lives.values()) == {"to the end"}

@@ -1,0 +1,193 @@
+"""Hosts that lack something: init() works, or says which setting helps, and where."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import namespaces
+import pytest
+from pool import error_of, run
+from torch.distributed import FileStore
+
+import torch_ring as hvd
+from torch_ring.connections import connect
+from torch_ring.rendezvous.network import own_address
+
+NOBODY = 65534
+BRIEFLY = {"TORCH_RING_INIT_TIMEOUT": "2"}
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+on_hosts = [
+    pytest.mark.netns,
+    needs_root,
+    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
+]
+
+
+def outcome_of_init() -> str:
+    """Return how many ranks the world has, or why there is none."""
+    text = error_of(hvd.init)[1]
+    if hvd.is_initialized():
+        text = f"{hvd.size()} ranks, {hvd.allgather_object(os.environ['RANK'])}"
+        hvd.shutdown()
+    return text
+
+
+def outcomes(
+    begin: Callable[..., str] = outcome_of_init,
+    *args: object,
+    where: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    transport: str = "",
+) -> list[str]:
+    return run(
+        begin, 2, args=args, transport=transport, env=env, namespaces=where, initialized=False
+    )
+
+
+def init_by_hand() -> str:
+    """As ranks do that no launcher has started."""
+    for name in list(os.environ):
+        if name.startswith(("TORCHELASTIC_", "LOCAL_", "GROUP_")):
+            del os.environ[name]
+    return outcome_of_init()
+
+
+# --- addresses; the hosts of the tests have no default route
+
+
+def init_over_a_file(path: str) -> str:
+    """As mpirun's ranks do, whose MPI brings the address: nothing tells the way to the others."""
+    store = FileStore(path, 2)
+    text = error_of(lambda: hvd.init(rank=int(os.environ["RANK"]), size=2, store=store))[1]
+    if hvd.is_initialized():
+        text = " ".join(hvd.allgather_object(own_address("", None)))
+        hvd.shutdown()
+    return text
+
+
+class TestAddresses:
+    pytestmark = on_hosts
+
+    def test_hosts_without_a_default_route_find_their_own_addresses(self, hosts, tmp_path):
+        found = outcomes(init_over_a_file, str(tmp_path / "store"), where=hosts[:2])
+        assert found == [f"{namespaces.NETWORK}.1 {namespaces.NETWORK}.2"] * 2
+
+    @pytest.mark.parametrize("address", ["0.0.0.0", "localhost"])
+    def test_rank_0_that_calls_its_own_host_so(self, hosts, address):
+        """As operators do that give the others its name."""
+        found = run(
+            _init_at,
+            2,
+            args=[address],
+            transport="",
+            namespaces=hosts[:2],
+            initialized=False,
+            env=BRIEFLY if address == "localhost" else None,
+        )
+        if address == "localhost":
+            assert "MASTER_ADDR=localhost means that all ranks are on this host" in found[0]
+        else:
+            assert found == ["2 ranks, ['0', '1']"] * 2
+
+    def test_a_loopback_address_is_not_given_to_other_hosts(self, hosts, tmp_path):
+        env = {"TORCH_RING_INTERFACE": "lo"}
+        for text in outcomes(init_over_a_file, str(tmp_path / "store"), where=hosts[:2], env=env):
+            assert "rank 0's host has no other address than 127.0.0.1" in text
+            assert "set TORCH_RING_INTERFACE there" in text
+
+    def test_hosts_with_one_address(self, hosts, tmp_path):
+        """As behind NAT, or with a bridge of containers."""
+        for host in hosts[:2]:
+            namespaces.run("ip", "-n", host, "addr", "add", "10.99.0.1/32", "dev", "eth0")
+        try:
+            env = {"TORCH_RING_INTERFACE": "10.99.0.1"}
+            path = str(tmp_path / "store")
+            for text in outcomes(init_over_a_file, path, where=hosts[:2], env=env):
+                assert "the hosts of rank 0 and rank 1 have the same address 10.99.0.1" in text
+                assert "set TORCH_RING_INTERFACE there" in text
+        finally:
+            for host in hosts[:2]:
+                namespaces.run("ip", "-n", host, "addr", "del", "10.99.0.1/32", "dev", "eth0")
+
+    def test_a_host_without_loopback(self, hosts):
+        namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "down")
+        try:
+            env = {"MASTER_ADDR": "127.0.0.1"}
+            assert outcomes(where=[hosts[2]] * 2, env=env) == ["2 ranks, ['0', '1']"] * 2
+            env |= BRIEFLY
+            for text in outcomes(where=[hosts[2]] * 2, env=env, transport="tcp"):
+                assert f"{os.uname().nodename} has no loopback interface that is up" in text
+                assert "`ip link set lo up`" in text
+        finally:
+            namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "up")
+
+    def test_a_master_addr_that_does_not_resolve(self, hosts):
+        env = BRIEFLY | {"MASTER_ADDR": "no-such-host.invalid"}
+        for text in outcomes(init_by_hand, where=hosts[:2], env=env):
+            assert "no-such-host.invalid:29511" in text
+            assert "an address of rank 0's host (MASTER_ADDR)" in text
+
+    def test_a_host_without_free_ports(self, hosts):
+        for text in outcomes(init_without_ports, where=[hosts[2]] * 2):
+            assert f"of its host {os.uname().nodename}: all ports" in text, text
+            assert "net.ipv4.ip_local_port_range" in text
+
+
+def _init_at(address: str) -> str:
+    is_first = os.environ["RANK"] == "0"
+    os.environ["MASTER_ADDR"] = address if is_first else f"{namespaces.NETWORK}.1"
+    return outcome_of_init()
+
+
+def init_without_ports() -> str:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    ports.write_text("65535 65535")
+    taken = []
+    with_error = error_of(lambda: [taken.append(socket.create_server(("", 0))) for _ in range(3)])
+    assert with_error[0] == "OSError"
+    try:
+        return outcome_of_init()
+    finally:
+        for each in taken:
+            each.close()
+
+
+# --- the system
+
+
+def init_without_proc() -> str:
+    class Absent:
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def read_text(self) -> str:
+            raise FileNotFoundError(2, "No such file or directory", self.path)
+
+    if os.environ["RANK"] == "1":
+        connect.Path = Absent
+    return outcome_of_init()
+
+
+def test_a_host_without_proc():
+    for text in outcomes(init_without_proc):
+        assert f"rank 1 on {os.uname().nodename} cannot tell which ranks share its host" in text
+        assert "mount -t proc proc /proc" in text
+
+
+def init_as_one_of_two_users() -> str:
+    if os.environ["RANK"] == "1":
+        os.setuid(NOBODY)
+    return init_by_hand()
+
+
+@needs_root
+def test_ranks_of_two_users():
+    first, second = outcomes(init_as_one_of_two_users, env=BRIEFLY)
+    assert "Only ranks of one user meet on a host: this one is user 0's" in first
+    assert f"this one is user {NOBODY}'s" in second
