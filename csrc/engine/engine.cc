@@ -50,13 +50,13 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
 
 void Engine::close(Ending ending) {
   Lock lock = queue_.lock();
-  if (closing_) return;
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
   if (!pausing) {  // the work on the device is somebody's result
-    changed_.wait_for(lock, config_.transfer_timeout() + kFarewell, [&] { return !device_busy_; });
-    if (closing_) return;
+    changed_.wait_for(lock, config_.transfer_timeout() + kFarewell,
+                      [&] { return !device_busy_ || closing_; });
   }
+  if (closing_) return await_close(lock);
   closing_ = true;
   if (pausing) role_.lend(lock);  // or the engine's thread would wait for this one
   closed_ = abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down")) && !device_busy_;
@@ -76,6 +76,19 @@ void Engine::close(Ending ending) {
   }
   lock.unlock();
   watchdog_.stop();
+  lock.lock();
+  is_closed_ = true;
+  changed_.notify_all();
+}
+
+/// Waits until the first caller of close() has ended: callers free what the engine uses.
+void Engine::await_close(Lock& lock) {
+  const bool pausing = role_.is_paused_here(lock);
+  if (role_.is_mine(lock) && !pausing) return;  // that caller waits for this thread
+  if (pausing) role_.lend(lock);
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return is_closed_ && (!pausing || !role_.is_taken(lock)); });
+  if (pausing) role_.take_back(lock);
 }
 
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
@@ -210,9 +223,14 @@ void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
     }
     ++waiters_;
     board_.wake();
-    changed_.wait_for(lock, Driver::kPollInterval,
-                      [&] { return work.done() || !role_.is_taken(lock); });
+    const bool is_over = changed_.wait_for(lock, Driver::kPollInterval,
+                                           [&] { return work.done() || !role_.is_taken(lock); });
     --waiters_;
+    if (is_over) {
+      // The progress thread may have yielded to this one, which leaves with its result.
+      if (work.done()) tend(lock);
+      continue;
+    }
     lock.unlock();
     if (interrupt) interrupt();
     lock.lock();
@@ -288,6 +306,11 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
     lock.unlock();
     std::rethrow_exception(interrupted);
   }
+}
+
+/// Has the engine's thread make progress, if nobody does and nobody is about to.
+void Engine::tend(const Lock& lock) {
+  if (waiters_ == 0 && needs_progress(lock)) changed_.notify_all();
 }
 
 /// Whether there are works to make progress on, and no progress thread.

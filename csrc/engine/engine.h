@@ -1,6 +1,9 @@
 // Engine: the collectives of a rank, from their submission to their results.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -66,7 +69,7 @@ class Engine final : private Driver::Callbacks {
     kRemoved,  // the set, on all ranks at once
   };
   /// Fails all pending and all later requests, and joins the thread. First it waits for the device,
-  /// whose work is somebody's result; not in an interrupt.
+  /// whose work is somebody's result; not in an interrupt. A later caller waits for the first.
   void close(Ending ending = Ending::kLeaves);
 
   enum class Mode {
@@ -82,6 +85,13 @@ class Engine final : private Driver::Callbacks {
   /// Blocks until the work is done, and makes progress if no other thread does.
   /// Errors: the work's; whatever the interrupt throws.
   void wait(Work& work, const Interrupt& interrupt);
+
+  /// Has the engine's thread make progress if nobody else does: for works that were submitted in
+  /// kBlocking mode, and that nobody waits for after all. Does nothing in a forked child, where
+  /// the mutex may be locked for ever.
+  void tend() {
+    if (::getpid() == pid_) tend(queue_.lock());
+  }
 
   /// submit() and wait() in one call that costs less than the two: for operations that take
   /// microseconds.
@@ -135,6 +145,7 @@ class Engine final : private Driver::Callbacks {
   using Lock = RequestQueue::Lock;
 
   std::shared_ptr<Work> try_launch(const Fingerprint& what, const Enqueue& enqueue, bool& begun);
+  void await_close(Lock& lock);
   [[noreturn]] void end(const Watchdog::Cause& cause);
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void require_world() const;
@@ -143,6 +154,7 @@ class Engine final : private Driver::Callbacks {
   /// Makes this the progress thread until `target` is done. Without a target: until there is
   /// nothing to do, or a waiting thread can make progress instead. The lock is released meanwhile.
   void progress_exclusively(Lock& lock, const Work* target, const Interrupt& interrupt);
+  void tend(const Lock& lock);
   bool needs_progress(const Lock& lock) const;
   void fail(const Watchdog::Cause& cause);
   void fail_all(const Lock& lock, Driver& driver);
@@ -159,15 +171,17 @@ class Engine final : private Driver::Callbacks {
   const std::function<void(Request&)> follow_;
   const std::string name_;  // "rank 2"
   const bool is_world_;     // and not a process set of it
+  const ::pid_t pid_ = ::getpid();
   Board& board_;
 
-  RequestQueue queue_;  // its mutex also guards the role and the next five members
+  RequestQueue queue_;  // its mutex also guards the role and the next six members
   // Signals that a work is done, or that another thread has to look at the queue or at the role.
   std::condition_variable changed_;
   int waiters_ = 0;           // threads that wait for the progress thread
   bool device_busy_ = false;  // enqueued work has not run yet
   bool ended_ = false;        // works have failed, and the device is aborted, after an abort
   bool closing_ = false;
+  bool is_closed_ = false;  // close() has ended
   // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
   // this once, after it has raised the abort; check() loads it before it looks at the abort. A
   // check() on another thread during close() may see the abort alone, and throws.

@@ -86,7 +86,6 @@ class Rank {
 
   void wait(const std::shared_ptr<Work>& work) { engine_.wait(*work, {}); }
 
- private:
   static Request allreduce_of(std::vector<float>& values, const std::string& name) {
     Request request;
     request.fingerprint.name = name;
@@ -95,6 +94,7 @@ class Rank {
     return request;
   }
 
+ private:
   std::mutex mutex_;
   std::string log_;
   std::function<void()> on_log_;

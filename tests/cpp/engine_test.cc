@@ -1,6 +1,9 @@
 // Engine: results of its collectives, in any order of submission.
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
+#include <latch>
 #include <numeric>
 #include <thread>
 
@@ -63,6 +66,97 @@ const bool kNobodyWaits = on_all_layouts("works complete though nobody waits", [
   while (!work->done()) std::this_thread::yield();
   CHECK(values == Rank::sums(1000, rank.size()));
 });
+
+/// Returns when this rank has announced all that it has submitted: its engine's thread has the role
+/// of the progress thread then, and keeps it while other ranks are awaited and nobody waits here.
+void until_announced(Rank& rank) {
+  const auto is_announced = [](const OperationRecord& record) { return record.round > 0; };
+  while (!std::ranges::all_of(rank.engine().records(), is_announced)) std::this_thread::yield();
+}
+
+/// Returns when the work is done, on which this thread makes no progress.
+void poll(const std::shared_ptr<Work>& work) {
+  const auto deadline = Clock::now() + patient().timeout;
+  while (!work->done()) {
+    if (Clock::now() > deadline) throw CheckFailed("nobody makes progress");
+    std::this_thread::yield();
+  }
+  work->check();
+}
+
+/// Waits for a work, and stops when the wait is interrupted first. Returns whether it was.
+bool wait_is_interrupted(Rank& rank, const std::shared_ptr<Work>& work) {
+  struct Stop {};
+  try {
+    rank.engine().wait(*work, [] { throw Stop(); });
+  } catch (const Stop&) {
+    return true;
+  }
+  return false;
+}
+
+/// Registers a test for each layout of several ranks; `fn` gets a gate, which rank 0 opens.
+bool with_gate(const std::string& name, const std::function<void(Rank&, std::latch&)>& fn) {
+  for (const Hosts& layout : kLayouts) {
+    const std::size_t size = layout.host_of.size();
+    if (size < 2 || size > kMostRanks) continue;
+    add_test(std::string("engine, ") + layout.name + ": " + name, [=] {
+      std::latch gate(1);
+      run_engines(layout.host_of, [&](Rank& rank) { fn(rank, gate); });
+    });
+  }
+  return true;
+}
+
+const bool kWaiterGivesUp =
+    with_gate("a waiter that gives up leaves its work to the engine's thread",
+              [](Rank& rank, std::latch& gate) {
+                std::vector<float> values = rank.input(20'000);
+                if (rank.rank() == 0) {
+                  const auto work = rank.allreduce(values, "polled");
+                  until_announced(rank);  // the engine's thread has to yield to the waiter
+                  CHECK(wait_is_interrupted(rank, work));
+                  gate.count_down();
+                  poll(work);
+                } else {
+                  gate.wait();
+                  rank.wait(rank.allreduce(values, "polled"));
+                }
+                CHECK(values == Rank::sums(20'000, rank.size()));
+              });
+
+const bool kLastWaiterLeaves = on_all_layouts(
+    "the last waiter leaves with its result, and the engine's thread goes on",
+    [](Rank& rank) {
+      for (int repeat = 0; repeat < (kSanitized ? 3 : 10); ++repeat) {
+        std::vector<float> first = rank.input(300);
+        std::vector<float> second = rank.input(20'000);
+        if (rank.rank() == 0) {
+          // The engine's thread runs the first one. A thread waits for that, and wakes up slowly:
+          // the engine's thread has yielded to it meanwhile.
+          std::latch runs(1);
+          Request request = Rank::allreduce_of(first, "first");
+          request.finish = [&] {
+            runs.count_down();
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          };
+          const auto work = rank.engine().submit(std::move(request), Engine::Mode::kAsynchronous);
+          const auto polled = rank.allreduce(second, "second");
+          runs.wait();
+          std::thread([&] {
+            const sched_param lowest{};
+            CHECK_EQ(::pthread_setschedparam(::pthread_self(), SCHED_IDLE, &lowest), 0);
+            rank.wait(work);
+          }).join();
+          poll(polled);
+        } else {
+          rank.wait(rank.allreduce(first, "first"));
+          rank.wait(rank.allreduce(second, "second"));
+        }
+        CHECK(second == Rank::sums(20'000, rank.size()));
+      }
+    },
+    2);
 
 const bool kThreads = on_all_layouts("several threads of a rank wait at once", [](Rank& rank) {
   std::vector<std::thread> threads;
