@@ -329,7 +329,12 @@ void Driver::reset_numbering() { queue_.reset_numbering(queue_.lock()); }
 
 void Driver::complete(Work& work) {
   failpoint("collective", communicator_.rank());
-  if (work.request_.finish) work.request_.finish();
+  try {
+    if (work.request_.finish) work.request_.finish();
+  } catch (const std::exception& error) {  // the data have moved: the ranks are in step
+    return fail(work, Error(ErrorKind::kInvalidArgument,
+                            std::string("the result cannot be written: ") + error.what()));
+  }
   release_tensors(work);
   const Lock lock = queue_.lock();
   queue_.complete(lock, work);

@@ -121,7 +121,7 @@ struct Request {
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called before the work is done, when the output is written or, on a device, when the writing
-  /// is enqueued on the stream.
+  /// is enqueued on the stream. Its exception fails this work, and no other.
   std::function<void()> finish;
 };
 

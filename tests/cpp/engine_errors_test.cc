@@ -1,4 +1,5 @@
 // Engine errors: ranks that disagree, leave, fall silent, or interrupt a wait.
+#include <atomic>
 #include <latch>
 #include <stdexcept>
 #include <thread>
@@ -63,6 +64,33 @@ const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](R
   rank.wait(rank.allreduce(second, "twice"));
   CHECK(second == Rank::sums(5, rank.size()));
 });
+
+const bool kFinishThrows = on_all_layouts(
+    "a result that cannot be written fails its work alone, and life goes on", [](Rank& rank) {
+      for (const std::size_t count : {5u, 20'000u}) {
+        std::vector<float> broken = rank.input(count);
+        std::vector<float> other = rank.input(count);
+        std::vector<Request> requests(2);
+        requests[0] = Rank::allreduce_of(broken, "broken");
+        requests[1] = Rank::allreduce_of(other, "other");
+        if (rank.rank() == 0) {
+          requests[0].finish = [] { throw std::runtime_error("no such memory"); };
+        }
+        const auto works = rank.engine().submit(std::move(requests), Engine::Mode::kAsynchronous);
+        if (rank.rank() == 0) {
+          CHECK_THROWS(rank.wait(works[0]), ErrorKind::kInvalidArgument,
+                       "rank 0: allreduce 'broken' float32 [" + std::to_string(count) +
+                           "] Sum: the result cannot be written: no such memory");
+        } else {
+          rank.wait(works[0]);
+        }
+        rank.wait(works[1]);
+        CHECK(other == Rank::sums(count, rank.size()));
+        std::vector<float> again = rank.input(count);
+        rank.wait(rank.allreduce(again, "broken"));
+        CHECK(again == Rank::sums(count, rank.size()));
+      }
+    });
 
 const bool kTooManyRows = on_all_layouts(
     "rows whose bytes are more than a size can say are refused",
@@ -271,6 +299,67 @@ const bool kClosesInInterrupt = on_all_layouts(
       if (rank.rank() == 0) {
         CHECK_THROWS(wait_with(rank, work, [&] { rank.engine().close(); }), ErrorKind::kInternal,
                      "shut down");
+      } else {
+        CHECK_THROWS(rank.wait(work), ErrorKind::kPeerLost, "rank 0 (a thread)");
+      }
+    },
+    2);
+
+/// Returns when another thread has begun to close the engine.
+void until_closing(Rank& rank) {
+  const auto is_refused = [&] {
+    try {
+      rank.engine().submit(std::vector<Request>{}, Engine::Mode::kBlocking);
+    } catch (const Error&) {
+      return true;
+    }
+    return false;
+  };
+  while (!is_refused()) std::this_thread::yield();
+}
+
+TEST(second_caller_of_close_waits_for_the_first) {
+  run_engines({0}, [](Rank& rank) {
+    std::vector<float> values(3);
+    std::latch runs(1);
+    std::latch may_end(1);
+    std::atomic<bool> has_ended{false};
+    Request request = Rank::allreduce_of(values, "x");
+    request.finish = [&] {
+      runs.count_down();
+      may_end.wait();
+      has_ended = true;
+    };
+    const auto work = rank.engine().submit(std::move(request), Engine::Mode::kAsynchronous);
+    runs.wait();
+    std::thread first([&] { rank.engine().close(); });
+    until_closing(rank);
+    std::thread later([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // a caller has returned by now
+      may_end.count_down();
+    });
+    rank.engine().close();
+    const bool ended_before = has_ended;
+    first.join();
+    later.join();
+    CHECK(ended_before);
+  });
+}
+
+const bool kClosesTwice = on_all_layouts(
+    "an interrupt closes the engine that another thread is closing",
+    [](Rank& rank) {
+      std::vector<float> values(3);
+      const auto work = rank.allreduce(values, "x" + std::to_string(rank.rank()));
+      if (rank.rank() == 0) {
+        std::thread first;
+        const auto close = [&] {
+          first = std::thread([&] { rank.engine().close(); });  // it waits for the role
+          until_closing(rank);
+          rank.engine().close();
+        };
+        CHECK_THROWS(wait_with(rank, work, close), ErrorKind::kInternal, "shut down");
+        first.join();
       } else {
         CHECK_THROWS(rank.wait(work), ErrorKind::kPeerLost, "rank 0 (a thread)");
       }
