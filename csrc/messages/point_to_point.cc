@@ -102,25 +102,39 @@ void PointToPoint::close() {
 }
 
 void PointToPoint::run() {
-  MessageProtocol protocol(
-      world_,
-      std::make_unique<MessageSockets>(plane_, set_, members_, world_.rank, world_.width, true),
-      std::make_unique<MessageSockets>(plane_, set_, members_, world_.rank, world_.width, false));
+  const auto sockets = [this](bool sends) {
+    return std::make_unique<MessageSockets>(plane_, set_, members_, world_.rank, world_.width,
+                                            sends);
+  };
+  std::optional<MessageProtocol> protocol;
+  Inbox news;
   while (true) {
-    const Inbox news = take_inbox();
-    for (const Request& request : news.posted) protocol.post(request);
-    if (news.cause) return protocol.fail_all(*news.cause);
-    for (const auto& [rank, why] : news.departures) protocol.depart(rank, why);
-    if (news.connected) protocol.look_for_connections();
     try {
-      if (!protocol.advance(Clock::now())) pause(protocol);
+      if (!protocol) protocol.emplace(world_, sockets(true), sockets(false));
+      news = take_inbox();
+      for (const Request& request : news.posted) protocol->post(request);
+      if (news.cause) return protocol->fail_all(*news.cause);
+      for (const auto& [rank, why] : news.departures) protocol->depart(rank, why);
+      if (news.connected) protocol->look_for_connections();
+      if (!protocol->advance(Clock::now())) pause(*protocol);
+      continue;
     } catch (const Error& error) {
       if (end(error)) plane_.fail(set_, error);
     } catch (const std::exception& error) {  // such as bad_alloc
       const Error cause(ErrorKind::kInternal, error.what());
       if (end(cause)) plane_.fail(set_, cause);
     }
+    // The protocol, if there is one, may not have them all.
+    const bool has_failed_before = news.cause.has_value();
+    if (!protocol) news = take_inbox();
+    for (const Request& request : news.posted) request->finish(cause());
+    if (!protocol || has_failed_before) return;
   }
+}
+
+Error PointToPoint::cause() {
+  const std::scoped_lock lock(mutex_);
+  return *inbox_.cause;
 }
 
 PointToPoint::Inbox PointToPoint::take_inbox() {

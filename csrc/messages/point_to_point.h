@@ -63,6 +63,7 @@ class PointToPoint final : private ControlObserver {
   void start();
   void run();
   Inbox take_inbox();
+  Error cause();
   bool end(const Error& cause);
   void wake() const;
   void pause(const MessageProtocol& protocol) const;
