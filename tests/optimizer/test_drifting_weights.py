@@ -136,6 +136,25 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
     ]
 
 
+def plateau() -> list[str]:
+    """Rank 1's own loss falls no more, and so its scheduler divides the rate by ten, alone."""
+    model = make_model()
+    optimizer = wrapped(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0)
+    with logged() as messages:
+        for number in range(12):
+            step(model, optimizer)
+            scheduler.step(1.0 if hvd.rank() == 1 and number > 3 else 1 / (number + 1))
+    return messages
+
+
+def test_a_scheduler_that_reads_a_loss_of_one_rank_is_told():
+    (settings, different), _ = run(plateau, 2)
+    assert "after step 10 the ranks train with different hyper-parameters: 'lr' of " in settings
+    assert "on rank 1 (1.0000000000000002e-06) is not that on rank 0 (0.0001); 1 of" in settings
+    assert "after step 10 the ranks train different weights" in different
+
+
 def tensor_rates() -> list[str]:
     (weight,) = weights(1)
     rate = torch.tensor(0.5 + hvd.rank())

@@ -44,28 +44,73 @@ def start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
     started: list[tuple[list[int], Tensor, torch.Event | None]] = []
     with torch.no_grad():
         for device, indices in readable.items():
-            parts = [_parts_of(tensors[index].detach()) for index in indices]
-            rows = max(part.nbytes // _ROW_BYTES for group in parts for part in group)
-            factors = torch.arange(1, rows + 2 * _ROW_WORDS + 1, device=device) * _ODD | 1
-            found = [_digest(first, factors) for first, *_ in parts]
-            for position, (_, *more) in enumerate(parts):
-                for part in more:
-                    found[position] = 3 * found[position] + _digest(part, factors)
-            stacked = torch.stack(found).to("cpu", non_blocking=True)
+            order, found = _digests_on(device, indices, tensors)
+            host = found.to("cpu", non_blocking=True)
             copied = None if device.type == "cpu" else torch.Event(device=device)
             if copied is not None:
                 copied.record()
-            started.append((indices, stacked, copied))
+            started.append((order, host, copied))
 
     def finish() -> Tensor:
         digests = torch.zeros(len(tensors), dtype=torch.int64, device="cpu")
-        for indices, stacked, copied in started:
+        for order, host, copied in started:
             if copied is not None:
                 copied.synchronize()
-            digests[indices] = stacked
+            digests[order] = host
         return digests
 
     return finish
+
+
+def _digests_on(
+    device: torch.device, indices: Sequence[int], tensors: Sequence[Tensor]
+) -> tuple[list[int], Tensor]:
+    """Return the digests of tensors of a device there, and the indices in their order."""
+    small: dict[torch.dtype, list[int]] = {}
+    large: list[int] = []
+    for index in indices:
+        tensor = tensors[index]
+        (small.setdefault(tensor.dtype, []) if _is_small(tensor) else large).append(index)
+    parts = [_parts_of(tensors[index].detach()) for index in large]
+    rows = max((part.nbytes // _ROW_BYTES for group in parts for part in group), default=0)
+    factors = torch.arange(1, rows + 2 * _ROW_WORDS + 1, device=device) * _ODD | 1
+    found = [_digest(first, factors) for first, *_ in parts]
+    for position, (_, *more) in enumerate(parts):
+        for part in more:
+            found[position] = 3 * found[position] + _digest(part, factors)
+    order = [*large, *(index for group in small.values() for index in group)]
+    joint = [_joint_digests([tensors[i].detach() for i in g], factors) for g in small.values()]
+    return order, torch.cat([*(digest.view(1) for digest in found), *joint])
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor is read together with others: each operator costs microseconds."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.nbytes < _ROW_BYTES
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _joint_digests(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
+    """Return the `_digest` of each of several tensors of one dtype, which have no whole row."""
+    size = tensors[0].element_size()
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    if size == 1:  # not all such dtypes can be joined
+        flat = [tensor.view(torch.uint8) for tensor in flat]
+    octets = [tensor.numel() * size for tensor in flat]
+    if any(count % 8 for count in octets):  # each begins with a word of its own
+        zeros = flat[0].new_zeros(8)
+        gaps = [zeros[: -count % 8 // size] for count in octets]
+        flat = [part for pair in zip(flat, gaps, strict=True) for part in pair]
+    words = torch.cat(flat).view(torch.uint8).view(torch.int64)
+    counts = torch.tensor([(count + 7) // 8 for count in octets], device="cpu")
+    ends = counts.cumsum(0)
+    places = torch.arange(len(words), device="cpu") - torch.repeat_interleave(ends - counts, counts)
+    mixed = words * _ODD
+    sums = ((mixed ^ (mixed >> 32)) * factors[places.to(words.device)]).cumsum(0)
+    last = sums[ends.to(words.device) - 1]
+    return torch.diff(last, prepend=last.new_zeros(1))
 
 
 def _is_readable(tensor: Tensor) -> bool:
