@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -14,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.listener import Listener
-from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
+from torch_ring.elastic.regroup import CallOverError, Group, LeftOutError, Limits, come, regroup
 from torch_ring.errors import MismatchError, RingError, first_line
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.directory import ask_directory, tell_directory
@@ -23,6 +25,8 @@ from torch_ring.rendezvous.member import Member, member_id
 from torch_ring.rendezvous.network import own_address
 from torch_ring.rendezvous.open_store import open_store
 from torch_ring.world import current
+from torch_ring.world.engine_exchange import EngineExchange
+from torch_ring.world.join import World, on_join
 from torch_ring.world.process_set_keeper import ProcessSetKeeper
 
 __all__ = ["ElasticJob"]
@@ -32,11 +36,18 @@ _log = logging.getLogger("torch_ring")
 _KEY_BYTES = 32
 _STORE_S = 5.0  # for an answer of the store of ranks that were alive a moment ago
 
+_calls = 0  # of elastic functions in this process, with those in which the ranks were further
+_generation = 0  # of the last world of an elastic job that this process knows
+_met: _Met | None = None  # until the first elastic function
+_is_regrouping = False
+
 
 class ElasticJob:
     """What a process keeps while worlds end: its listener, and the processes of the last world.
 
-    Making one is collective, but for a newcomer. `regroup` makes the world that comes next.
+    Making one is collective, but for a newcomer, and for the first one of a job of torch_ring.run:
+    its processes have told one another where they listen in init(), so that one which has died
+    since is missed, as any other. `regroup` makes the world that comes next.
 
     Thread: the training's. Blocking: as `torch_ring.elastic.regroup` says.
 
@@ -51,27 +62,37 @@ class ElasticJob:
     others_may_have_trained = False  # when a process that is no newcomer begins
 
     def __init__(self, on_change: Callable[[bool], None]) -> None:
+        _count(_calls + 1, _generation)
         config = self._config = current.config()
         self.members: Sequence[Member] = ()
-        self._generation = 1
         self._store: TCPStore | None = None  # of the present world
         self._serves: tuple[str, int] | None = None  # the address of the last store served here
         self._process_sets = ProcessSetKeeper()
-        key = key_of(config.secret) if config.secret else self._common_key()
-        host = current.world().address
-        if config.directory:  # where hosts that are to come find it, as far as it can know
-            host = own_address(config.interface, config.directory.rpartition(":")[0])
-        self._listener = Listener(host, key, self._knows, on_change)
-        self._own = Member(member_id(process_name()), host, self._listener.port)
         self._limits = Limits(
             config.elastic_timeout_s, config.heartbeat_timeout_s, config.min_ranks, config.max_ranks
         )
+        met = _take_met()
+        if met is None:
+            key = key_of(config.secret) if config.secret else self._common_key()
+            met = _Met(current.world(), key)
+        self._listener, self._own = met.listener, met.own
+        self._listener.begin(self._knows, on_change, _calls)
         if config.is_newcomer:
             return
         try:
-            packed = allgather_object(self._own.packed(), name="elastic.members")
-            self.members = [Member(*each) for each in packed]
-            self._tell_directory()
+            if met.members:
+                self._note(met.members, 1)
+            else:
+                own = self._own.packed(), _generation, _calls
+                told = allgather_object(own, name="elastic.members")
+                calls = [call for _, _, call in told]
+                if calls != calls[:1] * len(calls):
+                    raise MismatchError(
+                        f"the ranks call elastic functions unequally often: {calls} times, by rank"
+                    )
+                generation = 1 + max(generation for _, generation, _ in told)
+                self._note([Member(*packed) for packed, _, _ in told], generation)
+            self._tell_directory(is_first=True)
         except BaseException:
             self.close()
             raise
@@ -98,6 +119,7 @@ class ElasticJob:
             cause: why the last world has ended; None: this process is a newcomer.
 
         Raises:
+            CallOverError: the others are in a later function than this newcomer.
             RingError: too few processes live; or they go on without this one.
         """
         began = time.monotonic()
@@ -120,7 +142,7 @@ class ElasticJob:
                 suspects |= self._leave(group.members)
                 limits = replace(limits, most=0)
                 _log.warning("the next world was not made: %s", first_line(error))
-        self.members, self._generation = group.members, group.generation
+        self._note(group.members, group.generation)
         self._listener.dismiss_strangers()
         self._tell_directory()
         if current.rank() == 0:
@@ -147,7 +169,7 @@ class ElasticJob:
         if self.members:
             return regroup(
                 self.members,
-                self._generation,
+                _generation,
                 self._own,
                 self._listener,
                 limits,
@@ -155,17 +177,28 @@ class ElasticJob:
                 suspects,
             )
         directory, key = self._config.directory, self._listener.key
-        return come(lambda: ask_directory(directory, key), self._own, key, self._limits)
+        try:
+            return come(lambda: ask_directory(directory, key), self._own, key, self._limits, _calls)
+        except CallOverError:
+            with _regrouping():
+                current.init()  # alone again, until the next function
+            raise
+
+    def _note(self, members: Sequence[Member], generation: int) -> None:
+        self.members = members
+        _count(_calls, generation)
 
     def _common_key(self) -> bytes:
         own = secrets.token_hex(_KEY_BYTES)
         return bytes.fromhex(broadcast_object(own, 0, "elastic.key"))
 
-    def _tell_directory(self) -> None:
+    def _tell_directory(self, *, is_first: bool = False) -> None:
         if self._config.directory and current.rank() == 0:
             key = self._listener.key
             try:
-                tell_directory(self._config.directory, key, self._generation, self.members)
+                tell_directory(
+                    self._config.directory, key, _generation, self.members, is_first=is_first
+                )
             except RingError as error:
                 _log.warning("newcomers cannot find the ranks: %s", error)
 
@@ -190,7 +223,8 @@ class ElasticJob:
         if group.store != self._serves:
             self._store = self._open_store(group.store)
         assert self._store is not None
-        current.rejoin(rank, len(group.members), self._store, self._listener.key.hex())
+        with _regrouping():
+            current.rejoin(rank, len(group.members), self._store, self._listener.key.hex())
 
     def _open_store(
         self, address: tuple[str, int], listener: socket.socket | None = None
@@ -198,6 +232,78 @@ class ElasticJob:
         store = open_store(address, "the store of the next world", listener)
         store.set_timeout(timedelta(seconds=min(_STORE_S, self._config.init_timeout_s)))
         return store
+
+
+class _Met:
+    """How the others reach this process, and what they have told of themselves.
+
+    Attributes:
+        listener: of this process.
+        own: this process.
+        members: all processes, by rank; none if they have told nothing.
+    """
+
+    def __init__(self, world: World, key: bytes) -> None:
+        config, address = world.config, world.address
+        if config.directory:  # where hosts that are to come find it, as far as it can know
+            address = own_address(config.interface, config.directory.rpartition(":")[0])
+        self.members: Sequence[Member] = ()
+        self.listener = Listener(address, key, lambda process: process in self.members)
+        self.own = Member(member_id(process_name()), address, self.listener.port)
+
+
+def _meet(world: World) -> None:
+    """Begin a job, if this world is its first: of torch_ring.run's, know the others from now on."""
+    global _met
+    if _is_regrouping:
+        return
+    _count(0, 0)
+    _met = None
+    config = world.config
+    if not (config.directory and config.secret and process_name()) or config.is_newcomer:
+        return
+    met = _Met(world, key_of(config.secret))
+    try:
+        with EngineExchange(world.engine) as exchange:
+            told = exchange.texts(json.dumps(met.own.packed()))
+    except BaseException:
+        met.listener.close()
+        raise
+    met.members = [Member(*json.loads(text)) for text in told]
+    _met = met
+    world.on_end.append(lambda _: _forget(met))
+
+
+def _forget(met: _Met) -> None:
+    """Stop listening, unless an elastic function does."""
+    if _met is met:
+        _take_met()
+        met.listener.close()
+
+
+def _take_met() -> _Met | None:
+    global _met
+    met, _met = _met, None
+    return met
+
+
+@contextlib.contextmanager
+def _regrouping() -> Iterator[None]:
+    """Context in which the world that is made belongs to this job."""
+    global _is_regrouping
+    _is_regrouping = True
+    try:
+        yield
+    finally:
+        _is_regrouping = False
+
+
+on_join(_meet)
+
+
+def _count(calls: int, generation: int) -> None:
+    global _calls, _generation
+    _calls, _generation = calls, generation
 
 
 def _names(members: Sequence[Member]) -> list[str]:

@@ -47,8 +47,6 @@ class Listener:
         key: the key of the job.
         knows: whether a process belongs to the job; one that does not hears that it was left out.
             Thread: any.
-        on_change: called when a newcomer has asked, or the launcher says that hosts have gone; with
-            whether it was a newcomer. Thread: any.
 
     Attributes:
         port: where it listens.
@@ -60,16 +58,32 @@ class Listener:
         host: str,
         key: bytes,
         knows: Callable[[Member], bool],
-        on_change: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.requests: queue.Queue[JoinRequest] = queue.Queue()
         self.newcomers: queue.Queue[JoinRequest] = queue.Queue()
         self.key = key
         self._knows = knows
         self.must_leave = False
-        self._on_change = on_change
+        self._on_change: Callable[[bool], None] = lambda _: None
+        self._call = 0
         self._server = Server(host, key, self._answer)
         self.port = self._server.port
+
+    def begin(
+        self, knows: Callable[[Member], bool], on_change: Callable[[bool], None], call: int
+    ) -> None:
+        """Answer for an elastic function from now on.
+
+        Args:
+            knows: as above.
+            on_change: called when a newcomer has asked, or the launcher says that hosts have gone;
+                with whether it was a newcomer. Thread: any.
+            call: how many elastic functions this process has called. A newcomer that has called
+                fewer hears that the ranks are further.
+        """
+        self._knows, self._on_change, self._call = knows, on_change, call
+        if not self.newcomers.empty():
+            on_change(True)
 
     def close(self) -> None:
         """Stop listening. Those that wait for an answer find the connection closed."""
@@ -105,7 +119,9 @@ class Listener:
                 self._on_change(False)
             return
         member = Member(*request["member"])
-        if request["kind"] == "newcomer":
+        if request["kind"] == "newcomer" and request["call"] < self._call:
+            channel.send({"kind": "over"})
+        elif request["kind"] == "newcomer":
             self._hold(member, channel, self.newcomers)
         elif self._knows(member):
             self._hold(member, channel, self.requests)

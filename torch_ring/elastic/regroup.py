@@ -35,7 +35,7 @@ from torch_ring.elastic.listener import JoinRequest, Listener
 from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.member import Member, Reach, dial, reach
 
-__all__ = ["Group", "LeftOutError", "Limits", "come", "regroup"]
+__all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "regroup"]
 
 _LOOK_S = 0.002
 _PROBE_EVERY_S = 0.1
@@ -45,6 +45,10 @@ _FIND_EVERY_S = 0.05
 
 class LeftOutError(RingError):
     """The other ranks go on without this one: it was silent for too long, or cut off from them."""
+
+
+class CallOverError(Exception):
+    """The ranks have ended the elastic function that this newcomer calls, and call a later one."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,11 @@ def _first_answer(
 
 
 def come(
-    find_members: Callable[[], Sequence[Member]], own: Member, key: bytes, limits: Limits
+    find_members: Callable[[], Sequence[Member]],
+    own: Member,
+    key: bytes,
+    limits: Limits,
+    call: int = 1,
 ) -> Group:
     """Return the group into which this process, a newcomer, is let.
 
@@ -154,14 +162,16 @@ def come(
         own: this process.
         key: the key of the job.
         limits: how long to wait.
+        call: how many elastic functions this process has called.
 
     Raises:
+        CallOverError: the ranks have called more.
         TimeoutError: nobody has let it in.
     """
     deadline = time.monotonic() + limits.timeout_s
     while time.monotonic() < deadline:
         for candidate in find_members():  # the first one that lives is, or becomes, rank 0
-            answer = _ask("newcomer", candidate, own, key, limits, deadline)
+            answer = _ask("newcomer", candidate, own, key, limits, deadline, call=call)
             if answer is not None:
                 return _group_of(answer)
         time.sleep(_FIND_EVERY_S)
@@ -180,6 +190,7 @@ def _ask(
     deadline: float,
     *,
     is_suspect: bool = False,
+    **more: Any,
 ) -> dict[str, Any] | None:
     """Ask a process to lead; return its answer, or None if it has died or cannot be reached."""
     try:
@@ -187,7 +198,7 @@ def _ask(
     except OSError:
         return None
     try:
-        channel.send({"kind": kind, "member": own.packed()})
+        channel.send({"kind": kind, "member": own.packed(), **more})
         while True:
             answer = channel.receive(limits.silence_s)
             if answer["kind"] != "alive":
@@ -211,6 +222,8 @@ def _group_of(answer: dict[str, Any]) -> Group:
             "the other ranks go on without this one, which was silent for too long or cut off from "
             "them: end this process, or start it anew"
         )
+    if answer["kind"] == "over":
+        raise CallOverError
     if answer["kind"] == "elsewhere":
         raise _ElsewhereError
     if answer["kind"] == "refused":

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch_ring.elastic.driven_job import DrivenJob
 from torch_ring.elastic.job import ElasticJob
 from torch_ring.elastic.object_state import ADDED, REMOVED, State
-from torch_ring.elastic.regroup import LeftOutError
+from torch_ring.elastic.regroup import CallOverError, LeftOutError
 from torch_ring.elastic.state import StateLostError
 from torch_ring.errors import (
     HostsUpdatedInterrupt,
@@ -58,16 +58,18 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
         func: takes a `State` first.
 
     Returns:
-        A function of the same arguments. It calls `init`, gives the state of rank 0 to all ranks,
-        and returns what `func` returns. Errors of `func` that are no RingError, MismatchErrors and
-        ProcessSetLostErrors come out of it. So does a RingError, if fewer than TORCH_RING_MIN_RANKS
-        live, or if the others go on without this rank. A rank whose host is taken from the job ends
-        with ``SystemExit(0)``.
+        A function of the same arguments. It calls `init`, gives the present state of rank 0 to all
+        ranks, and returns what `func` returns; None in a process that has come when the ranks had
+        ended this function, and called another. Errors of `func` that are no RingError,
+        MismatchErrors and ProcessSetLostErrors come out of it. So does a RingError, if fewer than
+        TORCH_RING_MIN_RANKS live, or if the others go on without this rank. A rank whose host is
+        taken from the job ends with ``SystemExit(0)``.
     """
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
         current.init()
+        state.save()  # what the program has set since it made the state, or since the last function
         with contextlib.closing(_job_of(state)) as job:
             return _train(job, functools.partial(func, state, *args, **kwargs), state)
 
@@ -117,6 +119,9 @@ def _train(job: ElasticJob | DrivenJob, func: Callable[[], ResultT], state: Stat
                 if job.has_newcomers:  # whose messages the state has dropped
                     _note_hosts(state, True)
             return func()
+        except CallOverError:
+            _log.warning("the ranks are in a later elastic function: this process leaves this out")
+            return None  # type: ignore[return-value]  # as of a function that returns nothing
         except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):
             raise
         except RingError as error:

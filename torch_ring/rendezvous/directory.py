@@ -34,6 +34,7 @@ class Directory:
         self._lock = threading.Lock()
         self._key = key
         self._generation = 0
+        self._functions = 0
         self._members: Sequence[Member] = ()
         self._processes: set[str] = set()
         self._gathering = Gathering()
@@ -45,6 +46,12 @@ class Directory:
         """How many worlds there were; 0: none has told of itself."""
         with self._lock:
             return self._generation
+
+    @property
+    def resets(self) -> int:
+        """How often the ranks have changed."""
+        with self._lock:
+            return max(0, self._generation - max(1, self._functions))
 
     def has_had(self, process: str) -> bool:
         """Return whether a process, by the launcher's name, was a member of any world."""
@@ -88,6 +95,7 @@ class Directory:
         with self._lock:
             if request["kind"] == "roster" and request["generation"] > self._generation:
                 self._generation = request["generation"]
+                self._functions += request["is_first"]
                 self._members = [Member(*each) for each in request["members"]]
                 self._processes |= {member.process for member in self._members}
             packed = [member.packed() for member in self._members]
@@ -101,8 +109,15 @@ class Directory:
         channel.send({"kind": "roster", "members": packed})
 
 
-def tell_directory(address: str, key: bytes, generation: int, members: Sequence[Member]) -> None:
-    """Tell the directory the members of a new world.
+def tell_directory(
+    address: str,
+    key: bytes,
+    generation: int,
+    members: Sequence[Member],
+    *,
+    is_first: bool = False,
+) -> None:
+    """Tell the directory the members of a new world; or with `is_first`, of an elastic function.
 
     Raises:
         RingError: it cannot be reached: the launcher has ended.
@@ -114,6 +129,7 @@ def tell_directory(address: str, key: bytes, generation: int, members: Sequence[
             "kind": "roster",
             "generation": generation,
             "members": [member.packed() for member in members],
+            "is_first": is_first,
         },
     )
 

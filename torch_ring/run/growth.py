@@ -72,7 +72,7 @@ class Growth:
         """Return how often the ranks have changed, if that is too often; or 0."""
         if self._directory is None or self._settings.reset_limit is None:
             return 0
-        resets = self._directory.generation - 1
+        resets = self._directory.resets
         return resets if resets > self._settings.reset_limit else 0
 
     # --- hosts

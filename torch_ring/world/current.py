@@ -163,7 +163,12 @@ def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
     with _changing:
         config = Config.from_environment()
         patience_s = min(config.init_timeout_s, _REJOIN_S + _REJOIN_S_PER_RANK * size)
-        config = replace(config, init_timeout_s=patience_s, secret=config.secret or secret)
+        config = replace(
+            config,
+            init_timeout_s=patience_s,
+            secret=config.secret or secret,
+            is_newcomer=False,  # any more
+        )
         given = {"rank": rank, "size": size, "local_rank": None, "local_size": None}
         _join(None, None, config, given, store)
 
