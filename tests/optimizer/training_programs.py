@@ -176,7 +176,9 @@ class _Author:
     def _group(self, active: tuple[int, ...], joins_after: bool) -> Group:
         program, rng = self.program, self.rng
         clear = rng.choice(["flat", "flat", "zero"] if program.flat else ["none", "none", "zero"])
-        if not self.must_clear and self.has("keeps", 0.5):
+        # Once a rank has joined, gradients that it has a part in cannot be added to.
+        is_whole = len(active) == program.size
+        if is_whole and not self.must_clear and self.has("keeps", 0.5):
             clear = ""
         if program.kind == "lbfgs":
             passes = (Pass(tuple(HEADS for _ in range(program.size))),)
@@ -195,6 +197,8 @@ class _Author:
         if self.has("by hand", 0.6):
             # A rank that keeps an averaged gradient while another one has its own: no mean.
             by_hand = (rng.choice(active),) if clear and rng.random() < 0.5 else active
+        # A rank that skips a pass reduces by its step what it has, while the others end the pass.
+        is_first = rng.random() < 0.5 or any(not p.heads[rank] for p in passes for rank in active)
         is_simple = (
             len(passes) == 1
             and program.passes_per_step == 1
@@ -217,7 +221,7 @@ class _Author:
             rng.choice(["freeze", "thaw"]) if self.has("freezes", 0.5) else "",
             clear,
             by_hand,
-            rng.random() < 0.5,
+            is_first,
             passes,
             synchronizes,
             clip,
@@ -235,7 +239,7 @@ class _Author:
         if self.program.passes_per_step == 2:
             count = self.rng.choice([2, 2, 1])
             return tuple(self._pass(active, may_skip=True) for _ in range(count))
-        if self.has("many", 0.4):
+        if len(active) == self.program.size and self.has("many", 0.4):
             return tuple(self._pass(active, may_skip=False) for _ in range(2))
         if self.has("autograd.grad", 0.4):
             return (Pass(tuple("ab" for _ in range(self.program.size)), way="autograd.grad"),)
@@ -339,14 +343,14 @@ class Player:
     def play(self) -> Iterator[Seen]:
         """Play the program; yield what there is to see. A rank that has joined sees nothing."""
         for self.number, group in enumerate(self.program.groups):
+            if group.thaws:  # also where a rank has joined: it goes on like the others
+                self.net.layer.requires_grad_(group.thaws == "thaw")
             if self.rank is None or self.rank in group.active:
                 yield from self._play(group)
             if group.joins_after:
                 yield from self._join()
 
     def _play(self, group: Group) -> Iterator[Seen]:
-        if group.thaws:
-            self.net.layer.requires_grad_(group.thaws == "thaw")
         if group.closure:
             losses: list[float] = []
 
