@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -29,6 +30,8 @@ class SyncBatchNorm(_BatchNorm):
     Cost: an allgather of 2 C + 1 float64 numbers in forward, an allreduce of 2 C numbers in
     backward, of float32, or float64 if the input is.
 
+    Under ``torch.utils.checkpoint`` forward runs twice, and updates the running statistics once.
+
     Args:
         num_features: C of an input of shape [N, C, ...].
         eps: added to the variance, so that it is not zero.
@@ -36,7 +39,7 @@ class SyncBatchNorm(_BatchNorm):
             the same.
         affine: whether the layer has a weight and a bias for each channel.
         track_running_stats: whether it keeps running statistics for evaluation; if not, it
-            normalises with the batch there, too.
+            normalises with this rank's batch there.
         process_set: the ranks whose batches belong together, this one among them; by default all.
         device: where parameters and buffers are made; None: torch's default device.
         dtype: of parameters and buffers; None: torch's default dtype.
@@ -67,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of floating point, got {input.dtype}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Normalise a batch. Collective in training.
+        """Normalise a batch. Collective in training, and in no other mode.
 
         Args:
             input: this rank's batch, shape [N, C, ...], floating point. N may differ between ranks.
@@ -78,14 +81,22 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ValueError: another shape or dtype, or fewer than two values per channel over all ranks.
         """
-        uses_batch = self.training or self.running_mean is None
-        if not uses_batch or self.process_set.size() == 1:
+        if not self.training:
             return super().forward(input)
+        # A forward inside of a backward is that of a checkpoint, which has tracked this batch.
+        is_again = torch._C._current_graph_task_id() != -1
+        if self.process_set.size() == 1:
+            if not is_again:
+                return super().forward(input)
+            # Of copies: what forward saves must be as many tensors as before.
+            mean = None if self.running_mean is None else self.running_mean.clone()
+            variance = None if self.running_var is None else self.running_var.clone()
+            return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 0.0, self.eps)
         self._check_input_dim(input)
         output, mean, variance, count = _Normalize.apply(
             input, self.weight, self.bias, self.eps, self.process_set
         )
-        if self.training and self.track_running_stats and self.running_mean is not None:
+        if self.track_running_stats and self.running_mean is not None and not is_again:
             self._track(mean, variance * (count / (count - 1)))
         result: Tensor = output
         return result

@@ -5,9 +5,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "bindings/py_engine.h"
 #include "bindings/ring_backend.h"
+#include "core/error.h"
 
 namespace py = pybind11;
 
@@ -24,6 +27,23 @@ std::shared_ptr<py::object> shared(py::object object) {
           }};
 }
 
+/// Throws an exception of torch_ring's as the Error that becomes one again in any thread.
+void throw_as_error(py::error_already_set& error) {
+  const auto errors = py::module_::import("torch_ring.errors");
+  const std::pair<const char*, ErrorKind> kinds[] = {
+      {"InvalidArgumentError", ErrorKind::kInvalidArgument},
+      {"MismatchError", ErrorKind::kMismatch},
+      {"PeerLostError", ErrorKind::kPeerLost},
+      {"TimeoutError", ErrorKind::kTimeout},
+      {"RingError", ErrorKind::kInternal},
+  };
+  for (const auto& [name, kind] : kinds) {
+    if (!error.matches(errors.attr(name))) continue;
+    const auto text = py::str(error.value()).cast<std::string>();
+    throw Error(kind, text.substr(0, text.find(errors.attr("NOTE").cast<std::string>())));
+  }
+}
+
 double in_seconds_of(std::chrono::milliseconds timeout) {
   return static_cast<double>(timeout.count()) / 1000.0;
 }
@@ -36,8 +56,13 @@ c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::functi
   RingBackend::Membership membership;
   membership.connect = [connect = shared(std::move(connect))] {
     const py::gil_scoped_acquire gil;
-    const auto engine = shared((*connect)());
-    return std::shared_ptr<const PyEngine>(engine, &engine->cast<const PyEngine&>());
+    try {
+      const auto engine = shared((*connect)());
+      return std::shared_ptr<const PyEngine>(engine, &engine->cast<const PyEngine&>());
+    } catch (py::error_already_set& error) {
+      throw_as_error(error);
+      throw;
+    }
   };
   membership.leave = [leave = shared(std::move(leave))] {
     if (Py_IsInitialized() == 0) return;

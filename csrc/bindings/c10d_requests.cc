@@ -1,8 +1,13 @@
 #include "bindings/c10d_requests.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/trunc.h>
+
 #include <string>
 #include <utility>
 
+#include "bindings/dtypes.h"
 #include "bindings/joined_tensors.h"
 #include "bindings/requests.h"
 #include "bindings/streams.h"
@@ -15,47 +20,54 @@ namespace {
 using c10d::PreMulSumSupplement;
 using RedOp = c10d::ReduceOp::RedOpType;
 
-/// An operator of torch.distributed as the engine has it.
-struct Operator {
-  ReduceOp op = ReduceOp::kSum;
-  double prescale = 1.0;
-};
-
-Operator operator_of(const c10d::ReduceOp& op) {
+/// An operator of torch.distributed as the engine has it, for tensors of a dtype.
+ReduceOp operator_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
   switch (op.op_) {
-    case RedOp::SUM:
-      return {ReduceOp::kSum};
+    case RedOp::SUM:  // of bools, as NCCL and gloo have it: whether one of them is true
+      return dtype == at::kBool ? ReduceOp::kMax : ReduceOp::kSum;
     case RedOp::AVG:
-      return {ReduceOp::kAverage};
+      return ReduceOp::kAverage;
     case RedOp::PRODUCT:
-      return {ReduceOp::kProduct};
+      return ReduceOp::kProduct;
     case RedOp::MIN:
-      return {ReduceOp::kMin};
+      return ReduceOp::kMin;
     case RedOp::MAX:
-      return {ReduceOp::kMax};
+      return ReduceOp::kMax;
     case RedOp::BAND:
-      return {ReduceOp::kBand};
+      return ReduceOp::kBand;
     case RedOp::BOR:
-      return {ReduceOp::kBor};
+      return ReduceOp::kBor;
     case RedOp::BXOR:
-      return {ReduceOp::kBxor};
-    case RedOp::PREMUL_SUM: {
-      const auto* const factor = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
-      if (factor == nullptr) refuse("PREMUL_SUM has no factor");
-      const bool is_tensor = factor->tensor_factor.defined();
-      return {ReduceOp::kSum,
-              is_tensor ? factor->tensor_factor.item<double>() : factor->double_factor};
-    }
+      return ReduceOp::kBxor;
+    case RedOp::PREMUL_SUM:
+      return ReduceOp::kSum;
     default:
       refuse("unknown operator " + std::to_string(op.op_));
   }
 }
 
-void set_operator(Request& request, const c10d::ReduceOp& op, const char* what, int size) {
-  const auto [kind, prescale] = operator_of(op);
+/// This rank's part of a reduction: for PREMUL_SUM a copy, multiplied by the factor, of which each
+/// rank may have one of its own. So it is not part of the request.
+at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what) {
+  if (op.op_ != RedOp::PREMUL_SUM) return tensor;
+  const auto* const supplement = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) refuse("PREMUL_SUM has no factor");
+  const bool is_tensor = supplement->tensor_factor.defined();
+  const double factor =
+      is_tensor ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  check_tensor(tensor, what);
+  check_op(dtype_of(tensor), ReduceOp::kSum, what, 1);
+  const at::NoGradGuard no_grad;
+  const bool is_whole = at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+  if (!is_whole) return tensor.detach().mul(factor);
+  return tensor.detach().to(at::kDouble).mul_(factor).trunc_().to(tensor.scalar_type());
+}
+
+void set_operator(Request& request, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                  const char* what, int size) {
+  const ReduceOp kind = operator_of(op, tensor.scalar_type());
   check_op(request.fingerprint.dtype, kind, what, size);
   request.fingerprint.op = kind;
-  request.fingerprint.prescale = prescale;
 }
 
 void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin(), from.end()); }
@@ -102,7 +114,7 @@ Request reduce_scatter_request(const JoinedTensors& output, const at::Tensor& in
   const at::Tensor parts = input.view({place.size, input.numel() / place.size});
   Request request;
   request.fingerprint = fingerprint_of(Collective::kReducescatter, parts, "");
-  set_operator(request, op, kWhat, place.size);
+  set_operator(request, op, input, kWhat, place.size);
   request.input = input.const_data_ptr();
   request.output = output.flat().mutable_data_ptr();
   set_lifetime(request, input, output);
@@ -112,11 +124,11 @@ Request reduce_scatter_request(const JoinedTensors& output, const at::Tensor& in
 }  // namespace
 
 C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, int size) {
-  const auto [kind, prescale] = operator_of(op);
   C10dOperation operation{{}, tensors};
   for (const at::Tensor& tensor : tensors) {
-    operation.requests.push_back(
-        allreduce_request(tensor, tensor, "", static_cast<int>(kind), prescale, 1.0, size));
+    const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
+    const at::Tensor part = part_for(op, tensor, "all_reduce");
+    operation.requests.push_back(allreduce_request(part, tensor, "", kind, 1.0, 1.0, size));
   }
   group(operation.requests);
   return operation;
@@ -133,11 +145,10 @@ C10dOperation broadcast_operation(const Tensors& tensors, int root, int size) {
 
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
                                GroupPlace place) {
-  const auto [kind, prescale] = operator_of(op);
+  const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
+  const at::Tensor part = part_for(op, tensor, "reduce");
   const at::Tensor output = place.rank == root ? tensor : at::Tensor();
-  return {
-      {reduce_request(tensor, output, root, "", static_cast<int>(kind), prescale, 1.0, place.size)},
-      {tensor}};
+  return {{reduce_request(part, output, root, "", kind, 1.0, 1.0, place.size)}, {tensor}};
 }
 
 C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
@@ -218,7 +229,7 @@ C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(outputs[i], kWhat);
     require_parts(kWhat, inputs[i], outputs[i], place.size);
-    const at::Tensor input = JoinedTensors::inputs(inputs[i], kWhat).flat();
+    const at::Tensor input = part_for(op, JoinedTensors::inputs(inputs[i], kWhat).flat(), kWhat);
     operation.requests.push_back(reduce_scatter_request(
         JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, op, place));
   }
@@ -238,7 +249,7 @@ C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensor
              " elements, not the output's " + std::to_string(outputs[i].numel()) +
              " for each of the " + std::to_string(place.size) + " ranks");
     }
-    const at::Tensor input = JoinedTensors::inputs({inputs[i]}, kWhat).flat();
+    const at::Tensor input = part_for(op, JoinedTensors::inputs({inputs[i]}, kWhat).flat(), kWhat);
     operation.requests.push_back(reduce_scatter_request(
         JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, op, place));
   }

@@ -14,9 +14,10 @@ struct Completion {
 };
 
 /// Completes the futures of one group, in the order in which they were added. One thread at a time
-/// waits for operations, and makes progress on them. Before it completes a future it hands that
-/// role to another thread, a new one if all others are busy: a callback may wait for a later
-/// operation of the group, as PowerSGD's does. A pool without futures has no threads.
+/// waits for operations, and makes progress on them. While it completes a future, another thread
+/// takes that role if a callback asks for a future itself, or lasts for long: it may wait for a
+/// later operation of the group, as PowerSGD's does. So there are as many threads as callbacks that
+/// wait, and one or two more. A pool without futures has no threads.
 ///
 /// Thread: any. Blocking: stop() only.
 class FuturePool {
@@ -39,6 +40,7 @@ class FuturePool {
  private:
   struct State;
   static void run(const std::shared_ptr<State>& state);
+  static void call_a_thread(const std::shared_ptr<State>& state);
 
   std::shared_ptr<State> state_;  // the threads, which are detached, share it
 };

@@ -5,11 +5,15 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <exception>
 #include <optional>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <variant>
 
+#include "bindings/blocking_call.h"
 #include "bindings/c10d_checks.h"
 #include "bindings/monitored_barrier.h"
 
@@ -33,6 +37,40 @@ const Element& only(const std::vector<Element>& list, const char* what) {
   refuse(std::string(what) + ": " + std::to_string(list.size()) +
          " tensors were given, in place of one");
 }
+
+bool on_host(const Tensors& tensors) {
+  return std::ranges::all_of(tensors, [](const at::Tensor& tensor) { return tensor.is_cpu(); });
+}
+
+/// The bytes between the first and the last element of each tensor.
+std::vector<MemoryRange> ranges_of(const Tensors& tensors) {
+  std::vector<MemoryRange> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0 || !tensor.has_storage()) continue;
+    std::int64_t last = 0;
+    for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+    const auto* const begin = static_cast<const std::byte*>(tensor.const_data_ptr());
+    ranges.push_back({begin, begin + (last + 1) * tensor.itemsize()});
+  }
+  return ranges;
+}
+
+bool meet(const std::vector<MemoryRange>& some, const std::vector<MemoryRange>& others) {
+  return std::ranges::any_of(some, [&](const MemoryRange& one) {
+    return std::ranges::any_of(others, [&](const MemoryRange& other) {
+      return one.begin < other.end && other.begin < one.end;
+    });
+  });
+}
+
+bool all_done(const std::vector<std::shared_ptr<Work>>& works) {
+  return std::ranges::all_of(works, [](const auto& work) { return work->done(); });
+}
+
+constexpr milliseconds kInterrupts{50};
+constexpr Clock::time_point kNever = Clock::time_point::max();
 
 /// The profiler's span of an operation that runs in this thread. The constructor of c10d::Work
 /// opens the others'.
@@ -71,17 +109,75 @@ c10::intrusive_ptr<c10d::Backend::Options> RingBackend::getBackendOptions() {
 
 const PyEngine& RingBackend::connected() {
   refuse_in_child_of(pid_);
-  if (is_connected_.load(std::memory_order_acquire)) return *py_engine_;
-  const std::scoped_lock lock(connecting_);
-  if (!is_connected_.load(std::memory_order_relaxed)) {
+  if (is_direct_.load(std::memory_order_acquire)) return *py_engine_;
+  const CountedCall counted;
+  const Engine::Interrupt interrupt = interrupt_at(std::nullopt);
+  std::unique_lock lock(connecting_);
+  while (!has_connected_.wait_for(lock, kInterrupts, [&] { return !is_connecting_; })) {
+    lock.unlock();
+    interrupt();
+    lock.lock();
+  }
+  if (!is_direct_.load(std::memory_order_relaxed)) {
+    is_connecting_ = true;
+    lock.unlock();
+    connect();
+  }
+  return *py_engine_;
+}
+
+void RingBackend::connect() {
+  std::exception_ptr failure;
+  std::optional<Error> error;  // the same, for any thread
+  try {
     auto py_engine = membership_.connect();
     auto engine = py_engine->running();
     const std::scoped_lock replacing(replacing_);
     py_engine_ = std::move(py_engine);
     engine_ = std::move(engine);
-    is_connected_.store(true, std::memory_order_release);
+    is_connected_ = true;
+  } catch (const Error& found) {
+    failure = std::current_exception();
+    error = found;
+  } catch (const std::exception& found) {
+    failure = std::current_exception();
+    error = Error(ErrorKind::kInternal, found.what());
   }
-  return *py_engine_;
+  std::unique_lock lock(connecting_);
+  while (!deferred_.empty()) {
+    const auto operation = std::move(deferred_.front());
+    deferred_.pop_front();
+    lock.unlock();
+    error ? operation->fail(*error) : operation->begin();
+    lock.lock();
+  }
+  is_connecting_ = false;
+  if (!failure) is_direct_.store(true, std::memory_order_release);
+  has_connected_.notify_all();
+  if (failure) std::rethrow_exception(failure);
+}
+
+std::shared_ptr<PendingOperation> RingBackend::defer(Tensors outputs,
+                                                     DeferredOperation::Begin begin) {
+  refuse_in_child_of(pid_);
+  const std::scoped_lock lock(connecting_);
+  if (is_direct_.load(std::memory_order_relaxed)) return begin();
+  auto operation = std::make_shared<DeferredOperation>(std::move(outputs), std::move(begin));
+  if (!is_connecting_) {
+    auto self = c10::intrusive_ptr<RingBackend>::reclaim_copy(this);
+    std::thread([self]() mutable {
+      const CountedCall counted;
+      try {
+        self->connect();
+      } catch (const std::exception&) {
+        // The operations have it.
+      }
+      self.reset();
+    }).detach();
+    is_connecting_ = true;
+  }
+  deferred_.push_back(operation);
+  return operation;
 }
 
 std::optional<milliseconds> RingBackend::timeout_of(milliseconds asked) const {
@@ -89,87 +185,142 @@ std::optional<milliseconds> RingBackend::timeout_of(milliseconds asked) const {
   return asked > kNoTimeout && asked != timeout_ ? std::optional(asked) : std::nullopt;
 }
 
-OperationDeadline RingBackend::message_deadline() const {
-  const auto timeout = timeout_of(c10d::kUnsetTimeout);
-  return timeout ? OperationDeadline(std::chrono::steady_clock::now() + *timeout) : std::nullopt;
+/// Waits for what an operation shares memory with, if either of them writes there.
+bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
+  std::vector<std::shared_ptr<Work>> earlier;
+  {
+    const std::scoped_lock lock(in_flight_mutex_);
+    while (!in_flight_.empty() && all_done(in_flight_.front().works)) in_flight_.pop_front();
+    has_in_flight_ = !in_flight_.empty();
+    if (in_flight_.empty()) return false;
+    const std::vector<MemoryRange> read = ranges_of(reads);
+    const std::vector<MemoryRange> written = ranges_of(writes);
+    for (const InFlight& other : in_flight_) {
+      if (meet(other.writes, read) || meet(other.writes, written) || meet(other.reads, written)) {
+        earlier.insert(earlier.end(), other.works.begin(), other.works.end());
+      }
+    }
+  }
+  for (const auto& work : earlier) {
+    try {
+      engine_->wait(*work, interrupt_at(std::nullopt));
+    } catch (const Error&) {
+      // It is told to those who wait for that operation.
+    }
+  }
+  return !earlier.empty();
 }
 
-/// Runs an operation to its end, if it is a blocking one, and else submits it.
-template <class AnyOptions>
+std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
+                                                      const Tensors& inputs) {
+  InFlight added{{}, ranges_of(inputs), ranges_of(operation.outputs)};
+  auto pending = std::make_shared<PendingCollective>(engine_, std::move(operation),
+                                                     Engine::Mode::kAsynchronous);
+  added.works = pending->works();
+  const std::scoped_lock lock(in_flight_mutex_);
+  in_flight_.push_back(std::move(added));
+  has_in_flight_ = true;
+  return pending;
+}
+
+/// Runs an operation to its end, if it is a blocking one, and else submits it. `make`: checks the
+/// tensors, and copies those that are not contiguous.
+template <class AnyOptions, class Make>
 RingBackend::Works RingBackend::start(OpType type, const char* title, const Tensors& inputs,
-                                      const AnyOptions& options, C10dOperation operation) {
+                                      const AnyOptions& options, const Make& make) {
+  refuse_in_child_of(pid_);
+  C10dOperation operation = make();
   const std::uint64_t sequence = ++sequence_;
-  connected();
   const auto timeout = timeout_of(options.timeout);
-  for (Request& request : operation.requests) request.timeout = timeout;
-  if (options.asyncOp) {
-    auto submitted = std::make_unique<PendingCollective>(engine_, std::move(operation),
-                                                         Engine::Mode::kAsynchronous);
-    return c10::make_intrusive<RingWork>(rank_, type, title, inputs, std::move(submitted), pool_,
-                                         sequence);
+  std::shared_ptr<PendingOperation> pending;
+  if (options.asyncOp && !is_direct_.load(std::memory_order_acquire) && on_host(inputs) &&
+      on_host(operation.outputs)) {
+    const Tensors outputs = operation.outputs;
+    for (Request& request : operation.requests) request.timeout = timeout;
+    const auto shared = std::make_shared<C10dOperation>(std::move(operation));
+    pending = defer(outputs, [this, shared, inputs] {
+      await_memory(inputs, shared->outputs);
+      return submit(std::move(*shared), inputs);
+    });
+  } else {
+    connected();
+    if (has_in_flight_ && await_memory(inputs, operation.outputs)) operation = make();
+    for (Request& request : operation.requests) request.timeout = timeout;
+    if (!options.asyncOp) {
+      const ProfilerSpan span(title, inputs);
+      const PendingCollective submitted(engine_, std::move(operation), Engine::Mode::kBlocking);
+      submitted.wait(std::nullopt);
+      submitted.synchronize();
+      return nullptr;
+    }
+    pending = submit(std::move(operation), inputs);
   }
-  const ProfilerSpan span(title, inputs);
-  const PendingCollective submitted(engine_, std::move(operation), Engine::Mode::kBlocking);
-  submitted.wait(std::nullopt);
-  submitted.synchronize();
-  return nullptr;
+  // The future's value is a list of lists, as gloo's.
+  const bool has_lists = type == OpType::ALLGATHER || type == OpType::GATHER;
+  return c10::make_intrusive<RingWork>(rank_, type, title, inputs, std::move(pending), pool_,
+                                       sequence, has_lists ? size_ : 0);
 }
 
 RingBackend::Works RingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
   return start(OpType::ALLREDUCE, "ring:all_reduce", tensors, options,
-               allreduce_operation(tensors, options.reduceOp, size_));
+               [&] { return allreduce_operation(tensors, options.reduceOp, size_); });
 }
 
 RingBackend::Works RingBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
-  return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options,
-               sparse_allreduce_operation(only(tensors, "allreduce"), options.reduceOp));
+  return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options, [&] {
+    return sparse_allreduce_operation(only(tensors, "allreduce"), options.reduceOp);
+  });
 }
 
 RingBackend::Works RingBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   return start(OpType::ALLREDUCE_COALESCED, "ring:all_reduce", tensors, options,
-               allreduce_operation(tensors, options.reduceOp, size_));
+               [&] { return allreduce_operation(tensors, options.reduceOp, size_); });
 }
 
 RingBackend::Works RingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return start(OpType::BROADCAST, "ring:broadcast", tensors, options,
-               broadcast_operation(tensors, static_cast<int>(options.rootRank), size_));
+  return start(OpType::BROADCAST, "ring:broadcast", tensors, options, [&] {
+    return broadcast_operation(tensors, static_cast<int>(options.rootRank), size_);
+  });
 }
 
 RingBackend::Works RingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return start(OpType::REDUCE, "ring:reduce", tensors, options,
-               reduce_operation(only(tensors, "reduce"), options.reduceOp,
-                                static_cast<int>(options.rootRank), {rank_, size_}));
+  return start(OpType::REDUCE, "ring:reduce", tensors, options, [&] {
+    return reduce_operation(only(tensors, "reduce"), options.reduceOp,
+                            static_cast<int>(options.rootRank), {rank_, size_});
+  });
 }
 
 RingBackend::Works RingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
-  return start(
-      OpType::GATHER, "ring:gather", inputs, options,
-      gather_operation(outputs.empty() ? Tensors{} : only(outputs, "gather"),
-                       only(inputs, "gather"), static_cast<int>(options.rootRank), {rank_, size_}));
+  return start(OpType::GATHER, "ring:gather", inputs, options, [&] {
+    return gather_operation(outputs.empty() ? Tensors{} : only(outputs, "gather"),
+                            only(inputs, "gather"), static_cast<int>(options.rootRank),
+                            {rank_, size_});
+  });
 }
 
 RingBackend::Works RingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ScatterOptions& options) {
-  return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options,
-               scatter_operation(only(outputs, "scatter"),
-                                 inputs.empty() ? Tensors{} : only(inputs, "scatter"),
-                                 static_cast<int>(options.rootRank), {rank_, size_}));
+  return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options, [&] {
+    return scatter_operation(only(outputs, "scatter"),
+                             inputs.empty() ? Tensors{} : only(inputs, "scatter"),
+                             static_cast<int>(options.rootRank), {rank_, size_});
+  });
 }
 
 RingBackend::Works RingBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   return start(OpType::ALLGATHER, "ring:all_gather", inputs, options,
-               allgather_operation(outputs, inputs, size_));
+               [&] { return allgather_operation(outputs, inputs, size_); });
 }
 
 RingBackend::Works RingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
   return start(OpType::_ALLGATHER_BASE, "ring:_all_gather_base", {input}, options,
-               allgather_into_operation({output}, {input}, size_));
+               [&] { return allgather_into_operation({output}, {input}, size_); });
 }
 
 /// Of each input a list for each rank, as dist.all_gather_coalesced() has it: outputs[r][i].
@@ -181,75 +332,93 @@ RingBackend::Works RingBackend::allgather_coalesced(TensorLists& outputs, Tensor
     for (std::size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(of_rank[i]);
   }
   return start(OpType::ALLGATHER_COALESCED, "ring:all_gather", inputs, options,
-               allgather_operation(by_input, inputs, size_));
+               [&] { return allgather_operation(by_input, inputs, size_); });
 }
 
 RingBackend::Works RingBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   return start(OpType::COALESCED, "ring:all_gather", inputs, options,
-               allgather_into_operation(outputs, inputs, size_));
+               [&] { return allgather_into_operation(outputs, inputs, size_); });
 }
 
 RingBackend::Works RingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                const c10d::ReduceScatterOptions& options) {
-  return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options,
-               reduce_scatter_operation(outputs, inputs, options.reduceOp, {rank_, size_}));
+  return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options, [&] {
+    return reduce_scatter_operation(outputs, inputs, options.reduceOp, {rank_, size_});
+  });
 }
 
 RingBackend::Works RingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options,
-               reduce_scatter_into_operation({output}, {input}, options.reduceOp, {rank_, size_}));
+  return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options, [&] {
+    return reduce_scatter_into_operation({output}, {input}, options.reduceOp, {rank_, size_});
+  });
 }
 
 RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ring:reduce_scatter", inputs, options,
-               reduce_scatter_into_operation(outputs, inputs, options.reduceOp, {rank_, size_}));
+  return start(
+      OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ring:reduce_scatter", inputs, options, [&] {
+        return reduce_scatter_into_operation(outputs, inputs, options.reduceOp, {rank_, size_});
+      });
 }
 
 RingBackend::Works RingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
   return start(OpType::ALLTOALL, "ring:all_to_all", inputs, options,
-               alltoall_operation(outputs, inputs, size_));
+               [&] { return alltoall_operation(outputs, inputs, size_); });
 }
 
 RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               std::vector<std::int64_t>& output_splits,
                                               std::vector<std::int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options,
-               alltoall_into_operation(output, input, output_splits, input_splits, size_));
+  return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options, [&] {
+    return alltoall_into_operation(output, input, output_splits, input_splits, size_);
+  });
 }
 
 RingBackend::Works RingBackend::send(Tensors& tensors, int destination, int tag) {
   const at::Tensor& tensor = only(tensors, "send");
-  return start_message(OpType::SEND, "ring:send", tensor,
-                       connected().send(tensor, destination, tag, message_deadline()));
+  return start_message(OpType::SEND, "ring:send", tensor, [this, tensor, destination, tag] {
+    return py_engine_->send(tensor, destination, tag, kNever);
+  });
 }
 
 RingBackend::Works RingBackend::recv(Tensors& tensors, int source, int tag) {
   const at::Tensor& tensor = only(tensors, "recv");
-  return start_message(OpType::RECV, "ring:recv", tensor,
-                       connected().receive(tensor, source, tag, message_deadline()));
+  return start_message(OpType::RECV, "ring:recv", tensor, [this, tensor, source, tag] {
+    return py_engine_->receive(tensor, source, tag, kNever);
+  });
 }
 
 RingBackend::Works RingBackend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor& tensor = only(tensors, "recv");
-  return start_message(OpType::RECVANYSOURCE, "ring:recvAnySource", tensor,
-                       connected().receive(tensor, std::nullopt, tag, message_deadline()));
+  return start_message(OpType::RECVANYSOURCE, "ring:recvAnySource", tensor, [this, tensor, tag] {
+    return py_engine_->receive(tensor, std::nullopt, tag, kNever);
+  });
 }
 
-RingBackend::Works RingBackend::start_message(OpType type, const char* title,
-                                              const at::Tensor& tensor,
-                                              std::shared_ptr<MessageRequest> request) {
-  auto pending = std::make_unique<PendingMessage>(engine_, std::move(request), tensor);
+RingBackend::Works RingBackend::start_message(
+    OpType type, const char* title, const at::Tensor& tensor,
+    std::function<std::shared_ptr<MessageRequest>()> post) {
+  const milliseconds timeout = timeout_of(c10d::kUnsetTimeout).value_or(timeout_);
+  auto begin = [this, tensor, timeout, post = std::move(post)] {
+    return std::make_shared<PendingMessage>(engine_, post(), tensor, timeout);
+  };
+  refuse_in_child_of(pid_);
+  std::shared_ptr<PendingOperation> pending;
+  if (is_direct_.load(std::memory_order_acquire)) {
+    pending = begin();
+  } else {
+    pending = defer({tensor}, std::move(begin));
+  }
   return c10::make_intrusive<RingWork>(rank_, type, title, Tensors{tensor}, std::move(pending),
                                        pool_, sequence_.load());
 }
 
 RingBackend::Works RingBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, "ring:barrier", {}, options, barrier_operation());
+  return start(OpType::BARRIER, "ring:barrier", {}, options, [&] { return barrier_operation(); });
 }
 
 void RingBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all_ranks) {
@@ -283,8 +452,9 @@ RingBackend::Works RingBackend::reconfigure(const c10d::ReconfigureOptions& opti
       [](const auto& given) { return std::vector<std::string>(given.begin(), given.end()); },
       options.handles);
   refuse_in_child_of(pid_);
-  const std::scoped_lock lock(connecting_);
-  is_connected_ = false;
+  std::unique_lock lock(connecting_);
+  has_connected_.wait(lock, [&] { return !is_connecting_; });
+  is_connected_ = is_direct_ = false;
   std::tie(rank_, size_) =
       membership_.reconfigure(options.uuid, handles, in_order, options.timeout.value_or(timeout_));
   auto done = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());

@@ -6,7 +6,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,16 +27,24 @@
 
 namespace torch_ring {
 
+struct MemoryRange {
+  const std::byte* begin;
+  const std::byte* end;
+};
+
 /// A group of torch.distributed. Its operations have no names: the ranks match them by their order
 /// in the group, and the engine compares what they ask for, with the data or before it, so that
 /// ranks which differ all get a MismatchError. The group is connected when it is first used.
 ///
 /// A blocking operation (async_op=False) runs in the thread that calls it and returns no Work;
-/// other operations run on the engine's thread, or in the thread that waits for them.
+/// other operations run on the engine's thread, or in the thread that waits for them. Those that
+/// come first, in a group that is not connected, wait in a queue while a thread connects it: the
+/// other ranks may come to this group by way of others in which this rank is awaited. An operation
+/// on memory that one in flight has waits for that one: they have their order in this, too.
 ///
 /// Thread: any, without the GIL; operations of one group from one thread at a time, or their order
-/// is undefined. Blocking: blocking operations, the first one of a group, monitoredBarrier() and
-/// shutdown().
+/// is undefined. Blocking: blocking operations, the first one of a group if it is on a device,
+/// monitoredBarrier() and shutdown().
 /// A forked child has no part in its parent's groups.
 /// Errors: torch_ring's errors, which Python sees as RuntimeErrors.
 class RingBackend final : public c10d::Backend {
@@ -42,8 +53,9 @@ class RingBackend final : public c10d::Backend {
 
   /// The group's part in Python (torch_ring/c10d/groups.py). Each takes the GIL itself.
   struct Membership {
-    std::function<std::shared_ptr<const PyEngine>()> connect;  // once, at the first use
-    std::function<void()> leave;                               // may be called again
+    /// Once, at the first use. Its errors of torch_ring's are Errors, which any thread may throw.
+    std::function<std::shared_ptr<const PyEngine>()> connect;
+    std::function<void()> leave;  // may be called again
     /// A backend for some of the ranks, this one included, in their order.
     std::function<c10::intrusive_ptr<c10d::Backend>(
         const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&, std::chrono::milliseconds)>
@@ -131,16 +143,29 @@ class RingBackend final : public c10d::Backend {
   void shutdown() override;
 
  private:
-  template <class AnyOptions>
+  /// An asynchronous operation that may not be done, and the memory that it uses.
+  struct InFlight {
+    std::vector<std::shared_ptr<Work>> works;
+    std::vector<MemoryRange> reads;
+    std::vector<MemoryRange> writes;
+  };
+
+  template <class AnyOptions, class Make>
   Works start(c10d::OpType type, const char* title, const Tensors& inputs,
-              const AnyOptions& options, C10dOperation operation);
+              const AnyOptions& options, const Make& make);
+  std::shared_ptr<PendingOperation> submit(C10dOperation operation, const Tensors& inputs);
+  bool await_memory(const Tensors& reads, const Tensors& writes);
   Works start_message(c10d::OpType type, const char* title, const at::Tensor& tensor,
-                      std::shared_ptr<MessageRequest> request);
-  /// Connects the group at the first call.
+                      std::function<std::shared_ptr<MessageRequest>()> post);
+  /// Connects the group at the first call, and waits for that.
   const PyEngine& connected();
+  /// Connects the group, and begins what has been asked for meanwhile. Precondition: this thread
+  /// has set is_connecting_.
+  void connect();
+  /// Begins an operation when the group is connected.
+  std::shared_ptr<PendingOperation> defer(Tensors outputs, DeferredOperation::Begin begin);
   /// How long an operation waits for late ranks; none: for the group's timeout.
   std::optional<std::chrono::milliseconds> timeout_of(std::chrono::milliseconds asked) const;
-  OperationDeadline message_deadline() const;
   /// In a forked child: leaks what belongs to the parent's threads. Once more does nothing.
   void abandon();
 
@@ -151,11 +176,18 @@ class RingBackend final : public c10d::Backend {
   std::atomic<std::int64_t> later_timeout_ms_{0};  // by setTimeout(); 0: not called
   std::atomic<std::uint64_t> sequence_{0};
   std::uint64_t monitored_barriers_ = 0;
-  std::mutex connecting_;
+  std::mutex connecting_;       // guards the next three
+  bool is_connecting_ = false;  // a thread is in connect()
+  std::deque<std::shared_ptr<DeferredOperation>> deferred_;
+  std::condition_variable has_connected_;  // or has failed to
   std::mutex replacing_;                   // held while the engine changes, and by abort()
-  std::atomic<bool> is_connected_{false};  // releases the next two
+  std::atomic<bool> is_connected_{false};  // there are the next two
+  std::atomic<bool> is_direct_{false};     // releases them; nothing is deferred any more
   std::shared_ptr<const PyEngine> py_engine_;
   std::shared_ptr<Engine> engine_;
+  std::mutex in_flight_mutex_;  // guards the next one
+  std::deque<InFlight> in_flight_;
+  std::atomic<bool> has_in_flight_{false};
   std::shared_ptr<FuturePool> pool_ = std::make_shared<FuturePool>();
 };
 

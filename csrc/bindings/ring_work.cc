@@ -15,23 +15,16 @@ namespace {
 
 using std::chrono::steady_clock;
 
+constexpr std::chrono::milliseconds kInterrupts{50};
+
 /// What an interrupt throws when the operation's deadline has passed.
 struct DeadlinePassed {};
 
-/// An interrupt that runs Python's signal handlers, in a thread that Python knows, and watches the
-/// deadline.
-Engine::Interrupt interrupt_at(OperationDeadline deadline) {
-  const bool is_pythons = PyGILState_GetThisThreadState() != nullptr;
-  return [deadline, is_pythons] {
-    if (deadline && steady_clock::now() >= *deadline) throw DeadlinePassed{};
-    if (is_pythons) check_signals();
-  };
-}
-
-Error past_deadline(const std::string& operation) {
-  return Error(ErrorKind::kTimeout, operation +
-                                        ": not done within the timeout of this operation: a rank "
-                                        "has not called it, or is slow");
+[[noreturn]] void fail_wait(const std::string& operation) {
+  throw Error(ErrorKind::kTimeout,
+              operation +
+                  ": not done within the timeout of this wait(): a rank has not called it, or is "
+                  "slow. It goes on: wait for it again");
 }
 
 std::vector<c10::Device> devices_of(const Tensors& tensors) {
@@ -43,6 +36,14 @@ std::vector<c10::Device> devices_of(const Tensors& tensors) {
 }
 
 }  // namespace
+
+Engine::Interrupt interrupt_at(OperationDeadline deadline) {
+  const bool is_pythons = PyGILState_GetThisThreadState() != nullptr;
+  return [deadline, is_pythons] {
+    if (deadline && steady_clock::now() >= *deadline) throw DeadlinePassed{};
+    if (is_pythons) check_signals();
+  };
+}
 
 PendingCollective::PendingCollective(std::shared_ptr<Engine> engine, C10dOperation operation,
                                      Engine::Mode mode)
@@ -73,7 +74,7 @@ void PendingCollective::wait(OperationDeadline deadline) const {
     try {
       engine_->wait(*work, interrupt);
     } catch (const DeadlinePassed&) {
-      engine_->end(past_deadline(work->request().fingerprint.describe()));
+      fail_wait(work->request().fingerprint.describe());
     }
   }
   if (late_error_) late_error_->check();
@@ -93,20 +94,78 @@ int PendingOperation::source() const {
 
 void PendingMessage::wait(OperationDeadline deadline) const {
   const CountedCall counted;
+  const bool is_groups = !deadline && timeout_.count() > 0;
+  if (is_groups) deadline = steady_clock::now() + timeout_;
   try {
     request_->wait(interrupt_at(deadline));
   } catch (const DeadlinePassed&) {
-    engine_->end(past_deadline(request_->describe()));
+    if (!is_groups) fail_wait(request_->describe());
+    const MessageSpec& spec = request_->spec();
+    engine_->end(Error(ErrorKind::kTimeout,
+                       request_->describe() + (spec.is_send ? " to " : " from ") +
+                           (spec.peer ? "rank " + std::to_string(*spec.peer) : "any rank") +
+                           " was waited for during " + in_seconds(timeout_) +
+                           " (the timeout of its group): the other rank is late"));
   }
 }
 
+void DeferredOperation::begin() {
+  std::shared_ptr<PendingOperation> begun;
+  try {
+    begun = std::exchange(begin_, nullptr)();
+  } catch (const Error& error) {
+    return fail(error);
+  } catch (const std::exception& error) {
+    return fail(Error(ErrorKind::kInternal, error.what()));
+  }
+  const std::scoped_lock lock(mutex_);
+  begun_ = std::move(begun);
+  changed_.notify_all();
+}
+
+void DeferredOperation::fail(const Error& error) {
+  const std::scoped_lock lock(mutex_);
+  error_ = error;
+  changed_.notify_all();
+}
+
+bool DeferredOperation::done() const {
+  const std::scoped_lock lock(mutex_);
+  return error_ || (begun_ && begun_->done());
+}
+
+void DeferredOperation::wait(OperationDeadline deadline) const {
+  const CountedCall counted;
+  const Engine::Interrupt interrupt = interrupt_at(deadline);
+  std::unique_lock lock(mutex_);
+  while (!changed_.wait_for(lock, kInterrupts, [&] { return begun_ || error_; })) {
+    lock.unlock();
+    try {
+      interrupt();
+    } catch (const DeadlinePassed&) {
+      fail_wait("an operation of a group that is being connected");
+    }
+    lock.lock();
+  }
+  if (error_) throw Error(*error_);
+  const std::shared_ptr<PendingOperation> begun = begun_;
+  lock.unlock();
+  begun->wait(deadline);
+}
+
+int DeferredOperation::source() const {
+  const std::scoped_lock lock(mutex_);
+  return begun_ ? begun_->source() : PendingOperation::source();
+}
+
 RingWork::RingWork(int rank, c10d::OpType type, const char* title, const Tensors& inputs,
-                   std::unique_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
-                   std::uint64_t sequence)
+                   std::shared_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
+                   std::uint64_t sequence, int list_length)
     : c10d::Work(rank, type, title, inputs),
       operation_(std::move(operation)),
       pool_(std::move(pool)),
-      sequence_(sequence) {}
+      sequence_(sequence),
+      list_length_(list_length) {}
 
 bool RingWork::isCompleted() {
   if (!operation_->done()) return false;
@@ -166,8 +225,10 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   refuse_in_child_of(pid_);
   const std::scoped_lock lock(future_mutex_);
   if (future_) return future_;
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                     devices_of(operation_->outputs()));
+  c10::TypePtr type = c10::ListType::create(c10::TensorType::get());
+  if (list_length_ > 0) type = c10::ListType::create(std::move(type));
+  future_ =
+      c10::make_intrusive<c10::ivalue::Future>(std::move(type), devices_of(operation_->outputs()));
   const auto self = c10::intrusive_ptr<RingWork>::reclaim_copy(this);
   pool_->add({[self] { self->await(); }, [self] { self->complete_future(); }});
   return future_;
@@ -181,7 +242,13 @@ void RingWork::complete_future() {
   }
   try {
     operation_->synchronize();  // the callbacks' streams wait for this thread's
-    future_->markCompleted(c10::IValue(operation_->outputs()));
+    const Tensors& outputs = operation_->outputs();
+    if (list_length_ == 0) return future_->markCompleted(c10::IValue(outputs));
+    std::vector<Tensors> lists;
+    for (auto at = outputs.begin(); at != outputs.end(); at += list_length_) {
+      lists.emplace_back(at, at + list_length_);
+    }
+    future_->markCompleted(c10::IValue(lists));
   } catch (...) {
     future_->setErrorIfNeeded(std::current_exception());
   }

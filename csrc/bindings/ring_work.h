@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,6 +17,7 @@
 #include "bindings/c10d_requests.h"
 #include "bindings/future_pool.h"
 #include "bindings/streams.h"
+#include "core/error.h"
 #include "engine/engine.h"
 #include "messages/message_request.h"
 
@@ -23,7 +26,11 @@ namespace torch_ring {
 /// A point in time at which an operation has failed; none: its own timeout counts alone.
 using OperationDeadline = std::optional<std::chrono::steady_clock::time_point>;
 
-/// An operation that has begun: a collective, or a message.
+/// What a thread that waits calls: it runs Python's signal handlers, in a thread that Python knows,
+/// and watches the deadline.
+Engine::Interrupt interrupt_at(OperationDeadline deadline);
+
+/// An operation that has been asked for: a collective, or a message.
 /// Thread: any, without the GIL.
 class PendingOperation {
  public:
@@ -31,9 +38,9 @@ class PendingOperation {
 
   virtual bool done() const = 0;
 
-  /// Blocks until it is done. Python's signal handlers run in a thread of Python's. A deadline that
-  /// passes ends the group on all ranks. Errors: the operation's; an exception of a signal handler,
-  /// after which the operation goes on.
+  /// Blocks until it is done. Python's signal handlers run in a thread of Python's. Errors: the
+  /// operation's; Error(kTimeout) when the deadline has passed, and an exception of a signal
+  /// handler, after which the operation goes on.
   virtual void wait(OperationDeadline deadline) const = 0;
 
   /// Makes this thread's current stream wait for outputs on a device. Precondition: done().
@@ -55,6 +62,7 @@ class PendingCollective final : public PendingOperation {
   void wait(OperationDeadline deadline) const override;
   void synchronize() const override;
   const Tensors& outputs() const override { return outputs_; }
+  const std::vector<std::shared_ptr<Work>>& works() const { return works_; }
 
  private:
   std::shared_ptr<Engine> engine_;
@@ -64,12 +72,16 @@ class PendingCollective final : public PendingOperation {
   std::vector<std::shared_ptr<Work>> works_;
 };
 
-/// A message to or from another rank.
+/// A message to or from another rank. While nobody waits for it, it may take as long as it likes.
 class PendingMessage final : public PendingOperation {
  public:
+  /// `timeout`: of a wait without a deadline, which then ends the group on all ranks; 0: none.
   PendingMessage(std::shared_ptr<Engine> engine, std::shared_ptr<MessageRequest> request,
-                 at::Tensor tensor)
-      : engine_(std::move(engine)), request_(std::move(request)), tensors_{std::move(tensor)} {}
+                 at::Tensor tensor, std::chrono::milliseconds timeout)
+      : engine_(std::move(engine)),
+        request_(std::move(request)),
+        tensors_{std::move(tensor)},
+        timeout_(timeout) {}
 
   bool done() const override { return request_->done(); }
   void wait(OperationDeadline deadline) const override;
@@ -81,16 +93,46 @@ class PendingMessage final : public PendingOperation {
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<MessageRequest> request_;
   Tensors tensors_;
+  std::chrono::milliseconds timeout_;
+};
+
+/// An operation of a group that is being connected. Another thread begins it, or lets it fail.
+class DeferredOperation final : public PendingOperation {
+ public:
+  /// Begins the operation. Errors: those of PendingCollective and of PyEngine::send().
+  using Begin = std::function<std::shared_ptr<PendingOperation>()>;
+
+  /// `outputs`: on the host.
+  DeferredOperation(Tensors outputs, Begin begin)
+      : outputs_(std::move(outputs)), begin_(std::move(begin)) {}
+
+  /// To be called once, unless it fails.
+  void begin();
+  void fail(const Error& error);
+
+  bool done() const override;
+  void wait(OperationDeadline deadline) const override;
+  void synchronize() const override {}
+  const Tensors& outputs() const override { return outputs_; }
+  int source() const override;
+
+ private:
+  const Tensors outputs_;
+  Begin begin_;
+  mutable std::mutex mutex_;  // guards the next two
+  std::shared_ptr<PendingOperation> begun_;
+  std::optional<Error> error_;
+  mutable std::condition_variable changed_;
 };
 
 /// A PendingOperation as torch.distributed sees it. A future is made only if asked for; the pool
-/// completes it.
+/// completes it. Its value is the list of outputs, or with a `list_length` a list of lists of them.
 /// Thread: any, without the GIL.
 class RingWork final : public c10d::Work {
  public:
   RingWork(int rank, c10d::OpType type, const char* title, const Tensors& inputs,
-           std::unique_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
-           std::uint64_t sequence);
+           std::shared_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
+           std::uint64_t sequence, int list_length = 0);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -109,10 +151,11 @@ class RingWork final : public c10d::Work {
   void complete_future();
   void finish_once(std::exception_ptr error);
 
-  const std::unique_ptr<PendingOperation> operation_;
+  const std::shared_ptr<PendingOperation> operation_;
   const std::shared_ptr<FuturePool> pool_;
   const ::pid_t pid_ = ::getpid();  // only this process may wait
   const std::uint64_t sequence_;
+  const int list_length_;
   std::mutex future_mutex_;  // guards the next two
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool finished_ = false;

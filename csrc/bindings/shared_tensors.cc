@@ -25,7 +25,14 @@ at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
     return at::empty(shape, options);
   }
   void* data = memory.get();
-  return at::from_blob(data, shape, [memory = std::move(memory)](void*) {}, options);
+  // A resize takes other memory, as it would of a tensor of torch's own: batched_powerSGD_hook()
+  // resizes DDP's buckets.
+  return at::for_blob(data, shape)
+      .deleter([memory = std::move(memory)](void*) {})
+      .options(options)
+      .allocator(c10::GetAllocator(c10::DeviceType::CPU))
+      .resizeable_storage()
+      .make_tensor();
 }
 
 std::shared_ptr<BlockPool> SharedTensors::gradient_blocks() {

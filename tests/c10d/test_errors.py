@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from slow import slow
 
-from tests.support.groups import default_group, needs_torch_2_14, on_ring
+from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
+from tests.support.worlds import on_both_transports
 
 
 def differing_shapes() -> tuple[str, str]:
@@ -203,19 +204,57 @@ def test_a_failure_that_nobody_waits_for() -> None:
         assert "the ranks disagree" in text
 
 
-def short_wait() -> tuple[str, str]:
-    if dist.get_rank() == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
+def short_wait(how: str) -> tuple[str, str]:
+    """Rank 1 comes when rank 0 has given up a wait; what was waited for goes on, and the group."""
+    ones = torch.ones(2)
+    if dist.get_rank() == 1:
+        group_store().wait(["gave up"])
+        dist.send(ones * 2, 0) if how == "recv" else dist.all_reduce(ones)
+        error = "", ""
+    else:
+        work = dist.irecv(ones, 1) if how == "recv" else dist.all_reduce(ones, async_op=True)
         assert work is not None
-        return error_of(lambda: work.wait(timedelta(seconds=0.5)))
-    return error_of(lambda: (time.sleep(2), dist.all_reduce(torch.ones(1))))
+        error = error_of(lambda: work.wait(timedelta(seconds=0.2)))
+        group_store().set("gave up", "")
+        work.wait()
+        assert ones.tolist() == [2.0, 2.0]
+    dist.all_reduce(ones)
+    dist.barrier()
+    return error
 
 
-def test_a_wait_with_a_timeout() -> None:
-    (kind, text), (other, _) = on_ring(short_wait, 2)
+@on_both_transports
+@pytest.mark.parametrize("how", ["all_reduce", "recv"])
+def test_a_wait_with_a_timeout(how: str, transport: str) -> None:
+    (kind, text), other = on_ring(short_wait, 2, how, transport=transport)
     assert kind == "TimeoutError"
-    assert "not done within the timeout of this operation" in text
-    assert other != "nothing"
+    assert "not done within the timeout of this wait()" in text
+    assert other == ("", "")
+
+
+def receive_that_nobody_waits_for() -> tuple[float, tuple[str, str]]:
+    """It is posted for longer than the timeout of its group; a wait lasts that long."""
+    got = torch.zeros(1)
+    if dist.get_rank() == 1:
+        group_store().wait(["long after"])
+        dist.send(torch.ones(1), 0)
+        dist.all_reduce(got)
+        return got.item(), ("", "")
+    work = dist.irecv(got, 1)
+    time.sleep(2)
+    group_store().set("long after", "")
+    assert work is not None
+    work.wait()
+    dist.all_reduce(got)
+    work = dist.irecv(torch.zeros(1), 1)
+    assert work is not None
+    return got.item(), error_of(work.wait)
+
+
+def test_a_receive_that_nobody_waits_for() -> None:
+    (sum_0, (kind, text)), (sum_1, _) = on_ring(receive_that_nobody_waits_for, 2, timeout_s=1.0)
+    assert sum_0 == sum_1 == 1.0
+    assert kind in ("TimeoutError", "PeerLostError"), text  # rank 1 may have left before
 
 
 def monitored() -> tuple[str, str]:

@@ -9,13 +9,14 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.groups import default_group, group_store, on_ring
+from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import error_of, eventually, run
 from tests.support.shared import NAME
 
@@ -129,6 +130,78 @@ def make_and_destroy() -> None:
 
 def test_groups_that_have_ended_are_freed() -> None:
     on_ring(make_and_destroy, 2)
+
+
+def crossing(pairs: list[list[int]], is_local: bool) -> list[float]:
+    """Each rank begins in a group in which another one is awaited that begins in the next."""
+    if is_local:  # one name a group, also if the ranks make them in other orders: torch 2.13
+        dist.distributed_c10d._hash_ranks_to_str = str  # type: ignore[assignment]
+    rank, groups = dist.get_rank(), {}
+    begun: list[tuple[Any, torch.Tensor, float]] = []
+
+    def make(index: int) -> None:
+        groups[index] = dist.new_group(
+            pairs[index], use_local_synchronization=is_local, sort_ranks=False
+        )
+
+    if not is_local:
+        for index in range(3):
+            make(index)
+    for index in (rank, (rank + 2) % 3):
+        if is_local:
+            make(index)
+        group, other = groups[index], sum(pairs[index]) - rank
+        first, second, got = torch.tensor(1.0), torch.tensor(2.0), torch.zeros(1)
+        begun += [
+            (dist.all_reduce(first, group=group, async_op=True), first, 2.0),
+            (dist.irecv(got, other, group=group), got, float(other)),
+            (dist.isend(torch.tensor([float(rank)]), other, group=group), first, 2.0),
+            (dist.all_reduce(second, group=group, async_op=True), second, 4.0),
+        ]
+    for work, tensor, want in reversed(begun):
+        work.wait()
+        assert tensor.item() == want
+    return [total(groups[index]) for index in sorted((rank, (rank + 2) % 3))]
+
+
+@needs_torch_2_14
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("pairs", "is_local"),
+    [([[1, 0], [2, 1], [2, 0]], False), ([[0, 1], [1, 2], [0, 2]], True)],
+    ids=["worlds of their own", "process sets"],
+)
+def test_first_operations_in_crossing_order(
+    pairs: list[list[int]], is_local: bool, transport: str
+) -> None:
+    sums = on_ring(crossing, 3, pairs, is_local, transport=transport, is_fresh=is_local)
+    assert sums == [[1.0, 2.0], [1.0, 3.0], [3.0, 2.0]]
+
+
+def leave_what_nobody_joins() -> list[tuple[str, str]]:
+    """Rank 1 never uses the group, which has a world of its own."""
+    errors = []
+    for _ in range(2):
+        group = dist.new_group([1, 0], sort_ranks=False)
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            assert work is not None
+            assert not work.is_completed()
+            errors.append(error_of(lambda: work.wait(timedelta(seconds=0.1))))  # noqa: B023
+            dist.destroy_process_group(group)
+            errors.append(error_of(work.wait))
+        else:
+            dist.destroy_process_group(group)
+        dist.barrier()
+    return errors
+
+
+@needs_torch_2_14
+def test_a_group_is_left_while_it_is_connected() -> None:
+    errors, _ = on_ring(leave_what_nobody_joins, 2)
+    assert [kind for kind, _ in errors] == ["TimeoutError", "RingError"] * 2
+    assert "not done within the timeout of this wait()" in errors[0][1]
+    assert "was destroyed or aborted" in errors[1][1]
 
 
 def grid() -> None:

@@ -294,6 +294,24 @@ def objects() -> None:
     assert shared == [0, "first"]
 
 
+def reduce_one_tensor_often(count: int) -> None:
+    """Each operation takes what the one before has left, as on a stream of a device."""
+    size = dist.get_world_size()
+    for tensor in (torch.ones(count), torch.ones(count, 2)[:, 0]):
+        works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+        dist.all_reduce(tensor)
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+        same(tensor, torch.full((count,), float(size**5)))
+
+
+@on_both_transports
+@pytest.mark.parametrize("count", [1, 300_000])
+def test_operations_on_one_tensor(count: int, transport: str) -> None:
+    on_ring(reduce_one_tensor_often, 3, count, transport=transport)
+
+
 def test_objects() -> None:
     on_ring(objects, 3)
 

@@ -58,6 +58,11 @@ def halves(stack: Tensor) -> Tensor:
     return torch.div(stack, 2, rounding_mode="trunc").sum(0)
 
 
+def doublings(stack: Tensor) -> Tensor:
+    """Return the sum in which the values of each rank count twice as much as those before."""
+    return torch.stack([values * 2**rank for rank, values in enumerate(stack)]).sum(0)
+
+
 def bitwise(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def combined(stack: Tensor) -> Tensor:
         result, *others = stack
@@ -74,10 +79,11 @@ def premul(factor: float | Tensor) -> Any:
 
 # What an operator does to the stack of all ranks' values, and the dtypes that have it.
 OPERATORS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor], list[torch.dtype]]] = {
-    "SUM": (lambda: Op.SUM, lambda stack: stack.sum(0), SUMS),
+    "SUM": (lambda: Op.SUM, lambda stack: stack.sum(0), [*SUMS, torch.bool]),
     "AVG": (lambda: Op.AVG, mean, SUMS),
     "PREMUL_SUM": (lambda: premul(0.5), halves, SUMS),
     "PREMUL_SUM of a tensor": (lambda: premul(torch.tensor(0.5)), halves, SUMS),
+    "PREMUL_SUM of a factor a rank": (lambda: premul(2.0 ** dist.get_rank()), doublings, SUMS),
     "PRODUCT": (lambda: Op.PRODUCT, lambda stack: stack.prod(0), ORDERED),
     "MIN": (lambda: Op.MIN, lambda stack: stack.amin(0), ORDERED),
     "MAX": (lambda: Op.MAX, lambda stack: stack.amax(0), ORDERED),

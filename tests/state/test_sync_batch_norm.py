@@ -6,6 +6,7 @@ import pytest
 import torch
 from pool import run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from worlds import on_most_worlds
 
 import torch_ring as hvd
@@ -127,6 +128,43 @@ def check_dtypes_and_errors() -> None:
 
 def test_dtypes_and_errors():
     run(check_dtypes_and_errors, 2)
+
+
+def checkpointed(use_reentrant: bool) -> None:
+    """The batch is seen once by the running statistics, as without checkpoints."""
+    torch.manual_seed(hvd.rank())
+    x = torch.randn(4, 3, requires_grad=True)
+    layers = [hvd.SyncBatchNorm(3) for _ in range(2)]
+    gradients = []
+    for layer, how in zip(layers, ("plain", "checkpoint"), strict=True):
+        for _ in range(2):
+            x.grad = None
+            output = (
+                layer(x) if how == "plain" else checkpoint(layer, x, use_reentrant=use_reentrant)
+            )
+            output.pow(3).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+    for got, want in zip(layers[1].buffers(), layers[0].buffers(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_checkpoints_track_a_batch_once(size, use_reentrant):
+    run(checkpointed, size, args=(use_reentrant,))
+
+
+def evaluate_alone() -> list[float]:
+    layer = hvd.SyncBatchNorm(2, track_running_stats=False).eval()
+    if hvd.rank() == 1:  # the others have no batch
+        x = torch.randn(5, 2)
+        torch.testing.assert_close(layer(x), nn.BatchNorm1d(2, track_running_stats=False)(x))
+    return hvd.allgather(torch.tensor([float(hvd.rank())])).tolist()
+
+
+def test_evaluation_is_no_collective():
+    assert run(evaluate_alone, 2) == [[0.0, 1.0]] * 2
 
 
 def convert_models() -> None:

@@ -36,6 +36,7 @@ from torch_ring.c10d.reconfiguration import MeetingPoint, in_order
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
+from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.given_store import host_of
 from torch_ring.tracing.always_on import trace_process
 from torch_ring.world import current
@@ -148,6 +149,7 @@ class Group:
         self._record: ProcessSetRecord | None = None  # in that world, if it is not all of it
         self._is_connected = False
         self._connecting = threading.Lock()
+        self._deadline: Deadline | None = None  # of the world of its own that is being made
         self._has_left = False
         _prepare_exit(self._config)
         current.disable_in_child(self)
@@ -183,6 +185,9 @@ class Group:
                     self._is_connected = True
                 assert self._shared is not None
                 record = self._record or self._shared.world.process_sets.everyone
+        except RingError:
+            self._check_member()  # to leave is what has ended it
+            raise
         finally:
             self._release_if_left()
         self._check_member()
@@ -373,7 +378,12 @@ class Group:
 
     def _make_world(self) -> _SharedWorld:
         given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
-        world = join_world(None, None, given, self._store, self._config, of_init=False)
+        config = self._config
+        self._deadline = Deadline(config.init_timeout_s, config.init_timeout_name)
+        self._check_member()  # who leaves from now on ends the deadline
+        world = join_world(
+            None, None, given, self._store, config, of_init=False, deadline=self._deadline
+        )
         shared = _SharedWorld(world, self._global_ranks, users=1)
         if self._is_default:
             with _changing:
@@ -388,6 +398,8 @@ class Group:
                 return
             self._has_left = True
             _groups.discard(self)
+        if self._deadline is not None:
+            self._deadline.end()
         # A thread that connects the group sees that, and releases it.
         if self._connecting.acquire(blocking=False):
             try:

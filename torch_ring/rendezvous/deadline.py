@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -27,6 +28,10 @@ class Deadline:
     def passed(self) -> bool:
         """Return whether it is too late."""
         return self.left_s() == 0.0
+
+    def end(self) -> None:
+        """Let it be too late now. Thread: any."""
+        self._at = -math.inf
 
     def __str__(self) -> str:
         return f"within {self.timeout_s:g} s ({self._name})"

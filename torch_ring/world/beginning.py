@@ -103,7 +103,7 @@ def begin(config: Config, join: Join) -> None:
             try:
                 # On rank 0 it serves the others: it must live until all have joined.
                 store = _store(answer["store"], rank, size, listener)
-                join(_UNPLACED | {"rank": rank, "size": size}, store, timeout_s=timeout_s)
+                join(_UNPLACED | {"rank": rank, "size": size}, store, deadline=Deadline(timeout_s))
             except RingError as error:
                 if isinstance(error, MismatchError):
                     raise

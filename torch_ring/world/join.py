@@ -129,7 +129,7 @@ def join_world(
     config: Config,
     *,
     of_init: bool = True,
-    timeout_s: float | None = None,
+    deadline: Deadline | None = None,
     also: Callable[[World], None] | None = None,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
@@ -141,7 +141,7 @@ def join_world(
         store: as for init().
         config: the settings.
         of_init: whether init() makes it, so that what on_join() says begins with it.
-        timeout_s: how long that may take; None: as long as the settings say.
+        deadline: when to give up; None: as the settings say.
         also: called with the world when all ranks have joined; what it raises ends the world.
     """
     global _has_joined
@@ -161,8 +161,7 @@ def join_world(
     begin = _begin if of_init else []
     if identity.size > 1:
         common = {"process_sets": sets}
-        seconds = config.init_timeout_s if timeout_s is None else timeout_s
-        deadline = Deadline(seconds, config.init_timeout_name)
+        deadline = deadline or Deadline(config.init_timeout_s, config.init_timeout_name)
         world = _connect(identity, config, deadline, comm, store, common, begin)
     else:
         world = _alone(config, begin)
