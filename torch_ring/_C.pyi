@@ -140,6 +140,7 @@ class ControlPlane:
         heartbeat_timeout_s: silence after which a rank is lost.
         launcher: a pidfd of the process that has started this one, taken over; -1 for none.
         launcher_died: the line for stderr when that has ended; then this process ends, too.
+        claim: the listening socket of this rank's claim, taken over; -1 for none.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class ControlPlane:
         heartbeat_timeout_s: float,
         launcher: int,
         launcher_died: str,
+        claim: int,
     ) -> None: ...
     def missing(self) -> list[int]:
         """Return the ranks with which a connection is still being made.

@@ -24,11 +24,12 @@ std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            const std::vector<Address>& addresses,
                                            const py::bytes& key, int unix_listener,
                                            int tcp_listener, double heartbeat_timeout_s,
-                                           int launcher, std::string launcher_died) {
+                                           int launcher, std::string launcher_died, int claim) {
   ControlPlane::Options options;
   options.unix_listener = Fd(unix_listener);  // first: owned, so closed on errors
   options.tcp_listener = Fd(tcp_listener);
   options.launcher = Fd(launcher);
+  options.claim = Fd(claim);
   options.launcher_died = std::move(launcher_died);
   options.rank = rank;
   options.host_of = std::move(host_of);
@@ -138,7 +139,8 @@ void bind_control_plane(py::module_& module) {
   py::class_<PyControlPlane, std::shared_ptr<PyControlPlane>>(module, "ControlPlane")
       .def(py::init(&make_plane), py::arg("rank"), py::arg("host_of"), py::arg("labels"),
            py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listener"),
-           py::arg("heartbeat_timeout_s"), py::arg("launcher"), py::arg("launcher_died"))
+           py::arg("heartbeat_timeout_s"), py::arg("launcher"), py::arg("launcher_died"),
+           py::arg("claim"))
       .def("missing", &PyControlPlane::missing)
       .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))

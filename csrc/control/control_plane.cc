@@ -127,6 +127,10 @@ std::string ControlPlane::looks_at(int rank, std::chrono::nanoseconds wait) cons
   return loop_->looks_at(rank, wait);
 }
 
+std::uint64_t ControlPlane::probe(int rank) { return loop_->probe(rank); }
+
+bool ControlPlane::has_answered(std::uint64_t probe) const { return loop_->has_answered(probe); }
+
 void ControlPlane::answer(int rank, std::uint64_t number, std::string text) {
   loop_->answer(rank, number, std::move(text));
 }

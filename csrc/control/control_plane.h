@@ -104,6 +104,10 @@ class ControlPlane {
   std::string looks_at(int rank, std::chrono::nanoseconds wait) const;
   /// Answers a rank's question; of a longer text the first Message::kTextBytes. Blocking: no.
   void answer(int rank, std::uint64_t number, std::string text);
+  /// Asks a rank of the world for a sign of life. When it has answered, the observers know all that
+  /// it told or passed on before. Returns the question's number, which is not 0. Blocking: no.
+  std::uint64_t probe(int rank);
+  bool has_answered(std::uint64_t probe) const;
   /// `reader` gets the questions and answers for this rank, one at a time, until stop(). An answer
   /// may never come: the rank is lost, or has no reader, or news on its way was lost with others.
   void read_letters(Letters::Reader reader);

@@ -13,6 +13,8 @@ namespace torch_ring {
 
 /// A question: what keeps the rank? Without a text: what does it do?
 inline constexpr const char* kLook = "look";
+/// A question that the plane answers itself: does the rank live?
+inline constexpr const char* kProbe = "probe";
 
 struct Letter {
   bool is_question = false;

@@ -20,6 +20,7 @@ ControlLoop::ControlLoop(ControlOptions options)
                                                {},
                                                options.heartbeat_timeout,
                                                {},
+                                               {},
                                                {}})),
       rank_(options_.rank),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -29,6 +30,7 @@ ControlLoop::ControlLoop(ControlOptions options)
       entrance_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
                 std::move(options.tcp_listener)),
       launcher_(std::move(options.launcher), std::move(options.launcher_died)),
+      claim_(std::move(options.claim)),
       bids_(options_),
       data_(options_),
       next_heartbeat_(Clock::now()) {
@@ -63,6 +65,7 @@ void ControlLoop::stop(Farewell farewell, std::chrono::milliseconds patience) {
   bids_.close();
   data_.close_all();
   entrance_.close();
+  claim_.close();
 }
 
 void ControlLoop::close(std::uint64_t set) {
@@ -127,6 +130,15 @@ std::string ControlLoop::looks_at(int rank, std::chrono::nanoseconds wait) const
   return looks_.describe(rank, wait);
 }
 
+std::uint64_t ControlLoop::probe(int rank) {
+  std::uint64_t number = 0;
+  tell([&] {
+    probes_.insert(number = ++asked_);
+    return Message::asks(rank_, rank, number, kProbe);
+  });
+  return number;
+}
+
 void ControlLoop::answer(int rank, std::uint64_t number, std::string text) {
   tell([&] { return Message::answers(rank_, rank, number, std::move(text)); });
 }
@@ -162,6 +174,7 @@ std::vector<int> ControlLoop::descriptors() const {
   const std::scoped_lock lock(mutex_);
   std::vector<int> fds{wake_.get()};
   fds.push_back(launcher_.fd());
+  fds.push_back(claim_.fd());
   entrance_.append_descriptors(fds);
   for (const ControlLink& link : links_) fds.push_back(link.fd());
   bids_.append_descriptors(fds);

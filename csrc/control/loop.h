@@ -23,6 +23,7 @@
 #include "control/news.h"
 #include "control/options.h"
 #include "control/parting.h"
+#include "control/rank_claim.h"
 #include "control/subscriptions.h"
 
 namespace torch_ring {
@@ -53,6 +54,11 @@ class ControlLoop {
   std::uint64_t look(int rank);
   void end_look(std::uint64_t number);
   std::string looks_at(int rank, std::chrono::nanoseconds wait) const;
+  std::uint64_t probe(int rank);
+  bool has_answered(std::uint64_t probe) const {
+    const std::scoped_lock lock(mutex_);
+    return !probes_.contains(probe);
+  }
   void answer(int rank, std::uint64_t number, std::string text);
   Letters& letters() { return letters_; }
   bool somebody_waits(std::uint64_t set) const;
@@ -81,6 +87,7 @@ class ControlLoop {
   Clock::time_point prepare(PollSet& polls);
   void turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now);
 
+  void leave_mixed(pid_t pid, Clock::time_point now);
   void receive(const PollSet& polls, Clock::time_point now);
   void admit(const PollSet& polls, Clock::time_point now);
   void connect(const PollSet& polls, Clock::time_point now);
@@ -114,6 +121,7 @@ class ControlLoop {
   bool moved_ = true;  // neighbourhood_ has changed
   Entrance entrance_;
   LauncherWatch launcher_;
+  RankClaim claim_;
   std::list<ControlLink> links_;
   Bids bids_;
   DataConnections data_;
@@ -124,6 +132,8 @@ class ControlLoop {
   std::uint64_t waits_told_ = 0;   // by this rank
   std::uint64_t asked_ = 0;        // questions, likewise
   Looks looks_;
+  std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn
+  std::vector<std::uint64_t> found_;   // probes answered in this turn
   std::vector<Message> untold_;        // for the observers
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told

@@ -32,6 +32,7 @@ void ControlLoop::run() {
     const auto untold = std::exchange(untold_, {});
     const auto presumed = std::exchange(presumed_, {});
     const auto connected = std::exchange(connected_, {});
+    const auto found = std::exchange(found_, {});
     const auto farewell = farewell_;
     std::list<ControlLink> parting;
     if (farewell == Farewell::kGoodbye) parting = say_goodbye();
@@ -40,6 +41,11 @@ void ControlLoop::run() {
     for (const Message& news : untold) subscriptions_.tell(news);
     for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
+    if (!found.empty()) {  // what the ranks told before has been told on now
+      lock.lock();
+      for (const std::uint64_t probe : found) probes_.erase(probe);
+      lock.unlock();
+    }
     if (!farewell) continue;
     part(parting, patience_);
     return;
@@ -50,6 +56,7 @@ void ControlLoop::run() {
 Clock::time_point ControlLoop::prepare(PollSet& polls) {
   polls.add(wake_.get(), POLLIN);
   launcher_.add_to(polls);
+  claim_.add_to(polls);
   entrance_.add_to(polls, Clock::now());
   bids_.add_to(polls);
   data_.add_to(polls);
@@ -70,6 +77,7 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
   eventfd_t rings = 0;
   ::eventfd_read(wake_.get(), &rings);
   launcher_.look(polls, now);
+  if (const auto pid = claim_.look(polls)) leave_mixed(*pid, now);
   receive(polls, now);
   admit(polls, now);
   connect(polls, now);
@@ -77,6 +85,17 @@ void ControlLoop::turn(const PollSet& polls, Clock::time_point slept, Clock::tim
   send_own_news(now);
   seek_neighbours(now);
   send(now);
+}
+
+/// This world may have ranks of two jobs, since process `pid` has come as the same rank: it ends.
+void ControlLoop::leave_mixed(pid_t pid, Clock::time_point now) {
+  const std::string why =
+      "may be in the wrong job: process " + std::to_string(pid) +
+      " has come as the same rank. Two jobs of one name that start together cannot be told apart: "
+      "give each its own MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host";
+  if (in_setup()) give_setup_up(Error(ErrorKind::kPeerLost, label(rank_) + ' ' + why));
+  learn(Message::departed(rank_, "it " + why), nullptr, now);
+  untold_.push_back(Message::lost(rank_, rank_, why));  // for this rank's own sets
 }
 
 void ControlLoop::receive(const PollSet& polls, Clock::time_point now) {
@@ -233,6 +252,10 @@ void ControlLoop::learn(const Message& message, const ControlLink* from, Clock::
   if (asks || message.kind == Message::Kind::kAnswers) {
     if (message.recipient() != rank_) {
       // It is on its way to another rank.
+    } else if (asks && message.text == kProbe) {
+      own_news_.push_back(Message::answers(rank_, message.rank, message.set, {}));
+    } else if (!asks && probes_.contains(message.set)) {
+      found_.push_back(message.set);
     } else if (asks || !looks_.learn(message.set, message.rank, message.text, now)) {
       letters_.put({asks, message.rank, message.set, message.text});
     }

@@ -22,6 +22,7 @@ struct ControlOptions {
   std::chrono::milliseconds heartbeat_timeout{60'000};
   Fd launcher;                // a pidfd of the process that has started this one; none: not watched
   std::string launcher_died;  // the line for stderr, before this process ends, too
+  Fd claim;                   // a listener at this rank's claim; none: it has none
 
   int size() const { return static_cast<int>(host_of.size()); }
 };

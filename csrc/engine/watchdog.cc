@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/at.h"
+#include "core/connection_lost.h"
 #include "engine/request.h"
 
 namespace torch_ring {
@@ -15,7 +16,8 @@ namespace {
 // is to be that of the wait for all of them. Nothing depends on it but the text.
 constexpr std::chrono::milliseconds kDepartureGrace{250};
 
-// The cause of a lost connection is heard within this time also over a network that loses packets.
+// The cause of a lost connection is heard within this time also over a network that loses packets,
+// from a rank that does not answer any more.
 constexpr std::chrono::seconds kCauseGrace{5};
 
 // The patience with the last posts of a rank of which nobody remained to tell how many they were.
@@ -62,9 +64,14 @@ void Watchdog::begin_data(std::uint64_t round) {
 Watchdog::Cause Watchdog::root_cause(const Error& error, std::uint64_t round) const {
   if (error.kind() != ErrorKind::kPeerLost) return {error, false};
   const auto deadline = Clock::now() + kCauseGrace;
+  const auto* const lost = dynamic_cast<const ConnectionLost*>(&error);
+  const auto probe = lost && plane_ ? plane_->probe(at(members_, lost->rank())) : 0;
   while (true) {
+    // Before the look for a cause: one that the rank told before it answered is found then.
+    const bool has_answered = probe != 0 && plane_->has_answered(probe);
     if (auto cause = departure_before(round, kDepartureGrace)) return {std::move(*cause), true};
     if (abort_.raised() || Clock::now() >= deadline) return {error, false};
+    if (has_answered && !departure_before(round, {})) return {error, false};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }

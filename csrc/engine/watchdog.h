@@ -61,8 +61,9 @@ class Watchdog final : private ControlObserver {
   };
 
   /// The cause of a failure in `round`. A rank that fails closes its connections, so its peers lose
-  /// it while its cause, or its goodbye, is still on its way to this rank.
-  /// Blocking: until one of them is here, at most 5 s.
+  /// it while its cause, or its goodbye, is still on its way to this rank. One that answers on its
+  /// control connection has none to tell: the network has cut the connection.
+  /// Blocking: until one of these is here, at most 5 s.
   Cause root_cause(const Error& error, std::uint64_t round) const;
 
  private:

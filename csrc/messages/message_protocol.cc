@@ -12,7 +12,7 @@ namespace {
 using Kind = MessageFrame::Kind;
 
 // A peer that leaves or dies closes its connections; the news of it, which says why, is here within
-// this time also over a network that loses packets.
+// this time also over a network that loses packets, if the peer does not answer any more.
 constexpr std::chrono::seconds kCauseGrace{5};
 
 // Deadlines of requests that have ended are dropped when there are more than these, or than twice
@@ -200,6 +200,7 @@ bool MessageProtocol::advance(int peer, Side& side, Clock::time_point now) {
     if (error.kind() != ErrorKind::kPeerLost) throw;
     side.error = error;
     side.since = now;
+    if (world_.probe) side.lives = world_.probe(peer);
   }
   for (const Request& sent : side.stream->take_sent()) sent->finish();
   if (now - side.stream->still_since() > world_.transfer_timeout) {
@@ -215,7 +216,7 @@ bool MessageProtocol::advance(int peer, Side& side, Clock::time_point now) {
 void MessageProtocol::settle(int peer, Clock::time_point now) {
   Peer& it = at(peers_, peer);
   const auto is_over = [&](const Side& side) {
-    return side.error && (it.departure || now - side.since >= kCauseGrace);
+    return side.error && (it.departure || side.is_alone || now - side.since >= kCauseGrace);
   };
   const auto cause = [&](const Side& side) {
     const std::string& who = at(world_.labels, peer);
@@ -230,6 +231,12 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
     if (it.sends.stream) {
       for (const Request& send : it.sends.stream->take_unsent()) fail(send, cause(it.sends));
     }
+  }
+  for (Side* side : {&it.sends, &it.receives}) {
+    if (!side->lives || !side->lives()) continue;
+    // From the next time on: by then a departure that was told before the answer is known here.
+    side->is_alone = true;
+    side->lives = nullptr;
   }
   // What it has sent before is still on its way, if it has connected.
   const bool is_silent = it.receives.stream && !it.receives.stream->is_open(false);
@@ -282,7 +289,10 @@ Clock::time_point MessageProtocol::due() const {
   auto due = due_.empty() ? Clock::time_point::max() : due_.begin()->first;
   for (const Peer& peer : peers_) {
     for (const Side* side : {&peer.sends, &peer.receives}) {
-      if (side->error && !side->failed) due = std::min(due, side->since + kCauseGrace);
+      if (side->error && !side->failed) {
+        due =
+            std::min(due, side->lives || side->is_alone ? Clock::now() : side->since + kCauseGrace);
+      }
       if (!side->stream || side->error) continue;
       const auto still = side->stream->still_since();
       if (still != Clock::time_point::max()) due = std::min(due, still + world_.transfer_timeout);

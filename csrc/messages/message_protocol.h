@@ -31,6 +31,9 @@ struct MessagesWorld {
   std::function<void(const std::string&)> log;      // takes a warning
   std::string timeout_name = "TORCH_RING_TIMEOUT";  // what errors call it
   std::shared_ptr<MessageRecorder> recorder;        // null: nobody asks
+  /// Asks a rank of the set for a sign of life; what it returns tells whether there was one. All
+  /// that the rank told before is known then. Null: nobody can ask.
+  std::function<std::function<bool()>(int)> probe;
 };
 
 /// A rank has up to two connections with each other one: on one it sends messages, on the other it
@@ -76,9 +79,11 @@ class MessageProtocol {
   /// One of the two connections with a rank.
   struct Side {
     std::optional<MessageStream> stream;
-    std::optional<Error> error;  // why it is no more
-    Clock::time_point since{};   // then
-    bool failed = false;         // nothing more comes on it
+    std::optional<Error> error;   // why it is no more
+    Clock::time_point since{};    // then
+    std::function<bool()> lives;  // asked then; null: it has answered, or nobody has asked
+    bool is_alone = false;        // it has answered: there is no other cause
+    bool failed = false;          // nothing more comes on it
   };
   struct Peer {
     Side sends;

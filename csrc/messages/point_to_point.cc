@@ -102,6 +102,11 @@ void PointToPoint::close() {
 }
 
 void PointToPoint::run() {
+  MessagesWorld world = world_;
+  world.probe = [this](int peer) {
+    return
+        [this, number = plane_.probe(at(members_, peer))] { return plane_.has_answered(number); };
+  };
   const auto sockets = [this](bool sends) {
     return std::make_unique<MessageSockets>(plane_, set_, members_, world_.rank, world_.width,
                                             sends);
@@ -110,7 +115,7 @@ void PointToPoint::run() {
   Inbox news;
   while (true) {
     try {
-      if (!protocol) protocol.emplace(world_, sockets(true), sockets(false));
+      if (!protocol) protocol.emplace(world, sockets(true), sockets(false));
       news = take_inbox();
       for (const Request& request : news.posted) protocol->post(request);
       if (news.cause) return protocol->fail_all(*news.cause);

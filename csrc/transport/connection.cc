@@ -12,6 +12,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "core/connection_lost.h"
 #include "core/error.h"
 #include "core/failpoint.h"
 
@@ -37,9 +38,9 @@ bool is_tcp(int fd) {
 
 bool try_later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-[[noreturn]] void throw_failed(const std::string& peer, int error) {
-  throw Error(ErrorKind::kPeerLost,
-              "connection to " + peer + " failed: " + std::generic_category().message(error));
+[[noreturn]] void throw_failed(int rank, const std::string& peer, int error) {
+  throw ConnectionLost(
+      rank, "connection to " + peer + " failed: " + std::generic_category().message(error));
 }
 
 /// "1.2 of 4.5 MiB"
@@ -78,6 +79,8 @@ struct Transfer {
       }
       done += moved;
       return moved > 0;
+    } catch (const ConnectionLost& lost) {
+      throw ConnectionLost(lost.rank(), lost.what() + (" after " + described()));
     } catch (const Error& error) {
       throw Error(error.kind(), error.what() + (" after " + described()));
     }
@@ -159,7 +162,7 @@ std::size_t Connection::send(std::span<const std::byte> bytes) {
   return move(bytes, outgoing_, [&](int fd, std::span<const std::byte> part) -> std::size_t {
     const auto sent = ::send(fd, part.data(), part.size(), MSG_NOSIGNAL);
     if (sent >= 0) return static_cast<std::size_t>(sent);
-    if (!try_later(errno)) throw_failed(peer_, errno);
+    if (!try_later(errno)) throw_failed(rank_, peer_, errno);
     return 0;
   });
 }
@@ -169,8 +172,8 @@ std::size_t Connection::receive(std::span<std::byte> bytes) {
   const auto receive_part = [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
-    if (received == 0) throw Error(ErrorKind::kPeerLost, "connection to " + peer_ + " closed");
-    if (!try_later(errno)) throw_failed(peer_, errno);
+    if (received == 0) throw ConnectionLost(rank_, "connection to " + peer_ + " closed");
+    if (!try_later(errno)) throw_failed(rank_, peer_, errno);
     return 0;
   };
   const std::size_t received = move(bytes, incoming_, receive_part);

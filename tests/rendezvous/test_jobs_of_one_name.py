@@ -175,12 +175,61 @@ def test_two_terminals_with_one_rank_are_told_at_once(tmp_path):
         assert text.startswith("two processes are rank 0 of 2, or another job has the same")
 
 
+# --- one start: two jobs of one parent
+
+
+def mix_the_jobs_of_a_parent(folder: Path, door: str) -> list[list[Any]]:
+    with scripts(folder, door, ["A0", "B0", "A1", "B1"]) as stage:
+        stage.note("go-A0")
+        stage.note("go-B1")
+        mixed = [stage.hear("said-A0"), stage.hear("said-B1")]
+        stage.note("go-B0")
+        stage.note("go-A1")
+        refused = [stage.hear("said-B0"), stage.hear("said-A1")]
+        return [mixed, refused, [stage.hear("lives-A0"), stage.hear("lives-B1")]]
+
+
+@on_both_doors
+@on_both_transports
+def test_two_jobs_that_cannot_be_told_apart_fail_all(tmp_path, transport, door):
+    mixed, refused, lives = direct(mix_the_jobs_of_a_parent, tmp_path, door, transport=transport)
+    assert mixed == ["AB", "AB"]  # nobody can know, yet
+    for rank, text in enumerate(refused):
+        assert text.startswith(f"two processes are rank {rank} of 2: process "), text
+        assert "give each its own MASTER_PORT" in text
+    for text in lives:
+        assert "has come as the same rank. Two jobs of one name" in text
+
+
+def begin_another_job_later(folder: Path, door: str) -> list[Any]:
+    with scripts(folder, door) as stage:
+        jobs = ["A0", "A1"], ["C0", "C1"]
+        pids = []
+        for job in jobs:  # of one parent, this process
+            for name in job:
+                pids.append(fork(lambda name=name: stage.start(name)))
+                stage.note(f"go-{name}")
+            said = [stage.hear(f"said-{name}") for name in job]
+            assert said == [2 * job[0][0]] * 2, said
+        stage.note("over")
+        lives = [stage.hear(f"lives-{name}") for job in jobs for name in job]
+        for pid in pids:
+            os.waitpid(pid, 0)
+        return lives
+
+
+@on_both_doors
+@on_both_transports
+def test_a_job_that_is_started_later_is_another_one(tmp_path, transport, door):
+    lives = direct(begin_another_job_later, tmp_path, door, transport=transport)
+    assert lives == ["to the end"] * 4
+
+
 # --- by chance
 
 
-def start_at_random(folder: Path, seed: int) -> list[Any]:
-    jobs = [["A0", "A1"], ["B0", "B1"]]
-    with scripts(folder, BY_VARIABLES, *jobs) as stage:
+def start_at_random(folder: Path, door: str, jobs: list[list[str]], seed: int) -> list[Any]:
+    with scripts(folder, door, *jobs) as stage:
         chance = random.Random(seed)
         names = [name for job in jobs for name in job]
         chance.shuffle(names)
@@ -194,7 +243,55 @@ def start_at_random(folder: Path, seed: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_two_scripts_that_start_at_random_have_a_job_each(tmp_path, seed):
-    said, lives = direct(start_at_random, tmp_path, seed)
-    assert all(text == 2 * name[0] for name, text in said.items())
-    assert set(lives.values()) == {"to the end"}
+@pytest.mark.parametrize(
+    ("door", "jobs"),
+    [
+        (BY_VARIABLES, [["A0", "A1"], ["B0", "B1"]]),
+        (BY_VARIABLES, [["A0", "A1", "B0", "B1"]]),
+        (BY_ARGUMENTS, [["A0", "A1", "B0", "B1"]]),
+    ],
+    ids=["two scripts", "one script", "one parent"],
+)
+def test_no_world_of_two_jobs_lives(tmp_path, door, jobs, seed):
+    # Of jobs that cannot be told apart, a rank may wait in vain.
+    init_s = PATIENCE_S if len(jobs) == 2 else 6.0
+    said, lives = direct(start_at_random, tmp_path, door, jobs, seed, init_s=init_s)
+    for name, text in said.items():
+        if len(jobs) == 2:
+            assert text == 2 * name[0]
+        elif len(text) == 2 and len(set(text)) == 2:
+            assert "has come as the same rank" in str(lives[name]), (said, lives)
+
+
+# --- a child of a rank
+
+
+def init_in_a_child(folder: Path) -> list[Any]:
+    stage = Stage(folder, "", 0)
+
+    def child() -> None:
+        stage.hear("go-child")
+        try:
+            hvd.init()
+        except hvd.RingError as error:
+            stage.note("said-child", str(error))
+
+    pid = fork(child) if os.environ["RANK"] == "1" else 0
+    hvd.init()
+    stage.note("go-child")
+    text = stage.hear("said-child")
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    if pid:
+        os.waitpid(pid, 0)
+    hvd.shutdown()
+    return [text, total, pid and os.getpid()]
+
+
+@on_both_transports
+def test_a_child_of_a_rank_is_told_that_it_has_inherited_its_variables(tmp_path, transport):
+    (text, total, _), (_, _, holder) = run(
+        init_in_a_child, 2, args=[tmp_path], transport=transport, initialized=False
+    )
+    assert text.startswith(f"rank 1 of 2 is process {holder}, which has started this one")
+    assert "RANK, WORLD_SIZE and MASTER_PORT" in text
+    assert total == 2.0

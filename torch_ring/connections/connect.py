@@ -36,6 +36,7 @@ from torch_ring.connections.connections import Connections, abandon_in_child
 from torch_ring.connections.inquiries import Inquiries
 from torch_ring.connections.peer_info import PeerInfo, parse_table
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
+from torch_ring.rendezvous.claim import Claim
 from torch_ring.rendezvous.deadline import pauses
 from torch_ring.rendezvous.exchange import lacking
 from torch_ring.rendezvous.inherited import close_in_child
@@ -57,6 +58,7 @@ def connect(
     towards: str | None,
     meeting: Meeting,
     common: Mapping[str, Any],
+    claim: Claim | None = None,
 ) -> Connections:
     """Connect this process to the other ranks.
 
@@ -66,6 +68,8 @@ def connect(
         towards: a host to which the route leads to the other ranks, if known.
         meeting: where the ranks meet; reports their failures, and has the deadline.
         common: values besides the settings that must be the same on all ranks, by name.
+        claim: this rank's, for as long as the world lives; None: its name tells the job from all
+            others.
 
     Returns:
         The connections: the control plane's are made.
@@ -100,6 +104,8 @@ def connect(
             unless_connected.callback(connections.close)
             if fd >= 0:
                 connections.memory = HostMemory(os.dup(fd), here, rank)
+            # From here on all ranks are here, so that nobody who comes later is one of them.
+            held = cleanup.enter_context(claim.take(meeting.deadline)) if claim else None
             watched = watched_launcher(identity) if config.exit_with_launcher else (-1, "")
             connections.plane = ControlPlane(
                 rank,
@@ -111,6 +117,7 @@ def connect(
                 tcp.detach() if len(here) < size else -1,
                 config.heartbeat_timeout_s,
                 *watched,
+                held.detach() if held else -1,
             )
             _wait_for_neighbours(connections, connections.plane, meeting)
             connections.inquiries = Inquiries(connections.plane, connections.labels)

@@ -20,6 +20,7 @@ from torch_ring.connections.connections import Connections
 from torch_ring.connections.inquiries import Inquiries
 from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.rendezvous.claim import Claim
 from torch_ring.rendezvous.control_groups import usable_cpus
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together, lacking
@@ -247,14 +248,17 @@ def _connect(
     world = None
     try:
         place, name = _where_to_meet(identity, config, deadline, comm, store)
-        start = start_of(identity) if store is None else Start()
+        start, claim = start_of(identity) if store is None else Start(), None
+        if store is None and name is not None:
+            claim = Claim(name, start.name, rank, size, is_new=not _has_joined)
+            claim.require_free(deadline)
         # A store of the user's may be for ranks to which their launchers give different names.
         key = JobKey(_secret(config, place), "" if store is not None else identity.job)
         with (
             contextlib.closing(Meeting(identity, deadline, place, name, key, start)) as meeting,
             failing_together(meeting),
         ):
-            connections = connect(identity, config, _towards(place), meeting, common)
+            connections = connect(identity, config, _towards(place), meeting, common, claim)
             world = _start(connections, config, deadline, begin)
             meeting.leave_store()
             # Then torch.distributed may have its port. Some ranks may know of no store.

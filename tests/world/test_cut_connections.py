@@ -1,0 +1,101 @@
+"""Connections that the network cuts between ranks that live on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from groups import on_ring
+from pool import error_of, eventually, run
+
+import torch_ring as hvd
+
+PATIENCE_S = 4.0  # of the other end, which leaves then: a later error than that of the connection
+
+
+def tcp_sockets() -> set[int]:
+    """Return this process's descriptors of connected TCP sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
+                copy.getpeername()
+                found.add(int(name))
+    return found
+
+
+def reset(fd: int) -> None:
+    """Let the other end's next call say that the connection was reset."""
+    nowhere = bytes(16)  # a sockaddr of AF_UNSPEC disconnects
+    assert ctypes.CDLL(None).connect(fd, nowhere, len(nowhere)) == 0
+
+
+def lose_a_data_connection(folder: Path) -> tuple[str, str]:
+    hvd.init()
+    pair = hvd.add_process_set([0, 1])  # whose connections are made when it is first used
+    done, told = folder / "done", folder / "told"
+    if hvd.rank() == 2:
+        assert eventually(told.exists, 30)
+        hvd.shutdown()
+        return "", ""
+    before = tcp_sockets()
+    hvd.allreduce(torch.ones(100_000), process_set=pair)
+    if hvd.rank() == 1:
+        assert eventually((folder / "reduced").exists, 30)
+        cut = tcp_sockets() - before
+        assert cut
+        for fd in cut:
+            reset(fd)
+        done.touch()
+        eventually(told.exists, PATIENCE_S)
+        with contextlib.suppress(RuntimeError):
+            try:
+                raise RuntimeError("waited in vain")
+            finally:
+                hvd.shutdown()
+        return "", ""
+    (folder / "reduced").touch()
+    assert eventually(done.exists, 30)
+    error = error_of(lambda: hvd.allreduce(torch.ones(100_000), process_set=pair))
+    told.touch()
+    hvd.shutdown()
+    return error
+
+
+def test_a_data_connection_that_is_reset_is_told_while_the_other_rank_lives(tmp_path):
+    (kind, text), _, _ = run(
+        lose_a_data_connection, 3, args=[tmp_path], transport="tcp", initialized=False
+    )
+    assert kind == "PeerLostError"
+    assert "connection to rank 1" in text, text
+    assert "reset by peer" in text, text
+
+
+def lose_the_connection_of_messages(folder: Path) -> str:
+    before = tcp_sockets()
+    done, told = folder / "done", folder / "told"
+    if dist.get_rank() == 1:
+        dist.recv(torch.zeros(1), 0)
+        cut = tcp_sockets() - before
+        assert cut
+        for fd in cut:
+            reset(fd)
+        done.touch()
+        eventually(told.exists, PATIENCE_S)
+        return ""
+    dist.send(torch.zeros(1), 1)
+    assert eventually(done.exists, 30)
+    text = error_of(lambda: dist.send(torch.zeros(1 << 20), 1))[1]
+    told.touch()
+    return text
+
+
+def test_a_messages_connection_that_is_reset_is_told_while_the_other_rank_lives(tmp_path):
+    text, _ = on_ring(lose_the_connection_of_messages, 2, tmp_path, transport="tcp")
+    assert "connection to rank 1" in text, text
+    assert "reset by peer" in text or "Broken pipe" in text, text
