@@ -76,19 +76,21 @@ class After final : public FunctionPostHook {
 };
 
 /// The hook of the parameter itself. Autograd calls it before those of the accumulator, which takes
-/// on new hooks until then.
+/// on new hooks until then; also if it only captures the gradient (torch.autograd.grad).
 class OnParameter final : public FunctionPreHook {
  public:
   OnParameter(Owner owner, const Node* hooked) : owner_(std::move(owner)), hooked_(hooked) {}
 
   variable_list operator()(const variable_list& grads) override {
+    const auto hooks = owner_.hooks.lock();
+    if (!hooks) return grads;
     const auto node = torch::autograd::get_current_node();
     if (node && node.get() != hooked_.load(std::memory_order_relaxed)) {
-      const auto hooks = owner_.hooks.lock();
       const bool accumulates =
           dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
-      if (hooks && accumulates && hooks->follow(owner_.index, node)) hooked_ = node.get();
+      if (accumulates && hooks->follow(owner_.index, node)) hooked_ = node.get();
     }
+    hooks->on_computed(owner_.index);
     return grads;
   }
 

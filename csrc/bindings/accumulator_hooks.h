@@ -22,6 +22,10 @@ class AccumulationObserver {
 
   /// Called only if rescales().
   virtual void before_accumulation(std::size_t index) = 0;
+
+  /// A gradient of the parameter has been computed: it is accumulated, or captured.
+  virtual void on_computed(std::size_t index) = 0;
+
   virtual void after_accumulation(std::size_t index, const at::Tensor& gradient) = 0;
 
   /// A parameter has another accumulator. Returns whether that is hooked now.

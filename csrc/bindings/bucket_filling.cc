@@ -3,13 +3,14 @@
 
 namespace torch_ring {
 
-/// Completes a bucket all of whose gradients have arrived: on a device they are copied now.
+/// Completes a bucket all of whose gradients have arrived: those that were left outside are copied
+/// now.
 void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
   const c10::Device device = parameters_[members_[bucket].front()].device;
-  if (device.is_cpu()) return;
-  producers_[bucket].join(current_stream(device));
+  if (!device.is_cpu()) producers_[bucket].join(current_stream(device));
   BatchedCopy copies;
   for (const std::size_t i : members_[bucket]) {
+    if (!parameters_[i].outside.defined()) continue;
     parameters_[i].refresh();
     spare_kept(lock, i, copies);
     parameters_[i].bring_in(copies);
@@ -26,10 +27,11 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
     parameter.refresh();
     if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
     at::Tensor& grad = parameter.variable.mutable_grad();
-    if (parameter.arrived && parameter.bucket_view.defined() && !parameter.sparse.defined()) {
+    const bool is_in_view = parameter.bucket_view.defined() || parameter.outside.defined();
+    if (parameter.arrived && is_in_view && !parameter.sparse.defined()) {
       // Its bucket may be in flight already, whatever `grad` was set to since.
       parameter.bring_in(copies);
-      grad = parameter.bucket_view;
+      if (!parameter.is_given()) grad = parameter.bucket_view;
     } else if (!grad.defined()) {
       parameter.make_zero(copies);
     } else {
@@ -50,7 +52,7 @@ void GradientHooks::settle() {
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     if (!parameter.outside.defined() || parameter.has_moved()) continue;
-    if (parameter.variable.mutable_grad().is_same(parameter.outside)) {
+    if (!parameter.is_given() && parameter.variable.mutable_grad().is_same(parameter.outside)) {
       spare_kept(lock, i, copies);
       parameter.bring_in(copies);
     }

@@ -30,9 +30,33 @@ struct ValueError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_ValueError; }
 };
+struct RuntimeError final : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  PyObject* python_type() override { return PyExc_RuntimeError; }
+};
 
 void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
+}
+
+/// Throws if a parameter has another shape than when it was wrapped: the next pass would fail in
+/// autograd's words.
+void require_shape(const HookedParameter& parameter) {
+  const at::IntArrayRef wrapped(parameter.view.sizes);
+  TORCH_CHECK_VALUE(parameter.variable.sizes() == wrapped, "parameter '", parameter.name,
+                    "' has changed its shape from ", wrapped, " to ", parameter.variable.sizes(),
+                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+}
+
+/// Refuses a gradient with a graph: the reduced one would have none, and what a program makes of it
+/// (a penalty) would count as a constant.
+void require_no_graph(const HookedParameter& parameter) {
+  if (!at::GradMode::is_enabled() || !parameter.variable.grad().requires_grad()) return;
+  throw RuntimeError(c10::str(
+      "backward(create_graph=True): the gradient of '", parameter.name, "' would lose its graph ",
+      "when the ranks average it. For a penalty, compute the gradients with ",
+      "torch.autograd.grad(loss, parameters, create_graph=True), average them with ",
+      "hvd.grouped_allreduce(), and call backward() of the whole loss without create_graph"));
 }
 
 }  // namespace
@@ -79,7 +103,7 @@ std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> param
 
 GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                              Options options)
-    : options_(std::move(options)) {
+    : options_(std::move(options)), present_(parameters.size()) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(std::move(parameters[i]), std::move(names.at(i)));
   }
@@ -137,6 +161,12 @@ void GradientHooks::before_accumulation(std::size_t index) {
   rescale_reduced(parameters_[index]);
 }
 
+void GradientHooks::on_computed(std::size_t index) {
+  const at::Tensor& grad = parameters_[index].variable.grad();
+  present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
+                        std::memory_order_relaxed);
+}
+
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
   if (disabled_) return;
   bool bucket_full = false;
@@ -145,7 +175,11 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
   {
     std::unique_lock lock(mutex_);
     HookedParameter& parameter = parameters_[index];
-    if (!parameter.variable.mutable_grad().defined()) return;  // another hook has taken it
+    const at::Tensor& grad = parameter.variable.mutable_grad();
+    if (!grad.defined()) return;  // another hook has taken it
+    require_no_graph(parameter);
+    const bool is_new =
+        present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
     enter_pass(lock, parameter.variable.device());
     parameter.refresh();
     bucket = parameter.bucket;
@@ -155,7 +189,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     } else if (!parameter.has_moved()) {
       producers_[bucket].add(current_stream(parameter.device));
     }
-    bucket_full = count_arrival(index, parameter.on_gradient(gradient), gradient);
+    bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new), gradient);
     if (bucket_full) complete(lock, bucket);
     sent_ = sent_ || bucket_full;
     is_planned = planned_.has_value();
@@ -216,6 +250,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
   if (parameter.has_moved() || (!planned_ && !aside_.empty())) return false;
+  if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
 }
 
@@ -238,7 +273,7 @@ void GradientHooks::close(bool failed) {
   pass_.reset();
   arrived_.clear();
   for (Producers& producers : producers_) producers.clear();
-  for (HookedParameter& parameter : parameters_) parameter.arrived = false;
+  for (HookedParameter& parameter : parameters_) parameter.arrived = parameter.made = false;
   count_missing();
 }
 
@@ -301,7 +336,8 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
       parameter.outside.reset();
       continue;
     }
-    const bool ours = grad.is_same(parameter.bucket_view) || grad.is_same(parameter.sparse);
+    const bool ours = grad.is_same(parameter.bucket_view) || grad.is_same(parameter.sparse) ||
+                      parameter.is_given();
     if (everything && parameter.written_by_hand()) {
       parameter.unreduced = true;
       parameter.base_reduced = false;
@@ -352,13 +388,16 @@ void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradi
 void GradientHooks::mark_reduced(const Bitmap& touched) {
   const std::scoped_lock lock(mutex_);
   sent_ = false;
+  BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
+    parameters_[i].write_back(copies);
     parameters_[i].unreduced = false;
     parameters_[i].base_reduced = true;
     parameters_[i].version.reset();
     parameters_[i].release_to_grad();
   }
+  copies.run();
 }
 
 std::vector<std::size_t> GradientHooks::ready_order() {
@@ -373,9 +412,12 @@ void GradientHooks::reset(bool gradients) {
     parameter.passes = 0;
     parameter.refresh();
     parameter.version.reset();
-    if (parameter.bucket_view.defined()) parameter.version = parameter.current_version();
+    if (parameter.bucket_view.defined() || parameter.is_given()) {
+      parameter.version = parameter.current_version();
+    }
     parameter.release_to_grad();
     if (!gradients) continue;
+    require_shape(parameter);
     // Zeros that stay where only this rank had a gradient: the others must get them too.
     parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
     parameter.base_reduced = false;

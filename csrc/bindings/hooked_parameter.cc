@@ -1,6 +1,7 @@
 #include "bindings/hooked_parameter.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 
 #include <utility>
@@ -43,6 +44,15 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
+/// Whether a gradient can be written to, each element at a place of its own: an expanded one, say,
+/// cannot.
+bool is_writable(const at::Tensor& grad) {
+  return grad.layout() == at::kStrided && !grad.is_inference() && !grad.is_neg() &&
+         !grad.is_conj() && !grad._is_zerotensor() &&
+         !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
+         at::has_internal_overlap(grad) != at::MemOverlap::Yes;
+}
+
 }  // namespace
 
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
@@ -70,10 +80,13 @@ void HookedParameter::refresh() {
   }
 }
 
-bool HookedParameter::on_gradient(const at::Tensor& gradient) {
+bool HookedParameter::on_gradient(const at::Tensor& gradient, bool is_new) {
   const at::Tensor& grad = variable.mutable_grad();
+  made = made || is_new;
   if (has_moved()) return !converted;  // it is copied when it has memory there
-  if (in_block() && !grad.is_same(bucket_view) && computed_in_block(gradient)) {
+  const bool was_given = is_given();
+  if (!made) note_given();
+  if (in_block() && !grad.is_same(bucket_view) && !is_given() && computed_in_block(gradient)) {
     require_unchanged();
     view.bucket.reset();
     view.data = static_cast<std::byte*>(grad.mutable_data_ptr());
@@ -83,7 +96,10 @@ bool HookedParameter::on_gradient(const at::Tensor& gradient) {
     return true;
   }
   BatchedCopy at_once;  // as all copies on the host are
-  if (!grad.is_sparse()) return on_device() ? leave_outside() : copy_in(at_once);
+  if (!grad.is_sparse()) {
+    const bool unknown = on_device() || is_given() ? leave_outside() : copy_in(at_once);
+    return unknown && !was_given;
+  }
   require_unchanged();
   const bool fresh = !grad.is_same(sparse);
   sparse = grad;
@@ -109,17 +125,19 @@ void HookedParameter::follow(const Accumulator& other) {
   const at::Tensor& grad = variable.mutable_grad();
   if (!grad.defined()) return;
   const bool is_left = known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-  converted = is_left || grad.is_same(bucket_view);
+  const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  converted = is_left || was_given || grad.is_same(bucket_view);
 }
 
 void HookedParameter::lie_in(GradientView other) {
   view = std::move(other);
   const at::Tensor before = std::exchange(bucket_view, view.tensor());
-  if (at::Tensor& grad = variable.mutable_grad(); before.defined() && grad.is_same(before)) {
-    copy_into(bucket_view, before);
-    grad = bucket_view;
-  }
-  if (!version) return;
+  at::Tensor& grad = variable.mutable_grad();
+  const bool is_in_view = before.defined() && grad.is_same(before);
+  const bool is_copied = before.defined() && !has_moved() && (arrived || is_given());
+  if (is_in_view || is_copied) copy_into(bucket_view, before);
+  if (is_in_view) grad = bucket_view;
+  if (!version || is_given()) return;
   // As many writes since the step began as before.
   *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
 }
@@ -145,13 +163,15 @@ bool HookedParameter::copy_in(BatchedCopy& copies) {
   sparse.reset();
   if (grad.is_same(bucket_view)) return false;
   require_reducible();
+  if (!made && !known_outside) note_given();
   ensure_memory();
   copies.copy(bucket_view, grad, known_outside ? stream : std::nullopt);
-  grad = bucket_view;
+  if (!is_given()) grad = bucket_view;
   return !std::exchange(converted, false) && !known_outside;
 }
 
-/// Leaves a gradient on a device where it is; returns whether the hook did not know it.
+/// Leaves a gradient where it is until its bucket is full; returns whether the hook did not know
+/// it.
 bool HookedParameter::leave_outside() {
   const at::Tensor& grad = variable.grad();
   sparse.reset();
@@ -162,15 +182,43 @@ bool HookedParameter::leave_outside() {
   if (grad.is_same(outside)) return false;
   require_reducible();
   outside = grad;
-  outside_stream = current_stream(device);
+  outside_stream.reset();
+  if (on_device()) outside_stream = current_stream(device);
   return !std::exchange(converted, false);
+}
+
+/// Takes note that `grad` is the program's, if it is none of ours. Call if it was there before the
+/// pass.
+void HookedParameter::note_given() {
+  const at::Tensor& grad = variable.grad();
+  if (grad.is_same(bucket_view) || grad.is_same(outside) || !is_writable(grad)) return;
+  const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  if (converted && !was_given) return;
+  given.emplace(grad.getIntrusivePtr());
+  given_data = grad.const_data_ptr();
+}
+
+bool HookedParameter::is_given() const {
+  const at::Tensor& grad = variable.grad();
+  return given && grad.defined() && given->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
+         grad.const_data_ptr() == given_data;
+}
+
+void HookedParameter::write_back(BatchedCopy& copies) {
+  if (!is_given()) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor& grad = variable.mutable_grad();
+  on_device() ? copies.copy(grad, bucket_view) : void(grad.copy_(bucket_view));
 }
 
 void HookedParameter::bring_in(BatchedCopy& copies) {
   const at::Tensor gradient = std::exchange(outside, {});
   if (!gradient.defined()) return;
+  ensure_memory();
   copies.copy(bucket_view, gradient, std::exchange(outside_stream, std::nullopt));
-  if (at::Tensor& grad = variable.mutable_grad(); grad.is_same(gradient)) grad = bucket_view;
+  if (at::Tensor& grad = variable.mutable_grad(); grad.is_same(gradient) && !is_given()) {
+    grad = bucket_view;
+  }
 }
 
 void HookedParameter::make_zero(BatchedCopy& copies) {
@@ -188,7 +236,7 @@ void HookedParameter::ensure_memory() {
 }
 
 void HookedParameter::release_to_grad() {
-  if (!in_block() || !bucket_view.defined()) return;
+  if (!in_block() || !bucket_view.defined() || is_given()) return;
   known.emplace(bucket_view.getIntrusivePtr());
   bucket_view.reset();
   view.bucket.reset();
@@ -214,17 +262,21 @@ void HookedParameter::require_unchanged() const {
 }
 
 bool HookedParameter::written_by_hand() const {
-  return !unreduced && version && variable.grad().is_same(bucket_view) &&
-         *version != current_version();
+  if (unreduced || !version || *version == current_version()) return false;
+  const at::Tensor& grad = variable.grad();
+  // All views of one tensor have one version, so that of a given one tells too much.
+  return grad.is_same(bucket_view) || (is_given() && !at::equal(grad, bucket_view));
 }
 
-std::uint32_t HookedParameter::current_version() const { return version_of(bucket_view); }
+std::uint32_t HookedParameter::current_version() const {
+  return version_of(is_given() ? variable.grad() : bucket_view);
+}
 
 void HookedParameter::rescale_reduced(double scale) {
   if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
   if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
-  if (!converted && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
+  if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   grad.mul_(scale);
   base_reduced = false;

@@ -24,6 +24,9 @@ namespace torch_ring {
 /// A gradient on a device stays where autograd has made it (`outside`) until bring_in() or
 /// copy_in() copies it together with others of its bucket.
 ///
+/// `grad` stays the program's if the program has given it (`p.grad = flat[a:b]`), as with DDP's
+/// gradient_as_bucket_view=False: its value is copied into the view, and the result back.
+///
 /// Every use begins with refresh().
 /// Thread: one at a time.
 struct HookedParameter {
@@ -35,8 +38,8 @@ struct HookedParameter {
   void refresh();
 
   /// Handles a gradient that autograd has accumulated, `gradient` into `grad`; returns whether
-  /// `grad` is another tensor than before.
-  bool on_gradient(const at::Tensor& gradient);
+  /// `grad` is another tensor than before. `is_new`: autograd has made `grad` just now.
+  bool on_gradient(const at::Tensor& gradient, bool is_new);
 
   /// Moves the gradient to another view, outside of blocks. Whoever holds a tensor over the earlier
   /// one keeps that.
@@ -55,8 +58,8 @@ struct HookedParameter {
   /// Whether the parameter is on another device than the memory of its gradient.
   bool has_moved() const { return variable.device() != device; }
 
-  /// Copies `grad` into the view and makes `grad` a tensor over it; returns whether the hook did
-  /// not know it.
+  /// Copies `grad` into the view, and makes `grad` a tensor over it unless it is the program's;
+  /// returns whether the hook did not know it.
   bool copy_in(BatchedCopy& copies);
 
   /// Copies the gradient that on_gradient() has left outside, if any, whatever `grad` was set to
@@ -65,6 +68,12 @@ struct HookedParameter {
 
   /// Makes `grad` a tensor of zeros over the view.
   void make_zero(BatchedCopy& copies);
+
+  /// Whether `grad` is the program's, and known as such.
+  bool is_given() const;
+
+  /// Copies the reduced gradient into the program's `grad`.
+  void write_back(BatchedCopy& copies);
 
   /// Drops this object's references to a block, so that `grad` alone owns it.
   void release_to_grad();
@@ -78,7 +87,7 @@ struct HookedParameter {
 
   bool in_block() const { return direct != nullptr; }
   bool on_device() const { return !device.is_cpu(); }
-  std::uint32_t current_version() const;
+  std::uint32_t current_version() const;  // of the gradient
 
   at::Tensor variable;
   // Keeps the accumulator alive: a tensor has only a weak reference to it.
@@ -93,19 +102,24 @@ struct HookedParameter {
   at::Tensor outside;              // the gradient as last left here, if it waits for its bucket
   std::optional<c10::Stream> outside_stream;  // to which its memory belongs
   std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
+  // The program's `grad`, and where its memory was: `grad.data = ...` gives it other memory.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
+  const void* given_data = nullptr;
   // `bucket_view` as it was when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
   int passes = 0;             // since the step began
   bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
   bool arrived = false;       // in the current pass
+  bool made = false;          // `grad` was made by autograd, in the current pass
   bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
-  // The version of `bucket_view` when the step began; none once the gradient has been reduced.
+  // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
 
  private:
   bool computed_in_block(const at::Tensor& gradient) const;
   bool leave_outside();
+  void note_given();
   void require_reducible() const;
   void ensure_memory();
   void require_unchanged() const;

@@ -29,7 +29,8 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
   const at::Tensor& grad = parameter.variable.grad();
   const bool in_bucket = grad.defined() && grad.is_same(parameter.bucket_view);
   std::optional<std::uint32_t> writes;
-  if (in_bucket && parameter.version) writes = parameter.current_version() - *parameter.version;
+  if ((in_bucket || parameter.is_given()) && parameter.version)
+    writes = parameter.current_version() - *parameter.version;
   return {grad,
           grad.defined() ? grad.clone() : grad,
           in_bucket,
@@ -118,8 +119,8 @@ void GradientHooks::take_up_aside() {
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (!grad.defined()) {
-      parameter.outside.reset();
-      grad = kept.to(parameter.variable.device());
+      parameter.outside = grad = kept.to(parameter.variable.device());
+      parameter.outside_stream.reset();
       parameter.base_reduced = false;
     } else {
       if (!parameter.unreduced) rescale_reduced(parameter);

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from many_parameters import backward, make_parameters
+from many_parameters import NUMEL, backward, make_parameters
 from torch import Tensor, nn
 
 import torch_ring as hvd
@@ -89,16 +90,45 @@ def replace_gradients(device: str) -> None:
 
 
 def differentiate_gradients(device: str) -> None:
-    """With create_graph=True a gradient has a graph, and is no tensor to be changed in place."""
+    """A gradient with a graph is refused, and training goes on."""
     weights = [nn.Parameter(torch.full((3,), float(k), device=device)) for k in (1, 2)]
     optimizer = wrap(weights)
     for _ in range(3):
         optimizer.zero_grad()
         loss = sum((weight * weight * (hvd.rank() + 1.0)).sum() for weight in weights)
         assert isinstance(loss, Tensor)
-        loss.backward(create_graph=True)
+        if hvd.size() > 1:
+            with pytest.raises(RuntimeError, match="would lose its graph"):
+                loss.backward(create_graph=True)
+            optimizer.zero_grad()
+        loss.backward()
         for k, weight in enumerate(weights, 1):
             assert is_filled(weight.grad, means(2 * k))
+
+
+def give_gradients(device: str) -> None:
+    """A gradient that the program has given its memory stays there, and has the average."""
+    for options in ({}, {"run_ahead": True}, {"op": hvd.Sum}, {"backward_passes_per_step": 2}):
+        parameters = make_parameters(device, 4)
+        flat = torch.zeros(4 * NUMEL, device=device)
+        given = list(flat.split(NUMEL))
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient
+        optimizer = wrap(parameters, **options)
+        passes = optimizer.backward_passes_per_step if hvd.size() > 1 else 1
+        share = 1 if options.get("op") != hvd.Sum else hvd.size()
+        for step in range(1, 9):
+            flat.zero_()
+            mine = parameters[1:] if step == 6 and hvd.rank() == 1 else parameters
+            for _ in range(passes):
+                backward(mine, step * (hvd.rank() + 1.0))
+            first = means(step) - (2 * step / hvd.size() if step == 6 and hvd.size() > 1 else 0)
+            for parameter, gradient in zip(parameters, given, strict=True):
+                assert parameter.grad is gradient
+                value = first if gradient is given[0] else means(step)
+                expected = torch.full((NUMEL,), value * share * passes)
+                torch.testing.assert_close(gradient.cpu(), expected)
+            optimizer.step()
 
 
 def lay_out_gradients(device: str) -> None:
@@ -149,6 +179,7 @@ GRADIENTS: list[Callable[[str], None]] = [
     accumulate_gradients,
     replace_gradients,
     differentiate_gradients,
+    give_gradients,
     lay_out_gradients,
     leave_gradients_out,
 ]

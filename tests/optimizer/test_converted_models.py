@@ -132,3 +132,23 @@ def replace_parameters() -> None:
 
 def test_parameters_that_torch_would_replace():
     run(replace_parameters, 2)
+
+
+def change_shapes() -> None:
+    model = nn.Linear(3, 4)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    model.weight.data = torch.zeros(4, 3)  # other memory, the same shape
+    optimizer.zero_grad()
+    model(torch.ones(2, 3) * (hvd.rank() + 1)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 3), 3.0))
+    optimizer.step()
+    model.weight.data = torch.zeros(5, 3)
+    message = r"'weight' has changed its shape from \[4, 3\] to \[5, 3\] since .*: make a new"
+    with pytest.raises(ValueError, match=message):
+        optimizer.zero_grad()
+
+
+def test_a_parameter_of_another_shape():
+    run(change_shapes, 2)

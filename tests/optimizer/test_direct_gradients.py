@@ -159,8 +159,6 @@ def compute_gradient(way: str) -> None:
             with optimizer.no_sync():
                 loss_of(model, factor / 2).backward()
             loss_of(model, factor / 2).backward()
-        elif way == "with a graph":
-            loss_of(model, factor).backward(create_graph=True)
         elif way == "twice in a pass":
             (loss_of(model, factor / 4) + loss_of(model, 3 * factor / 4)).backward()
         elif way == "by a checkpoint":
@@ -194,7 +192,6 @@ def compute_gradient(way: str) -> None:
     [
         "in place",
         "under no_sync",
-        "with a graph",
         "twice in a pass",
         "by a checkpoint",
         "replaced by a hook",

@@ -137,19 +137,41 @@ def test_checkpointing(transport, use_reentrant):
     run(train_with_checkpoints, 2, args=(use_reentrant,), transport=transport)
 
 
-def create_graphs() -> None:
-    (x,) = weights(3)
-    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
-    for _ in range(2):
-        ((hvd.rank() + 1) * x**2).backward(create_graph=True)
-        assert x.grad.item() == 9
-        assert not x.grad.requires_grad
-        optimizer.step()
-        optimizer.zero_grad()
+def penalise_gradients() -> None:
+    """A penalty made of p.grad would be a constant: refused, and nothing is sent of that pass."""
+    alone, together = make_model().double(), make_model().double()
+    plain = SGD(alone.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        SGD(together.parameters(), lr=0.1), together.named_parameters()
+    )
+    for batch in joined_batches(steps=3):
+        rows = part(batch).double()
+        loss = together(rows).sum(1).mean()  # the last layer's gradients have no graph
+        with pytest.raises(RuntimeError, match=r"create_graph.*'\d.*' would lose its graph"):
+            (loss + together(rows).square().mean()).backward(create_graph=True)
+        for model, chosen, x in ((alone, plain, batch.double()), (together, optimizer, rows)):
+            chosen.zero_grad()
+            x.requires_grad_()
+            loss = loss_of(model, x)
+            (of_rows,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            if model is together:
+                gradients = hvd.grouped_allreduce(gradients)
+            penalty = of_rows.square().sum(1).mean() + sum(g.square().sum() for g in gradients)
+            (loss + penalty).backward()
+            chosen.step()
+        for mine, right in zip(together.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10)
+    optimizer.zero_grad()
+    x, one = weights(3, 1)
+    optimizer = hvd.DistributedOptimizer(SGD([x, one], lr=0.0))
+    ((hvd.rank() + 1) * (2 * x + one)).sum().backward(create_graph=True)  # no graph is lost
+    assert grads([x, one]) == [3, 1.5]
 
 
-def test_create_graph_averages_values():
-    run(create_graphs, 2)
+@on_both_transports
+def test_penalties_made_of_gradients(transport):
+    run(penalise_gradients, 2, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})
 
 
 class FailingBackward(torch.autograd.Function):

@@ -58,7 +58,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     and other readers of gradients need no special call. A parameter with a gradient on any rank
     gets one on all; a rank without one counts as zero. A parameter without a gradient on any rank
     keeps its ``p.grad``. As in torch, a gradient tensor that you keep over ``zero_grad()`` keeps
-    its value. A frozen parameter of a dtype that cannot be reduced (int8, say) is left alone.
+    its value, and one that you have assigned (``p.grad = flat[a:b].view_as(p)``) stays ``p.grad``:
+    the average is copied back into it. A frozen parameter of a dtype that cannot be reduced (int8,
+    say) is left alone.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
@@ -77,7 +79,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     returns the loss, as a tensor or a number, which is reduced over the ranks as gradients are; so
     LBFGS takes the step of one process on every rank.
 
-    The ranks must change weights alike: ``Embedding(max_norm=...)``
+    ``backward(create_graph=True)`` is refused if a gradient would lose its graph. Average what
+    ``torch.autograd.grad(..., create_graph=True)`` returns with :func:`grouped_allreduce`, which
+    can be differentiated again. The ranks must change weights alike: ``Embedding(max_norm=...)``
     does not, as each rank scales the rows that it has read (docs/errors.md).
 
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
