@@ -10,8 +10,8 @@ def test_settings_have_defaults():
     assert Config.from_environment({}) == Config()
     assert Config.from_environment({s.variable: " " for s in SETTINGS}) == Config()
     fields = {setting.field for setting in SETTINGS}
-    # The name of a timeout comes from where the timeout comes from.
-    assert fields | {"timeout_name"} == set(Config.__dataclass_fields__)
+    # The names of timeouts come from where the timeouts come from.
+    assert fields | {"timeout_name", "init_timeout_name"} == set(Config.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,8 @@ def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> No
         assert value(samples, "torch_ring_world_size", rank=rank) == 2
 
 
-def alone() -> None:
+def begin_as_a_newcomer() -> None:
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # torch_ring.run takes it from its processes
     hvd.init()
     hvd.shutdown()
 
@@ -347,5 +348,5 @@ def test_a_newcomer_that_is_not_in_the_job_yet_touches_no_file_of_it(tmp_path: P
         "TORCH_RING_TIMELINE": str(tmp_path / "a.json"),
         "TORCH_RING_ELASTIC_NEWCOMER": "1",
     }
-    run(alone, 1, initialized=False, env=env)
+    run(begin_as_a_newcomer, 1, initialized=False, env=env)
     assert list(tmp_path.iterdir()) == []
