@@ -2,6 +2,7 @@
 
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -185,14 +186,13 @@ std::optional<milliseconds> RingBackend::timeout_of(milliseconds asked) const {
   return asked > kNoTimeout && asked != timeout_ ? std::optional(asked) : std::nullopt;
 }
 
-/// Waits for what an operation shares memory with, if either of them writes there.
+/// Waits for what an operation shares memory with, if either of them writes there. Returns whether
+/// there was such a one since the last call, also if it is done by now: a copy of the memory may be
+/// older.
 bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
   std::vector<std::shared_ptr<Work>> earlier;
   {
     const std::scoped_lock lock(in_flight_mutex_);
-    while (!in_flight_.empty() && all_done(in_flight_.front().works)) in_flight_.pop_front();
-    has_in_flight_ = !in_flight_.empty();
-    if (in_flight_.empty()) return false;
     const std::vector<MemoryRange> read = ranges_of(reads);
     const std::vector<MemoryRange> written = ranges_of(writes);
     for (const InFlight& other : in_flight_) {
@@ -200,6 +200,8 @@ bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
         earlier.insert(earlier.end(), other.works.begin(), other.works.end());
       }
     }
+    std::erase_if(in_flight_, [](const InFlight& other) { return all_done(other.works); });
+    has_in_flight_ = !in_flight_.empty();
   }
   for (const auto& work : earlier) {
     try {
@@ -224,27 +226,29 @@ std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
 }
 
 /// Runs an operation to its end, if it is a blocking one, and else submits it. `make`: checks the
-/// tensors, and copies those that are not contiguous.
-template <class AnyOptions, class Make>
+/// tensors among `given`, and copies those that are not contiguous.
+template <class AnyOptions, class Make, class... Given>
 RingBackend::Works RingBackend::start(OpType type, const char* title, const Tensors& inputs,
-                                      const AnyOptions& options, const Make& make) {
+                                      const AnyOptions& options, Make* make,
+                                      const Given&... given) {
   refuse_in_child_of(pid_);
-  C10dOperation operation = make();
+  C10dOperation operation = make(given...);
   const std::uint64_t sequence = ++sequence_;
   const auto timeout = timeout_of(options.timeout);
   std::shared_ptr<PendingOperation> pending;
   if (options.asyncOp && !is_direct_.load(std::memory_order_acquire) && on_host(inputs) &&
       on_host(operation.outputs)) {
+    // Copies are made when it begins: operations before it may write to the same memory.
     const Tensors outputs = operation.outputs;
-    for (Request& request : operation.requests) request.timeout = timeout;
-    const auto shared = std::make_shared<C10dOperation>(std::move(operation));
-    pending = defer(outputs, [this, shared, inputs] {
-      await_memory(inputs, shared->outputs);
-      return submit(std::move(*shared), inputs);
+    pending = defer(outputs, [this, timeout, inputs, outputs, make, ... given = given] {
+      await_memory(inputs, outputs);
+      C10dOperation begun = make(given...);
+      for (Request& request : begun.requests) request.timeout = timeout;
+      return submit(std::move(begun), inputs);
     });
   } else {
     connected();
-    if (has_in_flight_ && await_memory(inputs, operation.outputs)) operation = make();
+    if (has_in_flight_ && await_memory(inputs, operation.outputs)) operation = make(given...);
     for (Request& request : operation.requests) request.timeout = timeout;
     if (!options.asyncOp) {
       const ProfilerSpan span(title, inputs);
@@ -255,72 +259,63 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
     }
     pending = submit(std::move(operation), inputs);
   }
-  // The future's value is a list of lists, as gloo's.
-  const bool has_lists = type == OpType::ALLGATHER || type == OpType::GATHER;
   return c10::make_intrusive<RingWork>(rank_, type, title, inputs, std::move(pending), pool_,
-                                       sequence, has_lists ? size_ : 0);
+                                       sequence);
 }
 
 RingBackend::Works RingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
-  return start(OpType::ALLREDUCE, "ring:all_reduce", tensors, options,
-               [&] { return allreduce_operation(tensors, options.reduceOp, size_); });
+  return start(OpType::ALLREDUCE, "ring:all_reduce", tensors, options, allreduce_operation, tensors,
+               options.reduceOp, size_);
 }
 
 RingBackend::Works RingBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
-  return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options, [&] {
-    return sparse_allreduce_operation(only(tensors, "allreduce"), options.reduceOp);
-  });
+  return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options,
+               sparse_allreduce_operation, only(tensors, "allreduce"), options.reduceOp);
 }
 
 RingBackend::Works RingBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   return start(OpType::ALLREDUCE_COALESCED, "ring:all_reduce", tensors, options,
-               [&] { return allreduce_operation(tensors, options.reduceOp, size_); });
+               allreduce_operation, tensors, options.reduceOp, size_);
 }
 
 RingBackend::Works RingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return start(OpType::BROADCAST, "ring:broadcast", tensors, options, [&] {
-    return broadcast_operation(tensors, static_cast<int>(options.rootRank), size_);
-  });
+  return start(OpType::BROADCAST, "ring:broadcast", tensors, options, broadcast_operation, tensors,
+               static_cast<int>(options.rootRank), size_);
 }
 
 RingBackend::Works RingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return start(OpType::REDUCE, "ring:reduce", tensors, options, [&] {
-    return reduce_operation(only(tensors, "reduce"), options.reduceOp,
-                            static_cast<int>(options.rootRank), {rank_, size_});
-  });
+  return start(OpType::REDUCE, "ring:reduce", tensors, options, reduce_operation,
+               only(tensors, "reduce"), options.reduceOp, static_cast<int>(options.rootRank),
+               GroupPlace{rank_, size_});
 }
 
 RingBackend::Works RingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
-  return start(OpType::GATHER, "ring:gather", inputs, options, [&] {
-    return gather_operation(outputs.empty() ? Tensors{} : only(outputs, "gather"),
-                            only(inputs, "gather"), static_cast<int>(options.rootRank),
-                            {rank_, size_});
-  });
+  return start(OpType::GATHER, "ring:gather", inputs, options, gather_operation,
+               outputs.empty() ? Tensors{} : only(outputs, "gather"), only(inputs, "gather"),
+               static_cast<int>(options.rootRank), GroupPlace{rank_, size_});
 }
 
 RingBackend::Works RingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ScatterOptions& options) {
-  return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options, [&] {
-    return scatter_operation(only(outputs, "scatter"),
-                             inputs.empty() ? Tensors{} : only(inputs, "scatter"),
-                             static_cast<int>(options.rootRank), {rank_, size_});
-  });
+  return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options, scatter_operation,
+               only(outputs, "scatter"), inputs.empty() ? Tensors{} : only(inputs, "scatter"),
+               static_cast<int>(options.rootRank), GroupPlace{rank_, size_});
 }
 
 RingBackend::Works RingBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
-  return start(OpType::ALLGATHER, "ring:all_gather", inputs, options,
-               [&] { return allgather_operation(outputs, inputs, size_); });
+  return start(OpType::ALLGATHER, "ring:all_gather", inputs, options, allgather_operation, outputs,
+               inputs, size_);
 }
 
 RingBackend::Works RingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
   return start(OpType::_ALLGATHER_BASE, "ring:_all_gather_base", {input}, options,
-               [&] { return allgather_into_operation({output}, {input}, size_); });
+               allgather_into_operation, Tensors{output}, Tensors{input}, size_);
 }
 
 /// Of each input a list for each rank, as dist.all_gather_coalesced() has it: outputs[r][i].
@@ -331,51 +326,49 @@ RingBackend::Works RingBackend::allgather_coalesced(TensorLists& outputs, Tensor
     require_as_many("all_gather_coalesced", of_rank.size(), inputs.size());
     for (std::size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(of_rank[i]);
   }
-  return start(OpType::ALLGATHER_COALESCED, "ring:all_gather", inputs, options,
-               [&] { return allgather_operation(by_input, inputs, size_); });
+  return start(OpType::ALLGATHER_COALESCED, "ring:all_gather", inputs, options, allgather_operation,
+               by_input, inputs, size_);
 }
 
 RingBackend::Works RingBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return start(OpType::COALESCED, "ring:all_gather", inputs, options,
-               [&] { return allgather_into_operation(outputs, inputs, size_); });
+  return start(OpType::COALESCED, "ring:all_gather", inputs, options, allgather_into_operation,
+               outputs, inputs, size_);
 }
 
 RingBackend::Works RingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                const c10d::ReduceScatterOptions& options) {
-  return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options, [&] {
-    return reduce_scatter_operation(outputs, inputs, options.reduceOp, {rank_, size_});
-  });
+  return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options,
+               reduce_scatter_operation, outputs, inputs, options.reduceOp,
+               GroupPlace{rank_, size_});
 }
 
 RingBackend::Works RingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
-  return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options, [&] {
-    return reduce_scatter_into_operation({output}, {input}, options.reduceOp, {rank_, size_});
-  });
+  return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options,
+               reduce_scatter_into_operation, Tensors{output}, Tensors{input}, options.reduceOp,
+               GroupPlace{rank_, size_});
 }
 
 RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return start(
-      OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ring:reduce_scatter", inputs, options, [&] {
-        return reduce_scatter_into_operation(outputs, inputs, options.reduceOp, {rank_, size_});
-      });
+  return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ring:reduce_scatter", inputs, options,
+               reduce_scatter_into_operation, outputs, inputs, options.reduceOp,
+               GroupPlace{rank_, size_});
 }
 
 RingBackend::Works RingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
-  return start(OpType::ALLTOALL, "ring:all_to_all", inputs, options,
-               [&] { return alltoall_operation(outputs, inputs, size_); });
+  return start(OpType::ALLTOALL, "ring:all_to_all", inputs, options, alltoall_operation, outputs,
+               inputs, size_);
 }
 
 RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                               std::vector<std::int64_t>& output_splits,
                                               std::vector<std::int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
-  return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options, [&] {
-    return alltoall_into_operation(output, input, output_splits, input_splits, size_);
-  });
+  return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options, alltoall_into_operation,
+               output, input, output_splits, input_splits, size_);
 }
 
 RingBackend::Works RingBackend::send(Tensors& tensors, int destination, int tag) {
@@ -418,7 +411,7 @@ RingBackend::Works RingBackend::start_message(
 }
 
 RingBackend::Works RingBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, "ring:barrier", {}, options, [&] { return barrier_operation(); });
+  return start(OpType::BARRIER, "ring:barrier", Tensors{}, options, barrier_operation);
 }
 
 void RingBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all_ranks) {
@@ -432,7 +425,9 @@ void RingBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
 
 at::Tensor RingBackend::allocateTensor(long size, at::TensorOptions options) {
   if (!options.device().is_cpu()) return at::empty({size}, options);
-  return connected().empty_shared({size}, options);
+  const at::Tensor tensor = connected().empty_shared({size}, options);
+  // DDP makes its views for a bucket of complex numbers as of real ones, in pairs.
+  return tensor.is_complex() ? at::view_as_real(tensor).flatten() : tensor;
 }
 
 void RingBackend::setTimeout(milliseconds timeout) { later_timeout_ms_ = timeout.count(); }

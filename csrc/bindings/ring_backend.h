@@ -117,7 +117,7 @@ class RingBackend final : public c10d::Backend {
   /// Of CPU tensors: DDP's buckets, and FSDP2's buffers if it is told to.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
   /// A tensor of one dimension whose allreduce copies nothing, if there is room in the memory that
-  /// the ranks of a host share. Connects the group.
+  /// the ranks of a host share. Complex numbers are pairs of real ones. Connects the group.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;  // NOLINT: torch's
 
   /// The timeout of operations that begin from now on.
@@ -150,9 +150,9 @@ class RingBackend final : public c10d::Backend {
     std::vector<MemoryRange> writes;
   };
 
-  template <class AnyOptions, class Make>
+  template <class AnyOptions, class Make, class... Given>
   Works start(c10d::OpType type, const char* title, const Tensors& inputs,
-              const AnyOptions& options, const Make& make);
+              const AnyOptions& options, Make* make, const Given&... given);
   std::shared_ptr<PendingOperation> submit(C10dOperation operation, const Tensors& inputs);
   bool await_memory(const Tensors& reads, const Tensors& writes);
   Works start_message(c10d::OpType type, const char* title, const at::Tensor& tensor,

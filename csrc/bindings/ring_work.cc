@@ -160,12 +160,11 @@ int DeferredOperation::source() const {
 
 RingWork::RingWork(int rank, c10d::OpType type, const char* title, const Tensors& inputs,
                    std::shared_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
-                   std::uint64_t sequence, int list_length)
+                   std::uint64_t sequence)
     : c10d::Work(rank, type, title, inputs),
       operation_(std::move(operation)),
       pool_(std::move(pool)),
-      sequence_(sequence),
-      list_length_(list_length) {}
+      sequence_(sequence) {}
 
 bool RingWork::isCompleted() {
   if (!operation_->done()) return false;
@@ -225,10 +224,8 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   refuse_in_child_of(pid_);
   const std::scoped_lock lock(future_mutex_);
   if (future_) return future_;
-  c10::TypePtr type = c10::ListType::create(c10::TensorType::get());
-  if (list_length_ > 0) type = c10::ListType::create(std::move(type));
-  future_ =
-      c10::make_intrusive<c10::ivalue::Future>(std::move(type), devices_of(operation_->outputs()));
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                     devices_of(operation_->outputs()));
   const auto self = c10::intrusive_ptr<RingWork>::reclaim_copy(this);
   pool_->add({[self] { self->await(); }, [self] { self->complete_future(); }});
   return future_;
@@ -242,13 +239,7 @@ void RingWork::complete_future() {
   }
   try {
     operation_->synchronize();  // the callbacks' streams wait for this thread's
-    const Tensors& outputs = operation_->outputs();
-    if (list_length_ == 0) return future_->markCompleted(c10::IValue(outputs));
-    std::vector<Tensors> lists;
-    for (auto at = outputs.begin(); at != outputs.end(); at += list_length_) {
-      lists.emplace_back(at, at + list_length_);
-    }
-    future_->markCompleted(c10::IValue(lists));
+    future_->markCompleted(c10::IValue(operation_->outputs()));
   } catch (...) {
     future_->setErrorIfNeeded(std::current_exception());
   }

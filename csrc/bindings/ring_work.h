@@ -126,13 +126,13 @@ class DeferredOperation final : public PendingOperation {
 };
 
 /// A PendingOperation as torch.distributed sees it. A future is made only if asked for; the pool
-/// completes it. Its value is the list of outputs, or with a `list_length` a list of lists of them.
+/// completes it. Its value is the list of outputs.
 /// Thread: any, without the GIL.
 class RingWork final : public c10d::Work {
  public:
   RingWork(int rank, c10d::OpType type, const char* title, const Tensors& inputs,
            std::shared_ptr<PendingOperation> operation, std::shared_ptr<FuturePool> pool,
-           std::uint64_t sequence, int list_length = 0);
+           std::uint64_t sequence);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -155,7 +155,6 @@ class RingWork final : public c10d::Work {
   const std::shared_ptr<FuturePool> pool_;
   const ::pid_t pid_ = ::getpid();  // only this process may wait
   const std::uint64_t sequence_;
-  const int list_length_;
   std::mutex future_mutex_;  // guards the next two
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool finished_ = false;

@@ -92,6 +92,39 @@ def test_between_hosts() -> None:
     on_ring(compare, 2, {}, transport="tcp")
 
 
+class Complex(nn.Module):
+    """A model of complex and real parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(3))
+        self.shift = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        result: Tensor = batch.to(torch.complex64) @ self.weight * self.scale + self.shift
+        return result.abs()
+
+
+def complex_gradients(options: dict[str, Any]) -> None:
+    gloo, gradients = dist.new_group(backend="gloo"), []
+    for group in (None, gloo):
+        model = DistributedDataParallel(Complex(), process_group=group, **options)
+        for step in range(STEPS):
+            model.zero_grad()
+            model(batch(step)).square().sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for got, want in zip(gradients[:STEPS], gradients[STEPS:], strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
+def test_complex_parameters(options: dict[str, Any], transport: str) -> None:
+    on_ring(complex_gradients, 2, options, transport=transport)
+
+
 def fp16(group: Any) -> tuple[Any, Callable[..., Any]]:
     return group, default_hooks.fp16_compress_hook
 
@@ -112,18 +145,33 @@ def compressed_power_sgd(group: Any) -> tuple[Any, Callable[..., Any]]:
     return state, default_hooks.fp16_compress_wrapper(hook)
 
 
+HALF = [fp16, compressed_power_sgd, pytest.param(bf16, marks=needs_torch_2_14)]
+
+
+@pytest.mark.parametrize("hook", [power_sgd, *HALF])
+def test_hooks(hook: Any) -> None:
+    on_ring(compare, 2, {"hook": hook})
+
+
+def test_power_sgd_of_three_ranks() -> None:
+    on_ring(compare, 3, {"hook": power_sgd})
+
+
+@pytest.mark.parametrize("hook", HALF)
+def test_hooks_in_16_bits_of_three_ranks(hook: Any) -> None:
+    # gloo rounds each sum of two ranks to 16 bits, ring only the sum of all.
+    on_ring(compare, 3, {"hook": hook}, 2e-2 if hook is bf16 else 2e-3)
+
+
+def bf16_beside_none() -> None:
+    for got, want in zip(train(None, hook=bf16), train(None), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.1, atol=0.05)
+
+
+@needs_torch_2_14
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("hook", "tolerance"),
-    [
-        (fp16, 2e-3),  # gloo rounds each sum of two ranks to 16 bits, ring the sum of all
-        (power_sgd, 1e-5),
-        (compressed_power_sgd, 2e-3),
-        pytest.param(bf16, 2e-2, marks=needs_torch_2_14),
-    ],
-)
-def test_hooks(hook: Any, tolerance: float, size: int) -> None:
-    on_ring(compare, size, {"hook": hook}, tolerance)
+def test_bf16_hook(size: int) -> None:
+    on_ring(bf16_beside_none, size)
 
 
 def buckets_of_a_step() -> list[bool]:

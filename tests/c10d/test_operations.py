@@ -284,6 +284,53 @@ def test_a_thousand_outstanding() -> None:
     on_ring(outstanding, 3, transport="tcp")
 
 
+def values_of_futures(backend: str) -> dict[str, list[Tensor]]:
+    """Return by operation what its future has, which is a flat list of tensors."""
+    group = dist.new_group(backend=backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own, wide = values(rank, (3,)), values(rank, (size,))
+    parts, is_root = [torch.zeros(3) for _ in range(size)], rank == 1
+    works = {
+        "all_reduce": dist.all_reduce(own.clone(), group=group, async_op=True),
+        "broadcast": dist.broadcast(own.clone(), 1, group=group, async_op=True),
+        "reduce": dist.reduce(own.clone(), 1, group=group, async_op=True),
+        "all_gather": dist.all_gather(parts, own, group=group, async_op=True),
+        "gather": dist.gather(
+            own, everyone((3,)) if is_root else None, 1, group=group, async_op=True
+        ),
+        "scatter": dist.scatter(
+            torch.zeros(3), everyone((3,)) if is_root else None, 1, group=group, async_op=True
+        ),
+        "all_to_all": dist.all_to_all(
+            [torch.zeros(1) for _ in range(size)],
+            list(wide.split(1)),
+            group=group,
+            async_op=True,
+        ),
+        "all_to_all_single": dist.all_to_all_single(
+            torch.zeros(size), wide, group=group, async_op=True
+        ),
+        "barrier": dist.barrier(group=group, async_op=True),
+    }
+    return {name: work.get_future().wait() for name, work in works.items()}
+
+
+def compare_futures() -> None:
+    got, want = values_of_futures("ring"), values_of_futures("gloo")
+    if dist.get_rank() != 1:
+        del got["reduce"], want["reduce"]  # gloo's has a part of the sum
+    for name, tensors in want.items():
+        assert isinstance(got[name], list), name
+        assert len(got[name]) == len(tensors), (name, got[name])
+        for one, other in zip(got[name], tensors, strict=True):
+            same(one, other)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_of_futures(size: int) -> None:
+    on_ring(compare_futures, size)
+
+
 def objects() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     gathered: list[object] = [None] * size
@@ -298,12 +345,14 @@ def reduce_one_tensor_often(count: int) -> None:
     """Each operation takes what the one before has left, as on a stream of a device."""
     size = dist.get_world_size()
     for tensor in (torch.ones(count), torch.ones(count, 2)[:, 0]):
-        works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
-        dist.all_reduce(tensor)
-        for work in reversed(works):
-            assert work is not None
-            work.wait()
-        same(tensor, torch.full((count,), float(size**5)))
+        group = dist.new_group()  # the first operations come while it is connected
+        for reduced in (5, 10):
+            works = [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(4)]
+            dist.all_reduce(tensor, group=group)
+            for work in reversed(works):
+                assert work is not None
+                work.wait()
+            same(tensor, torch.full((count,), float(size**reduced)))
 
 
 @on_both_transports

@@ -266,7 +266,7 @@ def all_reduce(draw: Draw, group: Group) -> list[Pending]:
 
 def all_reduce_twice(draw: Draw, group: Group) -> list[Pending]:
     values = draw.all_values(group, torch.float64)
-    tensor = values[group.rank].clone()
+    tensor = draw.laid_out(values[group.rank])
     works = [dist.all_reduce(tensor, group=group.handle, async_op=draw.is_async) for _ in "12"]
     want = group.size * torch.stack(values).sum(0)
 
