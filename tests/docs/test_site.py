@@ -158,7 +158,7 @@ def test_search_finds_a_function(address: str, tmp_path: Path) -> None:
     options.binary_location = browser
     flags = (
         "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-        "disable-component-update disable-sync disable-dev-shm-usage"
+        "disable-component-update disable-sync disable-dev-shm-usage window-size=1280,1024"
     )
     for flag in [*flags.split(), f"user-data-dir={tmp_path}"]:
         options.add_argument(f"--{flag}")
