@@ -816,12 +816,18 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool]:
+    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool, bool]:
         """Return bitmaps of due gradients, and of sparse ones; whether others accumulate.
 
-        The last element: whether refuse_others_pass() and, if parameters_moved(), set_buckets()
-        must come first.
+        Then: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
+        first; whether each parameter is due, or was reduced since the step began.
         """
+
+    def set_by_hand(self) -> list[int]:
+        """Return the parameters whose gradient the program has set, and nothing has reduced."""
+
+    def share(self, other: GradientHooks) -> None:
+        """Take note of other hooks, which may be on some of the same parameters."""
 
     def refuse_others_pass(self) -> None:
         """Call `fail` if another thread's pass runs now, or if one has failed in the middle."""
@@ -866,7 +872,16 @@ class GradientHooks:
         """Return the parameters in the order of their gradients' arrival in the current pass."""
 
     def reset(self, *, gradients: bool) -> None:
-        """Count passes from zero; with `gradients`, also forget accumulated gradients."""
+        """Begin the next step; with `gradients`, also forget accumulated gradients."""
+
+    def set_base_scale(self, scale: float) -> None:
+        """Multiply reduced gradients by this before others are added, as ranks have joined."""
+
+    def has_base(self) -> bool:
+        """Return whether a gradient that is not reduced yet contains a reduced one."""
+
+    def restart_passes(self) -> None:
+        """Count passes from zero again."""
 
     def set_passes_per_step(self, passes: int) -> None: ...
     def set_synchronizing(self, synchronizing: bool) -> None:

@@ -99,9 +99,11 @@ void bind_gradients(py::module_& module) {
               pending = hooks.pending(which);
             }
             return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
-                              pending.accumulating, pending.unready);
+                              pending.accumulating, pending.unready, pending.complete);
           },
           py::arg("which"))
+      .def("set_by_hand", &GradientHooks::set_by_hand, Release())
+      .def("share", &GradientHooks::share, py::arg("other"), Release())
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
       .def("parameters_moved", &GradientHooks::parameters_moved, Release())
       .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
@@ -126,6 +128,9 @@ void bind_gradients(py::module_& module) {
       .def("take_up_aside", &GradientHooks::take_up_aside, Release())
       .def("ready_order", &GradientHooks::ready_order, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
+      .def("restart_passes", &GradientHooks::restart_passes, Release())
+      .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))
+      .def("has_base", &GradientHooks::has_base, Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
            Release())

@@ -27,7 +27,8 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
     return std::nullopt;
   }
   std::string gathered = agreement.gather(engine, report, interrupt);
-  if (!all_sent(gathered, report)) return gathered;
+  const bool all_are_here = gathered.size() == report.size() * static_cast<std::size_t>(size);
+  if (!all_are_here || !all_sent(gathered, report)) return gathered;
 
   DeferredInterrupt deferred(interrupt);
   agreement.begin_reduction();

@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <limits>
+#include <unordered_map>
 #include <utility>
 
 #include "bindings/graph_capture.h"
@@ -16,6 +18,8 @@ constexpr const char* kTwoThreads =
     "two threads run backward passes of wrapped optimizers at the same time, and the ranks cannot "
     "know which pass of theirs belongs to which: run backward() to step() of all optimizers in one "
     "thread, or one after the other, in the same order on all ranks";
+
+constexpr std::size_t kSent = std::numeric_limits<std::size_t>::max();
 
 constexpr const char* kSentInVain =
     "a backward pass failed or was interrupted after part of its gradients had been sent, which "
@@ -62,7 +66,9 @@ void require_no_graph(const HookedParameter& parameter) {
 }  // namespace
 
 /// Ends the backward pass in which it was made: when autograd calls it, or when autograd drops it
-/// because the pass has failed, here or before. In the latter case Python is not called.
+/// because the pass has failed, here or before. In the latter case Python is not called. A nested
+/// pass does not end the one around it: when autograd drops the nested graph, whose callback this
+/// is, the graph around it is the current one again, and gets a callback of its own.
 class GradientHooks::PassEnd {
  public:
   /// `number`: of the pass.
@@ -70,9 +76,14 @@ class GradientHooks::PassEnd {
       : hooks_(std::move(hooks)), number_(number) {}
   PassEnd(const PassEnd&) = delete;
   PassEnd& operator=(const PassEnd&) = delete;
-  ~PassEnd() { close(true); }
+  ~PassEnd() {
+    const auto hooks = goes_on_ ? std::exchange(hooks_, {}).lock() : nullptr;
+    hooks ? hooks->go_on(number_) : close(true);
+  }
 
   void run() {
+    goes_on_ = is_nested();
+    if (goes_on_) return;
     if (const auto hooks = hooks_.lock()) {
       hooks->options_.on_backward_end();
       hooks->settle();
@@ -87,6 +98,7 @@ class GradientHooks::PassEnd {
 
   std::weak_ptr<GradientHooks> hooks_;
   const std::uint64_t number_;
+  bool goes_on_ = false;
 };
 
 std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> parameters,
@@ -154,7 +166,7 @@ bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
-  if (disabled_ || (options_.reduced_scale == 1.0 && !has_plan_)) return;
+  if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
   const std::scoped_lock lock(mutex_);
   parameters_[index].refresh();
   keep_base(index);
@@ -172,6 +184,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
   bool bucket_full = false;
   bool is_planned = false;
   std::size_t bucket = 0;
+  std::vector<Sharer> told;
   {
     std::unique_lock lock(mutex_);
     HookedParameter& parameter = parameters_[index];
@@ -193,6 +206,15 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     if (bucket_full) complete(lock, bucket);
     sent_ = sent_ || bucket_full;
     is_planned = planned_.has_value();
+    const auto shared = sharers_.find(index);
+    if (shared != sharers_.end() && grad.is_same(parameter.bucket_view)) told = shared->second;
+  }
+  for (const Sharer& sharer : told) {  // `grad` is not the program's
+    const auto hooks = sharer.hooks.lock();
+    if (!hooks) continue;
+    const std::scoped_lock lock(hooks->mutex_);
+    HookedParameter& theirs = hooks->parameters_[sharer.index];
+    theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
   }
   if (!bucket_full) return;
   is_planned ? options_.run_ahead->bucket_full(*this, bucket) : options_.on_bucket_full(bucket);
@@ -214,21 +236,55 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
     pass_ = current;
     const std::uint64_t number = ++passes_;
     lock.unlock();
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [end = std::make_shared<PassEnd>(weak_from_this(), number)] { end->run(); });
+    queue_end(number);
     lock.lock();
   }
+  pass_->has_nested = pass_->has_nested || is_nested();
   const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
   if (!two_threads && !sent_in_vain_) return;
   lock.unlock();
   options_.fail(two_threads ? kTwoThreads : kSentInVain);
 }
 
+/// Makes autograd end pass `number` when the graph that it runs in this thread ends.
+void GradientHooks::queue_end(std::uint64_t number) {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end = std::make_shared<PassEnd>(weak_from_this(), number)] { end->run(); });
+}
+
+/// After a nested graph: the pass goes on in the one around it. If that cannot be, the gradients
+/// are reduced in step().
+void GradientHooks::go_on(std::uint64_t number) {
+  const int task = BackwardPass::current().task;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!pass_ || number != passes_) return;
+    if (task >= 0) pass_->task = task;
+  }
+  if (task < 0) return close_pass(number, /*failed=*/true);
+  try {
+    queue_end(number);
+  } catch (...) {  // in a destructor
+    close_pass(number, /*failed=*/true);
+  }
+}
+
 /// Returns whether the bucket has become full and on_bucket_full is due.
 bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
   HookedParameter& parameter = parameters_[index];
+  if (fresh && passes_per_step_ > 1 && sharers_.count(index) > 0 && !gradient.is_sparse()) {
+    fresh = parameter.has_value(gradient);  // else other hooks have left the earlier one elsewhere
+  }
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
-  if (fresh) parameter.base_reduced = false;
+  fresh ? parameter.forget_base() : parameter.note_base();
+  parameter.unreduced = parameter.unreduced || parameter.arrived;
+  if (parameter.arrived) {  // two nested graphs, or one and that around it, have computed it
+    TORCH_CHECK(missing_[parameter.bucket] != kSent, "'", parameter.name,
+                "' got another gradient in a backward pass that had already sent ",
+                "its first one: use torch.utils.checkpoint with use_reentrant=False");
+    parameter.passes = std::max(parameter.passes, 1);
+    return false;
+  }
   const bool too_many = passes_per_step_ > 1 && due(parameter) && !parameter.unreduced;
   if (too_many && parameter.has_value(gradient)) {
     parameter.passes = 0;  // the earlier gradient was zeroed, after a step that GradScaler skipped
@@ -241,17 +297,82 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   ++parameter.passes;
   parameter.unreduced = true;
   if (planned_ && !get(*planned_, index)) return false;
-  if (std::exchange(parameter.arrived, true)) {
-    TORCH_CHECK(!early_.at(parameter.bucket) || missing_[parameter.bucket] > 0, "'", parameter.name,
-                "' got another gradient in a backward pass that had already sent ",
-                "its first one: use torch.utils.checkpoint with use_reentrant=False");
-    return false;
-  }
+  parameter.arrived = true;
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
   if (parameter.has_moved() || (!planned_ && !aside_.empty())) return false;
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
-  return --missing_[parameter.bucket] == 0 && early_.at(parameter.bucket);
+  std::size_t& missing = missing_[parameter.bucket];
+  if (--missing > 0 || !early_.at(parameter.bucket)) return false;
+  if (pass_->has_nested || is_shared(parameter.bucket)) return false;
+  missing = kSent;
+  return true;
+}
+
+/// Whether other hooks may still copy a gradient of the bucket from there.
+bool GradientHooks::is_shared(std::size_t bucket) const {
+  if (sharers_.empty()) return false;
+  const auto& members = members_[bucket];
+  return std::any_of(members.begin(), members.end(), [&](std::size_t i) {
+    const auto found = sharers_.find(i);
+    return found != sharers_.end() &&
+           std::any_of(found->second.begin(), found->second.end(),
+                       [](const Sharer& sharer) { return !sharer.hooks.expired(); });
+  });
+}
+
+void GradientHooks::share(const std::shared_ptr<GradientHooks>& other) {
+  std::unordered_map<const c10::TensorImpl*, std::size_t> own;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    own.emplace(parameters_[i].variable.unsafeGetTensorImpl(), i);
+  }
+  std::vector<std::pair<std::size_t, std::size_t>> shared;  // the parameter here and there
+  for (std::size_t i = 0; i < other->parameters_.size(); ++i) {
+    const auto found = own.find(other->parameters_[i].variable.unsafeGetTensorImpl());
+    if (found != own.end()) shared.emplace_back(found->second, i);
+  }
+  for (const auto& [here, there] : shared) {
+    {
+      const std::scoped_lock lock(mutex_);
+      sharers_[here].push_back({other, there});
+    }
+    const std::scoped_lock lock(other->mutex_);
+    other->sharers_[there].push_back({weak_from_this(), here});
+  }
+}
+
+/// Tells other hooks of the same parameters that `grad` is reduced now.
+void GradientHooks::tell_sharers(const Bitmap& reduced) {
+  std::vector<std::pair<Sharer, bool>> told;  // and whether `grad` is in a bucket here
+  {
+    const std::scoped_lock lock(mutex_);
+    for (const auto& [index, sharers] : sharers_) {
+      if (!get(reduced, index)) continue;
+      HookedParameter& parameter = parameters_[index];
+      parameter.refresh();
+      const bool is_here = parameter.variable.grad().is_same(parameter.bucket_view);
+      for (const Sharer& sharer : sharers) told.emplace_back(sharer, is_here);
+      parameter.release_to_grad();
+    }
+  }
+  for (const auto& [sharer, is_here] : told) {
+    const auto hooks = sharer.hooks.lock();
+    if (!hooks) continue;
+    hooks->reduced_elsewhere(sharer.index);
+    if (!is_here) continue;
+    const std::scoped_lock lock(hooks->mutex_);
+    HookedParameter& theirs = hooks->parameters_[sharer.index];
+    theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
+  }
+}
+
+void GradientHooks::reduced_elsewhere(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.unreduced = false;
+  parameter.reduced = true;
+  parameter.outside.reset();
+  parameter.version.reset();
 }
 
 void GradientHooks::close_pass(std::uint64_t number, bool failed) {
@@ -325,7 +446,7 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   if (everything) close_failed();
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
-  Pending pending{none, none, false, is_beside || (everything && sent_in_vain_)};
+  Pending pending{none, none, false, true, is_beside || (everything && sent_in_vain_)};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
@@ -333,16 +454,19 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
     pending.unready = pending.unready || parameter.has_moved();
     if (!grad.defined()) {  // by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
+      parameter.reduced = false;  // the next one is another one
       parameter.outside.reset();
+      pending.complete = false;
       continue;
     }
-    const bool ours = grad.is_same(parameter.bucket_view) || grad.is_same(parameter.sparse) ||
-                      parameter.is_given();
     if (everything && parameter.written_by_hand()) {
       parameter.unreduced = true;
       parameter.base_reduced = false;
     }
-    if (!parameter.unreduced && (!everything || ours)) continue;
+    if (!parameter.unreduced && !(everything && parameter.may_be_by_hand())) {
+      pending.complete = pending.complete && parameter.reduced;
+      continue;
+    }
     const bool started = which == Due::kStarted;
     if (everything || (synchronizing_ && (started || due(parameter)))) {
       set(pending.due, i);
@@ -352,6 +476,18 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
     }
   }
   return pending;
+}
+
+std::vector<std::size_t> GradientHooks::set_by_hand() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::size_t> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    if (parameter.unreduced || parameter.reduced || !parameter.variable.grad().defined()) continue;
+    if (!parameter.has_known() || parameter.written_by_hand()) found.push_back(i);
+  }
+  return found;
 }
 
 at::Tensor GradientHooks::memory(std::size_t bucket) {
@@ -376,28 +512,34 @@ at::Tensor GradientHooks::local_gradient(std::size_t index) {
 }
 
 void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
-  const std::scoped_lock lock(mutex_);
-  HookedParameter& parameter = parameters_.at(index);
-  parameter.variable.mutable_grad() = parameter.sparse = gradient;
-  parameter.outside.reset();
-  parameter.unreduced = false;
-  parameter.base_reduced = true;
-  parameter.version.reset();
+  {
+    const std::scoped_lock lock(mutex_);
+    HookedParameter& parameter = parameters_.at(index);
+    parameter.variable.mutable_grad() = parameter.sparse = gradient;
+    parameter.outside.reset();
+    parameter.be_reduced();
+    if (sharers_.empty()) return;
+  }
+  Bitmap reduced((parameters_.size() + 7) / 8, '\0');
+  set(reduced, index);
+  tell_sharers(reduced);
 }
 
 void GradientHooks::mark_reduced(const Bitmap& touched) {
-  const std::scoped_lock lock(mutex_);
-  sent_ = false;
-  BatchedCopy copies;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(touched, i)) continue;
-    parameters_[i].write_back(copies);
-    parameters_[i].unreduced = false;
-    parameters_[i].base_reduced = true;
-    parameters_[i].version.reset();
-    parameters_[i].release_to_grad();
+  {
+    const std::scoped_lock lock(mutex_);
+    sent_ = false;
+    BatchedCopy copies;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (!get(touched, i)) continue;
+      parameters_[i].write_back(copies);
+      parameters_[i].be_reduced();
+      parameters_[i].release_to_grad();
+    }
+    copies.run();
+    if (sharers_.empty()) return;
   }
-  copies.run();
+  tell_sharers(touched);
 }
 
 std::vector<std::size_t> GradientHooks::ready_order() {
@@ -416,15 +558,28 @@ void GradientHooks::reset(bool gradients) {
       parameter.version = parameter.current_version();
     }
     parameter.release_to_grad();
+    parameter.reduced = false;
+    parameter.is_zero = gradients;
     if (!gradients) continue;
     require_shape(parameter);
     // Zeros that stay where only this rank had a gradient: the others must get them too.
     parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
-    parameter.base_reduced = false;
+    parameter.forget_base();
     parameter.sparse.reset();
     parameter.outside.reset();
   }
   if (gradients) bases_.clear();
+}
+
+bool GradientHooks::has_base() {
+  const std::scoped_lock lock(mutex_);
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const HookedParameter& parameter) { return parameter.on_base; });
+}
+
+void GradientHooks::restart_passes() {
+  const std::scoped_lock lock(mutex_);
+  for (HookedParameter& parameter : parameters_) parameter.passes = 0;
 }
 
 void GradientHooks::set_passes_per_step(int passes) {

@@ -71,6 +71,7 @@ class GradientHooks final : public AccumulationObserver,
     Bitmap due;         // to be reduced now
     Bitmap sparse;      // those of `due` that are sparse
     bool accumulating;  // whether there are others, not due yet
+    bool complete;      // whether each parameter is due, or was reduced since the step began
     bool unready;       // refuse_others_pass() or the new buckets of parameters_moved() come first
   };
 
@@ -100,12 +101,16 @@ class GradientHooks final : public AccumulationObserver,
   enum class Due {
     kNow,         // those after `passes_per_step` passes, outside of no_sync()
     kStarted,     // all outside of no_sync()
-    kEverything,  // all; also a `grad` that was assigned by hand, or written to since the step
-                  // began and never reduced
+    kEverything,  // all; also those that the program has set or written itself: each `grad` that
+                  // nothing has reduced since the step began
   };
 
   /// The gradients that are due or accumulating.
   Pending pending(Due which);
+
+  /// The parameters whose gradient a step would take though it is not reduced: the program has set
+  /// or written it. A write that torch does not count (through `.data`, say) is not seen.
+  std::vector<std::size_t> set_by_hand();
 
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
   /// failed after a part of it was sent.
@@ -155,11 +160,27 @@ class GradientHooks final : public AccumulationObserver,
   /// Adds what was put aside to `grad`, where it is due. Call before the ranks agree on a pass.
   void take_up_aside();
 
+  /// Takes note that `other` has hooks on some of the same parameters, and tells it so. Both put a
+  /// gradient into buckets of their own, and `grad` is in one of them: so none of these is sent
+  /// before the end of the pass, when both have it.
+  void share(const std::shared_ptr<GradientHooks>& other);
+
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
 
-  /// Counts passes from zero again; with `gradients`, also forgets accumulated gradients.
+  /// Begins the next step: nothing of it is reduced yet. With `gradients`, also forgets accumulated
+  /// gradients: they are zero or gone.
   void reset(bool gradients);
+
+  /// Counts passes from zero again.
+  void restart_passes();
+
+  /// Makes an already reduced gradient count once although ranks have joined: `scale` multiplies it
+  /// in addition to Options::reduced_scale.
+  void set_base_scale(double scale) { base_scale_ = scale; }
+
+  /// Whether a gradient that is not reduced yet contains an already reduced one.
+  bool has_base();
 
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
@@ -185,12 +206,23 @@ class GradientHooks final : public AccumulationObserver,
     bool in_bucket;    // whether it was a tensor over the bucket
     bool unreduced;
     bool base_reduced;
+    bool reduced;
     std::optional<std::uint32_t> writes;  // to the gradient, since the step began
+  };
+
+  /// Other hooks of a parameter.
+  struct Sharer {
+    std::weak_ptr<GradientHooks> hooks;
+    std::size_t index;  // the parameter's there
   };
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
   void close_pass(std::uint64_t number, bool failed);
+  void go_on(std::uint64_t number);
+  void queue_end(std::uint64_t number);
+  void tell_sharers(const Bitmap& reduced);
+  void reduced_elsewhere(std::size_t index);
 
   // Under mutex_:
   void close_failed();
@@ -205,13 +237,15 @@ class GradientHooks final : public AccumulationObserver,
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
-  void rescale_reduced(HookedParameter& parameter) {
-    parameter.rescale_reduced(options_.reduced_scale);
-  }
+  bool is_shared(std::size_t bucket) const;
+  double scale() const { return options_.reduced_scale * base_scale_; }
+  void rescale_reduced(HookedParameter& parameter) { parameter.rescale_reduced(scale()); }
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
   std::atomic<bool> disabled_{false};  // set while no hook runs
+
+  std::atomic<double> base_scale_{1.0};  // set between passes
 
   std::atomic<bool> has_plan_{false};  // whether planned_ has a value; guards no other data
 
@@ -228,13 +262,14 @@ class GradientHooks final : public AccumulationObserver,
   std::vector<at::Tensor> buckets_;
   std::vector<std::vector<std::size_t>> members_;  // by bucket: its parameters
   std::vector<bool> early_;                        // by bucket: whether on_bucket_full is called
-  std::vector<std::size_t> missing_;               // by bucket: gradients missing in this pass
-  std::vector<Producers> producers_;               // by bucket on a device: of this pass
-  std::vector<std::size_t> arrived_;               // parameters, in order
-  std::optional<Bitmap> planned_;                  // in a planned pass: the gradients it reduces
-  std::map<std::size_t, Before> filled_;           // by parameter: for restore()
-  std::map<std::size_t, Before> bases_;            // by parameter: before an unplanned gradient
-  std::map<std::size_t, at::Tensor> aside_;        // by parameter: what was put aside
+  std::vector<std::size_t> missing_;  // by bucket: gradients missing in this pass, or kSent
+  std::vector<Producers> producers_;  // by bucket on a device: of this pass
+  std::vector<std::size_t> arrived_;  // parameters, in order
+  std::map<std::size_t, std::vector<Sharer>> sharers_;  // by parameter
+  std::optional<Bitmap> planned_;            // in a planned pass: the gradients it reduces
+  std::map<std::size_t, Before> filled_;     // by parameter: for restore()
+  std::map<std::size_t, Before> bases_;      // by parameter: before an unplanned gradient
+  std::map<std::size_t, at::Tensor> aside_;  // by parameter: what was put aside
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };

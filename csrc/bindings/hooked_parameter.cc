@@ -192,6 +192,7 @@ bool HookedParameter::leave_outside() {
 void HookedParameter::note_given() {
   const at::Tensor& grad = variable.grad();
   if (grad.is_same(bucket_view) || grad.is_same(outside) || !is_writable(grad)) return;
+  if (known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl()) return;
   const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
   if (converted && !was_given) return;
   given.emplace(grad.getIntrusivePtr());
@@ -236,6 +237,7 @@ void HookedParameter::ensure_memory() {
 }
 
 void HookedParameter::release_to_grad() {
+  if (!variable.grad().defined()) version.reset();  // the step begins without a gradient
   if (!in_block() || !bucket_view.defined() || is_given()) return;
   known.emplace(bucket_view.getIntrusivePtr());
   bucket_view.reset();
@@ -261,15 +263,50 @@ void HookedParameter::require_unchanged() const {
                     " since the optimizer was wrapped: make a new optimizer and wrap that");
 }
 
+void HookedParameter::be_reduced() {
+  unreduced = is_zero = on_base = false;
+  reduced = base_reduced = true;
+  version.reset();
+}
+
+bool HookedParameter::has_known() const {
+  const at::Tensor& grad = variable.grad();
+  return grad.is_same(bucket_view) || grad.is_same(sparse) || is_given();
+}
+
 bool HookedParameter::written_by_hand() const {
   if (unreduced || !version || *version == current_version()) return false;
   const at::Tensor& grad = variable.grad();
   // All views of one tensor have one version, so that of a given one tells too much.
-  return grad.is_same(bucket_view) || (is_given() && !at::equal(grad, bucket_view));
+  return (grad.is_same(bucket_view) || (is_given() && !at::equal(grad, bucket_view))) &&
+         !has_zeros();
+}
+
+bool HookedParameter::may_be_by_hand() const {
+  const at::Tensor& grad = variable.grad();
+  if (unreduced || reduced || !grad.defined()) return false;
+  if (!has_known()) return true;
+  const bool has_version = version && !grad.is_same(sparse);
+  const bool is_written = has_version && *version != current_version();
+  return (is_zero && version) || is_written ? !has_zeros() : base_reduced;
+}
+
+/// Whether `grad` is zero everywhere.
+bool HookedParameter::has_zeros() const {
+  const at::NoGradGuard no_grad;
+  return !at::any(variable.grad()).item<bool>();
 }
 
 std::uint32_t HookedParameter::current_version() const {
   return version_of(is_given() ? variable.grad() : bucket_view);
+}
+
+void HookedParameter::note_base() {
+  if (unreduced || !base_reduced) return;
+  const bool in_place = version && (variable.grad().is_same(bucket_view) || is_given());
+  const bool is_written =
+      in_place && current_version() - *version > 1;  // and not by autograd alone
+  on_base = !is_written;
 }
 
 void HookedParameter::rescale_reduced(double scale) {
@@ -278,8 +315,10 @@ void HookedParameter::rescale_reduced(double scale) {
   if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
   if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
+  const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();
   grad.mul_(scale);
   base_reduced = false;
+  on_base = !is_written;
 }
 
 }  // namespace torch_ring

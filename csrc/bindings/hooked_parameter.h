@@ -78,9 +78,25 @@ struct HookedParameter {
   /// Drops this object's references to a block, so that `grad` alone owns it.
   void release_to_grad();
 
+  /// Takes note that `grad` holds the reduced gradient.
+  void be_reduced();
+
+  /// Whether `grad` is a tensor that was left here, and not the program's own.
+  bool has_known() const;
+
   /// Whether the program, and no backward pass, has written to the gradient in this step. Writes to
-  /// a gradient that was reduced in this step do not count: it is clipped, say.
+  /// a gradient that was reduced in this step do not count: it is clipped, say. Nor do zeros.
   bool written_by_hand() const;
+
+  /// Whether the program may have set or written the gradient, and no pass has reduced it since the
+  /// step began: for a write through `.data` or NumPy leaves no trace.
+  bool may_be_by_hand() const;
+
+  /// Takes note that autograd has accumulated into the gradient that was there, in this place.
+  void note_base();
+
+  /// Takes note that the gradient contains none that was reduced before.
+  void forget_base() { base_reduced = on_base = false; }
 
   /// Multiplies an already reduced gradient by `scale`, before autograd accumulates into it.
   void rescale_reduced(double scale);
@@ -110,6 +126,9 @@ struct HookedParameter {
   int passes = 0;             // since the step began
   bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
+  bool on_base = false;       // the gradient that is not reduced yet contains a reduced one
+  bool reduced = false;       // the gradient was reduced since the step began, here or by sharers
+  bool is_zero = false;       // the step began with a gradient of zeros, if any
   bool arrived = false;       // in the current pass
   bool made = false;          // `grad` was made by autograd, in the current pass
   bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
@@ -117,6 +136,7 @@ struct HookedParameter {
   std::optional<std::uint32_t> version;
 
  private:
+  bool has_zeros() const;
   bool computed_in_block(const at::Tensor& gradient) const;
   bool leave_outside();
   void note_given();

@@ -36,6 +36,7 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
           in_bucket,
           parameter.unreduced,
           parameter.base_reduced,
+          parameter.reduced,
           writes};
 }
 
@@ -43,6 +44,7 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
   const at::NoGradGuard no_grad;
   parameter.unreduced = before.unreduced;
   parameter.base_reduced = before.base_reduced;
+  parameter.reduced = before.reduced;
   at::Tensor& grad = parameter.variable.mutable_grad();
   grad = before.in_bucket ? parameter.bucket_view : before.grad;  // the bucket may have moved
   parameter.outside.reset();
@@ -96,7 +98,7 @@ void GradientHooks::put_aside(const Bitmap& extra) {
     const auto base = bases_.find(i);
     if (base != bases_.end()) {
       const Before& before = base->second;
-      mine.sub_(before.value, before.base_reduced ? options_.reduced_scale : 1.0);
+      mine.sub_(before.value, before.base_reduced ? scale() : 1.0);
       give_back(parameter, before);
       bases_.erase(base);
     } else {

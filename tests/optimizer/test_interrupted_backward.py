@@ -98,8 +98,8 @@ def test_an_interrupted_wait(tmp_path, steps_before, then):
     run(interrupt_the_wait, 2, args=(tmp_path, steps_before, then))
 
 
-def interrupt_with_another_graph(folder: Path) -> str:
-    """The next pass has gradients of which the report on its way does not tell: an error."""
+def interrupt_with_another_graph(folder: Path) -> None:
+    """The next pass has gradients of which the report on its way does not tell: the step does."""
     x, y = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0))
     interrupted = folder / "interrupted"
@@ -113,20 +113,15 @@ def interrupt_with_another_graph(folder: Path) -> str:
         optimizer.zero_grad()
         (4 * x + 8 * y).backward()
     assert grads([x]) == [3]
-
-    def go_on() -> None:
-        optimizer.step()
-        (x + y).backward()
-
-    with pytest.raises(hvd.MismatchError) as error:
-        go_on()
-    return str(error.value)
+    optimizer.step()
+    assert grads([x, y]) == [3, 4]
+    optimizer.zero_grad()
+    (x + y).backward()
+    assert grads([x, y]) == [1, 1]
 
 
 def test_an_interrupted_wait_before_another_graph(tmp_path):
-    for message in run(interrupt_with_another_graph, 2, args=(tmp_path,)):
-        assert "KeyboardInterrupt" in message
-        assert "go on from a checkpoint" in message
+    run(interrupt_with_another_graph, 2, args=(tmp_path,))
 
 
 def interrupt_a_sent_bucket(folder: Path) -> str:

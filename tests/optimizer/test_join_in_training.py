@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 from torch import nn
 from torch.optim import SGD, Optimizer
 from training import assert_same_on_all_ranks, assert_same_weights, make_model, weights
@@ -146,3 +146,63 @@ def compress_unevenly(name: str) -> str:
 def test_stateful_compressors_need_all_ranks(name):
     messages = run(compress_unevenly, 3, args=(name,))
     assert all("join" in message for message in messages[1:])
+
+
+def add_up_passes(op: hvd.ReduceOp, zero: str) -> None:
+    """Two backward passes a step, each reduced, while one rank after the other runs out of data."""
+    rank, size = hvd.rank(), hvd.size()
+    parameters = [nn.Parameter(torch.full((40, 2), 1.0, dtype=torch.float64)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), op=op)
+    expected = 1.0
+    for epoch in range(2):
+        for step in range(2 * size):
+            active = [r for r in range(size) if step < 2 * (r + 1)]
+            gradient = sum(2.0 * (1 + r + step) + 1 for r in active) / (
+                1 if op == hvd.Sum else size
+            )
+            if rank in active:
+                if zero == "to none":
+                    optimizer.zero_grad()
+                elif zero == "to zero":
+                    optimizer.zero_grad(set_to_none=False)
+                else:
+                    for parameter in parameters:
+                        if parameter.grad is not None:
+                            parameter.grad.zero_()
+                for number in range(2):
+                    factor = 1.0 + rank + step + number
+                    sum((parameter * factor).sum() for parameter in parameters).backward()
+                optimizer.step()
+                expected -= 0.25 * gradient
+                for parameter in parameters:
+                    assert (parameter.grad - gradient).abs().max() < 1e-10
+                    assert (parameter - expected).abs().max() < 1e-10
+        last = hvd.join()
+        assert last == size - 1, (epoch, last)
+        for parameter in parameters:
+            hvd.broadcast_(parameter.data, last)
+        expected = parameters[0][0, 0].item()
+
+
+@on_larger_worlds
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("zero", ["to none", "to zero", "by hand"])
+def test_passes_that_are_added_up(transport, size, op, zero):
+    run(add_up_passes, size, args=(op, zero), transport=transport)
+
+
+def join_between_two_passes(op: hvd.ReduceOp) -> None:
+    """What is averaged already contains a part of the rank that joins: said on all ranks."""
+    (a,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0), op=op)
+    a.backward()
+    optimizer.step()
+    call = hvd.join if hvd.rank() == 0 else a.backward
+    _, text = error_of(call)
+    assert "a rank has joined, and this backward pass has added its gradients to" in text, text
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_rank_joins_while_gradients_are_kept(transport, op):
+    run(join_between_two_passes, 3, args=(op,), transport=transport)

@@ -55,3 +55,19 @@ def test_one_that_is_gone_is_named() -> None:
     assert participants.named(2) is optimizers[2]
     with pytest.raises(RingError, match=r"^rank 1 has dropped the wrapped optimizer 1"):
         participants.named(1)
+
+
+def test_none_goes_while_it_is_held() -> None:
+    participants, optimizers = three()
+    assert participants.hold() == optimizers
+    kept = optimizers[2]
+    participants.remove(0)
+    optimizers.pop(1)
+    gc.collect()
+    assert [index for index, _ in participants.items()] == [0, 1, 2]
+    assert participants[2] is kept
+    assert participants.named(0) is optimizers[0]
+    assert 1 in participants
+    participants.let_go()
+    assert participants.values() == [kept]
+    assert 1 not in participants

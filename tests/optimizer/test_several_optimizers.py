@@ -1,5 +1,8 @@
 """Several wrapped optimizers in one program."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from pool import error_of, run
@@ -9,6 +12,7 @@ from training import assert_same_weights, joined_batches, loss_of, make_model, p
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import BackwardSync
 
 
 def train_gan() -> None:
@@ -167,3 +171,65 @@ def test_a_trained_optimizer_is_collected_at_different_times(transport):
         transport=transport,
         env={"TORCH_RING_AUTOTUNE": "1"},
     )
+
+
+def leave_backward_out_after_one_that_was_not_stepped(lr: float) -> None:
+    """A pass touches three optimizers, of which one steps; one rank leaves out the next pass."""
+    a, b, c = weights(1, 2, 3)
+    optimizers = [hvd.DistributedOptimizer(SGD([each], lr=lr)) for each in (a, b, c)]
+    expected = [1.0, 2.0, 3.0]
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (a + b + c).backward()
+        optimizers[0].step()
+        if hvd.rank() == step % hvd.size():
+            (b * 2).backward()
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+        gradients = (1, 1 + 2 / hvd.size(), 1)
+        expected = [e - lr * g for e, g in zip(expected, gradients, strict=True)]
+        found = [a.item(), b.item(), c.item()]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+
+
+@on_both_transports
+def test_a_rank_leaves_out_a_pass_after_one_that_was_not_stepped(transport):
+    run(leave_backward_out_after_one_that_was_not_stepped, 3, args=(0.25,), transport=transport)
+
+
+def collect_during_the_end_of_a_pass(how: str) -> None:
+    """Python collects a dropped optimizer with accumulated gradients while another's pass ends."""
+    (a,), (b,) = weights(1), weights(1)
+    dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
+    a.backward()
+    kept = [dropped]
+    kept.append(kept)
+    watched = weakref.ref(dropped)
+    del dropped
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        original = getattr(BackwardSync, how)
+
+        def collect(*args: object) -> object:
+            kept.clear()
+            gc.collect()
+            return original(*args)
+
+        patch.setattr(BackwardSync, how, collect)
+        optimizer.zero_grad()
+        b.backward()
+        optimizer.step()
+    assert not kept
+    gc.collect()
+    assert watched() is None
+    gc.enable()
+    train_another(b)
+    assert (a.item(), b.item()) == (1, 1 - 1 - 3 * 1.5)
+
+
+@on_both_transports
+@pytest.mark.parametrize("how", ["_agree", "_with_aside", "_reduce"])
+def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport, how):
+    run(collect_during_the_end_of_a_pass, 2, args=(how,), transport=transport)

@@ -34,16 +34,20 @@ class BackwardSync:
     is reduced on all, in the order of the optimizers' indices. The agreement is one allgather, of a
     few bytes an optimizer and a bit a parameter.
 
-    A step must not begin before the gradients of all ranks are reduced. Usually the last pass has
-    left no gradient behind on any rank; its agreement has told all of them, and `reduce_pending`
-    does nothing. Otherwise (accumulation, a rank that skipped backward) it agrees once more. If
-    only this rank has accumulated since, the next agreement finds the ranks in different steps.
+    A step must not begin before the gradients of all ranks are reduced, whoever made them. Usually
+    the passes since the last step have reduced a gradient of every parameter; their agreements have
+    told all ranks, and `reduce_pending` does nothing. Otherwise (accumulation, a rank that skipped
+    backward, a parameter without a gradient, which the program may have set itself) it agrees once
+    more. So it does if another optimizer has stepped since: a rank that skips backward does not
+    know which optimizers the others' passes touch. If only this rank has accumulated since, the
+    next agreement finds the ranks in different steps.
 
     A rank's first gradients for an optimizer travel with a digest of its weights, so that somebody
     who has forgotten broadcast_parameters() hears of it, and seldom later ones do, so that somebody
     whose ranks drift apart hears of that (`WeightComparison`).
 
-    Ranks that have called join() take no part in agreements; reductions count them as zeros.
+    Ranks that have called join() take no part in agreements; reductions count them as zeros. A
+    gradient that is averaged already, and gets more added, is scaled so that it counts once.
 
     Ctrl-C may end the wait for an agreement: this rank's next pass then goes on from there, with
     the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C waits
@@ -77,11 +81,12 @@ class BackwardSync:
     _world_engine: Engine = field(default_factory=current.engine)
     _record: ProcessSetRecord = field(init=False)
     _registered: int = 0
+    _active: int = field(init=False)  # ranks that had not joined in the last agreement
     _participants: Participants = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
-        self.size = self.process_set.size()
+        self.size = self._active = self.process_set.size()
         # What this has made must not keep it: a world ends also where Python collects no garbage.
         self._participants = Participants(self._rank, _weakly(self.fail))
         self._record = membership(self.process_set)
@@ -139,6 +144,11 @@ class BackwardSync:
         """Agreements so far; a part of the names of the operations up to the next one."""
         return self.agreement.number
 
+    @property
+    def base_scale(self) -> float:
+        """By how much a reduced gradient is to grow so that the ranks left give all of it."""
+        return self.size / self._active
+
     def register(self, participant: Participant) -> int:
         """Return the participant's index. Call in the same order on all ranks."""
         self.run_ahead.begin_anew()
@@ -147,14 +157,25 @@ class BackwardSync:
         self._registered += 1
         return index
 
+    def share(self, participant: Participant) -> None:
+        """Tell its hooks of all others of this process, which may be on the same parameters."""
+        for record in current.world().process_sets.records:
+            sync: BackwardSync | None = record.owned.get(BackwardSync)
+            for other in sync._participants.values() if sync else ():
+                if other is not participant:
+                    participant.hooks.share(other.hooks)
+
     def unregister(self, participant: int) -> None:
         """Leave a participant out from now on, if it is registered. Thread: any."""
         self._participants.remove(participant)
 
     def start_bucket(self, participant: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all of it is due here."""
+        found = self._participants.get(participant)
+        if found is None:  # Python has collected it in the middle of a pass
+            return
         try:
-            self._participants[participant].start_bucket(bucket)
+            found.start_bucket(bucket)
         except RingError as error:
             self._raise_explained(error)
             raise
@@ -171,7 +192,7 @@ class BackwardSync:
         """End a backward pass: agree with the other ranks, and reduce what is due on any."""
         self._begin_ending()
         try:
-            participants = self._participants.values()
+            participants = self._participants.hold()
             if len(participants) == 1 and self._finalize_dense(participants[0]):
                 return
             if self.run_ahead.ends_pass(self.steps):
@@ -184,12 +205,16 @@ class BackwardSync:
             if any(report.due for report in reports):
                 self._agree(reports)
         finally:
-            self.agreement.stop_ending()
+            self._end_ending()
 
     def _begin_ending(self) -> None:
         """Begin the end of a pass; no gradient may arrive in other threads meanwhile."""
         if not self.agreement.begin_ending():
             self.fail("two threads end backward passes of wrapped optimizers at the same time")
+
+    def _end_ending(self) -> None:
+        self._participants.let_go()
+        self.agreement.stop_ending()
 
     def _finalize_dense(self, participant: Participant) -> bool:
         """Take the fast path if all gradients are due here; return whether the pass has ended."""
@@ -217,27 +242,41 @@ class BackwardSync:
         return True
 
     def reduce_pending(self, participant: Participant) -> None:
-        """Reduce whatever a rank has accumulated for `participant`, due or not."""
+        """Reduce whatever a rank has for `participant`: accumulated, or set by the program."""
         if participant.nothing_pending:
+            if self.run_ahead.is_planned:  # or every parameter has been reduced
+                participant.refuse_gradients_by_hand()
             return
         self._begin_ending()
         try:
-            while not participant.nothing_pending:
+            self._participants.hold()
+            is_settled = False
+            while not (is_settled or participant.nothing_pending):
                 if self.run_ahead.ends_pass(self.steps, participant):
                     continue
-                self._agree(self._reports(participant), participant)
+                is_settled = self._agree(self._reports(participant), participant)
         finally:
-            self.agreement.stop_ending()
+            self._end_ending()
+
+    def finish_step(self, participant: Participant) -> None:
+        """Count a step of a participant."""
+        self.steps += 1
+        participant.nothing_pending = False
+        if self._registered > 1 and not self.run_ahead.is_planned:
+            for other in self._participants.values():
+                other.nothing_pending = False
 
     def resynchronize(self) -> None:
         """Reset what the ranks may have counted differently: join() returns on all of them."""
         self.agreement.restart(0)
         self.run_ahead.forget()
         self.steps = 0
+        self._active = self.size
         self._since = " since join()"
         for participant in self._participants.values():
             participant.nothing_pending = False
             participant.steps = 0
+            participant.hooks.set_base_scale(1.0)
             participant.stop_tuning()
         self.weights.restart(self._since)  # a rank that had joined has not stepped
 
@@ -248,8 +287,12 @@ class BackwardSync:
 
     def _agree(
         self, reports: tuple[GradientReport, ...], stepping: Participant | None = None
-    ) -> None:
-        """Tell the other ranks, and reduce the gradients that are due on any of them."""
+    ) -> bool:
+        """Tell the other ranks, and reduce the gradients that are due on any of them.
+
+        Returns:
+            Whether `stepping` has nothing more to wait for: all ranks are about to step.
+        """
         reports = self._with_aside(reports, stepping)
         report = BackwardReport(self.steps, self.weights.added_to(reports, self.number))
         own = report.encode()
@@ -260,12 +303,18 @@ class BackwardSync:
             self._raise_explained(error)
             raise
         if all_sent(gathered, own):  # the usual case: nothing to decode
-            self._reduce_all([report] * (len(gathered) // len(own)))
+            ranks = [report] * (len(gathered) // len(own))
         else:
-            self._reduce_all(list(BackwardReport.decode_all(memoryview(gathered))))
+            ranks = list(BackwardReport.decode_all(memoryview(gathered)))
+        self._reduce_all(ranks)
         if goes_on:
             for rest in self._reports():  # of which the earlier report did not know
                 self._participants[rest.participant].nothing_pending = False
+        return all(rank.is_of_step for rank in ranks) and not any(
+            told.accumulating and self._participants.get(told.participant) is stepping
+            for rank in ranks
+            for told in rank.gradients
+        )
 
     def _with_aside(
         self, reports: tuple[GradientReport, ...], stepping: Participant | None
@@ -309,11 +358,27 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
+    def _follow_joins(self, active: int) -> None:
+        """Take note of how many ranks have not joined."""
+        if active == self._active:
+            return
+        self._active = active
+        for participant in self._participants.values():
+            if participant.hooks.has_base():  # as large as if all were here still
+                self.fail(
+                    f"rank {self._rank}: a rank has joined, and this backward pass has added its "
+                    "gradients to others that are averaged already, of which that rank has a part: "
+                    "call zero_grad() in each step; to add up several passes, use "
+                    "backward_passes_per_step or no_sync(), or call join() between two steps only"
+                )
+            participant.hooks.set_base_scale(self.base_scale)
+
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number = self.number
         self.run_ahead.look()
         require_same_steps([rank.steps for rank in ranks], self.size)
+        self._follow_joins(len(ranks))
         self.weights.differ(ranks, number)
         self.weights.tell(number)
         touched: dict[int, int] = {}
@@ -332,17 +397,25 @@ class BackwardSync:
             if due
         ]
         for index, participant, due in reduced:
-            participant.start(due, due & ~dense[index], number)
+            participant.prepare(due, due & ~dense[index], number)
+        for _, participant, _ in reduced:
+            participant.start(number)
         for index, participant, _ in reduced:
             participant.finish(orders.get(index, ()))
+        is_of_step = all(rank.is_of_step for rank in ranks)
+        if reduced or not is_of_step:  # else no pass, and no gradient that one has left
+            is_steady = everybody and not (accumulating or is_of_step) and dense == touched
+            self.run_ahead.learn(number, touched if is_steady else {})
+        covered = {index for index, participant, due in reduced if participant.is_all(due)}
+        told_of = {r.participant for rank in ranks for r in rank.gradients if r.incomplete}
+        incomplete = told_of - covered
+        left = accumulating if self.run_ahead.is_planned else accumulating | incomplete
         # An optimizer whose gradients only accumulate may be here no more, and elsewhere still: one
         # that a program has dropped is told of until Python collects garbage.
-        for index in touched:
-            told = self._participants.get(index)
-            if told is not None:
-                told.nothing_pending = index not in accumulating
-        is_steady = everybody and not accumulating and dense == touched
-        self.run_ahead.learn(number, touched if is_steady else {})
+        for report in (report for rank in ranks for report in rank.gradients):
+            told = self._participants.get(report.participant)
+            if told is not None and (report.due or report.accumulating or report.stepping):
+                told.nothing_pending = report.participant not in left
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

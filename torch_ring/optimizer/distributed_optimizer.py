@@ -62,6 +62,11 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     the average is copied back into it. A frozen parameter of a dtype that cannot be reduced (int8,
     say) is left alone.
 
+    ``step()`` averages the gradients that no backward pass has averaged since the last step: those
+    that the program has set (``p.grad = ...``) or written itself. A gradient that a pass has
+    averaged stays as the program changes it then, as in clipping. So what a rank adds to it on its
+    own is not averaged.
+
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
     compression does not apply to it. A gradient that is dense on one rank becomes dense on all.
@@ -277,7 +282,7 @@ class _DistributedOptimizer(Wrapped):
         self._passes_per_step = passes
         if self._reducer:
             self._reducer.hooks.set_passes_per_step(passes)
-            self._reducer.hooks.reset(gradients=False)
+            self._reducer.hooks.restart_passes()
 
     def _after_zero_grad(self) -> None:
         if self._reducer:
@@ -285,7 +290,7 @@ class _DistributedOptimizer(Wrapped):
 
     def _after_load_state_dict(self) -> None:
         if self._reducer:
-            self._reducer.hooks.reset(gradients=False)
+            self._reducer.hooks.restart_passes()
 
     def _require_known_parameters(self) -> None:
         """Raise ValueError for a parameter that is not reduced.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["BackwardReport", "GradientReport"]
 
-_ACCUMULATING, _HAS_DIGEST = 1, 2  # flags of a report
+_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING = 1, 2, 4, 8  # flags of a report
 _DIGEST_BYTES = 8
 
 
@@ -24,6 +24,9 @@ class GradientReport:
         order: parameters in the order in which their gradients became ready; empty if the ranks
             know it already.
         digest: 8 bytes that follow from the weights; empty if the ranks have compared them.
+        incomplete: whether there are parameters that are not due, and were not reduced since the
+            step began: the program may set their gradients before it steps.
+        stepping: whether the optimizer is about to step; all its gradients are due.
     """
 
     participant: int
@@ -32,6 +35,8 @@ class GradientReport:
     accumulating: bool = False
     order: tuple[int, ...] = ()
     digest: bytes = b""
+    incomplete: bool = False
+    stepping: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class BackwardReport:
     _REPORT = struct.Struct("<IBIII")
 
     @property
+    def is_of_step(self) -> bool:
+        """Whether the rank is about to step, and not at the end of a pass."""
+        return any(report.stepping for report in self.gradients)
+
+    @property
     def due(self) -> dict[int, int]:
         """The parameters to reduce now, by optimizer; without those that have none."""
         return {report.participant: report.due for report in self.gradients if report.due}
@@ -62,6 +72,7 @@ class BackwardReport:
         for report in self.gradients:
             due, sparse = _encode_bitmap(report.due), _encode_bitmap(report.sparse)
             flags = _ACCUMULATING * report.accumulating | _HAS_DIGEST * bool(report.digest)
+            flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping
             body += self._REPORT.pack(
                 report.participant, flags, len(due), len(sparse), len(report.order)
             )
@@ -102,6 +113,8 @@ class BackwardReport:
                 bool(flags & _ACCUMULATING),
                 order,
                 digest,
+                bool(flags & _INCOMPLETE),
+                bool(flags & _STEPPING),
             )
 
 

@@ -13,7 +13,7 @@ from torch_ring.optimizer.weight_comparison import WeightComparison
 
 __all__ = ["FastPath", "Participant", "Pending"]
 
-Pending = tuple[bytes, bytes, bool, bool]
+Pending = tuple[bytes, bytes, bool, bool, bool]
 """What `GradientHooks.pending` returns."""
 
 
@@ -28,7 +28,7 @@ class Participant(Protocol):
     """One optimizer's side of backward synchronisation (`torch_ring.optimizer.reducer.Reducer`)."""
 
     nothing_pending: bool
-    """Whether the last agreement left nothing to reduce before the step, on any rank."""
+    """Whether the ranks have nothing to agree on before the step."""
 
     fast_path: FastPath | None
     """The fast path, once the buckets are in their final order and where there is one."""
@@ -49,6 +49,9 @@ class Participant(Protocol):
     def bitmap(self, parameters: int) -> bytes:
         """Return a bitmap as the hooks take it."""
 
+    def is_all(self, parameters: int) -> bool:
+        """Return whether a bitmap has all parameters."""
+
     def planned_buckets(self, touched: int) -> list[PlannedBucket]:
         """Return how to reduce these parameters without an agreement. Only if `runs_ahead`."""
 
@@ -61,14 +64,22 @@ class Participant(Protocol):
     def report(self, everything: bool) -> GradientReport | None:
         """Return which gradients are due here, or with `everything` which exist; None: none."""
 
-    def start(self, touched: int, sparse: int, number: int) -> None:
-        """Start to reduce parameters.
+    def refuse_gradients_by_hand(self) -> None:
+        """End the job if the program has set a gradient itself that is not reduced."""
+
+    def prepare(self, touched: int, sparse: int, number: int) -> None:
+        """Take the gradients of parameters that are about to be reduced.
+
+        Another participant may have some of them too: all are prepared before the first one starts.
 
         Args:
             touched: those that have a gradient on some rank, as a bitmap.
             sparse: those of them whose gradients are sparse wherever there is one.
             number: the agreement's, a part of the names of the operations.
         """
+
+    def start(self, number: int) -> None:
+        """Start to reduce the parameters that are prepared."""
 
     def start_bucket(self, bucket: int) -> None:
         """Start to reduce a bucket during the pass."""

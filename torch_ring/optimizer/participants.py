@@ -16,7 +16,8 @@ class Participants:
     """The participants by index, as long as somebody else holds them, or until they are removed.
 
     One may go at any moment, in any thread, also while others are looked at: an optimizer that a
-    program has dropped in a circle of references goes when Python collects garbage.
+    program has dropped in a circle of references goes when Python collects garbage. While the ranks
+    agree and reduce, none goes: `hold`.
 
     Thread: any.
 
@@ -29,6 +30,7 @@ class Participants:
         self._rank = rank
         self._fail = fail
         self._references: dict[int, weakref.ref[Participant]] = {}
+        self._held: dict[int, Participant] = {}
 
     def add(self, index: int, participant: Participant) -> None:
         """Add a participant."""
@@ -38,6 +40,15 @@ class Participants:
     def remove(self, index: int) -> None:
         """Remove a participant, if it is there."""
         self._references.pop(index, None)
+
+    def hold(self) -> list[Participant]:
+        """Keep all as they are until `let_go`, and return them in the order of their indices."""
+        self._held = dict(self.items())
+        return list(self._held.values())
+
+    def let_go(self) -> None:
+        """End what `hold` has begun."""
+        self._held = {}
 
     def __contains__(self, index: int) -> bool:
         return self.get(index) is not None
@@ -50,11 +61,15 @@ class Participants:
 
     def get(self, index: int) -> Participant | None:
         """Return a participant, or None."""
+        if held := self._held.get(index):
+            return held
         reference = self._references.get(index)
         return None if reference is None else reference()
 
     def items(self) -> list[tuple[int, Participant]]:
         """Return the participants and their indices, which ascend, at one moment."""
+        if held := self._held:
+            return list(held.items())
         found = [(index, reference()) for index, reference in list(self._references.items())]
         return [(index, participant) for index, participant in found if participant is not None]
 
@@ -89,9 +104,9 @@ class Participants:
             Bitmaps of the gradients by optimizer, and of those that are sparse.
         """
         gradients, sparse = {}, {}
-        for index, (due, sparse_ones, accumulating, _) in pending.items():
+        for index, (due, sparse_ones, accumulating, *_) in pending.items():
             if accumulating:
-                due, sparse_ones, _, _ = self[index].hooks.pending(Due.started)
+                due, sparse_ones, *_ = self[index].hooks.pending(Due.started)
             if any(due):
                 gradients[index] = int.from_bytes(due, "little")
                 sparse[index] = int.from_bytes(sparse_ones, "little")
@@ -113,6 +128,8 @@ class Participants:
                 dense[report.participant] |= report.due & ~report.sparse
         found = {index: self.named(index) for index in sorted(gradients)}
         for index, participant in found.items():
-            participant.start(gradients[index], gradients[index] & ~dense[index], number)
+            participant.prepare(gradients[index], gradients[index] & ~dense[index], number)
+        for participant in found.values():
+            participant.start(number)
         for participant in found.values():
             participant.finish(())

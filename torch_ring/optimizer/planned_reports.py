@@ -28,6 +28,7 @@ class Entered:
         planned: the gradients that it reduces.
         report: this rank's.
         encoded: the same, as it was sent.
+        has_base: whether gradients were added to others, reduced before.
         work: the allgather of the reports.
     """
 
@@ -36,6 +37,7 @@ class Entered:
     report: BackwardReport
     encoded: bytes
     work: Work
+    has_base: bool
 
 
 class PlannedReports:
@@ -54,7 +56,9 @@ class PlannedReports:
         self._explain = explain
         self._unread: deque[Entered] = deque()
 
-    def send(self, number: int, planned: Gradients, report: BackwardReport) -> Entered:
+    def send(
+        self, number: int, planned: Gradients, report: BackwardReport, has_base: bool
+    ) -> Entered:
         """Send this rank's report of a pass to the others. Does not wait for them."""
         plan = zlib.crc32(repr(sorted(planned.items())).encode())
         encoded = plan.to_bytes(_PLAN_BYTES, "little") + report.encode()
@@ -64,7 +68,7 @@ class PlannedReports:
         except RingError as error:
             self._explain(error, _name(number))
             raise
-        entered = Entered(number, planned, report, encoded, work)
+        entered = Entered(number, planned, report, encoded, work, has_base)
         self._unread.append(entered)
         return entered
 

@@ -96,6 +96,8 @@ class Reducer:
             agreement=sync.agreement,
             run_ahead=sync.run_ahead.hooks,
         )
+        self.hooks.set_base_scale(sync.base_scale)
+        sync.share(self)
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
@@ -122,9 +124,8 @@ class Reducer:
 
     def finish_step(self) -> None:
         """Begin the next step: nothing of it is reduced yet."""
-        self._sync.steps += 1
         self.steps += 1
-        self.nothing_pending = False
+        self._sync.finish_step(self)
         self.hooks.reset(gradients=False)
         is_alone, self._steps_alone = self._steps_alone, False
         if not self.comparison.has_begun:
@@ -138,7 +139,7 @@ class Reducer:
         What the ranks have after such a step (of local SGD, say) is not compared.
         """
         if is_compared(self.steps + 1):
-            due, _, accumulating, _ = self.hooks.pending(Due.everything)
+            due, _, accumulating, *_ = self.hooks.pending(Due.everything)
             self._steps_alone = accumulating or any(due)
 
     def drop_gradients(self) -> None:
@@ -160,18 +161,35 @@ class Reducer:
     def report(self, everything: bool) -> GradientReport | None:
         """See `Participant`."""
         which = Due.everything if everything else Due.now
-        due, sparse, accumulating, unready = self.hooks.pending(which)
+        due, sparse, accumulating, unready, complete = self.hooks.pending(which)
         if unready:
             self.hooks.refuse_others_pass()
             self.follow_parameters()
-            due, sparse, accumulating, _ = self.hooks.pending(which)
+            due, sparse, accumulating, _, complete = self.hooks.pending(which)
         bitmap = int.from_bytes(due, "little")
         if not (bitmap or accumulating or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
         return GradientReport(
-            self.index, bitmap, int.from_bytes(sparse, "little"), accumulating, order
+            self.index,
+            bitmap,
+            int.from_bytes(sparse, "little"),
+            accumulating,
+            incomplete=not complete,
+            stepping=everything,
+            order=order,
         )
+
+    def refuse_gradients_by_hand(self) -> None:
+        """See `Participant`."""
+        by_hand = self.hooks.set_by_hand()
+        if by_hand:
+            self._sync.fail(
+                f"rank {current.rank()}: the program has set the gradient of "
+                f"'{self._names[by_hand[0]]}' itself, and this step cannot average it: with "
+                "run_ahead, steps wait for no other rank. Wrap the optimizer with run_ahead=False "
+                "(or unset TORCH_RING_RUN_AHEAD)"
+            )
 
     def progress(self) -> str:
         """See `Participant`."""
@@ -187,7 +205,7 @@ class Reducer:
         """See `Participant`."""
         return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
-    def start(self, touched: int, sparse: int, number: int) -> None:
+    def prepare(self, touched: int, sparse: int, number: int) -> None:
         """See `Participant`."""
         self._sparse = sparse if self._settings.sparse_as_dense else 0
         sparse ^= self._sparse
@@ -205,10 +223,13 @@ class Reducer:
         touched ^= sparse
         self._touched = touched
         self.hooks.move_into_buckets(self.bitmap(touched))
+
+    def start(self, number: int) -> None:
+        """See `Participant`."""
         for index in range(len(self._plan)):
             started = self._started.pop(index, None)
             if started is None:
-                started = self._start_wire(index, touched, number, blocking=True)
+                started = self._start_wire(index, self._touched, number, blocking=True)
             self._unfinished += started
 
     def _start_wire(
@@ -299,6 +320,10 @@ class Reducer:
     def bitmap(self, parameters: int) -> bytes:
         """See `Participant`."""
         return parameters.to_bytes((len(self._specs) + 7) // 8, "little")
+
+    def is_all(self, parameters: int) -> bool:
+        """See `Participant`."""
+        return parameters.bit_count() == len(self._specs)
 
     @property
     def runs_ahead(self) -> bool:

@@ -137,6 +137,11 @@ class RunAhead:
         return None if self._world is None else self._native
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the next pass is a planned one, as far as all ranks know."""
+        return bool(self._plan)
+
+    @property
     def has_launched(self) -> bool:
         """Whether a part of the pass that is under way has been launched."""
         return self._native.has_launched()
@@ -171,13 +176,13 @@ class RunAhead:
             index: participant.hooks.pending(Due.everything if participant is stepping else Due.now)
             for index, participant in self._participants.items()
         }
-        if any(unready for _, _, _, unready in pending.values()):
+        if any(unready for _, _, _, unready, _ in pending.values()):
             for participant in self._participants.values():
                 participant.hooks.refuse_others_pass()
                 participant.follow_parameters()
             return False
         self._note_accumulation(pending, {})
-        if stepping is None and not any(any(due) for due, _, _, _ in pending.values()):
+        if stepping is None and not any(any(due) for due, *_ in pending.values()):
             return True
         self._open_pass(number)
         gradients, sparse = self._participants.started_gradients(pending)
@@ -307,7 +312,7 @@ class RunAhead:
 
     def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
         """Take note of the optimizers that have gradients which this pass does not take."""
-        for index, (_, _, accumulating, _) in pending.items():
+        for index, (_, _, accumulating, *_) in pending.items():
             if accumulating and index not in taken:
                 self._participants[index].nothing_pending = False
 
@@ -345,7 +350,8 @@ class RunAhead:
             if index in gradients or participant is stepping
         )
         reports = self._weights.added_to(reports, number)
-        entered = self._reports.send(number, planned, BackwardReport(steps, reports))
+        has_base = any(each.hooks.has_base() for each in self._participants.values())
+        entered = self._reports.send(number, planned, BackwardReport(steps, reports), has_base)
         self._native.wait()
         ranks = [entered.report] if gradients == planned else self._reports.of(entered)
         union = union_of(rank.due for rank in ranks)
@@ -370,6 +376,12 @@ class RunAhead:
     def _judge(self, entered: Entered, ranks: Sequence[BackwardReport]) -> None:
         """Draw the conclusions of a report, which are the same on all ranks."""
         planned = entered.planned
+        if entered.has_base and len(ranks) != self._size:
+            self._engine.end(
+                "a rank has joined, and a planned backward pass has added its gradients to others "
+                "that are averaged already, of which that rank has a part: call zero_grad() before "
+                "each backward pass, or wrap the optimizer with run_ahead=False"
+            )
         found = [rank.due for rank in ranks]
         union = union_of(found)
         all_deviate = all(gradients != planned for gradients in found)

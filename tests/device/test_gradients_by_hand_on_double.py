@@ -1,0 +1,126 @@
+"""Gradients that a program sets, and shared parameters, on stand-ins for a GPU and for NCCL."""
+
+from __future__ import annotations
+
+import functools
+
+import device_double
+import pytest
+import torch
+from ahead_programs import planned_passes
+from device_runs import run_on_double
+from pool import error_of
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import torch_ring as hvd
+
+pytestmark = device_double.needed
+STEPS = 9
+in_both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["agreed", "ahead"])
+
+
+def scalars(device: str, *values: float) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([float(value)], device=device)) for value in values]
+
+
+def assert_near(tensor: Tensor, value: float) -> None:
+    assert abs(tensor.item() - value) < 1e-4, (tensor.item(), value)
+
+
+def set_in_each_step(ahead: bool, first: bool, everywhere: bool, device: str) -> None:
+    computed, by_hand, unused = parameters = scalars(device, 1, 2, 3)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), run_ahead=ahead)
+    ranks = range(hvd.size()) if everywhere else [0]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradient = torch.full_like(by_hand, 1.0 + hvd.rank())
+        if first and hvd.rank() in ranks:
+            by_hand.grad = gradient
+        (computed * (1 + hvd.rank())).backward()
+        if not first and hvd.rank() in ranks:
+            by_hand.grad = gradient
+        optimizer.step()
+        mean = sum(1 + rank for rank in range(hvd.size())) / hvd.size()
+        assert_near(computed, 1 - 0.25 * mean * (step + 1))
+        mean = sum(1 + rank for rank in ranks) / hvd.size()
+        assert_near(by_hand, 2 - 0.25 * mean * (step + 1))
+    assert_near(unused, 3)
+
+
+@in_both_ways
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_gradients_set_beside_backward(ahead, first, everywhere):
+    run_on_double(functools.partial(set_in_each_step, ahead, first, everywhere), 2)
+
+
+def leave_one_unused(device: str) -> int:
+    used, unused = parameters = scalars(device, 1, 2)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), run_ahead=True)
+    with planned_passes() as numbers:
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            used.backward()
+            optimizer.step()
+            assert_near(used, 1 - 0.25 * (step + 1))
+    assert_near(unused, 2)
+    return len(numbers)
+
+
+def test_an_unused_parameter_keeps_no_host_from_running_ahead():
+    for count in run_on_double(leave_one_unused, 2):
+        assert count >= STEPS - 4
+
+
+def set_in_a_planned_step(everywhere: bool, device: str) -> None:
+    used, by_hand = parameters = scalars(device, 1, 2)
+    named = [("used", used), ("by_hand", by_hand)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), named, run_ahead=True)
+
+    def take_steps(with_gradient: bool) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            used.backward()
+            if with_gradient:
+                by_hand.grad = torch.ones_like(by_hand)
+            optimizer.step()
+
+    take_steps(False)
+    _, text = error_of(lambda: take_steps(everywhere or hvd.rank() == 1))
+    assert "the program has set the gradient of 'by_hand' itself, and this step" in text, text
+    assert by_hand.item() == 2
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_gradient_set_in_a_planned_step_is_refused(everywhere):
+    run_on_double(functools.partial(set_in_a_planned_step, everywhere), 2)
+
+
+def share_a_trunk(ahead: bool, op: hvd.ReduceOp, passes: int, device: str) -> None:
+    trunk, actor, critic = scalars(device, 1, 2, 3)
+    optimizers = [
+        hvd.DistributedOptimizer(SGD([own, trunk], lr=0.25), op=op, run_ahead=ahead)
+        for own in (actor, critic)
+    ]
+    expected = 1.0
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        gradient = 0.0
+        for number in range(passes):
+            ((actor + critic + trunk) * (1 + hvd.rank() + number)).backward()
+            total = sum(1 + rank + number for rank in range(hvd.size()))
+            gradient += total if op == hvd.Sum else total / hvd.size()
+            assert_near(trunk.grad, gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+            expected -= 0.25 * gradient
+        assert_near(trunk, expected)
+
+
+@in_both_ways
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_shared_trunk(ahead, op, passes):
+    run_on_double(functools.partial(share_a_trunk, ahead, op, passes), 2)

@@ -1,0 +1,106 @@
+"""Backward passes inside a backward pass: reentrant checkpoints."""
+
+import pytest
+import torch
+from pool import run
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+from training import joined_batches, part
+
+import torch_ring as hvd
+
+on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+class Repeated(nn.Module):
+    """A layer that is used in two segments, other ones in segments of their own and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 8, dtype=torch.float64)
+        self.shared = nn.Linear(8, 8, dtype=torch.float64)
+        self.alone = nn.Linear(8, 8, dtype=torch.float64)
+        self.last = nn.Linear(8, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, segments: bool) -> Tensor:
+        def run_segment(function: nn.Module, value: Tensor) -> Tensor:
+            if not segments:
+                return function(value)
+            return checkpoint(function, value, use_reentrant=True)
+
+        x = self.first(x)
+        x = run_segment(self.shared, x).tanh()
+        x = run_segment(self.alone, x).tanh()
+        x = run_segment(self.shared, x).tanh()
+        return self.last(x)
+
+
+def train_in_segments(passes: int, nested_twice: bool, split: bool) -> None:
+    alone, together = Repeated(), Repeated()
+    reference = SGD(alone.parameters(), lr=0.1)
+    parameters = list(together.parameters())
+    halves = [parameters[:3], parameters[3:]] if split else [parameters]
+    optimizers = [
+        hvd.DistributedOptimizer(SGD(half, lr=0.1), backward_passes_per_step=passes)
+        for half in halves
+    ]
+    for step in range(4):
+        reference.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number in range(passes):
+            batch = joined_batches(steps=8)[2 * step + number].double()
+            alone(batch, segments=False).square().mean().backward()
+            rows = part(batch).requires_grad_()
+            if nested_twice:
+                out = checkpoint(together, rows, True, use_reentrant=True)
+            else:
+                out = together(rows, segments=True)
+            agreed = optimizers[0]._reducer._sync.number
+            out.square().mean().backward()
+            if number == passes - 1:
+                assert optimizers[0]._reducer._sync.number == agreed + 1
+        reference.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for mine, other in zip(together.parameters(), alone.parameters(), strict=True):
+            assert (mine - other).abs().max() < 1e-10
+
+
+@on_both_transports
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("nested_twice", [False, True], ids=["", "nested twice"])
+@pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "two optimizers"])
+def test_a_layer_in_two_segments(transport, passes, nested_twice, split):
+    args, env = (passes, nested_twice, split), {"TORCH_RING_BUCKET_BYTES": "256"}
+    run(train_in_segments, 2, args=args, transport=transport, env=env)
+
+
+def fail_in_a_segment() -> None:
+    """A nested pass that fails, then one that does not: nothing of the first is left."""
+    model = Repeated()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    rows = part(joined_batches(steps=1)[0]).double().requires_grad_()
+    handle = model.first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(rows, segments=True).square().mean().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    model(rows, segments=True).square().mean().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    model(rows, segments=False).square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).abs().max() < 1e-10
+    optimizer.step()
+
+
+@on_both_transports
+def test_a_nested_pass_fails(transport):
+    run(fail_in_a_segment, 2, transport=transport)
