@@ -22,6 +22,7 @@ from slow import on_shm_and_slowly_on_tcp, slow_after
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.rendezvous import local_leader, meeting
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.directory import Directory
 from torch_ring.rendezvous.gathering import Gathering
@@ -82,6 +83,15 @@ def test_whoever_asks_again_waits_for_all_that_live() -> None:
     gathering.expect({"a": 0, "c": 2})
     assert ask(gathering, "a", "second")["processes"] == ["a", "c"]
     assert ask(gathering, "c", "second")["processes"] == ["a", "c"]
+
+
+def test_a_world_is_void_when_one_of_its_processes_has_ended() -> None:
+    gathering = Gathering()
+    gathering.expect({"a": 0, "b": 1, "c": 2})
+    for process in "abc":
+        ask(gathering, process)
+    gathering.expect({"a": 0, "c": 2, "d": 3})  # another one has come in its place
+    assert ask(gathering, "a") == ask(gathering, "c") == {"kind": "void", "gone": [1]}
 
 
 # --- on ranks that die
@@ -185,6 +195,34 @@ def test_all_live(transport: str, tmp_path: Path) -> None:
 )
 def test_one_dies(victim: int, place: str, transport: str, tmp_path: Path) -> None:
     check({victim: place}, 3, transport, tmp_path)
+
+
+def begin_without_a_deadline(*args: Any) -> Any:
+    """Join the first world; to wait until it is too late for a rank that is missing ends the test.
+
+    Nor does the leader go on without it after a moment, or tell it of the failure.
+    """
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
+    beginning._JOIN_S = meeting._GRACE_S = local_leader._TELL_S = 1800.0
+    return begin(*args)
+
+
+@on_both_transports
+@pytest.mark.parametrize("place", ["placed", "met"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_nobody_waits_for_one_that_has_died(
+    victim: int, place: str, transport: str, tmp_path: Path
+) -> None:
+    be_the_launcher("127.0.0.1", tmp_path, 3)
+    deaths = {victim: place}
+    results = pool.run(
+        *(begin_without_a_deadline, 3),
+        args=(deaths, str(tmp_path), 3, 1),
+        transport=transport,
+        initialized=False,
+        may_die=[victim],
+    )
+    require_others(results, deaths)
 
 
 @on_shm_and_slowly_on_tcp

@@ -225,6 +225,52 @@ def test_a_job_that_is_started_later_is_another_one(tmp_path, transport, door):
     assert lives == ["to the end"] * 4
 
 
+def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -> None:
+    for number, workers in enumerate(worlds):
+        if worker not in workers:
+            continue
+        stage.hear(f"go-{number}")
+        rank = workers.index(worker)
+        try:
+            if stage.door == BY_VARIABLES:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(workers))}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stage.port)}
+                hvd.init()
+            else:
+                hvd.init(rank=rank, size=len(workers))
+            said: Any = hvd.allgather(torch.tensor([worker])).tolist()
+            hvd.shutdown()
+        except hvd.RingError as error:
+            said = str(error)
+        stage.note(f"said-{number}-{rank}", said)
+
+
+def begin_one_world_after_another(
+    folder: Path, door: str, worlds: list[list[int]]
+) -> list[list[Any]]:
+    with scripts(folder, door) as stage:
+        pool = sorted({worker for workers in worlds for worker in workers})
+        pids = [fork(lambda w=w: work_in_a_pool(stage, w, worlds)) for w in pool]
+        found = []
+        for number, workers in enumerate(worlds):
+            stage.note(f"go-{number}")
+            found.append([stage.hear(f"said-{number}-{r}") for r in range(len(workers))])
+        for pid in pids:
+            os.waitpid(pid, 0)
+        return found
+
+
+@on_both_doors
+@on_both_transports
+def test_processes_of_a_pool_begin_one_world_after_another(tmp_path, transport, door):
+    # Each was started before all of the worlds, and may be the rank that another one was.
+    chance = random.Random(f"{transport} {door}")
+    worlds = [[0, 1], [2, 3], [4, 0], [1, 4], [5, 2, 0]]
+    worlds += [chance.sample(range(6), chance.choice([2, 3])) for _ in range(15)]
+    found = direct(begin_one_world_after_another, tmp_path, door, worlds, transport=transport)
+    assert found == [[workers] * len(workers) for workers in worlds]
+
+
 # --- by chance
 
 

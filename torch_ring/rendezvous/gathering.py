@@ -55,8 +55,9 @@ class Gathering:
 
         Returns:
             ``{"kind": "place", "processes": names by rank, "store": [host, port]}``, with the
-            address that rank 0 has given; or ``{"kind": "wait", "here": ranks, "missing": ranks}``,
-            of those that live.
+            address that rank 0 has given; ``{"kind": "void", "gone": ranks}`` if some of them have
+            ended since then; or ``{"kind": "wait", "here": ranks, "missing": ranks}``, of those
+            that live.
         """
         with self._lock:
             answered, answer = self._answers.get(process, ("", {}))
@@ -65,7 +66,9 @@ class Gathering:
                 self._answer()
                 answered, answer = self._answers.get(process, ("", {}))
             if answered == question:
-                return answer
+                processes = enumerate(answer["processes"])
+                gone = [rank for rank, each in processes if each not in self._expected]
+                return {"kind": "void", "gone": gone} if gone else answer
             here = [rank for each, rank in self._expected.items() if each in self._askers]
             missing = set(self._expected.values()).difference(here)
             return {"kind": "wait", "here": sorted(here), "missing": sorted(missing)}

@@ -56,6 +56,7 @@ class LocalLeader:
         cards: what they have sent, by rank.
         failure: why this init() has failed, when it has; everybody connected knows it.
         told: ranks that know of the failure.
+        lost: ranks that have ended: they need not be told.
         newest: when the last one was let in.
         expected: the number of ranks that meet here, if it is known.
     """
@@ -72,6 +73,7 @@ class LocalLeader:
         self.cards: dict[int, bytes] = {}
         self.failure: Failure | None = None
         self.told: set[int] = set()
+        self.lost: set[int] = set()
         self.newest = time.monotonic()
         self.expected: int | None = size
         self._rank, self._size, self._deadline = rank, size, deadline
@@ -166,14 +168,17 @@ class LocalLeader:
             expected: the number of ranks that can come.
 
         Returns:
-            Whether so many know of it.
+            Whether so many know of it, or have ended.
         """
         patience = Deadline(_TELL_S)
-        while self._listener is not None and len(self.told) < expected and not patience.passed():
+        while self._listener is not None and self._reached() < expected and not patience.passed():
             with contextlib.suppress(OSError):  # of descriptors there may be none: that is known
                 self.pump(min(0.1, patience.left_s()))
         self.close_door()
-        return len(self.told) >= expected
+        return self._reached() >= expected
+
+    def _reached(self) -> int:
+        return len(self.told | self.lost)
 
     def close(self) -> None:
         """Close all connections; members know that this end has left in peace."""
@@ -247,6 +252,7 @@ class LocalLeader:
                 self._drop(connection)
             elif rank in self.members:
                 self._drop(connection)
+                self.lost.add(rank)
                 lost = PeerLostError(f"rank {rank} has exited during init: {error}")
                 self.fail(Failure.of_all(lost))
 

@@ -67,6 +67,7 @@ class Meeting:
         name: the socket's name at which the ranks of this host meet; None: there is none.
         key: authenticates what hosts tell one another over the store; None: they have no secret.
         start: to which this process belongs, where jobs can have one name.
+        missed: called while ranks are missing; returns why they cannot come any more, if so.
 
     Attributes:
         rank, size: this process; the number of ranks.
@@ -88,12 +89,13 @@ class Meeting:
         name: str | None,
         key: JobKey | None = None,
         start: Start | None = None,
+        missed: Callable[[], RingError | None] = lambda: None,
     ) -> None:
         self.deadline = deadline
         self.rank, self.size = identity.rank, identity.size
         self.leads = False
         self.table = b""
-        self._identity, self._place = identity, place
+        self._identity, self._place, self._missed = identity, place, missed
         self._key = key or JobKey()
         self._ranks_of = functools.partial(ranks_in, size=identity.size)
         self._exchange: HostExchange | None = None
@@ -236,6 +238,8 @@ class Meeting:
         while len(leader.cards) < (expected or self.size):
             if self._grace.passed() or (not known and time.monotonic() > leader.newest + _QUIET_S):
                 break
+            if self._place is not None and self._missed() is not None:
+                break  # the other hosts hear of it in the store
             self._pump(min(_SLICE_S, self._grace.left_s(), _QUIET_S))
             self._report()
         if self._place is not None:
@@ -314,6 +318,9 @@ class Meeting:
 
     def _watch(self) -> None:
         self._pump(0.0)
+        missed = self._missed()
+        if missed is not None:
+            raise missed
         self._report()
 
     def _pump(self, wait_s: float) -> None:

@@ -7,12 +7,14 @@ ask once more. They keep their order, and are numbered anew.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -28,7 +30,7 @@ from torch_ring.errors import (
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.directory import ask_for_place
-from torch_ring.rendezvous.failure import missing_ranks, progress
+from torch_ring.rendezvous.failure import missing_ranks, name_ranks, progress
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.launchers import discover, process_name
 from torch_ring.rendezvous.network import own_address
@@ -53,8 +55,11 @@ _FIRST_PAUSE_S = 0.002
 _PAUSE_S = 0.03
 _PAUSE_S_PER_RANK = 0.001
 
+_LOOK_S = 0.2  # between two questions whether all live that are to join
+_LOOK_S_PER_RANK = 0.001
+
 Join = Callable[..., None]
-"""Makes a world, of rank, size and so on as for init(), and the store; ``timeout_s``: in time."""
+"""Makes a world, of rank, size and so on as for init(), and the store; more: as `join_world`."""
 
 
 def begins_with_others(config: Config) -> bool:
@@ -79,7 +84,10 @@ def begin(config: Config, join: Join) -> None:
     has_whole_time = False
     while True:
         with _listen(config) as listener:
-            answer = _ask(config, listener)
+            question = _Question(config, listener)
+            answer = _ask(question, config.init_timeout_s)
+            if answer["kind"] == "void":
+                continue
             if answer["kind"] == "begun":  # members have told of a world
                 if failure is not None:
                     raise failure
@@ -103,7 +111,9 @@ def begin(config: Config, join: Join) -> None:
             try:
                 # On rank 0 it serves the others: it must live until all have joined.
                 store = _store(answer["store"], rank, size, listener)
-                join(_UNPLACED | {"rank": rank, "size": size}, store, deadline=Deadline(timeout_s))
+                place = _UNPLACED | {"rank": rank, "size": size}
+                deadline = Deadline(timeout_s)
+                join(place, store, deadline=deadline, missed=partial(question.missed, size))
             except RingError as error:
                 if isinstance(error, MismatchError):
                     raise
@@ -122,19 +132,45 @@ def _listen(config: Config) -> socket.socket:
     return close_in_child(socket.create_server((host, 0), family=family, backlog=_BACKLOG))
 
 
-def _ask(config: Config, listener: socket.socket) -> dict[str, Any]:
+class _Question:
+    """The question of this process for a place in one world. Blocks for seconds at most."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self._directory, self._key = config.directory, key_of(config.secret)
+        self._asker = process_name(), secrets.token_hex(8), *listener.getsockname()[:2]
+        self._next_look = Deadline(_LOOK_S)
+        self._missed: RingError | None = None
+
+    def ask(self) -> dict[str, Any]:
+        """Return the answer of `Gathering.ask`. Raises RingError: the launcher does not answer."""
+        return ask_for_place(self._directory, self._key, *self._asker)
+
+    def missed(self, size: int) -> RingError | None:
+        """Return why the world cannot be made in which this process has its place; None: it can.
+
+        Cost: now and then, a question to the launcher.
+        """
+        if self._missed is None and self._next_look.passed():
+            with contextlib.suppress(RingError):  # without an answer the deadline ends the wait
+                answer = self.ask()
+                if answer["kind"] == "void":
+                    gone = name_ranks(answer["gone"])
+                    self._missed = PeerLostError(f"{gone} of {size} exited before they had met")
+            self._next_look = Deadline(_LOOK_S + _LOOK_S_PER_RANK * size)
+        return self._missed
+
+
+def _ask(question: _Question, timeout_s: float) -> dict[str, Any]:
     """Return the launcher's answer, when all processes that live have asked."""
-    key, question = key_of(config.secret), secrets.token_hex(8)
-    host, port = listener.getsockname()[:2]
     rank, size = discover().rank, discover().size
-    deadline, unreachable = Deadline(config.init_timeout_s), Deadline(_UNREACHABLE_S)
+    deadline, unreachable = Deadline(timeout_s), Deadline(_UNREACHABLE_S)
     began, next_line = time.monotonic(), Deadline(_PROGRESS_S)
     pause_s = _FIRST_PAUSE_S
     while True:
         here: Sequence[int] = ()
         missing: Sequence[int] = ()
         try:
-            answer = ask_for_place(config.directory, key, process_name(), question, host, port)
+            answer = question.ask()
         except RingError:
             if unreachable.passed() or deadline.passed():
                 raise

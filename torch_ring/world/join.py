@@ -131,6 +131,7 @@ def join_world(
     *,
     of_init: bool = True,
     deadline: Deadline | None = None,
+    missed: Callable[[], RingError | None] = lambda: None,
     also: Callable[[World], None] | None = None,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
@@ -143,6 +144,7 @@ def join_world(
         config: the settings.
         of_init: whether init() makes it, so that what on_join() says begins with it.
         deadline: when to give up; None: as the settings say.
+        missed: called while ranks are missing; returns why they cannot come any more, if so.
         also: called with the world when all ranks have joined; what it raises ends the world.
     """
     global _has_joined
@@ -163,7 +165,7 @@ def join_world(
     if identity.size > 1:
         common = {"process_sets": sets}
         deadline = deadline or Deadline(config.init_timeout_s, config.init_timeout_name)
-        world = _connect(identity, config, deadline, comm, store, common, begin)
+        world = _connect(identity, config, deadline, comm, store, common, begin, missed)
     else:
         world = _alone(config, begin)
     try:
@@ -242,6 +244,7 @@ def _connect(
     store: Store | None,
     common: dict[str, Any],
     begin: _Begin,
+    missed: Callable[[], RingError | None],
 ) -> World:
     """Connect this rank to the others; `common` must be the same on all of them."""
     rank, size = identity.rank, identity.size
@@ -254,8 +257,9 @@ def _connect(
             claim.require_free(deadline)
         # A store of the user's may be for ranks to which their launchers give different names.
         key = JobKey(_secret(config, place), "" if store is not None else identity.job)
+        meeting = Meeting(identity, deadline, place, name, key, start, missed)
         with (
-            contextlib.closing(Meeting(identity, deadline, place, name, key, start)) as meeting,
+            contextlib.closing(meeting),
             failing_together(meeting),
         ):
             connections = connect(identity, config, _towards(place), meeting, common, claim)
