@@ -10,6 +10,7 @@
 
 #include "bindings/c10d_requests.h"
 #include "bindings/requests.h"
+#include "bindings/tensor_memory.h"
 
 namespace torch_ring {
 
@@ -41,7 +42,7 @@ class SparseSum {
   /// One of the two is done.
   void gathered(LateError& error) {
     if (++gathered_ < 2) return;
-    const at::NoGradGuard no_grad;
+    const ForCaller for_caller(tensor_.is_inference());
     Tensors indices;
     std::int64_t first = 0;
     for (std::size_t rank = 0; rank < indices_->rows.size(); ++rank) {

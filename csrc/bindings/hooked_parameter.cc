@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/streams.h"
+#include "bindings/tensor_memory.h"
 
 namespace older_torch {
 
@@ -248,6 +249,8 @@ void HookedParameter::require_reducible() const {
   const at::Tensor& grad = variable.grad();
   TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '", name,
                     "' has layout ", grad.layout(), ", which cannot be reduced");
+  const auto lack = lack_of_memory(grad);
+  TORCH_CHECK_VALUE(!lack, "the gradient of '", name, "' ", *lack);
   require_unchanged();
 }
 

@@ -93,7 +93,7 @@ JoinedTensors JoinedTensors::outputs(const std::vector<at::Tensor>& tensors, con
 
 void JoinedTensors::write_back() const {
   if (!is_new_) return;
-  const at::NoGradGuard no_grad;
+  const ForCaller for_caller(tensors_.front().is_inference());
   std::int64_t offset = 0;
   for (const at::Tensor& tensor : tensors_) {
     copy(tensor, flat_.narrow(0, offset, tensor.numel()));

@@ -1,7 +1,5 @@
 #include "bindings/message_specs.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <memory>
 #include <string>
 
@@ -58,7 +56,7 @@ MessageSpec receive_spec(const at::Tensor& tensor, std::optional<int> source, in
   spec.memory = bytes_of(memory.mutable_data_ptr(), memory.nbytes());
   if (!memory.is_same(target)) {
     spec.received = [target, memory] {
-      const at::NoGradGuard no_grad;
+      const ForCaller for_caller(target.is_inference());
       torch_call([&] { target.copy_(memory); });
     };
   }

@@ -51,7 +51,11 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
                                                  });
   const auto log_line = [shared_log](const std::string& text) {
     const py::gil_scoped_acquire gil;
-    (*shared_log)(as_text(text));
+    try {
+      (*shared_log)(as_text(text));
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a log handler of torch_ring");
+    }
   };
   if (plane_) {
     messages_ = std::make_shared<PointToPoint>(
@@ -336,10 +340,12 @@ void PyEngine::end(const std::string& why) const {
 void PyEngine::shutdown(bool removed) {
   if (::getpid() != pid_) return abandon();
   if (!engine_) return;
+  const std::shared_ptr<Engine> engine = engine_;  // another thread may be here, too
+  const std::shared_ptr<HostCommunicator> communicator = communicator_;
   {
     const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
     if (messages_) messages_->close();
-    engine_->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves);
+    engine->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves);
   }
   engine_.reset();
   communicator_.reset();

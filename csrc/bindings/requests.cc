@@ -1,6 +1,5 @@
 #include "bindings/requests.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -52,7 +51,7 @@ void set_buffers_to(Request& request, const at::Tensor& input, const at::Tensor&
   request.output = result.mutable_data_ptr();
   if (!input.is_cpu()) request.begin = keeper({input, result, target});
   request.finish = [input, result, target] {
-    const at::NoGradGuard no_grad;
+    const ForCaller for_caller(target.is_inference());
     torch_call([&] {
       target.copy_(result);
       // The progress thread copies from the host, on a stream that the caller does not wait for.
@@ -102,7 +101,10 @@ void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_p
   request.fingerprint.shape.erase(request.fingerprint.shape.begin());
   request.input = input.const_data_ptr();
   request.begin = keeper({input});
-  request.allocate = [input, result = std::move(result)](std::span<const std::int64_t> rows) {
+  request.allocate = [input, result = std::move(result),
+                      in_inference_mode =
+                          c10::InferenceMode::is_enabled()](std::span<const std::int64_t> rows) {
+    const ForCaller for_caller(in_inference_mode);
     std::vector<std::int64_t> shape = input.sizes().vec();
     shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
     result->rows.assign(rows.begin(), rows.end());
@@ -218,6 +220,7 @@ Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output
   const std::string what = quoted("reducescatter", name);
   check_tensor(tensor, what);
   if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to scatter");
+  check_writable(output, what);
   const auto rows = scattered_rows(tensor.size(0), size)[static_cast<std::size_t>(rank)];
   if (!output.is_contiguous() || output.device() != tensor.device() ||
       output.scalar_type() != tensor.scalar_type() || output.dim() != tensor.dim() ||

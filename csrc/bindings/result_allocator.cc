@@ -6,6 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/strides.h>
 
+#include "bindings/tensor_memory.h"
 #include "memory/page_pool.h"
 
 namespace torch_ring {
@@ -69,6 +70,7 @@ at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes) {
 }
 
 at::Tensor empty_result_like(const at::Tensor& like) {
+  if (lack_of_memory(like)) return like;  // for the request, which refuses it
   if (!is_kept(like, like.numel()) || !like.is_non_overlapping_and_dense()) {
     return at::empty_like(like);
   }

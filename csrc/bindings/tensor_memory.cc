@@ -3,6 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/zeros.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 namespace torch_ring {
 
@@ -10,7 +12,31 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
 
+void require_memory(const at::Tensor& tensor, const std::string& what) {
+  if (const auto why = lack_of_memory(tensor)) refuse(what + ": the tensor " + *why);
+}
+
 }  // namespace
+
+std::optional<std::string> lack_of_memory(const at::Tensor& tensor) {
+  const bool has_storage = tensor.has_storage();
+  if (has_storage && tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()) {
+    return std::nullopt;
+  }
+  if (tensor.layout() != at::kStrided || tensor._is_zerotensor()) return std::nullopt;
+  if (has_storage && tensor.sym_numel().maybe_as_int() == 0) return std::nullopt;
+  if (has_storage && tensor.storage().sym_nbytes().maybe_as_int() == 0) {
+    return "has no memory: its storage was resized to nothing";
+  }
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+  const std::string type = object ? Py_TYPE(object.ptr())->tp_name : "Tensor";
+  if (!tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    return "has no memory: is this in vmap, jvp, functionalize or a trace?";
+  }
+  return "is a " + type + ", which has no memory of its own: give the tensor that it wraps " +
+         "(to_local() of a DTensor), or leave the mode that made it";
+}
 
 void check_tensor(const at::Tensor& tensor, const std::string& what) {
   if (tensor.layout() != at::kStrided || tensor.is_nested()) {
@@ -21,7 +47,7 @@ void check_tensor(const at::Tensor& tensor, const std::string& what) {
   }
   if (tensor._fw_grad(0).defined()) refuse(what + ": forward-mode derivatives are not supported");
   if (tensor._is_zerotensor()) return;  // zeros without memory
-  if (!tensor.has_storage()) refuse(what + ": the tensor has no memory: is this in vmap or jvp?");
+  require_memory(tensor, what);
   const std::size_t needed =
       at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
                                        static_cast<std::size_t>(tensor.storage_offset()));
@@ -37,6 +63,7 @@ void check_writable(const at::Tensor& tensor, const std::string& what) {
            "place in memory: clone() it");
   }
   if (tensor._is_zerotensor()) refuse(what + ": cannot write into a ZeroTensor: clone() it");
+  require_memory(tensor, what);
 }
 
 bool is_plain(const at::Tensor& tensor) {

@@ -1,0 +1,136 @@
+"""Results are made in the mode of the call that asked for them, whoever makes progress."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import DEADLINE_S, eventually, run
+from torch import Tensor
+
+import torch_ring as hvd
+from tests.support.groups import on_ring
+from tests.support.worlds import on_both_transports
+
+
+def strided_inference_tensors() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    with torch.inference_mode():
+        tensor = torch.ones(4, 6) + rank
+    view = tensor.t()
+    for start, want in [
+        (lambda: hvd.allreduce_async_(view, op=hvd.Sum), size * (size + 1) / 2),
+        (lambda: hvd.broadcast_async_(view, 0), size * (size + 1) / 2),
+        (lambda: hvd.grouped_allreduce_async_([view], op=hvd.Max), size * (size + 1) / 2),
+    ]:
+        hvd.synchronize(start())
+        assert tensor.tolist() == torch.full((4, 6), want).tolist()
+    hvd.allreduce_(view, op=hvd.Max)
+    assert tensor.is_inference()
+    hvd.barrier()  # the world goes on
+
+
+@on_both_transports
+def test_strided_inference_tensors(transport: str) -> None:
+    run(strided_inference_tensors, 2, transport=transport)
+
+
+def strided_inference_tensors_in_group() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with torch.inference_mode():
+        tensor = torch.ones(4, 6) + rank
+    total = size * (size + 1) / 2
+    for is_async in (True, False):
+        with torch.inference_mode():
+            tensor.fill_(rank + 1)
+        view = tensor.t()
+
+        def finish(work: dist.Work | None) -> None:
+            if work is not None:
+                work.wait()
+
+        finish(dist.all_reduce(view, async_op=is_async))
+        assert tensor.unique().tolist() == [total]
+        finish(dist.broadcast(view, 0, async_op=is_async))
+        finish(dist.all_gather([view, view.clone()], torch.ones(6, 4), async_op=is_async))
+        assert tensor.unique().tolist() == [1]
+    peer = 1 - rank
+    if rank == 0:
+        dist.recv(tensor.t(), peer)
+        assert tensor.unique().tolist() == [7]
+    else:
+        dist.send(torch.full((6, 4), 7.0), peer)
+    dist.barrier()
+
+
+@on_both_transports
+def test_strided_inference_tensors_in_a_group(transport: str) -> None:
+    on_ring(strided_inference_tensors_in_group, 2, transport=transport)
+
+
+def others_mode(asks_in_inference_mode: bool) -> None:
+    """A thread asks for results, and another one, in another mode, waits and makes progress."""
+    results: list[Tensor] = []
+
+    def ask() -> None:
+        with torch.inference_mode(asks_in_inference_mode):
+            rows = torch.ones(hvd.size() * 5_000, 3)
+            gathered = hvd.allgather_async(rows, name="gather")
+            exchanged = hvd.alltoall_async(rows, name="exchange")
+            results.append(hvd.synchronize(gathered))
+            results.append(hvd.synchronize(exchanged)[0])
+
+    thread = threading.Thread(target=ask)
+    if hvd.rank() == 0:
+        timer = threading.Timer(0.2, thread.start)  # this thread makes progress by then
+        timer.start()
+        with torch.inference_mode(not asks_in_inference_mode):
+            hvd.allreduce(torch.ones(1), name="last")
+        timer.join()
+    else:
+        thread.start()
+        thread.join()
+        hvd.allreduce(torch.ones(1), name="last")
+    thread.join()
+    assert len(results) == 2
+    for result in results:
+        assert result.is_inference() == asks_in_inference_mode
+        assert result.unique().tolist() == [1.0]
+
+
+@on_both_transports
+@pytest.mark.parametrize("asks_in_inference_mode", [False, True])
+def test_progress_is_made_in_another_mode(transport: str, asks_in_inference_mode: bool) -> None:
+    run(others_mode, 2, args=(asks_in_inference_mode,), transport=transport)
+
+
+class _Broken(logging.Handler):
+    def __init__(self, told: Path) -> None:
+        super().__init__()
+        self.told = told
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        self.told.touch()
+        raise OSError("no room")
+
+
+def log_handler_that_raises(told: Path) -> None:
+    log, handler = logging.getLogger("torch_ring"), _Broken(told)
+    if hvd.rank() == 0:
+        log.addHandler(handler)
+    try:
+        if hvd.rank() == 1:  # rank 0 waits, until it is told so
+            assert eventually(told.exists, DEADLINE_S / 3)
+        hvd.allreduce(torch.ones(3), name="late")
+    finally:
+        log.removeHandler(handler)
+    hvd.barrier()
+
+
+def test_a_log_handler_that_raises_ends_nothing(tmp_path: Path) -> None:
+    env = {"TORCH_RING_STALL_WARNING": "0.1"}
+    run(log_handler_that_raises, 2, args=(tmp_path / "told",), env=env)

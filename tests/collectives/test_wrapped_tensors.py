@@ -1,0 +1,146 @@
+"""Tensors without memory of their own: wrappers, and tensors of a trace. A sentence, no crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pool import error_of, run
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+
+import torch_ring as hvd
+from tests.support.groups import on_ring
+
+
+class Wrapper(Tensor):
+    """A tensor that has its values in another one."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        wrapper: Wrapper = Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.empty_like.default):
+            return Wrapper(args[0].inner)
+        raise NotImplementedError(f"{func}")
+
+
+def collectives_of(tensor: Tensor) -> list[Callable[[], Any]]:
+    """Return calls of every collective with a tensor of at least two dimensions."""
+    plain = torch.zeros(tensor.shape)
+    return [
+        lambda: hvd.allreduce(tensor),
+        lambda: hvd.allreduce_(tensor),
+        lambda: hvd.allreduce_async(tensor),
+        lambda: hvd.allreduce_async_(tensor),
+        lambda: hvd.grouped_allreduce([plain, tensor]),
+        lambda: hvd.grouped_allreduce_async_([plain, tensor]),
+        lambda: hvd.allgather(tensor),
+        lambda: hvd.grouped_allgather([plain, tensor]),
+        lambda: hvd.broadcast(tensor, 0),
+        lambda: hvd.broadcast_(tensor, 0),
+        lambda: hvd.alltoall(tensor),
+        lambda: hvd.reducescatter(tensor),
+        lambda: hvd.grouped_reducescatter([plain, tensor]),
+    ]
+
+
+def refuse_wrappers() -> None:
+    for call in collectives_of(Wrapper(torch.ones(4, 3))):
+        kind, text = error_of(call)
+        assert kind == "InvalidArgumentError", (kind, text)
+        assert "a Wrapper, which has no memory of its own: give the tensor that it wraps" in text
+    fake = FakeTensorMode().from_tensor(torch.ones(4, 3))
+    for call in collectives_of(fake):
+        kind, text = error_of(call)
+        assert kind in ("InvalidArgumentError", "AssertionError", "RuntimeError"), (kind, text)
+    assert "a FakeTensor, which has no memory" in error_of(lambda: hvd.allreduce_(fake))[1]
+    traced = torch._to_functional_tensor(torch.ones(4, 3))
+    assert "has no memory: is this in" in error_of(lambda: hvd.allreduce_(traced))[1]
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def test_wrappers_are_refused() -> None:
+    run(refuse_wrappers, 2)
+
+
+class Wraps(torch.autograd.Function):
+    """The identity, whose gradient is a wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return Wrapper(gradient)
+
+
+def wrapped_gradient() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    kind, text = error_of(Wraps.apply(model.weight).sum().backward)
+    assert "the gradient of 'weight' is a Wrapper, which has no memory of its own" in text, kind
+    assert kind == "ValueError"
+    del optimizer
+
+
+def test_a_gradient_that_is_a_wrapper_is_refused() -> None:
+    run(wrapped_gradient, 2)
+
+
+def refuse_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hvd.init()
+    tensor = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
+    for call in collectives_of(tensor):
+        kind, text = error_of(call)
+        assert kind == "InvalidArgumentError", (kind, text)
+        assert "a DTensor, which has no memory of its own" in text
+        assert "to_local()" in text
+    model = distribute_module(nn.Linear(3, 2), mesh)
+    kind, text = error_of(lambda: hvd.broadcast_parameters(model.state_dict(), root_rank=0))
+    assert kind == "InvalidArgumentError", (kind, text)
+    assert "DTensor" in text
+    assert hvd.allreduce(tensor.to_local(), op=hvd.Sum).sum() == 24
+    hvd.shutdown()
+
+
+def test_dtensors_are_refused() -> None:
+    on_ring(refuse_dtensors, 2, is_fresh=True)
+
+
+def refuse_in_group() -> None:
+    wrapper, plain = Wrapper(torch.ones(4, 3)), torch.ones(4, 3)
+    for call in (
+        lambda: dist.all_reduce(wrapper),
+        lambda: dist.broadcast(wrapper, 0),
+        lambda: dist.all_gather([plain, wrapper], plain),
+        lambda: dist.all_gather_into_tensor(torch.ones(8, 3), wrapper),
+        lambda: dist.reduce_scatter_tensor(torch.ones(2, 3), wrapper),
+        lambda: dist.all_to_all_single(wrapper, plain),
+        lambda: dist.reduce(wrapper, 0),
+        lambda: dist.send(wrapper, 1 - dist.get_rank()),
+    ):
+        kind, text = error_of(call)
+        assert kind != "nothing", text
+    dist.all_reduce(plain)
+    assert plain.sum() == 24
+
+
+def test_wrappers_are_refused_in_a_group() -> None:
+    on_ring(refuse_in_group, 2)
