@@ -34,6 +34,13 @@ class PyWork {
  public:
   PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
       : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
+  PyWork(PyWork&&) = default;
+  PyWork& operator=(PyWork&&) = default;
+
+  /// The caller may have been about to wait, and a signal handler has thrown meanwhile.
+  ~PyWork() {
+    if (work_ && !work_->done()) engine_->tend();
+  }
 
   bool done() const {
     return work_->done() &&

@@ -1,0 +1,99 @@
+"""Somebody makes progress on every operation, whoever waits, gives up, or only polls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import DEADLINE_S, eventually, run
+from torch import Tensor
+
+import torch_ring as hvd
+from tests.support.groups import on_ring
+from tests.support.worlds import on_both_transports
+from torch_ring.world.process_set import engine_of
+
+_Wait = Callable[[], Any]
+_Poll = Callable[[], bool]
+
+
+def submit_to_hvd(tensor: Tensor, name: str) -> tuple[_Wait, _Poll]:
+    handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
+    return lambda: hvd.synchronize(handle), lambda: hvd.poll(handle)
+
+
+def submit_to_group(tensor: Tensor, name: str) -> tuple[_Wait, _Poll]:
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    return work.wait, work.is_completed
+
+
+def wait_and_poll(door: str) -> None:
+    submit = submit_to_hvd if door == "hvd" else submit_to_group
+    big, small = torch.ones(20_000_000), torch.ones(50_000)
+    for i in range(4):
+        wait, _ = submit(big.fill_(1), f"{i}")
+        wait_for_last, is_last_done = submit(small.fill_(1), f"{i} last")
+        time.sleep(0.02)  # the engine's thread runs the first one by now
+        wait()
+        if i % 2 == (hvd.rank() if door == "hvd" else dist.get_rank()):
+            assert eventually(is_last_done, DEADLINE_S / 3)
+        wait_for_last()
+        assert big[-1] == small[-1] == 2
+
+
+@on_both_transports
+@pytest.mark.parametrize("door", ["hvd", "group"])
+def test_a_program_waits_for_one_operation_and_polls_the_next(door: str, transport: str) -> None:
+    if door == "hvd":
+        run(wait_and_poll, 2, args=(door,), transport=transport)
+    else:
+        on_ring(wait_and_poll, 2, door, transport=transport)
+
+
+def message_that_depends() -> None:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    big, small, token = torch.ones(20_000_000), torch.ones(50_000), torch.zeros(1)
+    for _ in range(4):
+        first = dist.all_reduce(big, async_op=True)
+        second = dist.all_reduce(small, async_op=True)
+        assert first is not None
+        assert second is not None
+        time.sleep(0.02)
+        first.wait()
+        if rank == 0:  # rank 1 sends when the second operation is done
+            dist.recv(token, peer)
+        else:
+            second.wait()
+            dist.send(token, peer)
+        second.wait()
+
+
+@on_both_transports
+def test_a_message_depends_on_an_operation_that_its_receiver_does_not_wait_for(
+    transport: str,
+) -> None:
+    on_ring(message_that_depends, 2, transport=transport)
+
+
+def drop_before_wait(done: Path) -> None:
+    tensor = torch.full((5,), float(hvd.rank()))
+    if hvd.rank() == 0:
+        # As Ctrl-C does that comes between the submission of a blocking operation and its wait.
+        engine_of(hvd.global_process_set).broadcast(tensor, tensor, 0, "dropped", blocking=True)
+        assert eventually(done.exists, DEADLINE_S / 3)
+    else:
+        hvd.broadcast_(tensor, 0, name="dropped")
+        assert tensor.tolist() == [0.0] * 5
+        done.touch()
+    hvd.barrier()
+
+
+@on_both_transports
+def test_a_blocking_operation_whose_caller_never_waits(transport: str, tmp_path: Path) -> None:
+    run(drop_before_wait, 2, args=(tmp_path / "done",), transport=transport)
