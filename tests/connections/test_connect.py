@@ -89,6 +89,8 @@ def put_on_hosts(monkeypatch):
     make = connecting._own_info
 
     def put(hosts):
+        # They have one address, by which real hosts would not find one another.
+        monkeypatch.setattr(connecting, "_require_addresses", lambda _peers: None)
         monkeypatch.setattr(
             connecting,
             "_own_info",
@@ -313,13 +315,14 @@ def replace_plane(monkeypatch, rank, instead):
     """Call `instead` in place of making the plane of a rank."""
     make = connecting.ControlPlane
 
-    def plane(own, host_of, labels, addresses, key, unix, tcp, heartbeat, launcher, died):
+    def plane(own, *rest):
         if own != rank:
-            return make(own, host_of, labels, addresses, key, unix, tcp, heartbeat, launcher, died)
+            return make(own, *rest)
+        _, _, _, _, unix, tcp, _, launcher, _, claim = rest
         try:
             instead()
         finally:
-            for fd in (unix, tcp, launcher):
+            for fd in (unix, tcp, launcher, claim):
                 if fd >= 0:
                     os.close(fd)
 
