@@ -76,7 +76,8 @@ class After final : public FunctionPostHook {
 };
 
 /// The hook of the parameter itself. Autograd calls it before those of the accumulator, which takes
-/// on new hooks until then; also if it only captures the gradient (torch.autograd.grad).
+/// on new hooks until then; also if it only captures the gradient (torch.autograd.grad). A program
+/// that calls register_hook() on the parameter removes it: torch keeps the program's alone.
 class OnParameter final : public FunctionPreHook {
  public:
   OnParameter(Owner owner, const Node* hooked) : owner_(std::move(owner)), hooked_(hooked) {}
@@ -90,7 +91,6 @@ class OnParameter final : public FunctionPreHook {
           dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
       if (accumulates && hooks->follow(owner_.index, node)) hooked_ = node.get();
     }
-    hooks->on_computed(owner_.index);
     return grads;
   }
 
@@ -133,8 +133,7 @@ void hook_accumulator(const std::weak_ptr<AccumulationObserver>& hooks, std::siz
   });
   if (is_hooked) return;
   accumulator.add_post_hook(std::make_unique<After>(owner));
-  const auto alive = hooks.lock();
-  if (alive && alive->rescales()) accumulator.add_pre_hook(std::make_unique<Before>(owner));
+  accumulator.add_pre_hook(std::make_unique<Before>(owner));
 }
 
 }  // namespace torch_ring

@@ -17,14 +17,7 @@ using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor(
 /// Thread: any. Errors: they come out of backward().
 class AccumulationObserver {
  public:
-  /// Whether before_accumulation() has something to do.
-  virtual bool rescales() const = 0;
-
-  /// Called only if rescales().
   virtual void before_accumulation(std::size_t index) = 0;
-
-  /// A gradient of the parameter has been computed: it is accumulated, or captured.
-  virtual void on_computed(std::size_t index) = 0;
 
   virtual void after_accumulation(std::size_t index, const at::Tensor& gradient) = 0;
 

@@ -166,17 +166,14 @@ bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
 }
 
 void GradientHooks::before_accumulation(std::size_t index) {
+  const at::Tensor& grad = parameters_[index].variable.grad();
+  present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
+                        std::memory_order_relaxed);
   if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
   const std::scoped_lock lock(mutex_);
   parameters_[index].refresh();
   keep_base(index);
   rescale_reduced(parameters_[index]);
-}
-
-void GradientHooks::on_computed(std::size_t index) {
-  const at::Tensor& grad = parameters_[index].variable.grad();
-  present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
-                        std::memory_order_relaxed);
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {

@@ -190,9 +190,7 @@ class GradientHooks final : public AccumulationObserver,
   void disable();
 
   // For the hooks, in a thread of autograd; as AccumulationObserver says.
-  bool rescales() const override { return options_.reduced_scale != 1.0 || options_.run_ahead; }
   void before_accumulation(std::size_t index) override;
-  void on_computed(std::size_t index) override;
   void after_accumulation(std::size_t index, const at::Tensor& gradient) override;
   bool follow(std::size_t index, const Accumulator& accumulator) override;
 

@@ -15,6 +15,9 @@ using Kind = MessageFrame::Kind;
 // this time also over a network that loses packets, if the peer does not answer any more.
 constexpr std::chrono::seconds kCauseGrace{5};
 
+// Of a peer that has answered. One that leaves closes its messages before it says goodbye.
+constexpr std::chrono::milliseconds kGoodbyeGrace{250};
+
 // Deadlines of requests that have ended are dropped when there are more than these, or than twice
 // those of the others.
 constexpr std::size_t kLeastDue = 64;
@@ -199,7 +202,7 @@ bool MessageProtocol::advance(int peer, Side& side, Clock::time_point now) {
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kPeerLost) throw;
     side.error = error;
-    side.since = now;
+    side.patience_ends = now + kCauseGrace;
     if (world_.probe) side.lives = world_.probe(peer);
   }
   for (const Request& sent : side.stream->take_sent()) sent->finish();
@@ -216,7 +219,7 @@ bool MessageProtocol::advance(int peer, Side& side, Clock::time_point now) {
 void MessageProtocol::settle(int peer, Clock::time_point now) {
   Peer& it = at(peers_, peer);
   const auto is_over = [&](const Side& side) {
-    return side.error && (it.departure || side.is_alone || now - side.since >= kCauseGrace);
+    return side.error && (it.departure || now >= side.patience_ends);
   };
   const auto cause = [&](const Side& side) {
     const std::string& who = at(world_.labels, peer);
@@ -232,12 +235,6 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
       for (const Request& send : it.sends.stream->take_unsent()) fail(send, cause(it.sends));
     }
   }
-  for (Side* side : {&it.sends, &it.receives}) {
-    if (!side->lives || !side->lives()) continue;
-    // From the next time on: by then a departure that was told before the answer is known here.
-    side->is_alone = true;
-    side->lives = nullptr;
-  }
   // What it has sent before is still on its way, if it has connected.
   const bool is_silent = it.receives.stream && !it.receives.stream->is_open(false);
   if (is_over(it.receives) || (it.departure && is_silent)) {
@@ -248,6 +245,12 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
       return receive.spec().peer ? receive.spec().peer == peer : is_last;
     };
     for (const Request& receive : mailbox_.take(concerned)) fail(receive, cause(it.receives));
+  }
+  // Last: by the next time a departure that was told before the answer is known here.
+  for (Side* side : {&it.sends, &it.receives}) {
+    if (!side->lives || !side->lives()) continue;
+    side->patience_ends = now + kGoodbyeGrace;
+    side->lives = nullptr;
   }
 }
 
@@ -290,8 +293,7 @@ Clock::time_point MessageProtocol::due() const {
   for (const Peer& peer : peers_) {
     for (const Side* side : {&peer.sends, &peer.receives}) {
       if (side->error && !side->failed) {
-        due =
-            std::min(due, side->lives || side->is_alone ? Clock::now() : side->since + kCauseGrace);
+        due = std::min(due, side->lives ? Clock::now() : side->patience_ends);
       }
       if (!side->stream || side->error) continue;
       const auto still = side->stream->still_since();

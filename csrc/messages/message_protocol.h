@@ -79,11 +79,10 @@ class MessageProtocol {
   /// One of the two connections with a rank.
   struct Side {
     std::optional<MessageStream> stream;
-    std::optional<Error> error;   // why it is no more
-    Clock::time_point since{};    // then
-    std::function<bool()> lives;  // asked then; null: it has answered, or nobody has asked
-    bool is_alone = false;        // it has answered: there is no other cause
-    bool failed = false;          // nothing more comes on it
+    std::optional<Error> error;         // why it is no more
+    Clock::time_point patience_ends{};  // until then a better cause may come
+    std::function<bool()> lives;        // asked then; null: it has answered, or nobody has asked
+    bool failed = false;                // nothing more comes on it
   };
   struct Peer {
     Side sends;

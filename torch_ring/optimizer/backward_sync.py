@@ -381,13 +381,26 @@ class BackwardSync:
         self._follow_joins(len(ranks))
         self.weights.differ(ranks, number)
         self.weights.tell(number)
+        is_of_step = all(rank.is_of_step for rank in ranks)
         touched: dict[int, int] = {}
-        dense: dict[int, int] = {}
+        for report in (
+            report
+            for rank in ranks
+            if is_of_step or not rank.is_of_step
+            for report in rank.gradients
+        ):
+            touched[report.participant] = touched.get(report.participant, 0) | report.due
+        dense = dict.fromkeys(touched, 0)
+        accumulating = set()
         for report in (report for rank in ranks for report in rank.gradients):
             index = report.participant
-            touched[index] = touched.get(index, 0) | report.due
-            dense[index] = dense.get(index, 0) | report.due & ~report.sparse
-        accumulating = {r.participant for rank in ranks for r in rank.gradients if r.accumulating}
+            is_here = touched.get(index, 0)
+            if is_here:
+                dense[index] |= is_here & report.due & ~report.sparse
+            # What only ranks that step have waits for the step of those that are in a pass: their
+            # programs may set the same gradient by hand after it.
+            if report.accumulating or report.due & ~is_here:
+                accumulating.add(index)
         # A rank that has joined does not hear of an order, and must keep the same plan.
         everybody = len(ranks) == self.size
         orders = {r.participant: r.order for r in ranks[0].gradients} if everybody else {}
@@ -402,7 +415,6 @@ class BackwardSync:
             participant.start(number)
         for index, participant, _ in reduced:
             participant.finish(orders.get(index, ()))
-        is_of_step = all(rank.is_of_step for rank in ranks)
         if reduced or not is_of_step:  # else no pass, and no gradient that one has left
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})
