@@ -482,6 +482,7 @@ std::vector<std::size_t> GradientHooks::set_by_hand() {
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     if (parameter.unreduced || parameter.reduced || !parameter.variable.grad().defined()) continue;
+    if (aside_.contains(i)) continue;  // as it was before the pass whose gradient is kept
     if (!parameter.has_known() || parameter.written_by_hand()) found.push_back(i);
   }
   return found;

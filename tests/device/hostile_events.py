@@ -280,7 +280,9 @@ def run_until_error(trainer: Trainer, before: Callable[[], object] = lambda: Non
 def leave_out_a_step(device: str, run_ahead: bool) -> None:
     """One rank calls step() once less: all ranks hear of it."""
     for early in (2, 9):
-        trainer = Trainer(device, run_ahead)
+        # Beside a third weight, which has no gradient, steps agree: then the other ranks take the
+        # next pass for one that they have left out, average it, and all go on together.
+        trainer = Trainer(device, run_ahead, count=2)
         trainer.steps(both, early)
         left_out = functools.partial(trainer.backward, both(1))
         # A rank that runs ahead may find one gone that has read the reports before it.

@@ -92,6 +92,7 @@ class WeightComparison:
     has_begun: bool = False
     snapshot: Snapshot | None = None
     _since: str = ""  # how messages say since when steps are counted
+    _size: int = 0  # of the set, which is asked while there is a world: the last report may be late
     _told: set[str] = field(default_factory=set)  # names of what differs
     _equal: dict[str, int] = field(default_factory=dict)  # by kind: the last step when all was
 
@@ -112,6 +113,7 @@ class WeightComparison:
             steps: of the optimizer.
             number: of the next backward pass.
         """
+        self._size = self.process_set.size()
         things = [Thing(name, parameter) for parameter, name in self.named.items()]
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is not None:
@@ -154,7 +156,7 @@ class WeightComparison:
             every: the lines of each of them; none if all are alike.
         """
         self.has_begun = True
-        is_whole = ranks == self.process_set.size()
+        is_whole = ranks == self._size
         told, self._told = self._told, set() if is_whole else self._told
         weights = {rank: lines[: len(self.named)] for rank, lines in every.items()}
         settings = {rank: lines[len(self.named) :] for rank, lines in every.items()}
