@@ -169,6 +169,8 @@ void GradientHooks::before_accumulation(std::size_t index) {
   const at::Tensor& grad = parameters_[index].variable.grad();
   present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
                         std::memory_order_relaxed);
+  HookedParameter& parameter = parameters_[index];
+  if (parameter.given) parameter.was_zero = parameter.is_given_zero();
   if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
   const std::scoped_lock lock(mutex_);
   parameters_[index].refresh();

@@ -306,10 +306,10 @@ std::uint32_t HookedParameter::current_version() const {
 
 void HookedParameter::note_base() {
   if (unreduced || !base_reduced) return;
-  const bool in_place = version && (variable.grad().is_same(bucket_view) || is_given());
+  const bool in_place = version && variable.grad().is_same(bucket_view);
   const bool is_written =
       in_place && current_version() - *version > 1;  // and not by autograd alone
-  on_base = !is_written;
+  on_base = !(is_given() ? was_zero : is_written);
 }
 
 void HookedParameter::rescale_reduced(double scale) {
@@ -321,7 +321,7 @@ void HookedParameter::rescale_reduced(double scale) {
   const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();
   grad.mul_(scale);
   base_reduced = false;
-  on_base = !is_written;
+  on_base = !(is_given() ? was_zero : is_written);
 }
 
 }  // namespace torch_ring

@@ -72,6 +72,10 @@ struct HookedParameter {
   /// Whether `grad` is the program's, and known as such.
   bool is_given() const;
 
+  /// Whether `grad` is the program's, on the host, and zero: its version, that of all views of one
+  /// memory, does not tell.
+  bool is_given_zero() const { return is_given() && !on_device() && has_zeros(); }
+
   /// Copies the reduced gradient into the program's `grad`.
   void write_back(BatchedCopy& copies);
 
@@ -120,6 +124,7 @@ struct HookedParameter {
   std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
   // The program's `grad`, and where its memory was: `grad.data = ...` gives it other memory.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
+  bool was_zero = false;  // is_given_zero() before autograd added to it; by the thread that does
   const void* given_data = nullptr;
   // `bucket_view` as it was when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;

@@ -138,8 +138,6 @@ def make_program(seed: int, size: int) -> Program:
         habits.discard("sparse")
     if "sparse" in habits:
         habits.discard("flat")
-    if "joins" in habits:
-        habits.discard("flat")  # flat.zero_() is not seen: a pass after a join is refused in words
     if "checkpoints" in habits:
         habits.discard("autograd.grad")  # torch refuses both
     if passes_per_step > 1:
