@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import device_double
 import pytest
 import torch
 from ahead_programs import planned_passes
+from ahead_training import meet
 from device_runs import run_on_double
 from pool import error_of
 from torch import Tensor, nn
@@ -73,7 +75,7 @@ def test_an_unused_parameter_keeps_no_host_from_running_ahead():
         assert count >= STEPS - 4
 
 
-def set_in_a_planned_step(everywhere: bool, device: str) -> None:
+def set_in_a_planned_step(everywhere: bool, folder: Path, device: str) -> None:
     used, by_hand = parameters = scalars(device, 1, 2)
     named = [("used", used), ("by_hand", by_hand)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), named, run_ahead=True)
@@ -87,15 +89,15 @@ def set_in_a_planned_step(everywhere: bool, device: str) -> None:
             optimizer.step()
 
     take_steps(False)
-    hvd.barrier()  # hosts run ahead: another rank could meet the failure in the steps before it
+    meet(folder)  # hosts run ahead: another rank could meet the failure in the steps before it
     _, text = error_of(lambda: take_steps(everywhere or hvd.rank() == 1))
     assert "the program has set the gradient of 'by_hand' itself, and this step" in text, text
     assert by_hand.item() == 2
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_gradient_set_in_a_planned_step_is_refused(everywhere):
-    run_on_double(functools.partial(set_in_a_planned_step, everywhere), 2)
+def test_a_gradient_set_in_a_planned_step_is_refused(everywhere, tmp_path):
+    run_on_double(functools.partial(set_in_a_planned_step, everywhere, tmp_path), 2)
 
 
 def share_a_trunk(ahead: bool, op: hvd.ReduceOp, passes: int, device: str) -> None:

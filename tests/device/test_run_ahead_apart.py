@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import device_double
 import pytest
 import torch
 from ahead_programs import Branches, planned_passes, weights_of
 from ahead_training import (
+    DEADLINE_S,
     PLANNED,
     Quiet,
     Training,
@@ -23,6 +25,8 @@ from torch.optim import SGD
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.optimizer.planned_reports import Entered
 from torch_ring.optimizer.run_ahead import AHEAD
 
 pytestmark = device_double.needed
@@ -138,6 +142,43 @@ def test_a_rank_that_steps_more_often(size):
     for kind, text in run_ahead_on_double(step_too_often, size):
         assert kind == "MismatchError"
         assert "rank 0 has taken 5 optimizer steps, rank 1 6" in text
+
+
+def hear_of_it_late(folder: Path, device: str) -> tuple[str, str]:
+    """Rank 1 has stepped once more, and leaves while the others end the pass after that."""
+    training = Quiet(device)
+    training.steps(PLANNED + 2)
+    reports = backward_sync_of(hvd.global_process_set).run_ahead._reports
+    send = reports.send
+
+    def send_when_it_has_left(*report: Any) -> Entered:
+        (folder / str(hvd.rank())).touch()
+        wait_for(folder / "left")
+        entered = send(*report)
+        assert eventually(entered.work.done, DEADLINE_S)
+        return entered
+
+    if hvd.rank() != 1:
+        training.step()
+        reports.send = send_when_it_has_left
+        return error_of(training.step)
+    with training.optimizer.skip_synchronize():
+        training.optimizer.step()
+    for rank in {*range(hvd.size())} - {1}:
+        wait_for(folder / str(rank))
+    failure = error_of(training.step)  # "nothing" if the others' reports have not come
+    hvd.shutdown()
+    (folder / "left").touch()
+    return failure
+
+
+@on_worlds
+def test_a_rank_that_leaves_has_told_the_others_why(size, tmp_path):
+    failures = run_ahead_on_double(functools.partial(hear_of_it_late, tmp_path), size)
+    for rank, (kind, text) in enumerate(failures):
+        if rank != 1 or kind != "nothing":
+            assert kind == "MismatchError", text
+            assert "rank 0 has taken 5 optimizer steps, rank 1 6" in text
 
 
 def run_out_of_data(device: str) -> None:

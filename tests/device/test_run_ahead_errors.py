@@ -20,6 +20,7 @@ from ahead_training import (
     PLANNED,
     Quiet,
     Training,
+    meet,
     on_worlds,
     run_ahead_on_double,
     wait_for,
@@ -35,21 +36,21 @@ from torch_ring.optimizer.run_ahead import AHEAD
 pytestmark = device_double.needed
 
 
-def die(device: str) -> tuple[str, str] | None:
+def die(folder: Path, device: str) -> tuple[str, str] | None:
     training = Training(device)
     training.steps(PLANNED + 2)
-    hvd.barrier()
+    meet(folder)
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return error_of(lambda: training.steps(AHEAD + 4))
 
 
 @on_worlds
-def test_a_dead_rank(size):
+def test_a_dead_rank(size, tmp_path):
     results = pool.run(
         call_on_double,
         size,
-        args=(die,),
+        args=(functools.partial(die, tmp_path),),
         env={
             "TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY),
             "TORCH_RING_RUN_AHEAD": "1",
@@ -112,11 +113,11 @@ def test_an_interrupt_of_a_rank_without_data(size, tmp_path):
     run_ahead_on_double(functools.partial(interrupt_a_rank_without_data, tmp_path), size)
 
 
-def fail_in_backward(after_part: bool, device: str) -> tuple[str, str]:
+def fail_in_backward(after_part: bool, folder: Path, device: str) -> tuple[str, str]:
     """A hook of the program raises once on rank 1; it goes on with step()."""
     training = Training(device)
     training.steps(PLANNED + 2)
-    hvd.barrier()  # hosts run ahead: another rank could meet the failure in the steps before it
+    meet(folder)  # hosts run ahead: another rank could meet the failure in the steps before it
 
     def go_on() -> None:
         if hvd.rank() == 1:
@@ -144,14 +145,14 @@ def fail_in_backward(after_part: bool, device: str) -> tuple[str, str]:
 
 
 @on_worlds
-def test_an_exception_before_anything_is_launched(size):
-    program = functools.partial(fail_in_backward, False)
+def test_an_exception_before_anything_is_launched(size, tmp_path):
+    program = functools.partial(fail_in_backward, False, tmp_path)
     assert run_ahead_on_double(program, size) == [("nothing", "")] * size
 
 
 @on_worlds
-def test_an_exception_after_a_bucket_was_launched(size):
-    program = functools.partial(fail_in_backward, True)
+def test_an_exception_after_a_bucket_was_launched(size, tmp_path):
+    program = functools.partial(fail_in_backward, True, tmp_path)
     failures = run_ahead_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")
     for rank, (kind, text) in enumerate(failures):
         assert kind == ("RingError" if rank == 1 else "PeerLostError")

@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from torch_ring.optimizer.gradient_report import BackwardReport
 from torch_ring.optimizer.pass_history import Gradients
 
 __all__ = ["Entered", "PlannedReports"]
+
+T = TypeVar("T")
 
 _PLAN_BYTES = 4  # a digest of the plan comes before each report
 
@@ -63,11 +66,9 @@ class PlannedReports:
         plan = zlib.crc32(repr(sorted(planned.items())).encode())
         encoded = plan.to_bytes(_PLAN_BYTES, "little") + report.encode()
         message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        try:
-            work = self._engine.allgather(message, _name(number), joinable=True)
-        except RingError as error:
-            self._explain(error, _name(number))
-            raise
+        work = self.explaining(
+            number, lambda: self._engine.allgather(message, _name(number), joinable=True)
+        )
         entered = Entered(number, planned, report, encoded, work, has_base)
         self._unread.append(entered)
         return entered
@@ -80,17 +81,21 @@ class PlannedReports:
             self._unread.popleft()
             yield entered, ranks
 
+    def explaining(self, number: int, call: Callable[[], T]) -> T:
+        """Call an operation of a pass; its errors say what the program may have done wrong."""
+        try:
+            return call()
+        except RingError as error:
+            self._explain(error, _name(number))
+            raise
+
     def forget(self) -> None:
         """Leave all reports unread."""
         self._unread.clear()
 
     def of(self, entered: Entered) -> list[BackwardReport]:
         """Wait for the reports of a pass; return those of all ranks that had not joined."""
-        try:
-            gathered = bytes(entered.work.wait().numpy())
-        except RingError as error:
-            self._explain(error, _name(entered.number))
-            raise
+        gathered = bytes(self.explaining(entered.number, entered.work.wait).numpy())
         own = entered.encoded
         if gathered == own * (len(gathered) // len(own)):  # the usual case: nothing to decode
             return [entered.report] * (len(gathered) // len(own))

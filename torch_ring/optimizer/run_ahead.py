@@ -42,7 +42,8 @@ Special cases:
 - *Weights.* Reports bring digests of them now and then (`WeightReports`). If they differ, the plan
   ends, and the next agreed pass finds out in what.
 - *Steps.* Reports have the number of steps. If they differ, every rank raises MismatchError when
-  it reads them, and the next agreed pass raises it again.
+  it reads them, and the next agreed pass raises it again. A rank may have left for it meanwhile: a
+  pass that fails reads the reports that have come before it says that a rank is missing.
 - *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
   that pass (csrc/bindings/run_ahead.h). The others see that it is gone, as of any other change.
 - *New optimizers, other process sets, moved models* change the next pass to an agreed one. All
@@ -56,13 +57,14 @@ Special cases:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from torch_ring._C import Due, Engine, PassAgreement
 from torch_ring._C import RunAhead as NativeRunAhead
-from torch_ring.errors import MismatchError, RingError
+from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.optimizer.participant import Participant, Pending
@@ -162,6 +164,15 @@ class RunAhead:
         Raises:
             MismatchError: the ranks were in different steps in a pass before.
         """
+        try:
+            return self._ends_pass(steps, stepping)
+        except PeerLostError:  # it may have raised the difference, which this rank has not read yet
+            with contextlib.suppress(RingError):
+                self.look(-1)
+            self._raise_difference()
+            raise
+
+    def _ends_pass(self, steps: int, stepping: Participant | None) -> bool:
         number = self._agreement.number
         if not self._plan or self._agreement.is_open:
             return False
@@ -343,7 +354,7 @@ class RunAhead:
             if participant is not None:
                 due = gradients.get(index, 0) & bitmap
                 participant.hooks.fill(participant.bitmap(bitmap), participant.bitmap(due))
-        self._native.launch_rest()
+        self._reports.explaining(number, self._native.launch_rest)
         reports = tuple(
             GradientReport(index, gradients.get(index, 0), sparse.get(index, 0))
             for index, participant in self._participants.items()
@@ -352,7 +363,7 @@ class RunAhead:
         reports = self._weights.added_to(reports, number)
         has_base = any(each.hooks.has_base() for each in self._participants.values())
         entered = self._reports.send(number, planned, BackwardReport(steps, reports), has_base)
-        self._native.wait()
+        self._reports.explaining(number, self._native.wait)
         ranks = [entered.report] if gradients == planned else self._reports.of(entered)
         union = union_of(rank.due for rank in ranks)
         for index, bitmap in planned.items():
