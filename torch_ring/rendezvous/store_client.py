@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -110,7 +112,12 @@ class StoreClient:
 
 
 def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None]) -> bool:
-    """Return whether a call has ended before a deadline; calls `check` meanwhile. Blocks."""
+    """Return whether a call has ended before a deadline; calls `check` meanwhile. Blocks.
+
+    A call that begins when the time is almost over gets a little more: its caller says that nobody
+    has answered, which must be so.
+    """
+    deadline = Deadline(max(deadline.left_s(), min(_LEAST_S, deadline.timeout_s)))
     while not call.wait(min(_SLICE_S, deadline.left_s())):
         check()
         if deadline.passed():
@@ -119,12 +126,16 @@ def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None]) -> bo
 
 
 def addresses_of(host: str, deadline: Deadline, check: Callable[[], None]) -> list[str]:
-    """Return the addresses of a host, in digits. Blocks until the system's resolver answers.
+    """Return the addresses of a host, in digits.
+
+    Blocks until the system's resolver answers, which is not asked about an address.
 
     Raises:
         TimeoutError: it has not answered before the deadline.
         InvalidArgumentError: there is no such host.
     """
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
     call = StoreCall.resolve(host)
     if not finish(call, deadline, check):
         raise TimeoutError(f"the address of {host!r} was not found {deadline}: no resolver answers")
