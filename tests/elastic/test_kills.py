@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import mortal_training
+import namespaces
 import pool
 import pytest
+import torch
+from deaths_in_init import let_die
 from launcher_commands import clean_environment
 from mortal_training import AFTER_A_DEATH, IN_A_STEP, Plan, expected, random_plan, undisturbed
 from slow import slow_after
+
+import torch_ring as hvd
+from torch_ring.rendezvous import local_leader, meeting
+from torch_ring.world import current
 
 EPOCHS = 3
 
@@ -48,6 +58,63 @@ def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
 def test_another_rank_dies_in_the_recovery(victim: int, place: str, tmp_path: Path) -> None:
     victim = 0 if place == "leading" else victim  # which the lowest does
     assert check({2: ("bucket", 3), victim: (place, 1)}, 4, "tcp", tmp_path) == 2
+
+
+def recover_without_a_deadline(place: str) -> tuple[int, int]:
+    """Train; rank 3 dies in a step, and rank 1 while the others make the next world.
+
+    To wait until it is too late for a rank that is missing ends the test. Nor does a leader go on
+    without it after a moment, or tell it of the failure.
+    """
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
+    current._REJOIN_S = meeting._GRACE_S = local_leader._TELL_S = 1800.0
+    name, rejoin = hvd.rank(), current.rejoin
+
+    def rejoin_and_die(*args: Any) -> None:
+        if name == 1 and place == "rejoining":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == 1:
+            let_die(place)
+        rejoin(*args)
+
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> int:
+        while state.step < 3:
+            if state.step == 1 and name == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            total = int(hvd.allreduce(torch.tensor(name), op=hvd.Sum))
+            state.step += 1
+            state.commit()
+        return total
+
+    with mock.patch.object(current, "rejoin", rejoin_and_die):
+        return go_on(state), hvd.size()
+
+
+@pytest.mark.parametrize("place", slow_after(1, ["rejoining", "meeting", "met"]))
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_nobody_waits_for_a_rank_that_dies_in_the_recovery(place: str, transport: str) -> None:
+    results = pool.run(
+        *(recover_without_a_deadline, 4), args=(place,), transport=transport, may_die=[1, 3]
+    )
+    assert results == [(2, 2), None, (2, 2), None]
+
+
+@pytest.mark.parametrize(
+    "place", slow_after(1, ["rejoining", "meeting", "met", "card", "connecting", "engine"])
+)
+def test_nobody_waits_for_a_rank_that_dies_on_another_host(hosts: list[str], place: str) -> None:
+    results = pool.run(
+        *(recover_without_a_deadline, 4),
+        args=(place,),
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"},
+        may_die=[1, 3],
+        namespaces=[hosts[host] for host in (0, 1, 2, 0)],
+    )
+    assert results == [(2, 2), None, (2, 2), None]
 
 
 @pytest.mark.slow

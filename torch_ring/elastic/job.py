@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import secrets
@@ -20,8 +21,9 @@ from torch_ring.elastic.regroup import CallOverError, Group, LeftOutError, Limit
 from torch_ring.errors import MismatchError, RingError, first_line
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.directory import ask_directory, tell_directory
+from torch_ring.rendezvous.failure import exited
 from torch_ring.rendezvous.launchers import process_name
-from torch_ring.rendezvous.member import Member, member_id
+from torch_ring.rendezvous.member import Member, Reach, member_id, reach
 from torch_ring.rendezvous.network import own_address
 from torch_ring.rendezvous.open_store import open_store
 from torch_ring.world import current
@@ -34,6 +36,7 @@ __all__ = ["ElasticJob"]
 _log = logging.getLogger("torch_ring")
 
 _KEY_BYTES = 32
+_GLANCE_S = 0.1  # for an answer of a rank that lives, while a world is made
 _STORE_S = 5.0  # for an answer of the store of ranks that were alive a moment ago
 
 _calls = 0  # of elastic functions in this process, with those in which the ranks were further
@@ -223,8 +226,22 @@ class ElasticJob:
         if group.store != self._serves:
             self._store = self._open_store(group.store)
         assert self._store is not None
+        missed = functools.partial(self._missed, group.members)
         with _regrouping():
-            current.rejoin(rank, len(group.members), self._store, self._listener.key.hex())
+            current.rejoin(rank, len(group.members), self._store, self._listener.key.hex(), missed)
+
+    def _missed(self, members: Sequence[Member], here: Collection[int]) -> RingError | None:
+        """Return the error of ranks that have ended, each of which comes after one that is here.
+
+        So the hosts look at few ranks each; and if ranks are missing, at one of these.
+        """
+        size, key = len(members), self._listener.key
+        gone = [
+            rank
+            for rank in sorted({(rank + 1) % size for rank in here}.difference(here))
+            if reach(members[rank], key, _GLANCE_S, is_suspect=True) is Reach.GONE
+        ]
+        return exited(gone, size) if gone else None
 
     def _open_store(
         self, address: tuple[str, int], listener: socket.socket | None = None

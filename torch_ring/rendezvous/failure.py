@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_ring import errors
-from torch_ring.errors import MismatchError, RingError, TimeoutError
+from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 
 __all__ = [
     "Failure",
+    "exited",
     "missing_ranks",
     "name_ranks",
     "other_size",
@@ -90,6 +91,11 @@ def missing_ranks(
         f"{name_ranks(missing)} of {size} did not arrive {deadline}: have these processes started, "
         f"and do they call init()?{advice and ' '}{advice}"
     )
+
+
+def exited(ranks: Sequence[int], size: int) -> PeerLostError:
+    """Return the error of ranks that have ended, for which the others wait no longer."""
+    return PeerLostError(f"{name_ranks(ranks)} of {size} exited during init")
 
 
 def progress(

@@ -41,7 +41,7 @@ from torch_ring.rendezvous.start import Start, is_stopped
 from torch_ring.rendezvous.store import StorePlace
 from torch_ring.rendezvous.store_client import KeyValueStore
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "Missed"]
 
 _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
 _QUIET_S = 0.5  # ... or after which nobody else comes, where their number is not known
@@ -49,6 +49,11 @@ _PROGRESS_S = 5.0
 _SLICE_S = 1.0
 _PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
 _LOOK_S = 0.5  # seconds for a look whether there is a store
+_ASK_S = 0.2  # seconds between two questions whether all live that are to meet
+_ASK_S_PER_RANK = 0.001
+
+Missed = Callable[[Collection[int]], RingError | None]
+"""Returns why a world cannot be made, if it knows so, given the ranks that a leader has met."""
 
 
 class Meeting:
@@ -67,7 +72,7 @@ class Meeting:
         name: the socket's name at which the ranks of this host meet; None: there is none.
         key: authenticates what hosts tell one another over the store; None: they have no secret.
         start: to which this process belongs, where jobs can have one name.
-        missed: called while ranks are missing; returns why they cannot come any more, if so.
+        missed: called now and then on the leaders of hosts, until all ranks are connected.
 
     Attributes:
         rank, size: this process; the number of ranks.
@@ -89,13 +94,15 @@ class Meeting:
         name: str | None,
         key: JobKey | None = None,
         start: Start | None = None,
-        missed: Callable[[], RingError | None] = lambda: None,
+        missed: Missed = lambda _: None,
     ) -> None:
         self.deadline = deadline
         self.rank, self.size = identity.rank, identity.size
         self.leads = False
         self.table = b""
         self._identity, self._place, self._missed = identity, place, missed
+        self._error: RingError | None = None  # of ranks that have ended
+        self._next_look = Deadline(_ASK_S)
         self._key = key or JobKey()
         self._ranks_of = functools.partial(ranks_in, size=identity.size)
         self._exchange: HostExchange | None = None
@@ -181,14 +188,15 @@ class Meeting:
         return frame.payload, frame.fds
 
     def check(self) -> None:
-        """Raise the failure of another rank, if there is one. Does not block."""
+        """Raise the failure of another rank, if there is one. Does not wait for one."""
         self._pump(0.0)
-        if self._exchange is not None:
-            try:
+        try:
+            if self._exchange is not None:
                 self._exchange.check()
-            except RingError as error:
-                self._relay(Failure.of_all(error))
-                raise
+            self._require_living()
+        except RingError as error:
+            self._relay(Failure.of_all(error))
+            raise
 
     def explain(self, error: RingError) -> RingError:
         """Return the failure of another rank behind `error`, or `error` itself.
@@ -238,7 +246,7 @@ class Meeting:
         while len(leader.cards) < (expected or self.size):
             if self._grace.passed() or (not known and time.monotonic() > leader.newest + _QUIET_S):
                 break
-            if self._place is not None and self._missed() is not None:
+            if self._place is not None and self._dead() is not None:
                 break  # the other hosts hear of it in the store
             self._pump(min(_SLICE_S, self._grace.left_s(), _QUIET_S))
             self._report()
@@ -318,10 +326,20 @@ class Meeting:
 
     def _watch(self) -> None:
         self._pump(0.0)
-        missed = self._missed()
-        if missed is not None:
-            raise missed
+        self._require_living()
         self._report()
+
+    def _require_living(self) -> None:
+        """Raise the error of ranks that have ended, if this leader knows it; looks now and then."""
+        error = self._dead()
+        if error is not None:
+            raise error
+
+    def _dead(self) -> RingError | None:
+        if self._leader is not None and self._error is None and self._next_look.passed():
+            self._error = self._missed(self._leader.cards.keys())
+            self._next_look = Deadline(_ASK_S + _ASK_S_PER_RANK * self.size)
+        return self._error
 
     def _pump(self, wait_s: float) -> None:
         """Handle what other ranks of this host say; raise their failure."""

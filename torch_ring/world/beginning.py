@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from torch_ring.errors import (
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.directory import ask_for_place
-from torch_ring.rendezvous.failure import missing_ranks, name_ranks, progress
+from torch_ring.rendezvous.failure import exited, missing_ranks, progress
 from torch_ring.rendezvous.inherited import close_in_child
 from torch_ring.rendezvous.launchers import discover, process_name
 from torch_ring.rendezvous.network import own_address
@@ -54,9 +54,6 @@ _BACKLOG = 4096
 _FIRST_PAUSE_S = 0.002
 _PAUSE_S = 0.03
 _PAUSE_S_PER_RANK = 0.001
-
-_LOOK_S = 0.2  # between two questions whether all live that are to join
-_LOOK_S_PER_RANK = 0.001
 
 Join = Callable[..., None]
 """Makes a world, of rank, size and so on as for init(), and the store; more: as `join_world`."""
@@ -138,26 +135,18 @@ class _Question:
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self._directory, self._key = config.directory, key_of(config.secret)
         self._asker = process_name(), secrets.token_hex(8), *listener.getsockname()[:2]
-        self._next_look = Deadline(_LOOK_S)
-        self._missed: RingError | None = None
 
     def ask(self) -> dict[str, Any]:
         """Return the answer of `Gathering.ask`. Raises RingError: the launcher does not answer."""
         return ask_for_place(self._directory, self._key, *self._asker)
 
-    def missed(self, size: int) -> RingError | None:
-        """Return why the world cannot be made in which this process has its place; None: it can.
-
-        Cost: now and then, a question to the launcher.
-        """
-        if self._missed is None and self._next_look.passed():
-            with contextlib.suppress(RingError):  # without an answer the deadline ends the wait
-                answer = self.ask()
-                if answer["kind"] == "void":
-                    gone = name_ranks(answer["gone"])
-                    self._missed = PeerLostError(f"{gone} of {size} exited before they had met")
-            self._next_look = Deadline(_LOOK_S + _LOOK_S_PER_RANK * size)
-        return self._missed
+    def missed(self, size: int, _: Collection[int]) -> RingError | None:
+        """Return why the world cannot be made in which this process has its place; None: it can."""
+        with contextlib.suppress(RingError):  # without an answer the deadline ends the wait
+            answer = self.ask()
+            if answer["kind"] == "void":
+                return exited(answer["gone"], size)
+        return None
 
 
 def _ask(question: _Question, timeout_s: float) -> dict[str, Any]:

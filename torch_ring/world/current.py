@@ -24,6 +24,7 @@ from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
 from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.rendezvous.launchers import is_of_inner_job
+from torch_ring.rendezvous.meeting import Missed
 from torch_ring.world.beginning import begin, begins_with_others
 from torch_ring.world.driven import join_driven
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
@@ -147,7 +148,7 @@ def init(
         _join(comm, process_sets, config, given, store)
 
 
-def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
+def rejoin(rank: int, size: int, store: Store, secret: str, missed: Missed) -> None:
     """Join the ranks that are left of a world that has ended.
 
     Args:
@@ -155,6 +156,7 @@ def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
         size: the number of ranks there.
         store: where they meet.
         secret: what only they know.
+        missed: of the meeting.
 
     Raises:
         RingError: another rank could not join. It is found out sooner than in init(), because all
@@ -170,7 +172,7 @@ def rejoin(rank: int, size: int, store: Store, secret: str) -> None:
             is_newcomer=False,  # any more
         )
         given = {"rank": rank, "size": size, "local_rank": None, "local_size": None}
-        _join(None, None, config, given, store)
+        _join(None, None, config, given, store, missed=missed)
 
 
 def _join(

@@ -27,7 +27,7 @@ from torch_ring.rendezvous.exchange import failing_together, lacking
 from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.rendezvous.job_key import JobKey
 from torch_ring.rendezvous.launchers import Identity, discover
-from torch_ring.rendezvous.meeting import Meeting
+from torch_ring.rendezvous.meeting import Meeting, Missed
 from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
 from torch_ring.rendezvous.secret_file import read_secret
 from torch_ring.rendezvous.siblings import why_not_alone
@@ -131,7 +131,7 @@ def join_world(
     *,
     of_init: bool = True,
     deadline: Deadline | None = None,
-    missed: Callable[[], RingError | None] = lambda: None,
+    missed: Missed = lambda _: None,
     also: Callable[[World], None] | None = None,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.
@@ -144,7 +144,7 @@ def join_world(
         config: the settings.
         of_init: whether init() makes it, so that what on_join() says begins with it.
         deadline: when to give up; None: as the settings say.
-        missed: called while ranks are missing; returns why they cannot come any more, if so.
+        missed: of the meeting.
         also: called with the world when all ranks have joined; what it raises ends the world.
     """
     global _has_joined
@@ -244,7 +244,7 @@ def _connect(
     store: Store | None,
     common: dict[str, Any],
     begin: _Begin,
-    missed: Callable[[], RingError | None],
+    missed: Missed,
 ) -> World:
     """Connect this rank to the others; `common` must be the same on all of them."""
     rank, size = identity.rank, identity.size
