@@ -816,11 +816,12 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool, bool]:
+    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool, bool, bool]:
         """Return bitmaps of due gradients, and of sparse ones; whether others accumulate.
 
         Then: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
-        first; whether each parameter is due, or was reduced since the step began.
+        first; whether each parameter is due, or was reduced since the step began; whether some
+        gradients have come again, after they had been sent.
         """
 
     def set_by_hand(self) -> list[int]:
@@ -853,7 +854,7 @@ class GradientHooks:
     def put_aside(self, extra: bytes) -> None:
         """Take gradients aside; `grad` is as it was before they came."""
 
-    def take_up_aside(self) -> None:
+    def take_up_aside(self, again: bool) -> None:
         """Add what was put aside to the gradients, where it is due."""
 
     def bucket_view(self, index: int) -> Tensor:

@@ -99,7 +99,8 @@ void bind_gradients(py::module_& module) {
               pending = hooks.pending(which);
             }
             return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
-                              pending.accumulating, pending.unready, pending.complete);
+                              pending.accumulating, pending.unready, pending.complete,
+                              pending.again);
           },
           py::arg("which"))
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
@@ -125,7 +126,7 @@ void bind_gradients(py::module_& module) {
       .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), Release())
       .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
       .def("put_aside", &GradientHooks::put_aside, py::arg("extra"), Release())
-      .def("take_up_aside", &GradientHooks::take_up_aside, Release())
+      .def("take_up_aside", &GradientHooks::take_up_aside, py::arg("again"), Release())
       .def("ready_order", &GradientHooks::ready_order, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("restart_passes", &GradientHooks::restart_passes, Release())

@@ -21,6 +21,11 @@ constexpr const char* kTwoThreads =
 
 constexpr std::size_t kSent = std::numeric_limits<std::size_t>::max();
 
+constexpr const char* kCameAgain =
+    "got another gradient in a backward pass that had already sent its first one, and which hosts "
+    "run ahead of: wrap the optimizer with run_ahead=False (or unset TORCH_RING_RUN_AHEAD), or use "
+    "torch.utils.checkpoint with use_reentrant=False";
+
 constexpr const char* kSentInVain =
     "a backward pass failed or was interrupted after part of its gradients had been sent, which "
     "only shutdown() and init() can mend";
@@ -171,6 +176,7 @@ void GradientHooks::before_accumulation(std::size_t index) {
                         std::memory_order_relaxed);
   HookedParameter& parameter = parameters_[index];
   if (parameter.given) parameter.was_zero = parameter.is_given_zero();
+  if (parameter.arrived && !disabled_) keep_sent(index);
   if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
   const std::scoped_lock lock(mutex_);
   parameters_[index].refresh();
@@ -193,6 +199,11 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     const bool is_new =
         present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
     enter_pass(lock, parameter.variable.device());
+    if (parameter.sent.defined()) {
+      if (!planned_) return put_aside_again(index);
+      lock.unlock();
+      options_.fail("'" + parameter.name + "' " + kCameAgain);
+    }
     parameter.refresh();
     bucket = parameter.bucket;
     if (!parameter.on_device()) {
@@ -268,6 +279,28 @@ void GradientHooks::go_on(std::uint64_t number) {
   }
 }
 
+/// Before a parameter of a bucket that has been sent gets another gradient, in a nested graph or in
+/// that around it: makes autograd leave the bucket alone.
+void GradientHooks::keep_sent(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_[index];
+  if (missing_[parameter.bucket] != kSent) return;
+  parameter.sent = std::exchange(parameter.variable.mutable_grad(), {});
+}
+
+/// Takes such a gradient aside, to be reduced when the bucket is.
+void GradientHooks::put_aside_again(std::size_t index) {
+  const at::NoGradGuard no_grad;
+  HookedParameter& parameter = parameters_[index];
+  at::Tensor mine =
+      std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.sent, {}));
+  if (mine.is_sparse()) mine = mine.to_dense();
+  at::Tensor& kept = aside_[index];
+  kept = kept.defined() ? kept.add(mine) : mine;
+  again_ = true;
+  repeated_.insert(index);
+}
+
 /// Returns whether the bucket has become full and on_bucket_full is due.
 bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
   HookedParameter& parameter = parameters_[index];
@@ -278,9 +311,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   fresh ? parameter.forget_base() : parameter.note_base();
   parameter.unreduced = parameter.unreduced || parameter.arrived;
   if (parameter.arrived) {  // two nested graphs, or one and that around it, have computed it
-    TORCH_CHECK(missing_[parameter.bucket] != kSent, "'", parameter.name,
-                "' got another gradient in a backward pass that had already sent ",
-                "its first one: use torch.utils.checkpoint with use_reentrant=False");
+    repeated_.insert(index);
     parameter.passes = std::max(parameter.passes, 1);
     return false;
   }
@@ -303,7 +334,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   std::size_t& missing = missing_[parameter.bucket];
   if (--missing > 0 || !early_.at(parameter.bucket)) return false;
-  if (pass_->has_nested || is_shared(parameter.bucket)) return false;
+  if (pass_->has_nested || is_shared(parameter.bucket) || is_held(parameter.bucket)) return false;
   missing = kSent;
   return true;
 }
@@ -318,6 +349,15 @@ bool GradientHooks::is_shared(std::size_t bucket) const {
            std::any_of(found->second.begin(), found->second.end(),
                        [](const Sharer& sharer) { return !sharer.hooks.expired(); });
   });
+}
+
+/// Whether a parameter of the bucket may get another gradient in this pass, as it did in one
+/// before.
+bool GradientHooks::is_held(std::size_t bucket) const {
+  if (repeated_.empty()) return false;
+  const auto& members = members_[bucket];
+  return std::any_of(members.begin(), members.end(),
+                     [&](std::size_t i) { return repeated_.contains(i); });
 }
 
 void GradientHooks::share(const std::shared_ptr<GradientHooks>& other) {
@@ -393,7 +433,14 @@ void GradientHooks::close(bool failed) {
   pass_.reset();
   arrived_.clear();
   for (Producers& producers : producers_) producers.clear();
-  for (HookedParameter& parameter : parameters_) parameter.arrived = parameter.made = false;
+  if (failed && again_) aside_.clear();
+  if (failed) again_ = false;
+  for (HookedParameter& parameter : parameters_) {
+    parameter.arrived = parameter.made = false;
+    if (parameter.sent.defined()) {  // autograd has failed to make the other one
+      parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
+    }
+  }
   count_missing();
 }
 
@@ -445,7 +492,8 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   if (everything) close_failed();
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
-  Pending pending{none, none, false, true, is_beside || (everything && sent_in_vain_)};
+  const bool unready = is_beside || (everything && sent_in_vain_);
+  Pending pending{none, none, false, true, again_, unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,7 @@ class GradientHooks final : public AccumulationObserver,
     Bitmap sparse;      // those of `due` that are sparse
     bool accumulating;  // whether there are others, not due yet
     bool complete;      // whether each parameter is due, or was reduced since the step began
+    bool again;         // of some, another part is to be reduced when these are: take_up_aside()
     bool unready;       // refuse_others_pass() or the new buckets of parameters_moved() come first
   };
 
@@ -157,8 +159,10 @@ class GradientHooks final : public AccumulationObserver,
   /// before they came.
   void put_aside(const Bitmap& extra);
 
-  /// Adds what was put aside to `grad`, where it is due. Call before the ranks agree on a pass.
-  void take_up_aside();
+  /// Adds what was put aside to `grad`, where it is due. Call before the ranks agree on a pass;
+  /// with `again` before they agree once more, as gradients have come again after they had been
+  /// sent.
+  void take_up_aside(bool again);
 
   /// Takes note that `other` has hooks on some of the same parameters, and tells it so. Both put a
   /// gradient into buckets of their own, and `grad` is in one of them: so none of these is sent
@@ -237,6 +241,9 @@ class GradientHooks final : public AccumulationObserver,
   void settle();
   bool is_shared(std::size_t bucket) const;
   double scale() const { return options_.reduced_scale * base_scale_; }
+  void keep_sent(std::size_t index);
+  void put_aside_again(std::size_t index);
+  bool is_held(std::size_t bucket) const;
   void rescale_reduced(HookedParameter& parameter) { parameter.rescale_reduced(scale()); }
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
@@ -268,6 +275,8 @@ class GradientHooks final : public AccumulationObserver,
   std::map<std::size_t, Before> filled_;     // by parameter: for restore()
   std::map<std::size_t, Before> bases_;      // by parameter: before an unplanned gradient
   std::map<std::size_t, at::Tensor> aside_;  // by parameter: what was put aside
+  bool again_ = false;                       // ... as it came again, after its bucket was sent
+  std::set<std::size_t> repeated_;  // parameters that have got several gradients in one pass
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };

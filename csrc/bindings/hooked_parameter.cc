@@ -267,7 +267,7 @@ void HookedParameter::require_unchanged() const {
 }
 
 void HookedParameter::be_reduced() {
-  unreduced = is_zero = on_base = false;
+  unreduced = is_zero = on_base = arrived = false;
   reduced = base_reduced = true;
   version.reset();
 }

@@ -122,6 +122,8 @@ struct HookedParameter {
   at::Tensor outside;              // the gradient as last left here, if it waits for its bucket
   std::optional<c10::Stream> outside_stream;  // to which its memory belongs
   std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
+  // `grad` while autograd makes another one, because this one's bucket has been sent in this pass.
+  at::Tensor sent;
   // The program's `grad`, and where its memory was: `grad.data = ...` gives it other memory.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
   bool was_zero = false;  // is_given_zero() before autograd added to it; by the thread that does

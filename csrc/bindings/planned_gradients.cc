@@ -113,9 +113,11 @@ void GradientHooks::put_aside(const Bitmap& extra) {
   }
 }
 
-void GradientHooks::take_up_aside() {
+void GradientHooks::take_up_aside(bool again) {
   const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
+  if (again != again_) return;
+  again_ = false;
   for (auto& [index, kept] : std::exchange(aside_, {})) {
     HookedParameter& parameter = parameters_[index];
     parameter.refresh();

@@ -25,13 +25,6 @@ def wait_for(path: Path) -> None:
     assert eventually(path.exists, DEADLINE_S)
 
 
-def meet(folder: Path) -> None:
-    """Wait until all ranks are here. A rank that fails next cannot fail another one's wait."""
-    (folder / str(hvd.rank())).touch()
-    for rank in range(hvd.size()):
-        wait_for(folder / str(rank))
-
-
 class Training:
     """A model on a device, and steps with it."""
 

@@ -20,13 +20,15 @@ from ahead_training import (
     PLANNED,
     Quiet,
     Training,
-    meet,
+    is_planned,
     on_worlds,
     run_ahead_on_double,
     wait_for,
 )
 from device_runs import call_on_double
-from pool import error_of, eventually
+from pool import all_have_passed, error_of, eventually
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
@@ -39,7 +41,7 @@ pytestmark = device_double.needed
 def die(folder: Path, device: str) -> tuple[str, str] | None:
     training = Training(device)
     training.steps(PLANNED + 2)
-    meet(folder)
+    all_have_passed(folder, hvd.size())
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return error_of(lambda: training.steps(AHEAD + 4))
@@ -117,7 +119,8 @@ def fail_in_backward(after_part: bool, folder: Path, device: str) -> tuple[str, 
     """A hook of the program raises once on rank 1; it goes on with step()."""
     training = Training(device)
     training.steps(PLANNED + 2)
-    meet(folder)  # hosts run ahead: another rank could meet the failure in the steps before it
+    # Hosts run ahead: another rank could meet the failure in the steps before it.
+    all_have_passed(folder, hvd.size())
 
     def go_on() -> None:
         if hvd.rank() == 1:
@@ -157,6 +160,69 @@ def test_an_exception_after_a_bucket_was_launched(size, tmp_path):
     for rank, (kind, text) in enumerate(failures):
         assert kind == ("RingError" if rank == 1 else "PeerLostError")
         assert "after part of its gradients had been sent" in text.replace("\n", " ")
+
+
+class Reentrant:
+    """Steps with a weight that is used in a segment of a reentrant checkpoint and behind that."""
+
+    def __init__(self, device: str, **options: object) -> None:
+        self.device = device
+        self.weight = torch.nn.Parameter(torch.ones(3, device=device))
+        self.optimizer = hvd.DistributedOptimizer(SGD([self.weight], lr=0.0), **options)
+
+    def step(self, in_segment: bool) -> None:
+        self.optimizer.zero_grad()
+        factor = 1 + hvd.rank()
+        inner = torch.ones(3, device=self.device, requires_grad=True)
+        if in_segment:
+            loss = checkpoint(
+                lambda value: (factor * value * self.weight).sum(),
+                inner,
+                use_reentrant=True,
+                preserve_rng_state=False,
+            )
+        else:
+            loss = (factor * inner * self.weight).sum()
+        (loss + (2 * self.weight).sum()).backward()
+        self.optimizer.step()
+
+
+def come_again(run_ahead: bool, device: str) -> None:
+    """A gradient comes again after it has been sent; from then on it is sent at the end."""
+    training = Reentrant(device, run_ahead=run_ahead)
+    for step in range(12):
+        training.step(step != 4 or run_ahead)
+        expected = 2 + (1 + hvd.size()) / 2
+        assert training.weight.grad.tolist() == [pytest.approx(expected)] * 3
+    assert is_planned() == run_ahead
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@on_worlds
+def test_a_gradient_that_comes_again(size, run_ahead):
+    run_ahead_on_double(functools.partial(come_again, run_ahead), size)
+
+
+def come_again_unforeseen(folder: Path, device: str) -> tuple[str, str]:
+    """Rank 1 begins to use the segment in a planned pass."""
+    training = Reentrant(device)
+    for _ in range(PLANNED + 2):
+        training.step(False)
+    assert is_planned()
+    all_have_passed(folder, hvd.size())
+
+    def go_on() -> None:
+        for _ in range(AHEAD + 2):
+            training.step(hvd.rank() == 1)
+
+    return error_of(go_on)
+
+
+@on_worlds
+def test_a_gradient_that_comes_again_in_a_planned_pass_is_refused(size, tmp_path):
+    for kind, text in run_ahead_on_double(functools.partial(come_again_unforeseen, tmp_path), size):
+        assert kind in ("RingError", "PeerLostError")
+        assert "got another gradient in a backward pass that had already sent" in text
 
 
 def leave_late(folder: Path, device: str) -> None:

@@ -104,3 +104,69 @@ def fail_in_a_segment() -> None:
 @on_both_transports
 def test_a_nested_pass_fails(transport):
     run(fail_in_a_segment, 2, transport=transport)
+
+
+class Tied(nn.Module):
+    """A layer that is used outside of segments behind its uses inside of them, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 8, dtype=torch.float64)
+        self.shared = nn.Linear(8, 8, dtype=torch.float64)
+        self.middle = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor, segments: bool) -> Tensor:
+        def run_segment(function: nn.Module, value: Tensor) -> Tensor:
+            return checkpoint(function, value, use_reentrant=True) if segments else function(value)
+
+        x = run_segment(self.shared, self.first(x).tanh()).tanh()
+        x = run_segment(self.shared, self.middle(x)).tanh()
+        return self.shared(x)
+
+
+def train_tied(how: str, op: hvd.ReduceOp, passes: int) -> None:
+    alone, together = Tied(), Tied()
+    reference = SGD(alone.parameters(), lr=0.1)
+    parameters = list(together.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        SGD(parameters, lr=0.1), op=op, backward_passes_per_step=passes
+    )
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    scale = 1 if op == hvd.Average else hvd.size()
+    for step in range(5):
+        reference.zero_grad()
+        if how == "in the program's memory":
+            parts = flat.zero_().split([p.numel() for p in parameters])
+            for parameter, its in zip(parameters, parts, strict=True):
+                parameter.grad = its.view_as(parameter)
+        else:
+            optimizer.zero_grad(set_to_none=how != "on zeros")
+        segments = {"late": step >= 3, "on one rank": hvd.rank() == 0}.get(how, True)
+        if how == "in turns":
+            segments = step % hvd.size() == hvd.rank()
+        for number in range(passes):
+            batch = joined_batches(steps=10)[2 * step + number].double()
+            (scale * alone(batch, segments=False).square().mean()).backward()
+            rows = part(batch).requires_grad_()
+            together(rows, segments).square().mean().backward()
+        for mine, other in zip(parameters, alone.parameters(), strict=True):
+            assert (mine.grad - other.grad).abs().max() < 1e-10
+        if how == "in the program's memory":
+            expected = torch.cat([p.grad.flatten() for p in alone.parameters()])
+            assert (flat - expected).abs().max() < 1e-10
+        reference.step()
+        optimizer.step()
+        for mine, other in zip(parameters, alone.parameters(), strict=True):
+            assert (mine - other).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 2), ("tcp", 3)])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "how", ["always", "late", "on one rank", "in turns", "on zeros", "in the program's memory"]
+)
+def test_a_layer_outside_of_segments_and_inside(transport, size, op, passes, how):
+    env = {"TORCH_RING_BUCKET_BYTES": "256"}
+    run(train_tied, size, args=(how, op, passes), transport=transport, env=env)

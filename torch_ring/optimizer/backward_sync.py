@@ -42,6 +42,10 @@ class BackwardSync:
     know which optimizers the others' passes touch. If only this rank has accumulated since, the
     next agreement finds the ranks in different steps.
 
+    A bucket may have been sent during the pass when another gradient comes for it (of a layer that
+    is used in a reentrant checkpoint, too). Its rank says so in its report: as soon as the pass is
+    reduced, all ranks agree once more, and reduce what has come again.
+
     A rank's first gradients for an optimizer travel with a digest of its weights, so that somebody
     who has forgotten broadcast_parameters() hears of it, and seldom later ones do, so that somebody
     whose ranks drift apart hears of that (`WeightComparison`).
@@ -307,6 +311,10 @@ class BackwardSync:
         else:
             ranks = list(BackwardReport.decode_all(memoryview(gathered)))
         self._reduce_all(ranks)
+        if any(rank.agrees_again for rank in ranks):
+            for participant in self._participants.values():
+                participant.hooks.take_up_aside(again=True)
+            return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # of which the earlier report did not know
                 self._participants[rest.participant].nothing_pending = False
@@ -399,7 +407,7 @@ class BackwardSync:
                 dense[index] |= is_here & report.due & ~report.sparse
             # What only ranks that step have waits for the step of those that are in a pass: their
             # programs may set the same gradient by hand after it.
-            if report.accumulating or report.due & ~is_here:
+            if report.accumulating or report.again or report.due & ~is_here:
                 accumulating.add(index)
         # A rank that has joined does not hear of an order, and must keep the same plan.
         everybody = len(ranks) == self.size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["BackwardReport", "GradientReport"]
 
-_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING = 1, 2, 4, 8  # flags of a report
+_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN = 1, 2, 4, 8, 16  # flags of a report
 _DIGEST_BYTES = 8
 
 
@@ -27,6 +27,8 @@ class GradientReport:
         incomplete: whether there are parameters that are not due, and were not reduced since the
             step began: the program may set their gradients before it steps.
         stepping: whether the optimizer is about to step; all its gradients are due.
+        again: whether some of `due` lack a part, which came when they had been sent: the ranks
+            agree once more, as soon as these are reduced.
     """
 
     participant: int
@@ -37,6 +39,7 @@ class GradientReport:
     digest: bytes = b""
     incomplete: bool = False
     stepping: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class BackwardReport:
         return any(report.stepping for report in self.gradients)
 
     @property
+    def agrees_again(self) -> bool:
+        """Whether another agreement follows at once."""
+        return any(report.again for report in self.gradients)
+
+    @property
     def due(self) -> dict[int, int]:
         """The parameters to reduce now, by optimizer; without those that have none."""
         return {report.participant: report.due for report in self.gradients if report.due}
@@ -73,6 +81,7 @@ class BackwardReport:
             due, sparse = _encode_bitmap(report.due), _encode_bitmap(report.sparse)
             flags = _ACCUMULATING * report.accumulating | _HAS_DIGEST * bool(report.digest)
             flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping
+            flags |= _AGAIN * report.again
             body += self._REPORT.pack(
                 report.participant, flags, len(due), len(sparse), len(report.order)
             )
@@ -115,6 +124,7 @@ class BackwardReport:
                 digest,
                 bool(flags & _INCOMPLETE),
                 bool(flags & _STEPPING),
+                bool(flags & _AGAIN),
             )
 
 

@@ -13,7 +13,7 @@ from torch_ring.optimizer.weight_comparison import WeightComparison
 
 __all__ = ["FastPath", "Participant", "Pending"]
 
-Pending = tuple[bytes, bytes, bool, bool, bool]
+Pending = tuple[bytes, bytes, bool, bool, bool, bool]
 """What `GradientHooks.pending` returns."""
 
 

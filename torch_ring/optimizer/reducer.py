@@ -161,11 +161,11 @@ class Reducer:
     def report(self, everything: bool) -> GradientReport | None:
         """See `Participant`."""
         which = Due.everything if everything else Due.now
-        due, sparse, accumulating, unready, complete = self.hooks.pending(which)
+        due, sparse, accumulating, unready, complete, again = self.hooks.pending(which)
         if unready:
             self.hooks.refuse_others_pass()
             self.follow_parameters()
-            due, sparse, accumulating, _, complete = self.hooks.pending(which)
+            due, sparse, accumulating, _, complete, again = self.hooks.pending(which)
         bitmap = int.from_bytes(due, "little")
         if not (bitmap or accumulating or everything):
             return None
@@ -177,6 +177,7 @@ class Reducer:
             accumulating,
             incomplete=not complete,
             stepping=everything,
+            again=again,
             order=order,
         )
 

@@ -187,7 +187,7 @@ class RunAhead:
             index: participant.hooks.pending(Due.everything if participant is stepping else Due.now)
             for index, participant in self._participants.items()
         }
-        if any(unready for _, _, _, unready, _ in pending.values()):
+        if any(unready for _, _, _, unready, *_ in pending.values()):
             for participant in self._participants.values():
                 participant.hooks.refuse_others_pass()
                 participant.follow_parameters()
@@ -275,7 +275,7 @@ class RunAhead:
         if index not in self.aside:
             return False
         self.aside.discard(index)
-        self._participants[index].hooks.take_up_aside()
+        self._participants[index].hooks.take_up_aside(again=False)
         return True
 
     # --- plans
