@@ -476,7 +476,13 @@ void RingBackend::abort() {
 void RingBackend::shutdown() {
   if (::getpid() != pid_) return abandon();
   membership_.leave();
-  pool_->stop();
+  // The callbacks of the pool's threads need the GIL, which the destructor's caller may have.
+  if (PyGILState_Check() != 0) {
+    const pybind11::gil_scoped_release no_gil;
+    pool_->stop();
+  } else {
+    pool_->stop();
+  }
 }
 
 void RingBackend::abandon() {
