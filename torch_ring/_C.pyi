@@ -175,6 +175,15 @@ class ControlPlane:
     def close_set(self, number: int) -> None:
         """Close the data connections of a process set that has ended, and refuse later ones."""
 
+    def leave_unused(self, number: int, members: int) -> None:
+        """Tell the others that this rank has left a set of so many members without using it."""
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether all its members have left a set, as far as this rank knows by now.
+
+        Then none of them uses its memory any more. Of a set that ended long ago it is forgotten.
+        """
+
     def give_reason(self, why: str) -> None:
         """Say why this process leaves, in the other ranks' errors; at most 1000 characters."""
 

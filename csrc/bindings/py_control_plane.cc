@@ -72,6 +72,10 @@ void PyControlPlane::close_set(std::uint64_t set) {
   for (const std::uint64_t number : numbers_of(set)) plane_->unsubscribe(number);
 }
 
+void PyControlPlane::leave_unused(std::uint64_t set, int members) {
+  if (plane_ && ::getpid() == pid_) plane_->leave(set, 0, members);
+}
+
 void PyControlPlane::give_reason(std::string why) {
   if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
@@ -145,6 +149,8 @@ void bind_control_plane(py::module_& module) {
       .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))
       .def("close_set", &PyControlPlane::close_set, py::arg("number"))
+      .def("leave_unused", &PyControlPlane::leave_unused, py::arg("number"), py::arg("members"))
+      .def("has_ended", &PyControlPlane::has_ended, py::arg("number"))
       .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("lost", &PyControlPlane::lost)
       .def("ask", &PyControlPlane::ask, py::arg("rank"))

@@ -36,6 +36,10 @@ class PyControlPlane {
   void fail(std::uint64_t set, const std::string& why);
   /// Closes the data connections of a set that no engine has taken, and refuses later ones.
   void close_set(std::uint64_t set);
+  /// Tells the others that this rank has left a set of so many members, which it has not used.
+  void leave_unused(std::uint64_t set, int members);
+  /// Whether all its members have left a set: then none of them uses its memory.
+  bool has_ended(std::uint64_t set) const { return plane_ && plane_->has_ended(set); }
   /// Why this process leaves, for the other ranks' errors.
   void give_reason(std::string why);
   /// The ranks that are lost.

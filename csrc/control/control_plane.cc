@@ -87,7 +87,11 @@ std::string ControlPlane::trouble() const { return loop_->trouble(); }
 
 void ControlPlane::give_reason(std::string why) { loop_->give_reason(std::move(why)); }
 
-void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds) { loop_->leave(set, rounds); }
+void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members) {
+  loop_->leave(set, rounds, members);
+}
+
+bool ControlPlane::has_ended(std::uint64_t set) const { return loop_->has_ended(set); }
 
 std::vector<int> ControlPlane::lost() const { return loop_->lost(); }
 

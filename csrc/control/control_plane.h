@@ -58,8 +58,10 @@ class ControlPlane {
   void give_reason(std::string why);
 
   /// Tells the other ranks that this one leaves a set in peace, after it has completed `rounds`
-  /// rounds of the set's board. To be called before its data connections close. Blocking: no.
-  void leave(std::uint64_t set, std::uint64_t rounds);
+  /// rounds of the set's board. To be called before its data connections close. When all of its
+  /// `members` have left, the set has ended: no memory of theirs is used any more. Blocking: no.
+  void leave(std::uint64_t set, std::uint64_t rounds, int members);
+  bool has_ended(std::uint64_t set) const;
 
   /// The ranks that have died or were silent for too long, as far as this one knows.
   std::vector<int> lost() const;

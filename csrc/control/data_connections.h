@@ -51,6 +51,8 @@ class DataConnections {
   /// Closes the set's connections, and refuses later ones.
   void close(std::uint64_t set);
   void close_all() { pairs_.clear(); }
+  /// The set has ended on all ranks: nobody connects any more.
+  void forget_closed(std::uint64_t set) { closed_.erase(set); }
   /// The runs of numbers of closed sets, which is the memory that they cost.
   std::size_t closed_runs() const { return closed_.runs(); }
 

@@ -71,6 +71,12 @@ void ControlLoop::stop(Farewell farewell, std::chrono::milliseconds patience) {
 void ControlLoop::close(std::uint64_t set) {
   const std::scoped_lock lock(mutex_);
   data_.close(set);
+  if (news_.has_ended(set_of(set))) data_.forget_closed(set);
+}
+
+bool ControlLoop::has_ended(std::uint64_t set) const {
+  const std::scoped_lock lock(mutex_);
+  return news_.has_ended(set);
 }
 
 void ControlLoop::fail(std::uint64_t set, const Error& cause) {
@@ -97,8 +103,8 @@ void ControlLoop::tell(Make&& make) {
   ::eventfd_write(wake_.get(), 1);
 }
 
-void ControlLoop::leave(std::uint64_t set, std::uint64_t rounds) {
-  tell([&] { return Message::left(rank_, set, rounds, why_); });
+void ControlLoop::leave(std::uint64_t set, std::uint64_t rounds, int members) {
+  tell([&] { return Message::left(rank_, set, rounds, members, why_); });
 }
 
 void ControlLoop::tell_wait(std::uint64_t set, std::vector<int> ranks) {

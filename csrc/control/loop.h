@@ -48,7 +48,8 @@ class ControlLoop {
   void close(std::uint64_t set);
   void fail(std::uint64_t set, const Error& cause);
   void give_reason(std::string why);
-  void leave(std::uint64_t set, std::uint64_t rounds);
+  void leave(std::uint64_t set, std::uint64_t rounds, int members);
+  bool has_ended(std::uint64_t set) const;
   void tell_wait(std::uint64_t set, std::vector<int> ranks);
   std::uint64_t ask(int rank);
   std::uint64_t look(int rank);
@@ -135,6 +136,7 @@ class ControlLoop {
   std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn
   std::vector<std::uint64_t> found_;   // probes answered in this turn
   std::vector<Message> untold_;        // for the observers
+  std::vector<std::uint64_t> ended_;   // sets, of which they need no news any more
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told
   std::optional<Farewell> farewell_;

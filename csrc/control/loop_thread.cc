@@ -30,6 +30,7 @@ void ControlLoop::run() {
     lock.lock();
     turn(polls, slept, Clock::now());
     const auto untold = std::exchange(untold_, {});
+    const auto ended = std::exchange(ended_, {});
     const auto presumed = std::exchange(presumed_, {});
     const auto connected = std::exchange(connected_, {});
     const auto found = std::exchange(found_, {});
@@ -39,6 +40,7 @@ void ControlLoop::run() {
     lock.unlock();
 
     for (const Message& news : untold) subscriptions_.tell(news);
+    for (const std::uint64_t set : ended) subscriptions_.forget(set);
     for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
     if (!found.empty()) {  // what the ranks told before has been told on now
@@ -248,6 +250,10 @@ void ControlLoop::learn(const Message& message, const ControlLink* from, Clock::
   const bool lost = message.kind == Message::Kind::kLost;
   const bool left = message.kind == Message::Kind::kLeft;
   const bool own_left = left && message.rank == rank_;
+  if (left && news_.has_ended(message.set)) {
+    ended_.push_back(message.set);
+    for (const std::uint64_t number : numbers_of(message.set)) data_.forget_closed(number);
+  }
   const bool asks = message.kind == Message::Kind::kAsks;
   if (asks || message.kind == Message::Kind::kAnswers) {
     if (message.recipient() != rank_) {

@@ -38,7 +38,7 @@ bool plausible(const Message& message, std::size_t text_bytes) {
     case Message::Kind::kHeartbeat:
       return own && message.set == 0 && message.rounds == 0 && text_bytes == 0;
     case Message::Kind::kLeft:
-      return own;
+      return true;
     case Message::Kind::kDeparted:
       return own && message.set == 0 && message.rounds == 0;
     case Message::Kind::kLost:
@@ -66,8 +66,9 @@ std::string cut(std::string text) {
 
 }  // namespace
 
-Message Message::left(int rank, std::uint64_t set, std::uint64_t rounds, std::string why) {
-  return {Kind::kLeft, {}, rank, rank, set, rounds, cut(std::move(why))};
+Message Message::left(int rank, std::uint64_t set, std::uint64_t rounds, int members,
+                      std::string why) {
+  return {Kind::kLeft, {}, rank, members - 1, set, rounds, cut(std::move(why))};
 }
 
 Message Message::departed(int rank, std::string why) {

@@ -17,7 +17,8 @@ namespace torch_ring {
 struct Message {
   enum class Kind : std::uint8_t {
     kHeartbeat = 'H',  // from `rank`, for the receiver only
-    kLeft = 'E',       // `rank` has left `set` after it completed `rounds` rounds of its board
+    kLeft = 'E',       // `rank` has left `set`, which has `reporter` other members, after it
+                       // completed `rounds` rounds of its board
     kDeparted = 'D',   // `rank` has left in peace: all of its sets, after kLeft of those it used
     kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
     kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
@@ -38,8 +39,11 @@ struct Message {
   std::string text;
 
   static Message heartbeat(int rank) { return {Kind::kHeartbeat, {}, rank, rank, 0, 0, {}}; }
-  /// `why`: in the program's words, if it has failed.
-  static Message left(int rank, std::uint64_t set, std::uint64_t rounds, std::string why);
+  /// `members`: of the set. `why`: in the program's words, if it has failed.
+  static Message left(int rank, std::uint64_t set, std::uint64_t rounds, int members,
+                      std::string why);
+  /// Precondition: a kLeft.
+  int members() const { return reporter + 1; }
   static Message departed(int rank, std::string why = {});
   static Message lost(int rank, int reporter, std::string how);
   static Message failed(int rank, std::uint64_t set, const Error& cause);

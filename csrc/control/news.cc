@@ -19,6 +19,10 @@ bool is_next(std::uint64_t& last, std::uint64_t number) {
 }  // namespace
 
 bool News::learn(const Message& message) {
+  const bool is_of_set = message.kind == Message::Kind::kLeft ||
+                         message.kind == Message::Kind::kFailed ||
+                         message.kind == Message::Kind::kWaits;
+  if (is_of_set && has_ended(message.set)) return false;
   Fate& fate = at(fates_, message.rank);
   switch (message.kind) {
     case Message::Kind::kHeartbeat:
@@ -29,7 +33,11 @@ bool News::learn(const Message& message) {
       fate = message.kind == Message::Kind::kLost ? Fate::kLost : Fate::kDeparted;
       break;
     case Message::Kind::kLeft:
-      if (!left_.emplace(message.set, message.rank).second) return false;
+      if (!left_[message.set].insert(message.rank).second) return false;
+      if (static_cast<int>(left_[message.set].size()) == message.members()) {
+        end(message.set);
+        return true;
+      }
       break;
     case Message::Kind::kFailed:
       if (!failed_.emplace(message.set, message.rank).second) return false;
@@ -43,6 +51,23 @@ bool News::learn(const Message& message) {
   }
   known_.push_back(message);
   return true;
+}
+
+/// Lets go of all that is known of a set.
+void News::end(std::uint64_t set) {
+  left_.erase(set);
+  std::erase_if(failed_, [&](const auto& item) { return item.first == set; });
+  waits_.forget(set);
+  std::erase_if(known_, [&](const Message& message) {
+    const bool is_of_set =
+        message.kind == Message::Kind::kLeft || message.kind == Message::Kind::kFailed;
+    return is_of_set && message.set == set;
+  });
+  ended_.insert(set);
+  ended_in_order_.push_back(set);
+  if (ended_in_order_.size() <= kEnded) return;
+  ended_.erase(ended_in_order_.front());
+  ended_in_order_.pop_front();
 }
 
 std::vector<Message> News::known() const {

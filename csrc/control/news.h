@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <set>
@@ -23,6 +24,9 @@ namespace torch_ring {
 ///
 /// Questions and answers are numbered, and only the next one is new. A rank that connects too late
 /// to hear one never does.
+///
+/// A set has ended when all its members have left it. Nothing is kept of it then but its number, so
+/// that what other neighbours pass on later is no news.
 ///
 /// A rank has one fate, lost or departed; the first word about it counts.
 ///
@@ -46,6 +50,10 @@ class News {
   std::vector<int> lost() const;
   /// Whether any rank has given the set up.
   bool has_failed(std::uint64_t set) const;
+  /// Whether all members have left the set. Of those that ended long ago it is forgotten.
+  bool has_ended(std::uint64_t set) const { return ended_.contains(set); }
+
+  static constexpr std::size_t kEnded = 16'384;  // sets: far more than can end while news travel
 
   const Waits& waits() const { return waits_; }
 
@@ -53,11 +61,15 @@ class News {
   std::vector<Message> known() const;
 
  private:
+  void end(std::uint64_t set);
+
   enum class Fate : std::uint8_t { kAlive, kPresumedDeparted, kDeparted, kLost };
 
   std::vector<Fate> fates_;                         // by rank
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
-  std::set<std::pair<std::uint64_t, int>> left_;    // likewise
+  std::map<std::uint64_t, std::set<int>> left_;     // by set, ranks
+  std::set<std::uint64_t> ended_;                   // the last kEnded sets
+  std::deque<std::uint64_t> ended_in_order_;        // the same
   Waits waits_;
   std::map<int, std::uint64_t> asked_;                     // rank -> its last question
   std::map<std::pair<int, int>, std::uint64_t> answered_;  // (rank, to whom) -> likewise

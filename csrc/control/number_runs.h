@@ -26,6 +26,18 @@ class NumberRuns {
     if (joins_after) runs_.erase(after);
   }
 
+  void erase(std::uint64_t number) {
+    if (!contains(number)) return;
+    const auto run = std::prev(runs_.upper_bound(number));
+    const std::uint64_t last = run->second;
+    if (number < last) runs_.emplace(number + 1, last);
+    if (run->first == number) {
+      runs_.erase(run);
+    } else {
+      run->second = number - 1;
+    }
+  }
+
   bool contains(std::uint64_t number) const {
     const auto after = runs_.upper_bound(number);
     return after != runs_.begin() && number <= std::prev(after)->second;

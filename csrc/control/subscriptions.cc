@@ -34,6 +34,14 @@ void Subscriptions::tell(const Message& news) {
   for (const auto& [set, subscription] : subscriptions_) tell(set, subscription, news);
 }
 
+void Subscriptions::forget(std::uint64_t set) {
+  const std::scoped_lock lock(mutex_);
+  std::erase_if(told_, [&](const Message& news) {
+    const bool is_of_set = news.kind == Message::Kind::kLeft || news.kind == Message::Kind::kFailed;
+    return is_of_set && news.set == set;
+  });
+}
+
 void Subscriptions::tell_presumed(int rank) {
   const std::scoped_lock lock(mutex_);
   presumed_.push_back(rank);

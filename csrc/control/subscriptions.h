@@ -26,6 +26,8 @@ class Subscriptions {
   void remove(std::uint64_t set);
 
   void tell(const Message& news);
+  /// Keeps no news of a set, which has ended.
+  void forget(std::uint64_t set);
   /// A rank must have left, but no word of it has come.
   void tell_presumed(int rank);
   void tell_connected(std::uint64_t set);

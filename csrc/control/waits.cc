@@ -14,6 +14,10 @@ bool Waits::learn(const Message& message) {
   return true;
 }
 
+void Waits::forget(std::uint64_t set) {
+  std::erase_if(told_, [&](const auto& item) { return item.first.first == set; });
+}
+
 bool Waits::any(std::uint64_t set) const {
   for (auto told = told_.lower_bound({set, 0}); told != told_.end(); ++told) {
     if (told->first.first != set) break;

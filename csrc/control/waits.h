@@ -23,6 +23,9 @@ class Waits {
   /// Takes note of a message. Returns whether it is new.
   bool learn(const Message& message);
 
+  /// Lets go of what is told of this set, which has ended.
+  void forget(std::uint64_t set);
+
   /// Whether any rank waits in this set.
   bool any(std::uint64_t set) const;
 

@@ -47,7 +47,7 @@ void Watchdog::announce(const Error& cause) {
 }
 
 void Watchdog::leave(std::uint64_t rounds) {
-  if (plane_ != nullptr) plane_->leave(set_, rounds);
+  if (plane_ != nullptr) plane_->leave(set_, rounds, static_cast<int>(members_.size()));
 }
 
 void Watchdog::check_departures(std::uint64_t round) const {

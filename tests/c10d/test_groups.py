@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
-from tests.support.pool import error_of, eventually, run
+from tests.support.pool import DEADLINE_S, error_of, eventually, run
 from tests.support.shared import NAME
+from torch_ring.c10d import groups
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -350,3 +351,54 @@ def sums_in_threads() -> None:
 
 def test_groups_in_threads() -> None:
     on_ring(sums_in_threads, 2)
+
+
+def _use_and_destroy(ranks: list[int]) -> None:
+    group = dist.new_group(ranks)
+    if dist.get_rank() in ranks:
+        assert total(group) == sum(ranks)
+        dist.destroy_process_group(group)
+
+
+def held_by_groups() -> dict[str, int]:
+    """Return `held()`, and what groups leave in this process and in the store."""
+    shared = groups._default_worlds[-1]
+    gc.collect()
+    return held() | {
+        "bytes of shared memory": shared.world.process_sets.shared_bytes(),
+        "groups that have been left": len(shared.left),
+        "objects": sum(type(each).__module__.startswith("torch_ring") for each in gc.get_objects()),
+    }
+
+
+def all_have_left() -> bool:
+    """Return whether nothing is held for groups that this rank has left."""
+    shared = groups._default_worlds[-1]
+    shared.let_go()
+    return not shared.left
+
+
+def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
+    everyone = list(range(dist.get_world_size()))
+    found = []
+    for made in range(1, count + 1):
+        _use_and_destroy(everyone)
+        _use_and_destroy(everyone[:-1])  # one that a rank is not in
+        if made % 5 == 0:  # one that is not used
+            dist.destroy_process_group(dist.new_group(everyone))
+        if made in look_at:
+            # What all have left is freed when the next group is made, if the news have come.
+            dist.barrier()
+            assert eventually(all_have_left, DEADLINE_S / 3)
+            last = dist.new_group(everyone)
+            found.append(held_by_groups())
+            dist.barrier()
+            dist.destroy_process_group(last)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_groups_leave_nothing_behind(transport: str) -> None:
+    # A group that is kept holds 1.2 MiB a rank: memory ended at group 2,250.
+    for before, after in on_ring(many_groups, 3, 100, [50, 100], transport=transport):
+        assert before == after

@@ -21,7 +21,7 @@ std::vector<Message> samples() {
   return {Message::heartbeat(2),
           Message::lost(3, 1, "died: its connection closed"),
           Message::departed(0),
-          Message::left(1, 7, 0x0123456789abcdef, "ValueError: no"),
+          Message::left(1, 7, 0x0123456789abcdef, 2, "ValueError: no"),
           Message::departed(3, "OSError"),
           Message::failed(1, 0x0123456789abcdef, Error(ErrorKind::kTimeout, "too slow")),
           Message::waits(2, 7, {0x0123456789abcdef, {0, 3}}),

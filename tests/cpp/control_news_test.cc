@@ -54,6 +54,7 @@ class Simulation {
   }
 
   const std::vector<Message>& heard(int rank) const { return at(ranks_, rank).heard; }
+  const News& news(int rank) const { return at(ranks_, rank).news; }
   bool alive(int rank) const { return at(ranks_, rank).alive; }
   long messages() const { return messages_; }
   std::mt19937& random() { return random_; }
@@ -174,6 +175,49 @@ TEST(news_reaches_every_rank_once) {
       }
     }
   }
+}
+
+TEST(nothing_is_kept_of_a_set_that_all_its_members_have_left) {
+  const Error cause(ErrorKind::kTimeout, "too slow");
+  for (unsigned seed = 0; seed < 30; ++seed) {
+    const int size = 3 + static_cast<int>(seed);
+    Simulation simulation(size, seed);
+    for (std::uint64_t set = 100; set < 110; ++set) {  // each of ranks 0 and 1
+      simulation.say(0, Message::waits(0, set, {set, {1}}));
+      simulation.say(1, Message::failed(1, set, cause));
+      simulation.say(0, Message::left(0, set, 3, 2, ""));
+      simulation.run(static_cast<int>(seed) * 3);
+      CHECK(!simulation.news(0).has_ended(set));
+      simulation.say(1, Message::left(1, set, 4, 2, ""));
+    }
+    simulation.say(0, Message::left(0, 99, 3, 2, ""));  // one that rank 1 is still in
+    simulation.run();
+    for (int rank = 0; rank < size; ++rank) {
+      for (std::uint64_t set = 100; set < 110; ++set) {
+        CHECK(simulation.news(rank).has_ended(set));
+        CHECK(!simulation.news(rank).has_failed(set));
+        CHECK_EQ(count(simulation.heard(rank), Message::Kind::kLeft, 0, set), 1);
+        CHECK_EQ(count(simulation.heard(rank), Message::Kind::kLeft, 1, set), 1);
+      }
+      CHECK(!simulation.news(rank).has_ended(99));
+      CHECK_EQ(simulation.news(rank).known().size(), 1u);
+    }
+  }
+}
+
+TEST(news_of_a_set_that_has_ended_are_none_and_long_ago_it_is_forgotten) {
+  News news(2);
+  constexpr std::uint64_t kSets = News::kEnded + 10;
+  for (std::uint64_t set = 1; set <= kSets; ++set) {
+    CHECK(news.learn(Message::left(0, set, 0, 2, "")));
+    CHECK(news.learn(Message::left(1, set, 0, 2, "")));
+    CHECK(!news.learn(Message::left(0, set, 0, 2, "")));
+    CHECK(!news.learn(Message::failed(0, set, Error(ErrorKind::kInternal, "why"))));
+    CHECK(!news.learn(Message::waits(0, set, {set, {1}})));
+    CHECK(news.known().empty());
+  }
+  CHECK(!news.has_ended(10));
+  CHECK(news.has_ended(11) && news.has_ended(kSets));
 }
 
 TEST(news_survives_the_death_of_its_messengers) {

@@ -127,7 +127,7 @@ Message random_message(Rng& rng) {
     case 1:
       return Message::departed(rank, text);
     case 4:
-      return Message::left(rank, rng(), rng(), text);
+      return Message::left(rank, rng(), rng(), 8, text);
     case 2:
       return Message::lost(rank, (rank + 1) % 8, text);
     default:

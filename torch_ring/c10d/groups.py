@@ -43,6 +43,7 @@ from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
 from torch_ring.world.join import World, join_world
 from torch_ring.world.process_set_record import ProcessSetRecord
+from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.recorded import RecordedGroup, add_recorded
 
 __all__ = ["Group"]
@@ -64,12 +65,22 @@ class _SharedWorld:
         users: groups that have not left it.
         made: by ranks, how many process sets of them this process has made. The members of a set
             make it in the same order, so they agree about its number.
+        left: process sets that this rank has left, and other members maybe not.
     """
 
     world: World
     global_ranks: tuple[int, ...]
     users: int = 0
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    left: list[_LeftSet] = field(default_factory=list)
+
+    def let_go(self) -> None:
+        """Free what is held for process sets that all members have left by now."""
+        with _changing:
+            left, self.left = self.left, []
+        held = [each for each in left if not each.let_go(self.world.process_sets)]
+        with _changing:
+            self.left += held
 
     def release(self, why: str) -> None:
         """Leave the world, if no other group uses it."""
@@ -87,6 +98,41 @@ class _Card:
     slot: int = -1  # the offset of the rank's memory for it
     nonce: int = 0  # those of all ranks make the set's number
     failure: str = ""  # why the rank cannot take part
+
+
+@dataclass
+class _LeftSet:
+    """A process set that this rank has left: other members may still use its memory.
+
+    Attributes:
+        store: with the cards of its members.
+        rank, size: of this process in it; of its members.
+        slot: as in this rank's card.
+        number: the set's; None if this rank has not used it, and so does not know.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    slot: int
+    number: int | None
+
+    def let_go(self, process_sets: ProcessSetTable) -> bool:
+        """Free the rank's memory and its card, if no member needs them. Return whether it did."""
+        if self.number is None:
+            cards = _cards_in(self.store, self.size)
+            if cards is None:
+                return False  # that member has still to make the set, and may use it
+            if any(card.failure for card in cards):  # all fail: no member uses the memory
+                process_sets.release_slot(self.slot)
+                return True  # but those that have not asked yet need this rank's card
+            self.number = _number_of(cards)
+            process_sets.leave_unused_group(self.number, self.size)
+        if not process_sets.has_ended(self.number):
+            return False
+        process_sets.release_slot(self.slot)
+        self.store.delete_key(f"card/{self.rank}")
+        return True
 
 
 _changing = threading.RLock()  # held while the following change
@@ -147,6 +193,7 @@ class Group:
         self._is_default = is_default
         self._shared: _SharedWorld | None = None  # this group is one of its users
         self._record: ProcessSetRecord | None = None  # in that world, if it is not all of it
+        self._slot: int | None = None  # this rank's memory for a process set; None: it is none
         self._is_connected = False
         self._connecting = threading.Lock()
         self._deadline: Deadline | None = None  # of the world of its own that is being made
@@ -311,9 +358,11 @@ class Group:
         number = shared.made[self._global_ranks]
         shared.made[self._global_ranks] += 1
         self._store = PrefixStore(f"{shared.world.token}/{number}", self._store)
+        shared.let_go()
         try:
             slot = shared.world.process_sets.reserve_slot(self._ranks_in(shared))
             card = _Card(slot, secrets.randbits(60))
+            self._slot = slot
         except RingError as error:
             card = _Card(failure=str(error))
         self._store.set(f"card/{self.rank}", json.dumps(vars(card)))
@@ -333,23 +382,22 @@ class Group:
                     f"rank {self._global_ranks[rank]} could not make the group "
                     f"{list(self._global_ranks)}: {card.failure}"
                 )
-        nonces = functools.reduce(operator.xor, (card.nonce for card in cards))
         self._record = shared.world.process_sets.add_group(
             self._ranks_in(shared),
-            _SET_NUMBERS_FROM + nonces,
+            _number_of(cards),
             [card.slot for card in cards],
             self._config,
         )
 
     def _cards(self) -> list[_Card]:
         """Return the cards of all ranks, by rank."""
-        keys = [f"card/{rank}" for rank in range(self.size)]
+        keys = _card_keys(self.size)
         began = time.monotonic()
         warning_s = self._config.stall_warning_s
         told_s = warning_s or math.inf  # when the late members are told next, after the beginning
         try:
             # Not by wait(): torch warns when that ends without the keys.
-            while not self._store.check(keys):
+            while (cards := _cards_in(self._store, self.size)) is None:
                 self._check_member()
                 waited_s = time.monotonic() - began
                 if waited_s > self._config.init_timeout_s:
@@ -361,12 +409,11 @@ class Group:
                     _log.warning("%s", self._late_members(keys, told_s))
                     told_s += warning_s
                 time.sleep(_LOOK_S)
-            texts = self._store.multi_get(keys)
         except RuntimeError as error:
             if isinstance(error, RingError):
                 raise
             raise RingError(f"the store of torch.distributed is lost: {error}") from None
-        return [_Card(**json.loads(text)) for text in texts]
+        return cards
 
     def _late_members(self, keys: Sequence[str], waited_s: float) -> str:
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -417,7 +464,28 @@ class Group:
         if record is not None:
             shared.world.process_sets.leave_group(record)
         with _changing:
+            if self._slot is not None:
+                number = record.number if record is not None else None
+                shared.left.append(_LeftSet(self._store, self.rank, self.size, self._slot, number))
+                self._slot = None
             shared.release(why)
+
+
+def _card_keys(size: int) -> list[str]:
+    return [f"card/{rank}" for rank in range(size)]
+
+
+def _cards_in(store: Store, size: int) -> list[_Card] | None:
+    """Return the cards of all members of a process set, by rank; None if one has not come yet."""
+    keys = _card_keys(size)
+    if not store.check(keys):
+        return None
+    return [_Card(**json.loads(text)) for text in store.multi_get(keys)]
+
+
+def _number_of(cards: Sequence[_Card]) -> int:
+    """Return the number of the process set whose members have these cards."""
+    return _SET_NUMBERS_FROM + functools.reduce(operator.xor, (card.nonce for card in cards))
 
 
 def _prepare_exit(config: Config) -> None:

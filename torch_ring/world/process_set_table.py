@@ -181,14 +181,28 @@ class ProcessSetTable:
         return record
 
     def leave_group(self, record: ProcessSetRecord) -> None:
-        """Leave a set of `add_group`. Its memory stays until this world ends.
-
-        Other members may still use that memory, and nobody says when they have ended.
-        """
+        """Leave a set of `add_group`. Other members may use its memory until it `has_ended`."""
         with self._changing:
             if record in self._groups:
                 self._groups.remove(record)
+        if record.running is None:
+            self.leave_unused_group(record.number, len(record.ranks))
         record.shutdown()
+
+    def leave_unused_group(self, number: int, size: int) -> None:
+        """Tell the other members of a group of that many ranks that this one does not use it."""
+        if self._connections.plane is not None:
+            self._connections.plane.leave_unused(number, size)
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether all members have left a group, as far as this rank knows by now."""
+        plane = self._connections.plane
+        return plane is not None and plane.has_ended(number)
+
+    def release_slot(self, slot: int) -> None:
+        """Give back what `reserve_slot` has returned, when no member uses it any more."""
+        if slot >= 0 and self._connections.memory is not None:
+            self._connections.memory.release_slot(slot)
 
     def close(self, why: str = "") -> None:
         """Shut down the engines of all sets, the world's last, and leave.
