@@ -1,7 +1,7 @@
 """The native module: engine, communicators and gradient hooks (csrc/bindings)."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, device
 from torch._C._distributed_c10d import Backend
@@ -692,33 +692,54 @@ class Message:
             RingError: torch_ring was shut down.
         """
 
+class _Membership(Protocol):
+    """What RingBackend asks of its group (torch_ring/c10d/groups.py)."""
+
+    def connect(self) -> Engine:
+        """Return the group's engine.
+
+        It is called once, when the group is first used, by any thread, and may block. Its error is
+        that of the operation, and it is called again.
+        """
+
+    def leave(self) -> None:
+        """Leave the group. It is called when the group ends, and may be called again."""
+
+    def handle(self) -> str:
+        """Return what other ranks need to know for `reconfigure`."""
+
+    def reconfigure(
+        self, uuid: int, handles: list[str] | set[str], timeout_s: float
+    ) -> tuple[int, int]:
+        """Leave the ranks, and make a new group of those with the handles; a list says their order.
+
+        Return the rank and the size.
+        """
+
 class RingBackend(Backend):
     """torch.distributed's backend of one group (csrc/bindings/ring_backend.h).
 
     Args:
         rank, size: of this process in the group, and of the group.
-        connect: returns the group's engine. It is called once, when the group is first used, by
-            any thread, and may block. Its error is that of the operation, and it is called again.
-        leave: leaves the group. It is called when the group ends, and may be called again.
+        group: this process's part in it.
         split: returns the backend of some ranks, this one included: of their store, the ranks in
             their order, and a timeout in seconds.
-        handle: returns what other ranks need to know for `reconfigure`.
-        reconfigure: leaves the ranks and makes a new group; gets a number, the handles (a list says
-            the order of ranks) and a timeout in seconds, and returns the rank and the size.
         store: of this group alone.
         timeout_s: seconds; of the operations, as the engine has it.
+
+    Attributes:
+        group: as above.
     """
+
+    group: Any
 
     def __init__(
         self,
         rank: int,
         size: int,
         *,
-        connect: Callable[[], Engine],
-        leave: Callable[[], None],
+        group: _Membership,
         split: Callable[[Store, list[int], float], RingBackend],
-        handle: Callable[[], str],
-        reconfigure: Callable[[int, list[str] | set[str], float], tuple[int, int]],
         store: Store,
         timeout_s: float,
     ) -> None: ...

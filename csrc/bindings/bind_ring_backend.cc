@@ -48,26 +48,27 @@ double in_seconds_of(std::chrono::milliseconds timeout) {
   return static_cast<double>(timeout.count()) / 1000.0;
 }
 
-c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::function connect,
-                                                  py::function leave, py::function split,
-                                                  py::function handle, py::function reconfigure,
+c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::object of_python,
+                                                  py::function split,
                                                   c10::intrusive_ptr<c10d::Store> store,
                                                   double timeout_s) {
   RingBackend::Membership membership;
-  membership.connect = [connect = shared(std::move(connect))] {
+  const auto group = shared(std::move(of_python));
+  membership.group = group;
+  membership.connect = [group] {
     const py::gil_scoped_acquire gil;
     try {
-      const auto engine = shared((*connect)());
+      const auto engine = shared(group->attr("connect")());
       return std::shared_ptr<const PyEngine>(engine, &engine->cast<const PyEngine&>());
     } catch (py::error_already_set& error) {
       throw_as_error(error);
       throw;
     }
   };
-  membership.leave = [leave = shared(std::move(leave))] {
+  membership.leave = [group] {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;
-    (*leave)();
+    group->attr("leave")();
   };
   membership.split = [split = shared(std::move(split))](
                          const c10::intrusive_ptr<c10d::Store>& of_part,
@@ -75,16 +76,16 @@ c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::functi
     const py::gil_scoped_acquire gil;
     return (*split)(of_part, ranks, in_seconds_of(timeout)).cast<c10::intrusive_ptr<RingBackend>>();
   };
-  membership.handle = [handle = shared(std::move(handle))] {
+  membership.handle = [group] {
     const py::gil_scoped_acquire gil;
-    return (*handle)().cast<std::string>();
+    return group->attr("handle")().cast<std::string>();
   };
-  membership.reconfigure = [reconfigure = shared(std::move(reconfigure))](
-                               std::int64_t uuid, const std::vector<std::string>& handles,
-                               bool in_order, std::chrono::milliseconds timeout) {
+  membership.reconfigure = [group](std::int64_t uuid, const std::vector<std::string>& handles,
+                                   bool in_order, std::chrono::milliseconds timeout) {
     const py::gil_scoped_acquire gil;
     const py::object given = in_order ? py::object(py::cast(handles)) : py::set(py::cast(handles));
-    return (*reconfigure)(uuid, given, in_seconds_of(timeout)).cast<std::pair<int, int>>();
+    return group->attr("reconfigure")(uuid, given, in_seconds_of(timeout))
+        .cast<std::pair<int, int>>();
   };
   const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000.0));
   return c10::make_intrusive<RingBackend>(rank, size, std::move(store), timeout,
@@ -98,8 +99,10 @@ void bind_ring_backend(py::module_& module) {
   // The destructor takes the GIL itself, in leave(); it may wait for the group's threads.
   py::class_<RingBackend, c10d::Backend, c10::intrusive_ptr<RingBackend>>(module, "RingBackend")
       .def(py::init(&make_ring_backend), py::arg("rank"), py::arg("size"), py::kw_only(),
-           py::arg("connect"), py::arg("leave"), py::arg("split"), py::arg("handle"),
-           py::arg("reconfigure"), py::arg("store"), py::arg("timeout_s"));
+           py::arg("group"), py::arg("split"), py::arg("store"), py::arg("timeout_s"))
+      .def_property_readonly("group", [](const RingBackend& backend) {
+        return *std::static_pointer_cast<py::object>(backend.group());
+      });
 }
 
 }  // namespace torch_ring

@@ -53,6 +53,7 @@ class RingBackend final : public c10d::Backend {
 
   /// The group's part in Python (torch_ring/c10d/groups.py). Each takes the GIL itself.
   struct Membership {
+    std::shared_ptr<void> group;  // the object of Python that does the following
     /// Once, at the first use. Its errors of torch_ring's are Errors, which any thread may throw.
     std::function<std::shared_ptr<const PyEngine>()> connect;
     std::function<void()> leave;  // may be called again
@@ -71,6 +72,8 @@ class RingBackend final : public c10d::Backend {
   RingBackend(int rank, int size, c10::intrusive_ptr<c10d::Store> store,
               std::chrono::milliseconds timeout, Membership membership);
   ~RingBackend() override;
+
+  const std::shared_ptr<void>& group() const { return membership_.group; }
 
   const std::string getBackendName() const override { return "ring"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;

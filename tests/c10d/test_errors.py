@@ -19,6 +19,8 @@ from slow import slow
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
 from tests.support.worlds import on_both_transports
+from torch_ring.c10d import registration
+from torch_ring.c10d.groups import Group
 
 
 def differing_shapes() -> tuple[str, str]:
@@ -69,6 +71,7 @@ def differ_in_detail() -> tuple[str, str]:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with default_group():
+            assert registration._default_group() is not None  # behind torch's wrapper
             ones = torch.ones(2)
             dist.all_reduce(ones)
             assert ones.tolist() == [2, 2]
@@ -364,12 +367,11 @@ def test_an_aborted_group_cannot_be_used() -> None:
 
 
 def leave_while_connecting() -> tuple[str, str]:
-    from torch_ring.c10d.groups import Group
-
     if dist.get_rank() == 1:
         return "", ""
     store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
-    group = Group(0, 2, (0, 1), store, 60.0, name="1", is_default=False)
+    default = registration._default_group()
+    group = Group(0, 2, (0, 1), store, 60.0, name="1", is_default=False, part_of=default)
     threading.Timer(0.5, group.leave).start()
     return error_of(group.connect)
 

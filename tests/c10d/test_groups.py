@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import DEADLINE_S, error_of, eventually, run
 from tests.support.shared import NAME
-from torch_ring.c10d import groups
+from torch_ring.c10d import groups, registration
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -29,12 +29,18 @@ def total(group: dist.ProcessGroup | None = None) -> float:
     return tensor.item()
 
 
-def held() -> dict[str, int]:
-    """Return how many of the things that a process can run out of this one has."""
+def descriptors() -> list[str]:
+    """Return what this process has open."""
     names = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
             names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return names
+
+
+def held() -> dict[str, int]:
+    """Return how many of the things that a process can run out of this one has."""
+    names = descriptors()
     with open("/proc/self/maps") as maps:
         shared = sum(NAME in line for line in maps)
     return {
@@ -258,6 +264,69 @@ def test_groups_of_a_gloo_program() -> None:
     run(in_gloo, 3, initialized=False, kind="c10d")
 
 
+def destroyed_but_for_a_thread(stack: contextlib.ExitStack) -> None:
+    """End the default group while a thread looks for the members of a part of it."""
+    goes_on, looks = threading.Event(), threading.Event()
+
+    def look(group: groups.Group) -> NoReturn:
+        looks.set()
+        assert goes_on.wait(DEADLINE_S)
+        group._check_member()
+        raise AssertionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups.Group, "_cards", look)
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+        assert looks.wait(DEADLINE_S)
+    stack.callback(goes_on.set)
+    dist.destroy_process_group()
+
+
+def aborted(stack: contextlib.ExitStack) -> None:
+    """End the default group, of which the program keeps an object."""
+    kept = [dist.group.WORLD]
+    stack.callback(kept.clear)
+    dist.distributed_c10d._abort_process_group()
+
+
+def next_life(end: Callable[[contextlib.ExitStack], None], backend: str) -> float:
+    """Rank 0 still has the world of its last default group; rank 1 has none."""
+    rank = int(os.environ["RANK"])
+    with contextlib.ExitStack() as stack:
+        dist.init_process_group("ring", store=group_store(), rank=rank, world_size=2)
+        dist.barrier()
+        if rank == 0:
+            end(stack)
+        else:
+            dist.destroy_process_group()
+        with default_group(backend):
+            return total(dist.new_group([0, 1], backend="ring"))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ring"])
+@pytest.mark.parametrize(
+    "end", [destroyed_but_for_a_thread, pytest.param(aborted, marks=needs_torch_2_14)]
+)
+def test_a_group_is_part_of_the_present_default_group(end: Any, backend: str) -> None:
+    assert run(next_life, 2, args=(end, backend), initialized=False, kind="c10d") == [1.0, 1.0]
+
+
+def group_that_fails() -> float:
+    def fail(_: int) -> NoReturn:
+        raise RuntimeError("no group is made")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups.secrets, "randbits", fail)
+        assert error_of(lambda: dist.new_group([0, 1]))[1] == "no group is made"
+    assert len(groups._groups) == 1  # the default one
+    return total(dist.new_group([0, 1]))
+
+
+def test_a_group_that_cannot_be_made_keeps_no_world() -> None:
+    assert on_ring(group_that_fails, 2) == [1.0, 1.0]
+
+
 def beside_horovod() -> None:
     import torch_ring as hvd
 
@@ -275,11 +344,12 @@ def test_beside_torch_ring() -> None:
 def wait_for_late_member() -> tuple[str, str]:
     if dist.get_rank() == 0:
         store = dist.PrefixStore("late", group_store())
-        late = timedelta(seconds=1)
-        from torch_ring.c10d.groups import Group
-
-        group = Group(0, 2, (0, 1), store, late.total_seconds(), name="1", is_default=False)
-        return error_of(group.connect)
+        default = registration._default_group()
+        group = groups.Group(0, 2, (0, 1), store, 1.0, name="1", is_default=False, part_of=default)
+        try:
+            return error_of(group.connect)
+        finally:
+            group.leave()
     return "", ""
 
 
@@ -360,11 +430,33 @@ def _use_and_destroy(ranks: list[int]) -> None:
         dist.destroy_process_group(group)
 
 
+def shared_world() -> groups._SharedWorld:
+    default = registration._default_group()
+    assert default is not None
+    assert default._home is not None
+    return default._home
+
+
+def datagram_sockets() -> int:
+    with open("/proc/net/unix") as table:
+        lines = [line.split() for line in table]
+    names = {f"socket:[{inode}]" for _, _, _, _, kind, _, inode, *_ in lines[1:] if kind == "0002"}
+    return sum(name in names for name in descriptors())
+
+
 def held_by_groups() -> dict[str, int]:
-    """Return `held()`, and what groups leave in this process and in the store."""
-    shared = groups._default_worlds[-1]
+    """Return `held()`, and what groups leave in this process.
+
+    But for the sockets with which the default group sleeps, and wakes others: it opens them when it
+    first does so.
+    """
+    shared = shared_world()
     gc.collect()
-    return held() | {
+    found, doorbells = held(), datagram_sockets()
+    assert doorbells <= 2, doorbells
+    found["connections"] -= doorbells
+    found["descriptors"] -= doorbells
+    return found | {
         "bytes of shared memory": shared.world.process_sets.shared_bytes(),
         "groups that have been left": len(shared.left),
         "objects": sum(type(each).__module__.startswith("torch_ring") for each in gc.get_objects()),
@@ -373,7 +465,7 @@ def held_by_groups() -> dict[str, int]:
 
 def all_have_left() -> bool:
     """Return whether nothing is held for groups that this rank has left."""
-    shared = groups._default_worlds[-1]
+    shared = shared_world()
     shared.let_go()
     return not shared.left
 
@@ -402,3 +494,32 @@ def test_groups_leave_nothing_behind(transport: str) -> None:
     # A group that is kept holds 1.2 MiB a rank: memory ended at group 2,250.
     for before, after in on_ring(many_groups, 3, 100, [50, 100], transport=transport):
         assert before == after
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def thousands_of_groups() -> list[tuple[int, int]]:
+    """Return the bytes of memory, and of shared memory in use, after each 500 groups."""
+    everyone, found = list(range(dist.get_world_size())), []
+    for made in range(1, 2601):
+        _use_and_destroy(everyone)
+        if made % 500 == 0:
+            dist.barrier()
+            assert eventually(all_have_left, DEADLINE_S / 3)
+            gc.collect()
+            shared = shared_world().world.process_sets.shared_bytes()
+            found.append((resident_bytes(), shared))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_thousands_of_groups(transport: str) -> None:
+    # As a job makes that has a group for each epoch. With 1.2 MiB a group it ended at 2,250.
+    for looks in on_ring(thousands_of_groups, 3, transport=transport, deadline_s=300.0):
+        memory, shared = zip(*looks, strict=True)
+        assert len(set(shared)) == 1, shared
+        assert memory[-1] - memory[0] < 2000 * 1024, memory  # 1 KiB a group

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import torch_ring  # noqa: F401  registers ring
-from tests.support.pool import run
+from tests.support.pool import DEADLINE_S, run
 
 TIMEOUT_S = 20.0
 # An older one asks for the name gloo, or for a GPU, before it calls a backend.
@@ -53,6 +53,7 @@ def on_ring(
     may_die: Sequence[int] = (),
     is_fresh: bool = False,
     env: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ranks with a default group of the backend ring; return by rank.
 
@@ -66,6 +67,7 @@ def on_ring(
         args=(fn, args, timeout_s),
         transport=transport,
         env=env,
+        deadline_s=deadline_s,
         initialized=False,
         kind=None if may_die or is_fresh else "c10d",
         may_die=may_die,

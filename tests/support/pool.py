@@ -335,7 +335,24 @@ def _call(task: _Task) -> Any:
         hvd.shutdown()
     if task.again:
         gc.collect()  # cycles that the test has left: optimizers, hooks, buckets
+        _require_no_group()
     return value
+
+
+def _require_no_group() -> None:
+    """Raise if a program has left a group of torch.distributed behind, which the next would see."""
+    groups: Any = sys.modules.get("torch_ring.c10d.groups")
+    if groups is None:
+        return
+    names = [group.name for group in groups._groups]
+    assert not names, f"the program has not destroyed its groups {names}"
+
+    def has_world() -> bool:
+        shared = (each for each in gc.get_objects() if type(each) is groups._SharedWorld)
+        return any(each.users for each in shared)
+
+    # A thread that connects a group which was destroyed lets its world go then.
+    assert eventually(lambda: not has_world(), DEADLINE_S / 2), "a world of groups is left"
 
 
 def enter_namespace(name: str) -> None:

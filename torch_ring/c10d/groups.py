@@ -3,7 +3,9 @@
 The default group has a world: connections among all ranks, as ``torch_ring.init()`` makes them,
 but over the store of torch.distributed. Groups of its ranks, in ascending order, are process sets
 of that world: each has an engine, and memory, of its own, and they share the connections. Other
-groups have a world of their own. Worlds end with their last group.
+groups have a world of their own. Worlds end with their last group: a thread that still connects a
+group which the program has destroyed keeps one for a moment. So a group asks the group of which it
+is a part for its world, and never what worlds there are.
 
 A store may outlive the groups, and torch gives their names again: after destroy_process_group(),
 and torch 2.13 for each group of the same ranks. So all that the members of a process set leave in
@@ -86,8 +88,6 @@ class _SharedWorld:
         """Leave the world, if no other group uses it."""
         self.users -= 1
         if self.users == 0:
-            with contextlib.suppress(ValueError):
-                _default_worlds.remove(self)
             self.world.process_sets.close(why)
 
 
@@ -131,12 +131,12 @@ class _LeftSet:
         if not process_sets.has_ended(self.number):
             return False
         process_sets.release_slot(self.slot)
-        self.store.delete_key(f"card/{self.rank}")
+        with contextlib.suppress(RuntimeError):  # a store of the program's may keep all
+            self.store.delete_key(f"card/{self.rank}")
         return True
 
 
 _changing = threading.RLock()  # held while the following change
-_default_worlds: list[_SharedWorld] = []  # of the default group: two while it is made again
 _groups: set[Group] = set()
 _finalizer: multiprocessing.util.Finalize | None = None
 
@@ -157,6 +157,8 @@ class Group:
         name: as torch.distributed calls it; the same on all its ranks, and of no other group.
         is_default: whether it is the one that init_process_group() makes. It is connected at once,
             so that its errors come there; other groups are, when they are used.
+        part_of: the group of which it has some ranks: the default one, or that which is split;
+            None: the default group is of another backend.
         is_deferred: whether the group has no ranks before `reconfigure`.
 
     Attributes:
@@ -176,6 +178,7 @@ class Group:
         *,
         name: str,
         is_default: bool,
+        part_of: Group | None = None,
         is_deferred: bool = False,
     ) -> None:
         self.name = name
@@ -190,7 +193,9 @@ class Group:
             timeout_name=_TIMEOUT_NAME,
             fusion_window_s=0.0,  # the ranks' order is known: there is nothing to wait for
         )
-        self._is_default = is_default
+        self._home: _SharedWorld | None = None  # the world in which its parts are process sets
+        if part_of is not None:
+            self._home = part_of._home
         self._shared: _SharedWorld | None = None  # this group is one of its users
         self._record: ProcessSetRecord | None = None  # in that world, if it is not all of it
         self._slot: int | None = None  # this rank's memory for a process set; None: it is none
@@ -208,12 +213,17 @@ class Group:
         add_recorded(self)
         if is_deferred:
             return
-        if is_default:
-            self.connect()
-        else:
-            self._shared = self._find_world()
-            if self._shared is not None:
-                self._post_card(self._shared)
+        try:
+            if is_default:
+                self.connect()
+                self._home = self._shared
+            else:
+                self._shared = self._find_world()
+                if self._shared is not None:
+                    self._post_card(self._shared)
+        except BaseException:  # nobody has the group, who could leave it
+            self._leave("")
+            raise
 
     def connect(self) -> Engine:
         """Return the group's engine. Blocks until all its ranks have made the group.
@@ -259,7 +269,16 @@ class Group:
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         rank = list(ranks).index(self.rank)
         name = f"{self.name}/{','.join(map(str, global_ranks))}"
-        return Group(rank, len(ranks), global_ranks, store, timeout_s, name=name, is_default=False)
+        return Group(
+            rank,
+            len(ranks),
+            global_ranks,
+            store,
+            timeout_s,
+            name=name,
+            is_default=False,
+            part_of=self,
+        )
 
     def handle(self) -> str:
         """Return what the other ranks need to know of this one for `reconfigure`."""
@@ -305,7 +324,7 @@ class Group:
                 self._global_ranks = tuple(range(self.size))
                 self._store = PrefixStore("torch_ring", store)
                 self._config = replace(self._config, init_timeout_s=timeout_s)
-                self._shared = self._make_world()
+                self._shared = self._home = self._make_world()
                 self._is_connected, self._is_deferred = True, False
         finally:
             self._release_if_left()
@@ -331,9 +350,9 @@ class Group:
         """Let go of the parent's engines in a forked child."""
         global _changing
         _changing = threading.RLock()
-        _default_worlds.clear()
         _groups.clear()
         self._has_left = True
+        self._home = None
         if self._shared is not None:
             self._shared.world.process_sets.abandon()
 
@@ -348,11 +367,15 @@ class Group:
         if self.size == 1 or list(self._global_ranks) != sorted(self._global_ranks):
             return None
         with _changing:
-            shared = _default_worlds[-1] if _default_worlds else None
-            if shared is None or not set(self._global_ranks) <= set(shared.global_ranks):
+            home = self._home
+            if (
+                home is None
+                or home.users == 0
+                or not set(self._global_ranks) <= set(home.global_ranks)
+            ):
                 return None
-            shared.users += 1
-            return shared
+            home.users += 1
+            return home
 
     def _post_card(self, shared: _SharedWorld) -> None:
         number = shared.made[self._global_ranks]
@@ -431,11 +454,7 @@ class Group:
         world = join_world(
             None, None, given, self._store, config, of_init=False, deadline=self._deadline
         )
-        shared = _SharedWorld(world, self._global_ranks, users=1)
-        if self._is_default:
-            with _changing:
-                _default_worlds.append(shared)
-        return shared
+        return _SharedWorld(world, self._global_ranks, users=1)
 
     # --- leaving
 
@@ -457,7 +476,7 @@ class Group:
     def _release(self, why: str) -> None:
         """Leave the ranks of the group."""
         with _changing:
-            shared, self._shared = self._shared, None
+            shared, self._shared, self._home = self._shared, None, None
             record, self._record = self._record, None
         if shared is None:
             return

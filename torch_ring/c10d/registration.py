@@ -66,6 +66,7 @@ def _make_backend(options: Any, _: Any) -> RingBackend:
         timeout_s,
         name=options.group_id,
         is_default=not dist.is_initialized(),
+        part_of=_default_group() if dist.is_initialized() else None,
         is_deferred=getattr(options, "enable_reconfigure", False),  # torch 2.14 and later
     )
     return _backend_of(group, options.store, timeout_s)
@@ -79,13 +80,20 @@ def _backend_of(group: Group, store: Any, timeout_s: float) -> RingBackend:
         return _backend_of(group.among(ranks, store, timeout_s), store, timeout_s)
 
     return RingBackend(
-        group.rank,
-        group.size,
-        connect=group.connect,
-        leave=group.leave,
-        split=split,
-        handle=group.handle,
-        reconfigure=group.reconfigure,
-        store=store,
-        timeout_s=timeout_s,
+        group.rank, group.size, group=group, split=split, store=store, timeout_s=timeout_s
     )
+
+
+def _default_group() -> Group | None:
+    """Return the default group of torch.distributed, if a backend of ours has it."""
+    from torch_ring._C import RingBackend
+
+    default = dist.group.WORLD
+    assert default is not None
+    for device in default._device_types:
+        backend: Any = default._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if isinstance(backend, RingBackend):
+            group: Group = backend.group
+            return group
+    return None
