@@ -51,7 +51,7 @@ class DataConnections {
   /// Closes the set's connections, and refuses later ones.
   void close(std::uint64_t set);
   void close_all() { pairs_.clear(); }
-  /// The set has ended on all ranks: nobody connects any more.
+  /// The set has ended on all ranks: a connection that comes yet is not to be given to accept().
   void forget_closed(std::uint64_t set) { closed_.erase(set); }
   /// The runs of numbers of closed sets, which is the memory that they cost.
   std::size_t closed_runs() const { return closed_.runs(); }

@@ -127,7 +127,7 @@ void ControlLoop::admit(const PollSet& polls, Clock::time_point now) {
     if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
     if (hello.channel == Hello::kControl) {
       add_link(peer, std::move(socket), now);
-    } else if (data_.accept(hello, std::move(socket))) {
+    } else if (!news_.has_ended(set_of(hello.set)) && data_.accept(hello, std::move(socket))) {
       connected_.insert(hello.set);
     }
   }

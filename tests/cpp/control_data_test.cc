@@ -97,6 +97,17 @@ TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
   planes[1]->unsubscribe(kSet);
 }
 
+TEST(control_plane_keeps_no_data_connection_of_a_set_that_has_ended) {
+  const Planes planes = make_planes({0, 0});
+  for (const auto& plane : planes) plane->leave(kSet, 0, 2);
+  wait_until([&] { return planes[0]->has_ended(kSet); }, "the end of the set");
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);  // as if it had been on its way
+  const auto ours = take_all(*high, 0, true);
+  char byte = 0;
+  wait_until([&] { return ::recv(ours[0].get(), &byte, 1, MSG_DONTWAIT) == 0; }, "its end");
+  CHECK_EQ(planes[0]->descriptors().size(), 4u);  // as in a world that has no such set
+}
+
 TEST(control_plane_tells_an_observer_of_its_data_connections) {
   const Planes planes = make_planes({0, 0});
   Recorder recorder;
