@@ -18,14 +18,14 @@ import torch_ring as hvd
 PATIENCE_S = 4.0  # of the other end, which leaves then: a later error than that of the connection
 
 
-def tcp_sockets() -> set[int]:
-    """Return this process's descriptors of connected TCP sockets."""
+def tcp_sockets() -> set[tuple[int, str]]:
+    """Return this process's TCP connections: descriptors, which others get later, and names."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
             if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
                 copy.getpeername()
-                found.add(int(name))
+                found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return found
 
 
@@ -49,7 +49,7 @@ def lose_a_data_connection(folder: Path) -> tuple[str, str]:
         assert eventually((folder / "reduced").exists, 30)
         cut = tcp_sockets() - before
         assert cut
-        for fd in cut:
+        for fd, _ in cut:
             reset(fd)
         done.touch()
         eventually(told.exists, PATIENCE_S)
@@ -83,7 +83,7 @@ def lose_the_connection_of_messages(folder: Path) -> str:
         dist.recv(torch.zeros(1), 0)
         cut = tcp_sockets() - before
         assert cut
-        for fd in cut:
+        for fd, _ in cut:
             reset(fd)
         done.touch()
         eventually(told.exists, PATIENCE_S)
