@@ -197,7 +197,7 @@ void read_slot(ByteSpan slot, std::uint32_t ranks, std::size_t capacity, Runs& t
                 "too many of " + std::to_string(ranks) +
                     " ranks announced different requests at once: they have " +
                     std::to_string(bytes) + " bytes, and " + std::to_string(room.size()) +
-                    " fit shared memory. Use shorter names, or an alltoall with fewer ranks");
+                    " fit shared memory. Use shorter names");
   }
   decode(room.first(bytes), ranks, capacity, to);
 }

@@ -19,7 +19,7 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::array<std::string_view, 10> kPlaces{"collective",
+constexpr std::array<std::string_view, 11> kPlaces{"collective",
                                                    "waited",
                                                    "departure",
                                                    "departed",
@@ -28,6 +28,7 @@ constexpr std::array<std::string_view, 10> kPlaces{"collective",
                                                    "data.receive",
                                                    "data.received",
                                                    "control.receive",
+                                                   "alltoall.rows",
                                                    "shared.reduce"};
 
 enum class Action { kKill, kStop, kSleep, kClose, kLate };

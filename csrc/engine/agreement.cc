@@ -188,10 +188,14 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own, const Round
     return decision;
   }
   gathering.finish(0);
-  const Run& last = round.runs.back();
-  if (own.tells_expected && take_expected(decision->rows, last.first + last.count)) {
-    decision.reset();  // round() says what does not fit
-    return decision;
+  if (own.collective == Collective::kAlltoall) {
+    const Run& last = round.runs.back();
+    const bool fits =
+        !own.tells_expected || !take_expected(decision->rows, last.first + last.count);
+    if (!fits || decision->rows.empty()) {  // round() says what does not fit
+      decision.reset();
+      return decision;
+    }
   }
   decision->resets_numbering = resets_numbering(own);
   return decision;
@@ -284,17 +288,9 @@ void Agreement::end_groups(std::vector<Decision>& decisions) {
   }
 }
 
-/// The error of an alltoall in which a rank sends what another one does not expect, or nothing.
-/// What they expect is gone from the decision's rows then.
 std::optional<Error> Agreement::misfit_of(const Fingerprint& f, Decision& decision) const {
-  if (!f.tells_expected) return std::nullopt;
-  const std::optional<Misfit> misfit = take_expected(decision.rows, size_);
-  if (!misfit) return std::nullopt;
-  return Error(
-      ErrorKind::kMismatch,
-      "the ranks' splits do not fit: " + name_in(at(labels_, misfit->from)) + " sends " +
-          std::to_string(misfit->sent) + (f.shape.empty() ? " elements to " : " rows to ") +
-          name_in(at(labels_, misfit->to)) + ", which expects " + std::to_string(misfit->expected));
+  return torch_ring::misfit_of(f, decision.rows, size_,
+                               [&](int rank) { return name_in(at(labels_, rank)); });
 }
 
 /// The reason why the request cannot run without the ranks that have joined, or nothing if it can.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/failpoint.h"
+
 namespace torch_ring {
 
 namespace {
@@ -37,8 +39,14 @@ Announcement announce(const Request& request, bool alone, HostCommunicator& comm
   encode(request.fingerprint, fingerprint);
   Announcement announcement;
   announcement.fingerprint = fingerprint;
-  announcement.rows = std::as_bytes(std::span(request.rows));
   announcement.is_inline = fits_inline(request, alone, communicator);
+  if (!request.rows.empty()) [[unlikely]] {
+    if (gathers_rows(request, communicator)) {
+      announcement.is_inline = false;
+    } else {
+      announcement.rows = std::as_bytes(std::span(request.rows));
+    }
+  }
   if (announcement.is_inline) {
     announcement.payload = inline_payload(request, communicator);
   }
@@ -64,6 +72,21 @@ bool fits_inline(const Request& request, bool alone, HostCommunicator& communica
   const std::size_t limit = communicator.board().inline_limit();
   return bytes <= (alone ? limit : std::min(limit, kInlineAmongOthers)) &&
          bytes * static_cast<std::size_t>(communicator.size()) <= kInlineBytesOfAllRanks;
+}
+
+bool gathers_rows(const Request& request, HostCommunicator& communicator) {
+  if (request.fingerprint.collective != Collective::kAlltoall) return false;
+  // Half of it is left for the rest of the entry.
+  return request.rows.size() * sizeof(std::int64_t) > communicator.board().safe_capacity() / 2 ||
+         failpoint("alltoall.rows", communicator.rank());
+}
+
+std::vector<std::int64_t> gather_rows(const Request& request, Communicator& communicator) {
+  const auto size = static_cast<std::size_t>(communicator.size());
+  std::vector<std::int64_t> rows(size * request.rows.size());
+  const std::vector<std::size_t> bytes(size, request.rows.size() * sizeof(std::int64_t));
+  communicator.allgather(request.rows.data(), rows.data(), bytes);
+  return rows;
 }
 
 }  // namespace torch_ring

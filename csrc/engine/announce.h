@@ -21,4 +21,11 @@ std::int64_t shared_offset(const Request& request, HostCommunicator& communicato
 /// fused with the others.
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator);
 
+/// Whether the ranks send one another the rows of this alltoall as data, after the agreement: those
+/// of so many ranks do not fit the entries of one round. The same on all ranks.
+bool gathers_rows(const Request& request, HostCommunicator& communicator);
+
+/// Fetches the rows of all ranks of such a one. Collective.
+std::vector<std::int64_t> gather_rows(const Request& request, Communicator& communicator);
+
 }  // namespace torch_ring

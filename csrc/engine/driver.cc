@@ -6,6 +6,7 @@
 #include "core/failpoint.h"
 #include "engine/announce.h"
 #include "engine/backward_messages.h"
+#include "engine/splits.h"
 
 namespace torch_ring {
 
@@ -225,14 +226,22 @@ void Driver::run_round(const Round& round) {
   const bool others_wait = !outbox_.empty() || queue_.has_works();  // to be announced
   if (others_wait) note_progress(round, Clock::now());
   if (run_unanimous(round)) return;
-  const std::vector<Decision> decisions = agreement_.round(round);
+  std::vector<Decision> decisions = agreement_.round(round);
   if (!agreement_.empty() && !others_wait) note_progress(round, Clock::now());
 
   Batch here;
   std::vector<const Decision*> on_device;
-  for (const Decision& decision : decisions) {
+  for (Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
     ++decided_;
+    if (mine != pending_.end() && !decision.mismatch) {
+      const Request& request = mine->second.work->request();
+      if (request.fingerprint.collective == Collective::kAlltoall && decision.rows.empty()) {
+        decision.rows = gather_rows(request, communicator_);
+        decision.mismatch = misfit_of(request.fingerprint, decision.rows, communicator_.size(),
+                                      [&](int rank) { return name_in(at(labels_, rank)); });
+      }
+    }
     if (mine != pending_.end()) write_down(*mine->second.work, decision);
     if (decision.resets_numbering) reset_numbering();
     for (const std::string& group : decision.ended_groups) end_group(group, *decision.mismatch);

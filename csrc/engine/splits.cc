@@ -24,4 +24,16 @@ std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size) {
   return misfit;
 }
 
+std::optional<Error> misfit_of(const Fingerprint& fingerprint, std::vector<std::int64_t>& rows,
+                               int size, const std::function<std::string(int)>& name_of) {
+  if (!fingerprint.tells_expected) return std::nullopt;
+  const std::optional<Misfit> misfit = take_expected(rows, size);
+  if (!misfit) return std::nullopt;
+  return Error(ErrorKind::kMismatch,
+               "the ranks' splits do not fit: " + name_of(misfit->from) + " sends " +
+                   std::to_string(misfit->sent) +
+                   (fingerprint.shape.empty() ? " elements to " : " rows to ") +
+                   name_of(misfit->to) + ", which expects " + std::to_string(misfit->expected));
+}
+
 }  // namespace torch_ring

@@ -2,8 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <string>
 #include <vector>
+
+#include "core/error.h"
+#include "engine/request.h"
 
 namespace torch_ring {
 
@@ -19,5 +24,10 @@ struct Misfit {
 /// first two ranks that differ. `rows`: of each rank those that it sends to each, and then those
 /// that it expects of each. If these are not so many, they stay: whoever needs rows refuses them.
 std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size);
+
+/// The error of an alltoall in which a rank sends what another one does not expect, or nothing:
+/// what they expect is gone from `rows` then. `name_of`: as errors call a rank.
+std::optional<Error> misfit_of(const Fingerprint& fingerprint, std::vector<std::int64_t>& rows,
+                               int size, const std::function<std::string(int)>& name_of);
 
 }  // namespace torch_ring

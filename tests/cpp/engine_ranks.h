@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "armed.h"
 #include "engine/engine.h"
 #include "planes.h"
 #include "test_world.h"
@@ -134,11 +135,13 @@ inline const std::vector<Hosts> kLayouts{
 inline constexpr std::size_t kMostRanks = kSanitized ? 3 : 4;  // as in add_for_sizes()
 
 inline bool on_all_layouts(const std::string& name, const std::function<void(Rank&)>& fn,
-                           std::size_t smallest = 1) {
+                           std::size_t smallest = 1, const std::string& failpoints = "") {
   for (const Hosts& layout : kLayouts) {
     if (layout.host_of.size() < smallest || layout.host_of.size() > kMostRanks) continue;
-    add_test(std::string("engine, ") + layout.name + ": " + name,
-             [=] { run_engines(layout.host_of, fn); });
+    add_test(std::string("engine, ") + layout.name + ": " + name, [=] {
+      const Armed armed(failpoints);
+      run_engines(layout.host_of, fn);
+    });
   }
   return true;
 }

@@ -197,7 +197,7 @@ struct Ragged {
   }
 };
 
-const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank) {
+void alltoall_small_and_large(Rank& rank) {
   for (const std::int64_t unit : {1, 30'000, 400'000}) {  // and several pieces (routed_alltoall.cc)
     // Rank s sends (s + r) % 3 * unit numbers to rank r, each 1000 s + r.
     std::vector<std::int32_t> input;
@@ -215,9 +215,9 @@ const bool kAlltoall = on_all_layouts("alltoall, small and large", [](Rank& rank
     CHECK_EQ(ragged.rows, splits);
     CHECK(ragged.output == expected);
   }
-});
+}
 
-const bool kExpecting = on_all_layouts("alltoall that tells what it expects", [](Rank& rank) {
+void alltoall_that_tells_what_it_expects(Rank& rank) {
   for (const std::int64_t unit : {1, 30'000}) {
     const auto size = static_cast<std::size_t>(rank.size());
     const std::vector<std::int32_t> input(size * static_cast<std::size_t>(unit), rank.rank());
@@ -247,7 +247,18 @@ const bool kExpecting = on_all_layouts("alltoall that tells what it expects", []
       CHECK(ragged.output.empty());  // no data has moved
     }
   }
-});
+}
+
+const bool kAlltoall = on_all_layouts("alltoall, small and large", alltoall_small_and_large);
+const bool kExpecting =
+    on_all_layouts("alltoall that tells what it expects", alltoall_that_tells_what_it_expects);
+const bool kApart = on_all_layouts(
+    "alltoall whose rows are exchanged as data, as among hundreds of ranks",
+    [](Rank& rank) {
+      alltoall_small_and_large(rank);
+      alltoall_that_tells_what_it_expects(rank);
+    },
+    1, "alltoall.rows:close");
 
 const bool kReducescatter = on_all_layouts("reducescatter, small and large", [](Rank& rank) {
   for (const std::int64_t row : {1, 20'000}) {
