@@ -17,9 +17,6 @@ namespace {
 
 using namespace std::string_view_literals;
 
-// A world that is older has all the ranks that were meant for it, and asking ends it no more.
-constexpr std::int64_t kOverlapMs = 60'000;
-
 constexpr std::string_view kAsks = "\0torch_ring/ask/"sv;  // then: milliseconds since the boot
 constexpr char kIsOthers = 'o';
 constexpr char kIsSame = 's';
@@ -41,7 +38,8 @@ std::optional<std::int64_t> started_ms(std::string_view name) {
 
 }  // namespace
 
-RankClaim::RankClaim(Fd listener) : listener_(std::move(listener)), began_ms_(now_ms()) {}
+RankClaim::RankClaim(Fd listener, std::chrono::milliseconds overlap)
+    : listener_(std::move(listener)), began_ms_(now_ms()), overlap_ms_(overlap.count()) {}
 
 void RankClaim::add_to(PollSet& polls) {
   slot_ = listener_ ? polls.add(listener_.get(), POLLIN) : PollSet::kNone;
@@ -66,8 +64,8 @@ std::optional<pid_t> RankClaim::look(const PollSet& polls) {
     if (peer.uid != ::getuid() || length < offsetof(sockaddr_un, sun_path)) continue;
     const auto started = started_ms({from.sun_path, length - offsetof(sockaddr_un, sun_path)});
     if (!started) continue;
-    const bool is_same = *started <= began_ms_ && now_ms() - began_ms_ < kOverlapMs;
-    if (is_same) same = peer.pid;
+    const bool is_same = *started <= began_ms_;
+    if (is_same && now_ms() - began_ms_ < overlap_ms_) same = peer.pid;
     // The other end has room for a byte, or is gone.
     [[maybe_unused]] const auto sent =
         ::send(asking.get(), is_same ? &kIsSame : &kIsOthers, 1, MSG_NOSIGNAL);

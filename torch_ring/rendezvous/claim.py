@@ -5,7 +5,8 @@ has given both jobs one name: two of its ranks may have met that belong to diffe
 rank of a world listens at a name for as long as the world lives. A process that comes to be the
 same rank asks there (`csrc/control/rank_claim.h` answers):
 
-- one that was on its way when that world began, a moment ago, may have been meant for it: both end;
+- one that was on its way when that world began may have been meant for it: it is refused, and the
+  world ends, too, unless it is older than a minute;
 - any other is a rank of another job, and takes the next name;
 - a child of that rank has inherited its variables.
 """
