@@ -1,6 +1,7 @@
 // WaitGraph: who waits for whom. LongWait: tells it of one wait.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -60,9 +61,9 @@ class WaitGraph {
 };
 
 /// A wait that its rank tells the others of, if it lasts. When one rank has told, all others that
-/// wait follow at once, so that the graph is complete when somebody reads it.
-/// One that ends by an exception has failed.
-/// Thread: one at a time. Blocking: no.
+/// wait follow at once, so that the graph is complete when somebody reads it. It tells again when
+/// it waits for others than it has told: a rank that has come may wait for this one. One that ends
+/// by an exception has failed. Thread: one at a time. Blocking: no.
 class LongWait {
  public:
   /// `graph` may be null.
@@ -81,20 +82,22 @@ class LongWait {
     if (since_ == Clock::time_point{}) since_ = now;
     const std::vector<int> awaited = ranks();
     bear_with_departed(now, awaited);
-    if (told_ || (now - since_ < graph_->patience() && !graph_->is_told())) return;
+    if (told_.empty() && now - since_ < graph_->patience() && !graph_->is_told()) return;
+    const auto is_told = [this](int rank) { return std::ranges::count(told_, rank) > 0; };
+    if (std::ranges::all_of(awaited, is_told)) return;
     graph_->tell(awaited);
-    told_ = true;
+    told_ = awaited;
   }
 
   void end() {
-    if (told_) graph_->tell({});
+    if (!told_.empty()) graph_->tell({});
     fail();
   }
 
   /// It has ended by an error. The others are not told: the process set has ended, too, and they,
   /// whose waits end likewise, are about to look in the graph for the cause.
   void fail() {
-    told_ = false;
+    told_.clear();
     since_ = departed_since_ = {};
   }
 
@@ -118,7 +121,7 @@ class LongWait {
   // The first lasts(), and the first one with a departed rank; the clock's beginning before them.
   Clock::time_point since_{};
   Clock::time_point departed_since_{};
-  bool told_ = false;
+  std::vector<int> told_;
 };
 
 }  // namespace torch_ring

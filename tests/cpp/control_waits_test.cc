@@ -56,6 +56,15 @@ TEST(the_end_of_a_wait_is_told_but_not_that_by_an_error) {
   CHECK(told_of_a_wait(true) == std::vector<Ranks>(1, Ranks{2}));
 }
 
+TEST(a_wait_tells_again_when_it_is_for_others) {
+  KeptGraph graph;
+  LongWait wait(&graph);
+  for (const Ranks& ranks : {Ranks{2, 3}, Ranks{3}, Ranks{3}, Ranks{1}, Ranks{1}, Ranks{1, 3}}) {
+    wait.lasts(Clock::now(), [&] { return ranks; });
+  }
+  CHECK(graph.told == (std::vector<Ranks>{{2, 3}, {1}, {1, 3}}));
+}
+
 TEST(waits_lead_to_the_ranks_that_wait_for_nobody) {
   Waits waits;
   CHECK(!waits.any(0));

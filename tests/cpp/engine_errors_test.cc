@@ -1,6 +1,7 @@
 // Engine errors: ranks that disagree, leave, fall silent, or interrupt a wait.
 #include <atomic>
 #include <latch>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 
@@ -185,13 +186,16 @@ TEST(stall_warning_and_timeout_say_what_the_late_rank_does_and_what_to_do) {
       config);
 }
 
-/// The last line that the ranks log while one of them is late names that one only.
-void check_accusation(const std::vector<int>& host_of, int late) {
+/// The last line that the ranks log while one of them is late names that one only. `slow`: another
+/// one, if any, that comes when the ranks have warned, and so have told for whom they wait.
+void check_accusation(const std::vector<int>& host_of, int late, int slow = -1) {
   EngineConfig config = patient();
   config.timeout = std::chrono::milliseconds(0);
   config.stall_warning = std::chrono::milliseconds(200);
   const auto size = static_cast<int>(host_of.size());
   std::latch seen(size - 1);
+  std::latch warned(1);
+  std::once_flag has_warned;
   run_engines(
       host_of,
       [&](Rank& rank) {
@@ -203,10 +207,12 @@ void check_accusation(const std::vector<int>& host_of, int late) {
           seen.wait();
           return rank.wait(rank.allreduce(values, "x"));
         }
+        if (rank.rank() == slow) warned.wait();
         int right = 0;
         const auto work = rank.allreduce(values, "x");
         rank.engine().wait(*work, [&] {
           const std::string log = rank.log();
+          if (!log.empty()) std::call_once(has_warned, [&] { warned.count_down(); });
           const auto end = log.rfind('\n');
           if (right > 0 || end == std::string::npos) return;
           const std::string last = log.substr(log.rfind('\n', end - 1) + 1);
@@ -229,6 +235,13 @@ const bool kAccusations = [] {
       add_test(std::string("engine, ") + layout.name + ": warnings name rank " +
                    std::to_string(late) + ", which is late",
                [=] { check_accusation(layout.host_of, late); });
+      for (int slow = 0; size > 2 && slow < size; ++slow) {
+        if (slow == late) continue;
+        add_test(std::string("engine, ") + layout.name + ": warnings name rank " +
+                     std::to_string(late) + ", which is late, and no more rank " +
+                     std::to_string(slow) + ", which has come",
+                 [=] { check_accusation(layout.host_of, late, slow); });
+      }
     }
   }
   return true;
