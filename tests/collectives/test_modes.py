@@ -15,6 +15,7 @@ from torch import Tensor
 import torch_ring as hvd
 from tests.support.groups import on_ring
 from tests.support.worlds import on_both_transports
+from torch_ring.world.process_set import engine_of
 
 
 def strided_inference_tensors() -> None:
@@ -84,18 +85,21 @@ def others_mode(asks_in_inference_mode: bool) -> None:
             results.append(hvd.synchronize(gathered))
             results.append(hvd.synchronize(exchanged)[0])
 
-    thread = threading.Thread(target=ask)
+    def ask_later() -> None:
+        # A blocking operation is submitted, and its caller begins to make progress, in one.
+        engine = engine_of(hvd.global_process_set)
+        assert eventually(lambda: any(r.name == "last" for r in engine.records()), DEADLINE_S / 3)
+        ask()
+
+    thread = threading.Thread(target=ask_later if hvd.rank() == 0 else ask)
+    thread.start()
     if hvd.rank() == 0:
-        timer = threading.Timer(0.2, thread.start)  # this thread makes progress by then
-        timer.start()
         with torch.inference_mode(not asks_in_inference_mode):
             hvd.allreduce(torch.ones(1), name="last")
-        timer.join()
+        thread.join()
     else:
-        thread.start()
         thread.join()
         hvd.allreduce(torch.ones(1), name="last")
-    thread.join()
     assert len(results) == 2
     for result in results:
         assert result.is_inference() == asks_in_inference_mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 import torch_ring as hvd
 from tests.support.groups import on_ring
 from tests.support.worlds import on_both_transports
+from torch_ring.tracing.operations import recorded_sets
 from torch_ring.world.process_set import engine_of
 
 _Wait = Callable[[], Any]
@@ -33,13 +33,30 @@ def submit_to_group(tensor: Tensor, name: str) -> tuple[_Wait, _Poll]:
     return work.wait, work.is_completed
 
 
+def await_agreement(number: int) -> None:
+    """Wait until the ranks have agreed on the operation with this number: it runs, or has run."""
+
+    def has_come() -> bool:
+        [found] = recorded_sets()
+        return any(r.number == number and r.sequence > 0 for r in found.records)
+
+    assert eventually(has_come, DEADLINE_S / 3)
+
+
+def last_number() -> int:
+    """Return the number of this rank's last operation."""
+    [found] = recorded_sets()
+    return max((record.number for record in found.records), default=0)
+
+
 def wait_and_poll(door: str) -> None:
     submit = submit_to_hvd if door == "hvd" else submit_to_group
     big, small = torch.ones(20_000_000), torch.ones(50_000)
     for i in range(4):
         wait, _ = submit(big.fill_(1), f"{i}")
+        number = last_number()
         wait_for_last, is_last_done = submit(small.fill_(1), f"{i} last")
-        time.sleep(0.02)  # the engine's thread runs the first one by now
+        await_agreement(number)  # by the engine's thread, as nobody else makes progress
         wait()
         if i % 2 == (hvd.rank() if door == "hvd" else dist.get_rank()):
             assert eventually(is_last_done, DEADLINE_S / 3)
@@ -61,10 +78,11 @@ def message_that_depends() -> None:
     big, small, token = torch.ones(20_000_000), torch.ones(50_000), torch.zeros(1)
     for _ in range(4):
         first = dist.all_reduce(big, async_op=True)
+        number = last_number()
         second = dist.all_reduce(small, async_op=True)
         assert first is not None
         assert second is not None
-        time.sleep(0.02)
+        await_agreement(number)
         first.wait()
         if rank == 0:  # rank 1 sends when the second operation is done
             dist.recv(token, peer)
