@@ -477,7 +477,8 @@ void RingBackend::shutdown() {
   if (::getpid() != pid_) return abandon();
   membership_.leave();
   // The callbacks of the pool's threads need the GIL, which the destructor's caller may have.
-  if (PyGILState_Check() != 0) {
+  // PyGILState_Check() says yes when the interpreter has ended.
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
     const pybind11::gil_scoped_release no_gil;
     pool_->stop();
   } else {
