@@ -109,7 +109,9 @@ def be_the_launcher(host: str, folder: Path, size: int) -> None:
         poll, ranks = select.poll(), {}
         for rank in range(size):
             path = folder / f"pid-{rank}"
-            if not pool.eventually(path.exists, PATIENCE_S):
+            # Processes import torch first: for as long as a test may last, not for a while. A death
+            # that is not seen is waited for without an end.
+            if not pool.eventually(path.exists, 3 * pool.DEADLINE_S):
                 return
             try:
                 fd = os.pidfd_open(int(path.read_text()))
