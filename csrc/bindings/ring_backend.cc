@@ -213,6 +213,13 @@ bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
   return !earlier.empty();
 }
 
+/// Lets go of the first operations in flight that are done: usually all of them.
+void RingBackend::forget_done() {
+  const std::scoped_lock lock(in_flight_mutex_);
+  while (!in_flight_.empty() && all_done(in_flight_.front().works)) in_flight_.pop_front();
+  has_in_flight_ = !in_flight_.empty();
+}
+
 std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
                                                       const Tensors& inputs) {
   InFlight added{{}, ranges_of(inputs), ranges_of(operation.outputs)};
@@ -232,6 +239,7 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
                                       const AnyOptions& options, Make* make,
                                       const Given&... given) {
   refuse_in_child_of(pid_);
+  if (has_in_flight_) forget_done();  // before a copy is made: it has what they have written
   C10dOperation operation = make(given...);
   const std::uint64_t sequence = ++sequence_;
   const auto timeout = timeout_of(options.timeout);
