@@ -794,6 +794,12 @@ class RunAhead:
     def wait(self) -> None:
         """Make the current stream wait for the pass; write the results into the buckets."""
 
+    def add(self, optimizer: int, hooks: GradientHooks) -> None:
+        """Take note of an optimizer, of whose gradients this rank gives copies once it has joined.
+
+        Other ranks ask for them that have added to those.
+        """
+
 class Due:
     """Which gradients `GradientHooks.pending` calls due."""
 
@@ -907,6 +913,18 @@ class GradientHooks:
 
     def set_base_scale(self, scale: float) -> None:
         """Multiply reduced gradients by this before others are added, as ranks have joined."""
+
+    def bases(self) -> list[int]:
+        """Return, by parameter, whether an unreduced gradient contains a reduced one.
+
+        0: no; 1: yes; 2: yes, and the program may have changed that one since.
+        """
+
+    def keep_scale(self, index: int) -> None:
+        """Scale a reduced gradient as it would have been if something was added to it."""
+
+    def add(self, index: int, value: Tensor) -> None:
+        """Add a flat tensor to a gradient; one that is reduced stays so."""
 
     def has_base(self) -> bool:
         """Return whether a gradient that is not reduced yet contains a reduced one."""

@@ -57,6 +57,11 @@ void bind_gradients(py::module_& module) {
       .def("open", &RunAhead::open, py::arg("number"), Release())
       .def("close", &RunAhead::close, Release())
       .def("has_launched", &RunAhead::has_launched, Release())
+      .def(
+          "add",
+          [](RunAhead& run_ahead, std::int64_t optimizer,
+             const std::shared_ptr<GradientHooks>& hooks) { run_ahead.add(optimizer, hooks); },
+          py::arg("optimizer"), py::arg("hooks"), Release())
       .def("launch_rest", &RunAhead::launch_rest, Release())
       .def("wait", &RunAhead::wait, Release());
   py::enum_<GradientHooks::Due>(module, "Due")
@@ -132,6 +137,9 @@ void bind_gradients(py::module_& module) {
       .def("restart_passes", &GradientHooks::restart_passes, Release())
       .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))
       .def("has_base", &GradientHooks::has_base, Release())
+      .def("bases", &GradientHooks::bases, Release())
+      .def("keep_scale", &GradientHooks::keep_scale, py::arg("index"), Release())
+      .def("add", &GradientHooks::add, py::arg("index"), py::arg("value"), Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
            Release())

@@ -175,13 +175,36 @@ void GradientHooks::before_accumulation(std::size_t index) {
   present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
                         std::memory_order_relaxed);
   HookedParameter& parameter = parameters_[index];
-  if (parameter.given) parameter.was_zero = parameter.is_given_zero();
+  if (parameter.given && parameter.is_given()) {
+    parameter.was_zero = parameter.is_given_zero();
+  } else if (parameter.base_reduced && parameter.version) {
+    const std::scoped_lock lock(mutex_);
+    parameter.refresh();
+    parameter.was_zero = parameter.was_written_with_zeros();
+  }
   if (parameter.arrived && !disabled_) keep_sent(index);
   if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
-  const std::scoped_lock lock(mutex_);
-  parameters_[index].refresh();
-  keep_base(index);
-  rescale_reduced(parameters_[index]);
+  std::vector<Sharer> told;
+  bool is_on_base = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    parameter.refresh();
+    keep_base(index);
+    const bool was_reduced = parameter.base_reduced;
+    rescale_reduced(parameter);
+    const auto shared = sharers_.find(index);
+    const bool is_scaled = was_reduced && !parameter.base_reduced;
+    if (is_scaled && shared != sharers_.end()) told = shared->second;
+    is_on_base = parameter.on_base;
+  }
+  for (const Sharer& sharer : told) {  // which would scale it again
+    const auto hooks = sharer.hooks.lock();
+    if (!hooks) continue;
+    const std::scoped_lock lock(hooks->mutex_);
+    HookedParameter& theirs = hooks->parameters_[sharer.index];
+    theirs.base_reduced = false;
+    theirs.on_base = is_on_base;
+  }
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
@@ -623,6 +646,52 @@ bool GradientHooks::has_base() {
   const std::scoped_lock lock(mutex_);
   return std::any_of(parameters_.begin(), parameters_.end(),
                      [](const HookedParameter& parameter) { return parameter.on_base; });
+}
+
+std::vector<std::uint8_t> GradientHooks::bases() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::uint8_t> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool is_certain = !parameters_[i].base_changed && !sharers_.contains(i);
+    found.push_back(!parameters_[i].on_base ? 0 : is_certain ? 1 : 2);
+  }
+  return found;
+}
+
+const void* GradientHooks::kept(std::int64_t number, std::size_t index, std::size_t bytes) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  const bool is_next = static_cast<std::int64_t>(options_.agreement->number()) == number;
+  if (!is_next || disabled_ || index >= parameters_.size()) return nullptr;
+  HookedParameter& parameter = parameters_[index];
+  parameter.refresh();
+  if (!parameter.has_unchanged_base()) return nullptr;
+  const at::Tensor& grad = parameter.variable.grad();
+  const at::Tensor elements = flat(grad.contiguous());
+  kept_ = at::cat({elements, at::ones({1}, elements.options())});
+  return kept_.nbytes() == bytes ? kept_.const_data_ptr() : nullptr;
+}
+
+void GradientHooks::keep_scale(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  if (parameter.unreduced) return;
+  rescale_reduced(parameter);
+  parameter.forget_base();
+}
+
+void GradientHooks::add(std::size_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  at::Tensor& grad = parameter.variable.mutable_grad();
+  grad.add_(grad.is_complex() ? value.view(grad.scalar_type()).view(grad.sizes())
+                              : value.view(grad.sizes()));
+  if (parameter.unreduced) return;
+  parameter.note_reduced_version();
+  parameter.release_to_grad();
 }
 
 void GradientHooks::restart_passes() {

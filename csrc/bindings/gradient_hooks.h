@@ -186,6 +186,18 @@ class GradientHooks final : public AccumulationObserver,
   /// Whether a gradient that is not reduced yet contains an already reduced one.
   bool has_base();
 
+  /// The same, by parameter: 0 no, 1 yes, 2 yes, and the program may have changed that since.
+  std::vector<std::uint8_t> bases();
+
+  const void* kept(std::int64_t number, std::size_t index, std::size_t bytes) override;
+
+  /// Scales a reduced gradient to which nothing was added in this pass as one to which something
+  /// was: by the scale that held then.
+  void keep_scale(std::size_t index);
+
+  /// Adds a flat tensor to a gradient; one that is reduced stays so.
+  void add(std::size_t index, const at::Tensor& value);
+
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
 
@@ -276,6 +288,7 @@ class GradientHooks final : public AccumulationObserver,
   std::map<std::size_t, Before> bases_;      // by parameter: before an unplanned gradient
   std::map<std::size_t, at::Tensor> aside_;  // by parameter: what was put aside
   bool again_ = false;                       // ... as it came again, after its bucket was sent
+  at::Tensor kept_;                          // what kept() has given
   std::set<std::size_t> repeated_;  // parameters that have got several gradients in one pass
   int passes_per_step_ = 1;
   bool synchronizing_ = true;

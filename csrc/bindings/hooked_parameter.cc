@@ -138,7 +138,10 @@ void HookedParameter::lie_in(GradientView other) {
   const bool is_copied = before.defined() && !has_moved() && (arrived || is_given());
   if (is_in_view || is_copied) copy_into(bucket_view, before);
   if (is_in_view) grad = bucket_view;
-  if (!version || is_given()) return;
+  if (is_given()) return;
+  const std::uint32_t last = before.defined() ? version_of(before) : reduced_version;
+  reduced_version = current_version() - (last - reduced_version);
+  if (!version) return;
   // As many writes since the step began as before.
   *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
 }
@@ -270,6 +273,23 @@ void HookedParameter::be_reduced() {
   unreduced = is_zero = on_base = arrived = false;
   reduced = base_reduced = true;
   version.reset();
+  note_reduced_version();
+}
+
+void HookedParameter::note_reduced_version() {
+  if (bucket_view.defined()) reduced_version = current_version();
+}
+
+bool HookedParameter::was_written_with_zeros() const {
+  const bool is_written = variable.grad().is_same(bucket_view) && bucket_view.defined() &&
+                          *version != current_version();
+  return is_written && (on_device() || has_zeros());
+}
+
+bool HookedParameter::has_unchanged_base() const {
+  const at::Tensor& grad = variable.grad();
+  return base_reduced && !unreduced && !on_device() && grad.defined() && bucket_view.defined() &&
+         (grad.is_same(bucket_view) || is_given()) && current_version() == reduced_version;
 }
 
 bool HookedParameter::has_known() const {
@@ -306,10 +326,11 @@ std::uint32_t HookedParameter::current_version() const {
 
 void HookedParameter::note_base() {
   if (unreduced || !base_reduced) return;
+  base_changed = !bucket_view.defined() || current_version() - reduced_version != 1;
   const bool in_place = version && variable.grad().is_same(bucket_view);
   const bool is_written =
       in_place && current_version() - *version > 1;  // and not by autograd alone
-  on_base = !(is_given() ? was_zero : is_written);
+  on_base = !(is_given() ? was_zero : is_written && was_zero);
 }
 
 void HookedParameter::rescale_reduced(double scale) {
@@ -319,9 +340,10 @@ void HookedParameter::rescale_reduced(double scale) {
   if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();
+  base_changed = !bucket_view.defined() || current_version() != reduced_version;
   grad.mul_(scale);
   base_reduced = false;
-  on_base = !(is_given() ? was_zero : is_written);
+  on_base = !(is_given() ? was_zero : is_written && was_zero);
 }
 
 }  // namespace torch_ring

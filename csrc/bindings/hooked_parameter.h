@@ -76,6 +76,10 @@ struct HookedParameter {
   /// memory, does not tell.
   bool is_given_zero() const { return is_given() && !on_device() && has_zeros(); }
 
+  /// Whether the program has written to a reduced gradient that it keeps over a step, and that is
+  /// zero; on a device, where asking would wait, zeros are taken for granted.
+  bool was_written_with_zeros() const;
+
   /// Copies the reduced gradient into the program's `grad`.
   void write_back(BatchedCopy& copies);
 
@@ -84,6 +88,12 @@ struct HookedParameter {
 
   /// Takes note that `grad` holds the reduced gradient.
   void be_reduced();
+
+  /// Takes note that `grad` has not been written since it was reduced.
+  void note_reduced_version();
+
+  /// Whether `grad` is the reduced gradient, on the host, and nobody has written to it since.
+  bool has_unchanged_base() const;
 
   /// Whether `grad` is a tensor that was left here, and not the program's own.
   bool has_known() const;
@@ -126,7 +136,9 @@ struct HookedParameter {
   at::Tensor sent;
   // The program's `grad`, and where its memory was: `grad.data = ...` gives it other memory.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
-  bool was_zero = false;  // is_given_zero() before autograd added to it; by the thread that does
+  // is_given_zero() or was_written_with_zeros() before autograd added to it; by the thread that
+  // does.
+  bool was_zero = false;
   const void* given_data = nullptr;
   // `bucket_view` as it was when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
@@ -134,6 +146,7 @@ struct HookedParameter {
   bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
   bool on_base = false;       // the gradient that is not reduced yet contains a reduced one
+  bool base_changed = false;  // ... which the program may have changed
   bool reduced = false;       // the gradient was reduced since the step began, here or by sharers
   bool is_zero = false;       // the step began with a gradient of zeros, if any
   bool arrived = false;       // in the current pass
@@ -141,6 +154,7 @@ struct HookedParameter {
   bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
+  std::uint32_t reduced_version = 0;  // the gradient's when it had been reduced
 
  private:
   bool has_zeros() const;

@@ -97,6 +97,20 @@ void RunAhead::stand_in(std::uint64_t number) {
   }
 }
 
+void RunAhead::add(std::int64_t optimizer, std::weak_ptr<BucketMemory> memory) {
+  const std::scoped_lock lock(mutex_);
+  std::erase_if(optimizers_, [](const auto& each) { return each.second.expired(); });
+  optimizers_.insert_or_assign(optimizer, std::move(memory));
+}
+
+const void* RunAhead::kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
+                           std::size_t bytes) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = optimizers_.find(optimizer);
+  const auto memory = found == optimizers_.end() ? nullptr : found->second.lock();
+  return memory ? memory->kept(number, index, bytes) : nullptr;
+}
+
 RunAhead::State* RunAhead::find(const BucketMemory& optimizer, std::size_t bucket) {
   for (State& state : states_) {
     const bool is_it =
@@ -140,8 +154,14 @@ void RunAhead::launch(State& state) {
 
 std::function<void*(std::span<const std::int64_t>)> standing_in(
     std::shared_ptr<RunAhead> run_ahead) {
-  return [run_ahead = std::move(run_ahead)](std::span<const std::int64_t> pass) -> void* {
-    if (run_ahead) run_ahead->stand_in(static_cast<std::uint64_t>(pass[0]));
+  return [run_ahead = std::move(run_ahead)](std::span<const std::int64_t> asked) -> void* {
+    if (!run_ahead) return nullptr;
+    if (asked.size() > 1) {
+      return const_cast<void*>(run_ahead->kept(asked[0], asked[1],
+                                               static_cast<std::size_t>(asked[2]),
+                                               static_cast<std::size_t>(asked[3])));
+    }
+    run_ahead->stand_in(static_cast<std::uint64_t>(asked[0]));
     return nullptr;
   };
 }

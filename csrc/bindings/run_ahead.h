@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,6 +24,10 @@ class BucketMemory {
  public:
   /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
   virtual at::Tensor memory(std::size_t bucket) = 0;
+
+  /// A gradient that was averaged before agreement `number`, the next one here, and is unchanged;
+  /// and a 1 behind its elements. Null if it is not here, or has another size. Until the next call.
+  virtual const void* kept(std::int64_t number, std::size_t index, std::size_t bytes) = 0;
 
  protected:
   ~BucketMemory() = default;
@@ -81,6 +86,13 @@ class RunAhead {
   /// Launches zeros for pass `number`, in the place of a rank that has joined.
   void stand_in(std::uint64_t number);
 
+  /// Takes note of an optimizer, whose gradients kept() gives.
+  void add(std::int64_t optimizer, std::weak_ptr<BucketMemory> memory);
+
+  /// What BucketMemory::kept() gives, on a rank that has joined.
+  const void* kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
+                   std::size_t bytes);
+
  private:
   /// A planned bucket in the current pass.
   struct State {
@@ -97,6 +109,7 @@ class RunAhead {
 
   std::mutex mutex_;  // guards all below
   Launcher launcher_;
+  std::map<std::int64_t, std::weak_ptr<BucketMemory>> optimizers_;
   std::uint64_t first_ = 0;
   std::vector<std::vector<PlannedBucket>> passes_;
   std::vector<State> states_;  // of the current pass, in the order of launches
@@ -104,8 +117,8 @@ class RunAhead {
   std::exception_ptr error_;   // of a launch during the pass: the end of the pass throws it
 };
 
-/// What a join is told of the passes that the other ranks enter meanwhile (Request::allocate):
-/// launches zeros for them. `run_ahead` may be null.
+/// What a join is told of the passes that the other ranks enter meanwhile, and asked for
+/// (Request::allocate): launches zeros for passes that are planned. `run_ahead` may be null.
 std::function<void*(std::span<const std::int64_t>)> standing_in(
     std::shared_ptr<RunAhead> run_ahead);
 

@@ -116,8 +116,8 @@ struct Request {
   std::function<void()> begin;
 
   /// Called once, for an allgather or alltoall, with the rows of each rank: returns the memory of
-  /// the result. For a join: with the number of each pass in which the others run ahead
-  /// (run_ahead.h).
+  /// the result. For a join: with the number of each pass in which the others run ahead, and with
+  /// four numbers that ask for a gradient, which it returns (standing_in() in run_ahead.h).
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called before the work is done, when the output is written or, on a device, when the writing

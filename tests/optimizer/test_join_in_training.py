@@ -1,5 +1,9 @@
 """Ranks that run out of batches: join() in training."""
 
+import os
+import shutil
+
+import namespaces
 import pytest
 import torch
 from pool import error_of, run
@@ -191,18 +195,201 @@ def test_passes_that_are_added_up(transport, size, op, zero):
     run(add_up_passes, size, args=(op, zero), transport=transport)
 
 
-def join_between_two_passes(op: hvd.ReduceOp) -> None:
-    """What is averaged already contains a part of the rank that joins: said on all ranks."""
-    (a,) = weights(1)
-    optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0), op=op)
-    a.backward()
-    optimizer.step()
-    call = hvd.join if hvd.rank() == 0 else a.backward
-    _, text = error_of(call)
-    assert "a rank has joined, and this backward pass has added its gradients to" in text, text
+def keep_gradients(op: hvd.ReduceOp, how: str) -> None:
+    """No zero_grad(): each pass is added to what is averaged already, while ranks join in turn."""
+    rank, size = hvd.rank(), hvd.size()
+    of_step = 3 if how == "in the middle of a step" else 1  # passes
+    counts = [2 * of_step * (r + 1) + of_step // 3 for r in range(size)]
+    parameters = [nn.Parameter(torch.ones(*of, dtype=torch.float64)) for of in [(40, 2), (300,)]]
+    parameters.append(nn.Parameter(torch.ones(4, 3, dtype=torch.complex128).t()))
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
+
+    def uses(r: int) -> int:
+        return 1 if how == "some parameters" and r % 2 else len(parameters)
+
+    for _ in range(2):
+        for parameter in parameters:
+            given = torch.zeros(2, *parameter.shape, dtype=parameter.dtype)[1]
+            parameter.grad = given if how == "in the program's memory" else None
+        expected = [0.0 for _ in parameters]
+        for number in range(counts[-1]):
+            for r in range(size):
+                if number < counts[r]:
+                    for index in range(uses(r)):
+                        expected[index] += (1.0 + r + number) / (1 if op == hvd.Sum else size)
+            if number < counts[rank]:
+                factor = 1.0 + rank + number
+                sum((factor * p.real).sum() for p in parameters[: uses(rank)]).backward()
+                for parameter, value in zip(parameters, expected, strict=True):
+                    assert (parameter.grad - value).abs().max() < 1e-10
+                if number % of_step == of_step - 1:
+                    optimizer.step()
+        assert hvd.join() == size - 1
+
+
+keeping = pytest.mark.parametrize(
+    "how",
+    ["after each step", "in the middle of a step", "in the program's memory", "some parameters"],
+)
+
+
+@on_larger_worlds
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@keeping
+def test_a_rank_joins_while_gradients_are_kept(transport, size, op, how):
+    run(keep_gradients, size, args=(op, how), transport=transport)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@keeping
+def test_a_rank_joins_while_gradients_are_kept_in_many_buckets(op, how):
+    env = {"TORCH_RING_BUCKET_BYTES": "256", "TORCH_RING_DIRECT_GRADIENT_BYTES": "512"}
+    run(keep_gradients, 3, args=(op, how), transport="tcp", env=env)
+
+
+def keep_gradients_on_hosts(how: str) -> None:
+    hvd.init()
+    keep_gradients(hvd.Average, how)
+    hvd.shutdown()
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+@keeping
+def test_a_rank_joins_while_gradients_are_kept_on_two_hosts(hosts, how):
+    run(
+        keep_gradients_on_hosts,
+        3,
+        args=(how,),
+        initialized=False,
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"},
+        namespaces=[hosts[0], hosts[0], hosts[1]],
+    )
+
+
+def join_with_other_gradients(how: str) -> str:
+    """What is averaged already is not on the rank that joins as the others have it."""
+    a, b = weights(1, 2)
+    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=1.0), [("a", a), ("b", b)])
+    (a + b).backward()
+    if how != "clipped here":
+        optimizer.step()
+    before = a.item()
+
+    def leave() -> None:
+        if how == "changed there":
+            a.grad.mul_(2)
+        elif how == "dropped there":
+            a.grad = None
+        hvd.join()
+
+    def go_on() -> None:
+        if how in ("changed here", "clipped here"):
+            a.grad.mul_(0.5)
+        a.backward()
+
+    _, text = error_of(leave if hvd.rank() == 0 else go_on)
+    assert a.item() == before
+    return text
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("changed there", "no rank that has joined has 'a' still, unchanged"),
+        ("dropped there", "no rank that has joined has 'a' still, unchanged"),
+        ("changed here", "'a' may have been changed since it was averaged"),
+        ("clipped here", "'a' may have been changed since it was averaged"),
+    ],
+)
+def test_a_rank_joins_with_other_gradients(transport, how, why):
+    for text in run(join_with_other_gradients, 3, args=(how,), transport=transport):
+        assert "a rank has joined, and this backward pass has added its gradients to" in text, text
+        assert why in text, text
+
+
+def join_while_gradients_accumulate(op: hvd.ReduceOp) -> None:
+    """A rank joins; another optimizer's pass tells it, and kept gradients are reduced later.
+
+    `c` is in no pass then, and step() averages it once more.
+    """
+    a, b, c = weights(1, 2, 3)
+    first = hvd.DistributedOptimizer(SGD([a, c], lr=0.0), op=op, backward_passes_per_step=2)
+    second = hvd.DistributedOptimizer(SGD([b], lr=0.0), op=op)
+    size, count = hvd.size(), 1 if op == hvd.Sum else hvd.size()
+    for _ in range(2):
+        ((1 + hvd.rank()) * (a + b + c)).backward()
+    first.step()
+    second.step()
+    total = sum(1 + rank for rank in range(size))
+    assert (a.grad.item(), b.grad.item()) == pytest.approx((2 * total / count, 2 * total / count))
+    if hvd.rank() > 0:
+        ((1 + hvd.rank()) * a).backward()  # accumulates
+        ((1 + hvd.rank()) * b).backward()
+        left = total - 1
+        assert b.grad.item() == pytest.approx((2 * total + left) / count)
+        first.step()
+        assert a.grad.item() == pytest.approx((2 * total + left) / count)
+        assert c.grad.item() == pytest.approx(2 * total / count)
+    hvd.join()
+
+
+@on_larger_worlds
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_a_rank_joins_while_gradients_are_kept(transport, op):
-    run(join_between_two_passes, 3, args=(op,), transport=transport)
+def test_a_rank_joins_while_kept_gradients_accumulate(transport, size, op):
+    run(join_while_gradients_accumulate, size, args=(op,), transport=transport)
+
+
+def join_before_a_step_without_a_pass(op: hvd.ReduceOp) -> None:
+    """The others step with what they have kept, and with a gradient that they set."""
+    a, b = weights(1, 2)
+    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), op=op)
+    size, count = hvd.size(), 1 if op == hvd.Sum else hvd.size()
+    ((1 + hvd.rank()) * (a + b)).backward()
+    optimizer.step()
+    total = sum(1 + rank for rank in range(size))
+    if hvd.rank() > 0:
+        b.grad = torch.ones_like(b)
+        optimizer.step()
+        assert a.grad.item() == pytest.approx(total / count)
+        assert b.grad.item() == pytest.approx((size - 1) / count)
+        ((1 + hvd.rank()) * a).backward()
+        assert a.grad.item() == pytest.approx((2 * total - 1) / count)
+    hvd.join()
+
+
+@on_larger_worlds
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_rank_joins_before_a_step_without_a_pass(transport, size, op):
+    run(join_before_a_step_without_a_pass, size, args=(op,), transport=transport)
+
+
+def add_up_shared_gradients() -> None:
+    """Two optimizers share a parameter: what is averaged is scaled for both, and once."""
+    shared, *own = weights(1, 2, 3)
+    optimizers = [hvd.DistributedOptimizer(SGD([each, shared], lr=0.0)) for each in own]
+
+    def backward(*used: nn.Parameter) -> None:
+        ((1 + hvd.rank()) * sum([shared, *used])).backward()
+
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    backward(*own)
+    for optimizer in optimizers:
+        optimizer.step()
+    if hvd.rank() > 0:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        of_pass = sum(1 + rank for rank in range(1, hvd.size())) / hvd.size()
+        for number in range(3):
+            backward(*own[: hvd.rank()] if number == 0 else own)
+            assert shared.grad.item() == pytest.approx((number + 1) * of_pass)
+    hvd.join()
+
+
+@on_larger_worlds
+def test_shared_gradients_of_several_passes(transport, size):
+    run(add_up_shared_gradients, size, transport=transport)

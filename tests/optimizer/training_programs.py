@@ -82,6 +82,7 @@ HABITS = (
     "flat",  # gradients lie in memory of the program
     "checkpoints",  # the layer is a reentrant segment, each time that it is applied
     "twice",  # the layer is applied twice
+    "behind",  # it is applied again behind that, and in no segment
     "schedules",  # a scheduler changes the rate
     "joins",  # ranks have different numbers of batches, and call join()
     "freezes",  # the layer is frozen and thawed
@@ -158,6 +159,7 @@ class _Author:
         self.program = program
         self.rng = rng
         self.must_clear = True
+        self.has_clipped = False  # since gradients were cleared
 
     def has(self, habit: str, chance: float) -> bool:
         """Return whether the program does now what it is used to do."""
@@ -176,10 +178,14 @@ class _Author:
     def _group(self, active: tuple[int, ...], joins_after: bool) -> Group:
         program, rng = self.program, self.rng
         clear = rng.choice(["flat", "flat", "zero"] if program.flat else ["none", "none", "zero"])
-        # Once a rank has joined, gradients that it has a part in cannot be added to.
+        # Of a rank that joins, gradients that are added to must be there as they were averaged.
         is_whole = len(active) == program.size
-        if is_whole and not self.must_clear and self.has("keeps", 0.5):
+        may_keep = is_whole or not (
+            self.has_clipped or {"flat", "sparse", "shared"} & program.habits
+        )
+        if may_keep and not self.must_clear and self.has("keeps", 0.5):
             clear = ""
+        self.has_clipped = self.has_clipped and not clear
         if program.kind == "lbfgs":
             passes = (Pass(tuple(HEADS for _ in range(program.size))),)
             clear = clear or "zero"
@@ -213,6 +219,9 @@ class _Author:
             clip = rng.choice(["value", "norm", "norm" if program.flat else "scale"])
             if "sparse" in program.habits:
                 clip = "scale"  # torch clips no sparse gradients
+        if not (is_whole or clear):
+            clip = ""  # a gradient that no pass has brought is the program's own then
+        self.has_clipped = self.has_clipped or bool(clip)
         closes = is_simple and not synchronizes and not clip and self.has("closures", 0.7)
         return Group(
             active,
@@ -238,7 +247,7 @@ class _Author:
         if self.program.passes_per_step == 2:
             count = self.rng.choice([2, 2, 1])
             return tuple(self._pass(active, may_skip=True) for _ in range(count))
-        if len(active) == self.program.size and self.has("many", 0.4):
+        if self.has("many", 0.4):
             return tuple(self._pass(active, may_skip=False) for _ in range(2))
         if self.has("autograd.grad", 0.4):
             return (Pass(tuple("ab" for _ in range(self.program.size)), way="autograd.grad"),)
@@ -279,6 +288,8 @@ class Net(nn.Module):
                 hidden = checkpoint(self.layer, hidden, use_reentrant=True)
             else:
                 hidden = self.layer(hidden)
+        if "behind" in self.program.habits:
+            hidden = self.layer(hidden.tanh())
         return sum(
             (self.heads[name](hidden).square().mean() for name in heads), hidden.new_zeros(())
         )

@@ -27,7 +27,9 @@ def join(device: int = -1) -> int:  # noqa: ARG001
 
     Meanwhile this rank contributes zeros to the others' sums, ones to their products, and an end of
     the dtype's range to their minima and maxima; an Average still divides by the number of all
-    ranks. Operations that need every rank raise MismatchError on the ranks that call them.
+    ranks. Operations that need every rank raise MismatchError on the ranks that call them. If the
+    others add to gradients that were averaged with this rank, it gives its own of those: join in
+    the middle of a step, or without zero_grad(), only with `p.grad` as it was averaged.
     A collective of the global process set.
 
     Args:

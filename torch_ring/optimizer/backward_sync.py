@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,9 @@ class BackwardSync:
     whose ranks drift apart hears of that (`WeightComparison`).
 
     Ranks that have called join() take no part in agreements; reductions count them as zeros. A
-    gradient that is averaged already, and gets more added, is scaled so that it counts once.
+    gradient that is averaged already, and gets more added, is scaled so that it counts once. The
+    first pass after a rank has joined could not know that: the others ask it for that gradient,
+    which it has kept, and add what their sum lacks.
 
     Ctrl-C may end the wait for an agreement: this rank's next pass then goes on from there, with
     the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C waits
@@ -366,19 +368,31 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
-    def _follow_joins(self, active: int) -> None:
-        """Take note of how many ranks have not joined."""
-        if active == self._active:
+    def _follow_joins(self, ranks: Sequence[BackwardReport], touched: Mapping[int, int]) -> None:
+        """Take note of the ranks that have joined, if some have since the pass before.
+
+        This pass did not know: a gradient that it has added to an averaged one is a sum of fewer.
+        So ask them for what they have kept of those.
+
+        Args:
+            ranks: the reports of the others.
+            touched: the gradients that are about to be reduced, by optimizer.
+        """
+        if len(ranks) == self._active:
             return
-        self._active = active
-        for participant in self._participants.values():
-            if participant.hooks.has_base():  # as large as if all were here still
+        before, self._active = self.base_scale, len(ranks)
+        for index in sorted({told.participant for rank in ranks for told in rank.gradients}):
+            participant = self._participants.named(index)
+            due = touched.get(index, 0)
+            problem = participant.ask_joined(due, self.number, before, self.base_scale)
+            if problem:
                 self.fail(
                     f"rank {self._rank}: a rank has joined, and this backward pass has added its "
                     "gradients to others that are averaged already, of which that rank has a part: "
-                    "call zero_grad() in each step; to add up several passes, use "
+                    f"{problem}. Call zero_grad() in each step; to add up several passes, use "
                     "backward_passes_per_step or no_sync(), or call join() between two steps only"
                 )
+        for participant in self._participants.values():
             participant.hooks.set_base_scale(self.base_scale)
 
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
@@ -386,7 +400,6 @@ class BackwardSync:
         number = self.number
         self.run_ahead.look()
         require_same_steps([rank.steps for rank in ranks], self.size)
-        self._follow_joins(len(ranks))
         self.weights.differ(ranks, number)
         self.weights.tell(number)
         is_of_step = all(rank.is_of_step for rank in ranks)
@@ -417,6 +430,7 @@ class BackwardSync:
             for index, due in sorted(touched.items())
             if due
         ]
+        self._follow_joins(ranks, touched)
         for index, participant, due in reduced:
             participant.prepare(due, due & ~dense[index], number)
         for _, participant, _ in reduced:

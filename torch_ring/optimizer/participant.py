@@ -78,6 +78,21 @@ class Participant(Protocol):
             number: the agreement's, a part of the names of the operations.
         """
 
+    def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
+        """Ask ranks that have just joined for the averaged gradients to which others were added.
+
+        They have a part of those, and are missing in the sum that the ranks left will make.
+
+        Args:
+            touched: the parameters that are about to be reduced, as a bitmap.
+            number: the agreement's.
+            before: the scale of reduced gradients that held when others were added.
+            after: that of the ranks left.
+
+        Returns:
+            Why the gradients of this pass cannot be right; "" if they will be.
+        """
+
     def start(self, number: int) -> None:
         """Start to reduce the parameters that are prepared."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket, bucket_name
-from torch_ring.collectives.reduce_op import Sum
+from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.optimizer.autotuner import Autotuner, TuningTarget, untunable
@@ -98,6 +98,7 @@ class Reducer:
         )
         self.hooks.set_base_scale(sync.base_scale)
         sync.share(self)
+        sync.engine.run_ahead().add(self.index, self.hooks)
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
@@ -105,6 +106,7 @@ class Reducer:
         self._touched = 0  # parameters that are reduced in buckets
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
+        self._of_joined: dict[int, Tensor] = {}  # what this pass lacks of averaged gradients
         self._order_is_real = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
         self._limits = BucketLimits(settings.bucket_bytes)
@@ -225,6 +227,34 @@ class Reducer:
         self._touched = touched
         self.hooks.move_into_buckets(self.bitmap(touched))
 
+    def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
+        """See `Participant`."""
+        name = f"gradients.{self.index}.{number}.kept"
+        mine = self.hooks.bases()
+        bases = torch.tensor(mine, dtype=torch.uint8, device="cpu")
+        self._engine.allreduce(bases, bases, name, Max, 1.0, 1.0, blocking=True).wait()
+        for index, base in enumerate(bases.tolist()):
+            if not base:
+                continue
+            if base > 1:
+                return f"'{self._names[index]}' may have been changed since it was averaged"
+            spec = self._specs[index]
+            kept = torch.zeros(spec.numel + 1, dtype=spec.dtype, device="cpu")
+            work = self._engine.allreduce(
+                kept, kept, f"{name}.{index}", Sum, 1.0, 1.0, blocking=True
+            )
+            givers = work.wait()[-1].item()
+            if not givers:
+                return f"no rank that has joined has '{self._names[index]}' still, unchanged"
+            kept = kept[:-1] / givers
+            if touched >> index & 1:
+                self.hooks.keep_scale(index)
+                self._of_joined[index] = kept * (1 - before / after)
+            elif mine[index]:  # it is reduced later
+                scale = 1 / self._sync.size if self._settings.op == Sum else 1.0
+                self.hooks.add(index, kept * (scale * (after - before)))
+        return ""
+
     def start(self, number: int) -> None:
         """See `Participant`."""
         for index in range(len(self._plan)):
@@ -249,6 +279,9 @@ class Reducer:
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
         self.hooks.mark_reduced(self.bitmap(self._touched))
+        of_joined, self._of_joined = self._of_joined, {}
+        for index, gradient in of_joined.items():
+            self.hooks.add(index, gradient)
         self._finish_sparse()
         if order and not self._order_is_real:
             self._order_is_real = True

@@ -1,0 +1,5 @@
+"""hosts: network namespaces that stand for hosts."""
+
+from host_fixtures import hosts
+
+__all__ = ["hosts"]
