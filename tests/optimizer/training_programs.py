@@ -178,6 +178,8 @@ class _Author:
     def _group(self, active: tuple[int, ...], joins_after: bool) -> Group:
         program, rng = self.program, self.rng
         clear = rng.choice(["flat", "flat", "zero"] if program.flat else ["none", "none", "zero"])
+        if program.flat and self.must_clear:
+            clear = "zero"  # what an optimizer that has not stepped finds else is an averaged one
         # Of a rank that joins, gradients that are added to must be there as they were averaged.
         is_whole = len(active) == program.size
         may_keep = is_whole or not (
