@@ -313,16 +313,17 @@ class BackwardSync:
         else:
             ranks = list(BackwardReport.decode_all(memoryview(gathered)))
         self._reduce_all(ranks)
-        if any(rank.agrees_again for rank in ranks):
+        distinct = _distinct(ranks)
+        if any(rank.agrees_again for rank in distinct):
             for participant in self._participants.values():
                 participant.hooks.take_up_aside(again=True)
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # of which the earlier report did not know
                 self._participants[rest.participant].nothing_pending = False
-        return all(rank.is_of_step for rank in ranks) and not any(
+        return all(rank.is_of_step for rank in distinct) and not any(
             told.accumulating and self._participants.get(told.participant) is stepping
-            for rank in ranks
+            for rank in distinct
             for told in rank.gradients
         )
 
@@ -402,18 +403,19 @@ class BackwardSync:
         require_same_steps([rank.steps for rank in ranks], self.size)
         self.weights.differ(ranks, number)
         self.weights.tell(number)
-        is_of_step = all(rank.is_of_step for rank in ranks)
+        distinct = _distinct(ranks)
+        is_of_step = all(rank.is_of_step for rank in distinct)
         touched: dict[int, int] = {}
         for report in (
             report
-            for rank in ranks
+            for rank in distinct
             if is_of_step or not rank.is_of_step
             for report in rank.gradients
         ):
             touched[report.participant] = touched.get(report.participant, 0) | report.due
         dense = dict.fromkeys(touched, 0)
         accumulating = set()
-        for report in (report for rank in ranks for report in rank.gradients):
+        for report in (report for rank in distinct for report in rank.gradients):
             index = report.participant
             is_here = touched.get(index, 0)
             if is_here:
@@ -441,15 +443,20 @@ class BackwardSync:
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})
         covered = {index for index, participant, due in reduced if participant.is_all(due)}
-        told_of = {r.participant for rank in ranks for r in rank.gradients if r.incomplete}
-        incomplete = told_of - covered
+        lacking = {r.participant for rank in distinct for r in rank.gradients if r.incomplete}
+        incomplete = lacking - covered
         left = accumulating if self.run_ahead.is_planned else accumulating | incomplete
         # An optimizer whose gradients only accumulate may be here no more, and elsewhere still: one
         # that a program has dropped is told of until Python collects garbage.
-        for report in (report for rank in ranks for report in rank.gradients):
-            told = self._participants.get(report.participant)
-            if told is not None and (report.due or report.accumulating or report.stepping):
-                told.nothing_pending = report.participant not in left
+        for report in (report for rank in distinct for report in rank.gradients):
+            found = self._participants.get(report.participant)
+            if found is not None and (report.due or report.accumulating or report.stepping):
+                found.nothing_pending = report.participant not in left
+
+
+def _distinct(ranks: Sequence[BackwardReport]) -> list[BackwardReport]:
+    """Return the reports once each: as a rule those of all ranks are equal, and one object."""
+    return list({id(rank): rank for rank in ranks}.values())
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
