@@ -640,6 +640,7 @@ void GradientHooks::reset(bool gradients) {
     parameter.outside.reset();
   }
   if (gradients) bases_.clear();
+  if (gradients && std::exchange(again_, false)) aside_.clear();
 }
 
 bool GradientHooks::has_base() {
@@ -667,7 +668,9 @@ const void* GradientHooks::kept(std::int64_t number, std::size_t index, std::siz
   parameter.refresh();
   if (!parameter.has_unchanged_base()) return nullptr;
   const at::Tensor& grad = parameter.variable.grad();
-  const at::Tensor elements = flat(grad.contiguous());
+  at::Tensor elements = flat(grad.contiguous());
+  // The sum of what several ranks give must fit it.
+  if (at::isReducedFloatingType(elements.scalar_type())) elements = elements.to(at::kFloat);
   kept_ = at::cat({elements, at::ones({1}, elements.options())});
   return kept_.nbytes() == bytes ? kept_.const_data_ptr() : nullptr;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import torch
 from pool import eventually, run
 from torch import nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 from training import grads, weights
 
 import torch_ring as hvd
@@ -152,6 +154,66 @@ def test_an_interrupt_after_gradients_were_sent(tmp_path):
         assert "rank 1" in message
         assert "interrupted after part of its gradients had been sent" in message
         assert "shutdown() and init()" in message
+
+
+class InAndOut(nn.Module):
+    """A layer that is used outside of a segment behind its use inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor, segment: str) -> torch.Tensor:
+        if segment == "all":
+            return checkpoint(self, rows, "", use_reentrant=True)
+        if segment == "":
+            return self.last(self.shared(self.shared(rows)))
+        return self.last(self.shared(checkpoint(self.shared, rows, use_reentrant=True)))
+
+
+def interrupt_before_a_gradient_comes_again(folder: Path, here: str) -> None:
+    """The report on its way does not tell that a part of the next pass comes again.
+
+    Rank 0's does, if its pass has such a part, too; else the ranks' steps differ afterwards.
+    """
+    model = InAndOut()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    alone = copy.deepcopy(model)
+    rows = torch.ones(4, 8, requires_grad=True)
+    interrupted = folder / "interrupted"
+    if hvd.rank() == 1:
+        # All gradients come in a nested pass: nothing is sent before its end.
+        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
+            model(rows, "all").sum().backward()
+        interrupted.touch()
+        optimizer.zero_grad()
+    else:
+        wait_for(interrupted)
+
+    def go_on() -> None:
+        model(rows, here if hvd.rank() == 0 else "first").sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(rows, "all").sum().backward()
+
+    if here == "first":
+        go_on()
+        alone(rows, "").sum().backward()
+        SGD(alone.parameters(), lr=0.1).step()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+    else:
+        with pytest.raises(hvd.MismatchError, match=r"in different steps|optimizer steps"):
+            go_on()
+
+
+@pytest.mark.parametrize("here", ["first", ""])
+def test_an_interrupt_before_a_gradient_comes_again(tmp_path, here):
+    env = {"TORCH_RING_BUCKET_BYTES": "256"}
+    fn, args = interrupt_before_a_gradient_comes_again, (tmp_path, here)
+    run(fn, 2, args=args, transport="tcp", env=env)
 
 
 def interrupt_a_reduction(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks that run out of batches: join() in training."""
 
+import gc
 import os
 import shutil
 
@@ -393,3 +394,43 @@ def add_up_shared_gradients() -> None:
 @on_larger_worlds
 def test_shared_gradients_of_several_passes(transport, size):
     run(add_up_shared_gradients, size, transport=transport)
+
+
+def keep_large_halves() -> None:
+    """Two ranks join at once; the sum of what they give is no number of 16 bits."""
+    a = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = hvd.DistributedOptimizer(SGD([a], lr=0.0))
+    (a * 40000).sum().backward()
+    optimizer.step()
+    if hvd.rank() > 1:
+        (a * 1600).sum().backward()
+        assert a.grad.tolist() == [40000 + 800] * 4
+        optimizer.step()
+    hvd.join()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_joined_ranks_give_does_not_overflow(transport):
+    run(keep_large_halves, 4, transport=transport)
+
+
+def join_beside_a_dropped_optimizer() -> None:
+    """An optimizer whose gradients accumulate is here no more on one rank when another joins."""
+    a, b = weights(1, 2)
+    first = hvd.DistributedOptimizer(SGD([a], lr=0.0), backward_passes_per_step=2)
+    second = hvd.DistributedOptimizer(SGD([b], lr=0.0))
+    (a + b).backward()
+    second.step()
+    if hvd.rank() == 1:
+        del first
+        gc.collect()
+    if hvd.rank() > 0:
+        (b * hvd.rank()).backward()
+        assert b.grad.item() == pytest.approx(1 + sum(range(hvd.size())) / hvd.size())
+        second.step()
+    hvd.join()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_joins_beside_a_dropped_optimizer(transport):
+    run(join_beside_a_dropped_optimizer, 3, transport=transport)

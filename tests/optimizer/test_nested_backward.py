@@ -1,5 +1,9 @@
 """Backward passes inside a backward pass: reentrant checkpoints."""
 
+import os
+import signal
+from collections.abc import Sequence
+
 import pytest
 import torch
 from pool import run
@@ -9,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from training import joined_batches, part
 
 import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.optimizer.gradient_report import BackwardReport
 
 on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -170,3 +176,46 @@ def train_tied(how: str, op: hvd.ReduceOp, passes: int) -> None:
 def test_a_layer_outside_of_segments_and_inside(transport, size, op, passes, how):
     env = {"TORCH_RING_BUCKET_BYTES": "256"}
     run(train_tied, size, args=(how, op, passes), transport=transport, env=env)
+
+
+def interrupt_the_reduction(transport: str) -> None:
+    """Rank 0 gets Ctrl-C while the pass is reduced that leaves a part for a second agreement."""
+    alone, together = Tied(), Tied()
+    reference = SGD(alone.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
+    sync = backward_sync_of(hvd.global_process_set)
+    reduce = sync._reduce
+
+    def press_ctrl_c(ranks: Sequence[BackwardReport]) -> None:
+        sync._reduce = reduce  # type: ignore[method-assign]
+        assert any(rank.agrees_again for rank in ranks) == (transport == "tcp")
+        os.kill(os.getpid(), signal.SIGINT)
+        reduce(ranks)
+
+    for step in range(3):
+        reference.zero_grad()
+        optimizer.zero_grad()
+        batch = joined_batches(steps=4)[step].double()
+        alone(batch, segments=False).square().mean().backward()
+        rows = part(batch).requires_grad_()
+        is_interrupted = hvd.rank() == step == 0
+        if is_interrupted:
+            sync._reduce = press_ctrl_c  # type: ignore[method-assign]
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            together(rows, segments=True).square().mean().backward()
+            assert not is_interrupted
+        except KeyboardInterrupt:
+            assert is_interrupted
+        finally:
+            signal.signal(signal.SIGINT, before)
+        reference.step()
+        optimizer.step()
+        for mine, other in zip(together.parameters(), alone.parameters(), strict=True):
+            assert (mine - other).abs().max() < 1e-10
+
+
+@on_both_transports
+def test_an_interrupt_loses_no_gradient_that_comes_again(transport):
+    env = {"TORCH_RING_BUCKET_BYTES": "256"}
+    run(interrupt_the_reduction, 2, args=(transport,), transport=transport, env=env)

@@ -315,8 +315,6 @@ class BackwardSync:
         self._reduce_all(ranks)
         distinct = _distinct(ranks)
         if any(rank.agrees_again for rank in distinct):
-            for participant in self._participants.values():
-                participant.hooks.take_up_aside(again=True)
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # of which the earlier report did not know
@@ -360,6 +358,9 @@ class BackwardSync:
                 self.agreement.finish()
                 raise
             self.agreement.finish()
+            if any(rank.agrees_again for rank in _distinct(ranks)):
+                for participant in self._participants.values():
+                    participant.hooks.take_up_aside(again=True)
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
         """Raise the error of an agreement with what its user may have done wrong, if that helps."""
@@ -382,7 +383,8 @@ class BackwardSync:
         if len(ranks) == self._active:
             return
         before, self._active = self.base_scale, len(ranks)
-        for index in sorted({told.participant for rank in ranks for told in rank.gradients}):
+        told = (report for rank in ranks for report in rank.gradients)
+        for index in sorted({each.participant for each in told if each.due or each.on_base}):
             participant = self._participants.named(index)
             due = touched.get(index, 0)
             problem = participant.ask_joined(due, self.number, before, self.base_scale)

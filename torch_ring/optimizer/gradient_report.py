@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["BackwardReport", "GradientReport"]
 
-_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN = 1, 2, 4, 8, 16  # flags of a report
+# The flags of a report.
+_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _ON_BASE = 1, 2, 4, 8, 16, 32
 _DIGEST_BYTES = 8
 
 
@@ -29,6 +30,7 @@ class GradientReport:
         stepping: whether the optimizer is about to step; all its gradients are due.
         again: whether some of `due` lack a part, which came when they had been sent: the ranks
             agree once more, as soon as these are reduced.
+        on_base: whether some that accumulate were added to averaged ones.
     """
 
     participant: int
@@ -40,6 +42,7 @@ class GradientReport:
     incomplete: bool = False
     stepping: bool = False
     again: bool = False
+    on_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class BackwardReport:
             due, sparse = _encode_bitmap(report.due), _encode_bitmap(report.sparse)
             flags = _ACCUMULATING * report.accumulating | _HAS_DIGEST * bool(report.digest)
             flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping
-            flags |= _AGAIN * report.again
+            flags |= _AGAIN * report.again | _ON_BASE * report.on_base
             body += self._REPORT.pack(
                 report.participant, flags, len(due), len(sparse), len(report.order)
             )
@@ -125,6 +128,7 @@ class BackwardReport:
                 bool(flags & _INCOMPLETE),
                 bool(flags & _STEPPING),
                 bool(flags & _AGAIN),
+                bool(flags & _ON_BASE),
             )
 
 

@@ -107,6 +107,7 @@ class Reducer:
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
         self._of_joined: dict[int, Tensor] = {}  # what this pass lacks of averaged gradients
+        self._asked_in = -1  # the agreement in which that was found
         self._order_is_real = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
         self._limits = BucketLimits(settings.bucket_bytes)
@@ -169,7 +170,7 @@ class Reducer:
             self.follow_parameters()
             due, sparse, accumulating, _, complete, again = self.hooks.pending(which)
         bitmap = int.from_bytes(due, "little")
-        if not (bitmap or accumulating or everything):
+        if not (bitmap or accumulating or again or everything):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
         return GradientReport(
@@ -180,6 +181,7 @@ class Reducer:
             incomplete=not complete,
             stepping=everything,
             again=again,
+            on_base=accumulating and self.hooks.has_base(),
             order=order,
         )
 
@@ -225,10 +227,14 @@ class Reducer:
             )
         touched ^= sparse
         self._touched = touched
+        if self._asked_in != number:  # that agreement has failed
+            self._of_joined.clear()
         self.hooks.move_into_buckets(self.bitmap(touched))
 
     def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
         """See `Participant`."""
+        self._of_joined.clear()
+        self._asked_in = number
         name = f"gradients.{self.index}.{number}.kept"
         mine = self.hooks.bases()
         bases = torch.tensor(mine, dtype=torch.uint8, device="cpu")
@@ -239,7 +245,8 @@ class Reducer:
             if base > 1:
                 return f"'{self._names[index]}' may have been changed since it was averaged"
             spec = self._specs[index]
-            kept = torch.zeros(spec.numel + 1, dtype=spec.dtype, device="cpu")
+            dtype = torch.float32 if spec.dtype.itemsize == 2 else spec.dtype
+            kept = torch.zeros(spec.numel + 1, dtype=dtype, device="cpu")
             work = self._engine.allreduce(
                 kept, kept, f"{name}.{index}", Sum, 1.0, 1.0, blocking=True
             )
