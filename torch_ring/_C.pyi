@@ -176,12 +176,15 @@ class ControlPlane:
         """Close the data connections of a process set that has ended, and refuse later ones."""
 
     def leave_unused(self, number: int, members: int) -> None:
-        """Tell the others that this rank has left a set of so many members without using it."""
+        """Tell the others that this rank has left a set of so many members without using it.
+
+        Close it then, as `close_set` does.
+        """
 
     def has_ended(self, number: int) -> bool:
         """Return whether all its members have left a set, as far as this rank knows by now.
 
-        Then none of them uses its memory any more. Of a set that ended long ago it is forgotten.
+        Then none of them uses its memory any more. Only of a set that this rank has left.
         """
 
     def give_reason(self, why: str) -> None:

@@ -74,6 +74,7 @@ void PyControlPlane::close_set(std::uint64_t set) {
 
 void PyControlPlane::leave_unused(std::uint64_t set, int members) {
   if (plane_ && ::getpid() == pid_) plane_->leave(set, 0, members);
+  close_set(set);  // members that use it may have connected to this one
 }
 
 void PyControlPlane::give_reason(std::string why) {

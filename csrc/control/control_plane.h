@@ -61,6 +61,7 @@ class ControlPlane {
   /// rounds of the set's board. To be called before its data connections close. When all of its
   /// `members` have left, the set has ended: no memory of theirs is used any more. Blocking: no.
   void leave(std::uint64_t set, std::uint64_t rounds, int members);
+  /// Precondition: leave() was called for the set.
   bool has_ended(std::uint64_t set) const;
 
   /// The ranks that have died or were silent for too long, as far as this one knows.

@@ -76,7 +76,11 @@ void ControlLoop::close(std::uint64_t set) {
 
 bool ControlLoop::has_ended(std::uint64_t set) const {
   const std::scoped_lock lock(mutex_);
-  return news_.has_ended(set);
+  if (news_.has_ended(set)) return true;
+  // Of one that ended long ago nothing is known any more, not even that this rank has left it.
+  return !news_.is_left_by_some(set) && std::ranges::none_of(own_news_, [&](const Message& news) {
+    return news.kind == Message::Kind::kLeft && news.set == set;
+  });
 }
 
 void ControlLoop::fail(std::uint64_t set, const Error& cause) {

@@ -128,7 +128,7 @@ class ControlLoop {
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> own_news_;  // failures, departures and waits of this rank, not sent yet
+  std::vector<Message> own_news_;  // what this rank tells and has not sent yet
   std::string why_;                // this rank leaves
   std::uint64_t waits_told_ = 0;   // by this rank
   std::uint64_t asked_ = 0;        // questions, likewise

@@ -252,7 +252,10 @@ void ControlLoop::learn(const Message& message, const ControlLink* from, Clock::
   const bool own_left = left && message.rank == rank_;
   if (left && news_.has_ended(message.set)) {
     ended_.push_back(message.set);
-    for (const std::uint64_t number : numbers_of(message.set)) data_.forget_closed(number);
+    for (const std::uint64_t number : numbers_of(message.set)) {
+      data_.close(number);  // this rank may have told that it left, and not have closed it yet
+      data_.forget_closed(number);
+    }
   }
   const bool asks = message.kind == Message::Kind::kAsks;
   if (asks || message.kind == Message::Kind::kAnswers) {

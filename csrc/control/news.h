@@ -52,6 +52,8 @@ class News {
   bool has_failed(std::uint64_t set) const;
   /// Whether all members have left the set. Of those that ended long ago it is forgotten.
   bool has_ended(std::uint64_t set) const { return ended_.contains(set); }
+  /// Whether some members have left the set, and others not.
+  bool is_left_by_some(std::uint64_t set) const { return left_.contains(set); }
 
   static constexpr std::size_t kEnded = 16'384;  // sets: far more than can end while news travel
 

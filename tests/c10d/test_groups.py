@@ -470,6 +470,52 @@ def all_have_left() -> bool:
     return not shared.left
 
 
+class _LostStore:
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+def group_after_a_store_is_lost() -> float:
+    unused, used = dist.new_group([0, 1]), dist.new_group([0, 1])
+    total(used)
+    for group in (unused, used):
+        dist.destroy_process_group(group)
+    left = shared_world().left
+    assert [each.number is None for each in left] == [True, False]
+    left[0].store = _LostStore()  # type: ignore[assignment]
+    dist.barrier()  # all have left
+    result = total(dist.new_group([0, 1]))
+    assert eventually(lambda: shared_world().let_go() or len(shared_world().left) == 1, DEADLINE_S)
+    assert isinstance(shared_world().left[0].store, _LostStore)
+    return result
+
+
+def test_a_lost_store_of_a_group_that_was_left_hinders_no_other_group() -> None:
+    assert on_ring(group_after_a_store_is_lost, 2) == [1.0, 1.0]
+
+
+def connections_of_an_unused_group() -> None:
+    total()
+    rank, tensor = dist.get_rank(), torch.zeros(1)
+    group = dist.new_group([0, 1])
+    before = held()["connections"]
+    dist.barrier()
+    work = dist.all_reduce(tensor, group=group, async_op=True) if rank else None
+    if work is None:
+        assert eventually(lambda: held()["connections"] > before, DEADLINE_S)
+        dist.destroy_process_group(group)
+        shared_world().let_go()
+        assert held()["connections"] == before
+    dist.barrier()
+    if work is not None:
+        assert error_of(work.wait)[0] == "PeerLostError"
+        dist.destroy_process_group(group)
+
+
+def test_a_member_that_leaves_without_using_a_group_closes_the_connections_of_others() -> None:
+    on_ring(connections_of_an_unused_group, 2, transport="tcp")
+
+
 def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
     everyone = list(range(dist.get_world_size()))
     found = []

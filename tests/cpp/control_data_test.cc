@@ -7,6 +7,8 @@
 #include <random>
 
 #include "control/data_connections.h"
+#include "control/news.h"
+#include "control/set_numbers.h"
 #include "control_recorder.h"
 #include "planes.h"
 
@@ -106,6 +108,33 @@ TEST(control_plane_keeps_no_data_connection_of_a_set_that_has_ended) {
   char byte = 0;
   wait_until([&] { return ::recv(ours[0].get(), &byte, 1, MSG_DONTWAIT) == 0; }, "its end");
   CHECK_EQ(planes[0]->descriptors().size(), 4u);  // as in a world that has no such set
+}
+
+TEST(control_plane_closes_data_connections_that_nobody_took_when_their_set_ends) {
+  const Planes planes = make_planes({0, 0});
+  for (const std::uint64_t number : numbers_of(kSet)) {  // messages go to the higher rank, too
+    const int from = connects(number, 0, 1) ? 0 : 1;
+    take_all(*at(planes, from)->sockets(number, {0, 1}, 1), 1 - from, true);
+  }
+  const auto open = [&] { return planes[0]->descriptors().size(); };
+  wait_until([&] { return open() == 6 && planes[1]->descriptors().size() == 5; }, "all accepted");
+  for (const auto& plane : planes) plane->leave(kSet, 0, 2);
+  for (const auto& plane : planes) {
+    wait_until([&] { return plane->has_ended(kSet); }, "the end of the set");
+    CHECK_EQ(plane->descriptors().size(), 4u);  // as in a world that has no such set
+  }
+}
+
+TEST(control_plane_knows_the_end_also_of_a_set_that_has_long_been_left) {
+  const Planes planes = make_planes({0, 0});
+  constexpr std::uint64_t kBatch = 512;
+  for (std::uint64_t set = kSet; set <= kSet + News::kEnded + kBatch; ++set) {
+    planes[0]->leave(set, 0, 2);
+    CHECK(!planes[0]->has_ended(set));
+    planes[1]->leave(set, 0, 2);
+    if (set % kBatch == 0) wait_until([&] { return planes[0]->has_ended(set); }, "its end");
+  }
+  CHECK(planes[0]->has_ended(kSet));
 }
 
 TEST(control_plane_tells_an_observer_of_its_data_connections) {

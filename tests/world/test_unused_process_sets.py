@@ -4,12 +4,14 @@ import contextlib
 import itertools
 import os
 import random
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pool import eventually, run
+from pool import DEADLINE_S, eventually, run
 from process_set_use import (
     check_process_set,
     connections,
@@ -21,7 +23,9 @@ from process_set_use import (
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.world import current
+from torch_ring.config import Config
+from torch_ring.world import current, process_set_record
+from torch_ring.world.process_set_table import ProcessSetTable
 
 _PAGE = 4096
 
@@ -243,3 +247,50 @@ def use_once_more(rounds: int) -> None:
 @on_both_transports
 def test_a_set_that_has_another_ones_id(transport):
     run(use_once_more, 3, args=(30,), transport=transport)
+
+
+# --- sets that their members alone make
+
+
+class _Lock:
+    """A lock that lets a test know when a second thread waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_wanted.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatch):
+    """Told so, the others could take it for ended, and its memory, while that engine begins."""
+    told: list[str] = []
+    plane = SimpleNamespace(leave_unused=lambda *which: told.append(f"unused {which}"))
+    made: Any = SimpleNamespace(shutdown=lambda removed: told.append(f"engine {removed}"))
+    launch_order = SimpleNamespace(share=lambda: None)
+    given: Any = SimpleNamespace(rank=0, size=2, plane=plane, launch_order=launch_order)
+    config = Config.from_environment()
+    table = ProcessSetTable(given, config)
+    record, unused = (table.add_group((0, 1), n, [-1, -1], config) for n in (1, 2))
+    making: Any = _Lock()
+    record._making = making
+    leaving = threading.Thread(target=table.leave_group, args=(record,))
+
+    def make_engine(*_: object) -> Any:
+        leaving.start()
+        assert making.is_wanted.wait(DEADLINE_S)
+        return made
+
+    monkeypatch.setattr(process_set_record, "make_engine", make_engine)
+    assert record.engine() is made
+    leaving.join()
+    assert told == ["engine False"]
+    for _ in range(2):
+        table.leave_group(unused)
+    assert told == ["engine False", "unused (2, 2)"]

@@ -120,7 +120,10 @@ class _LeftSet:
     def let_go(self, process_sets: ProcessSetTable) -> bool:
         """Free the rank's memory and its card, if no member needs them. Return whether it did."""
         if self.number is None:
-            cards = _cards_in(self.store, self.size)
+            try:
+                cards = _cards_in(self.store, self.size)
+            except RuntimeError:  # the store is lost: no reason to fail the program's next group
+                return False
             if cards is None:
                 return False  # that member has still to make the set, and may use it
             if any(card.failure for card in cards):  # all fail: no member uses the memory

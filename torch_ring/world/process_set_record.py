@@ -28,7 +28,8 @@ class ProcessSetRecord:
     Thread: any.
 
     Args:
-        set_id: the same on all ranks; another set may get it later.
+        set_id: the same on all ranks; another set may get it later. -1: a set that its members
+            alone make and leave.
         ranks: the members, ascending ranks of the world.
         connections: of this process.
         config: the world's settings.
@@ -112,16 +113,20 @@ class ProcessSetRecord:
             removed: whether all members do so; otherwise they are told that this one leaves.
         """
         with self._making:
-            self._closed = True
+            is_first, self._closed = not self._closed, True
             engine, self._engine = self._engine, None
         self.owned.clear()
         self.pass_progress = None
+        plane = self._connections.plane
         if engine is not None:
             engine.shutdown(removed)
-        elif self._number and self._connections.plane is not None:
+        elif is_first and self._number and plane is not None:
             # Members that have used the set may have connected to this one. A plane that knows of
             # the end of every set needs no memory for all of their numbers.
-            self._connections.plane.close_set(self._number)
+            if self.id < 0:
+                plane.leave_unused(self._number, len(self.ranks))
+            else:
+                plane.close_set(self._number)
 
     def _make_engine(self) -> Engine:
         try:

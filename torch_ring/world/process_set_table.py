@@ -185,8 +185,6 @@ class ProcessSetTable:
         with self._changing:
             if record in self._groups:
                 self._groups.remove(record)
-        if record.running is None:
-            self.leave_unused_group(record.number, len(record.ranks))
         record.shutdown()
 
     def leave_unused_group(self, number: int, size: int) -> None:
@@ -195,7 +193,10 @@ class ProcessSetTable:
             self._connections.plane.leave_unused(number, size)
 
     def has_ended(self, number: int) -> bool:
-        """Return whether all members have left a group, as far as this rank knows by now."""
+        """Return whether all members have left a group, as far as this rank knows by now.
+
+        Only of a group that this rank has left.
+        """
         plane = self._connections.plane
         return plane is not None and plane.has_ended(number)
 
