@@ -29,6 +29,16 @@ def tcp_sockets() -> set[tuple[int, str]]:
     return found
 
 
+def tcp_sockets_before(folder: Path, rank: int) -> set[tuple[int, str]]:
+    """Return rank 1's before rank 0 goes on, which may connect to it."""
+    looked = folder / "looked"
+    if rank == 0:
+        assert eventually(looked.exists, 30)
+    found = tcp_sockets()
+    looked.touch()
+    return found
+
+
 def reset(fd: int) -> None:
     """Let the other end's next call say that the connection was reset."""
     nowhere = bytes(16)  # a sockaddr of AF_UNSPEC disconnects
@@ -43,7 +53,7 @@ def lose_a_data_connection(folder: Path) -> tuple[str, str]:
         assert eventually(told.exists, 30)
         hvd.shutdown()
         return "", ""
-    before = tcp_sockets()
+    before = tcp_sockets_before(folder, hvd.rank())
     hvd.allreduce(torch.ones(100_000), process_set=pair)
     if hvd.rank() == 1:
         assert eventually((folder / "reduced").exists, 30)
@@ -77,7 +87,7 @@ def test_a_data_connection_that_is_reset_is_told_while_the_other_rank_lives(tmp_
 
 
 def lose_the_connection_of_messages(folder: Path) -> str:
-    before = tcp_sockets()
+    before = tcp_sockets_before(folder, dist.get_rank())
     done, told = folder / "done", folder / "told"
     if dist.get_rank() == 1:
         dist.recv(torch.zeros(1), 0)
