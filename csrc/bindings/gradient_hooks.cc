@@ -456,8 +456,7 @@ void GradientHooks::close(bool failed) {
   pass_.reset();
   arrived_.clear();
   for (Producers& producers : producers_) producers.clear();
-  if (failed && again_) aside_.clear();
-  if (failed) again_ = false;
+  if (failed && std::exchange(again_, false)) aside_.clear();
   for (HookedParameter& parameter : parameters_) {
     parameter.arrived = parameter.made = false;
     if (parameter.sent.defined()) {  // autograd has failed to make the other one

@@ -312,13 +312,12 @@ class BackwardSync:
             ranks = [report] * (len(gathered) // len(own))
         else:
             ranks = list(BackwardReport.decode_all(memoryview(gathered)))
-        self._reduce_all(ranks)
-        distinct = _distinct(ranks)
-        if any(rank.agrees_again for rank in distinct):
+        if self._reduce_all(ranks):
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # of which the earlier report did not know
                 self._participants[rest.participant].nothing_pending = False
+        distinct = _distinct(ranks)
         return all(rank.is_of_step for rank in distinct) and not any(
             told.accumulating and self._participants.get(told.participant) is stepping
             for rank in distinct
@@ -348,8 +347,12 @@ class BackwardSync:
             *(GradientReport(index, due=0, accumulating=True) for index in sorted(left)),
         )
 
-    def _reduce_all(self, ranks: Sequence[BackwardReport]) -> None:
-        """Reduce, and end the agreement; Ctrl-C waits for that."""
+    def _reduce_all(self, ranks: Sequence[BackwardReport]) -> bool:
+        """Reduce, and end the agreement; Ctrl-C waits for that.
+
+        Returns:
+            Whether the ranks agree once more at once, as gradients have come again.
+        """
         with interrupt_deferred():
             self.agreement.begin_reduction()
             try:
@@ -358,9 +361,11 @@ class BackwardSync:
                 self.agreement.finish()
                 raise
             self.agreement.finish()
-            if any(rank.agrees_again for rank in _distinct(ranks)):
+            agrees_again = any(rank.agrees_again for rank in _distinct(ranks))
+            if agrees_again:
                 for participant in self._participants.values():
                     participant.hooks.take_up_aside(again=True)
+        return agrees_again
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
         """Raise the error of an agreement with what its user may have done wrong, if that helps."""
