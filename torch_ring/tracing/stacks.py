@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import traceback
 from typing import Any
 
 __all__ = ["is_ours", "main_thread_stack"]
@@ -18,13 +17,11 @@ def main_thread_stack(*, whole: bool = False) -> list[dict[str, Any]]:
     """
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
-    if frame is None:
-        return []
-    summaries = traceback.extract_stack(frame)
-    summaries.reverse()
-    frames = [
-        {"name": each.name, "filename": each.filename, "line": each.lineno} for each in summaries
-    ]
+    frames: list[dict[str, Any]] = []
+    while frame is not None:  # without I/O: a frame that has returned keeps its objects meanwhile
+        code = frame.f_code
+        frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
+        frame = frame.f_back
     while not whole and len(frames) > 1 and is_ours(str(frames[0]["filename"])):
         del frames[0]
     return frames
