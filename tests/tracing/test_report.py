@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import linecache
 import logging
 import os
 import signal
+import threading
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import tracing
+from torch_ring.tracing.stacks import main_thread_stack
 from torch_ring.tracing.whereabouts import RankReport
 
 
@@ -86,6 +91,40 @@ def test_a_long_name_leaves_room_for_the_place() -> None:
     text = run(report_within_a_long_name, 2)[0]
     assert "xxx; its main thread is in report_within_a_long_name (" in text, text[-300:]
     assert len(text.encode()) <= 4096
+
+
+class Kept:
+    """An object of a function that another thread asks for its place."""
+
+
+def test_a_place_that_is_asked_for_keeps_no_object_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_looked, has_returned = threading.Event(), threading.Event()
+
+    def read_slowly(*_: object) -> None:  # the lines of a file
+        has_looked.set()
+        assert has_returned.wait(20)
+
+    def ask() -> None:
+        places.extend(main_thread_stack(whole=True))
+        has_looked.set()
+
+    def be_asked() -> weakref.ref[Kept]:
+        kept = Kept()
+        asker.start()
+        assert has_looked.wait(20)
+        return weakref.ref(kept)
+
+    monkeypatch.setattr(linecache, "checkcache", read_slowly)
+    places: list[dict[str, Any]] = []
+    asker = threading.Thread(target=ask)
+    kept = be_asked()
+    is_gone = kept() is None
+    has_returned.set()
+    asker.join()
+    assert is_gone
+    assert "be_asked" in [place["name"] for place in places]
 
 
 def report_alone() -> str:
