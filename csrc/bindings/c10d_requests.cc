@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/trunc.h>
+#include <torch/version.h>
 
 #include <string>
 #include <utility>
@@ -17,7 +18,11 @@ namespace torch_ring {
 
 namespace {
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;  // its name before torch 2.13
+#else
 using c10d::PreMulSumSupplement;
+#endif
 using RedOp = c10d::ReduceOp::RedOpType;
 
 /// An operator of torch.distributed as the engine has it, for tensors of a dtype.

@@ -360,7 +360,7 @@ RingBackend::Works RingBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
 
 RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ring:reduce_scatter", inputs, options,
+  return start(OpType::COALESCED, "ring:reduce_scatter", inputs, options,
                reduce_scatter_into_operation, outputs, inputs, options.reduceOp,
                GroupPlace{rank_, size_});
 }
