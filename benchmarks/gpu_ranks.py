@@ -33,6 +33,8 @@ LEARNING_RATE = 1e-4  # of many layers one after the other
 CHECKED_STEPS = 5
 TOLERANCE = 1e-3  # of what training has changed
 WARM_UP_ROUNDS = 2
+DDP = ("ddp", "ddp on ring")
+OURS = ("torch_ring", "run_ahead")
 # NCCL reads these once. Between "hosts" it uses sockets.
 NCCL_SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -113,7 +115,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor)
 
 
 def start_ddp(device: str) -> str | None:
-    """Start DDP's process group; return why it cannot be, if so."""
+    """Start the process groups of DDP; return why they cannot be, if so."""
     if device == DEVICE:
         return "its NCCL process group does not run on a stand-in"
     backend = "nccl" if device == "cuda" else "gloo"
@@ -123,17 +125,24 @@ def start_ddp(device: str) -> str | None:
 
 def steps_of(device: str, with_ddp: bool) -> dict[str, Step]:
     batch = batch_of(0, hvd.rank(), device)
+    ring = dist.new_group(backend="ring") if with_ddp else None
 
     def step_of(variant: str) -> Step:
         model = make_model(device)
-        if variant == "ddp":
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if variant.startswith("ddp"):
+            group = ring if variant == "ddp on ring" else None
+            model = DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=True
+            )
         optimizer: torch.optim.Optimizer = SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-        if variant == "torch_ring":
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        if variant in OURS:
+            run_ahead = variant == "run_ahead"
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, model.named_parameters(prefix=variant), run_ahead=run_ahead
+            )
         return lambda: take_step(model, optimizer, batch)
 
-    variants = ("torch", "ddp", "torch_ring") if with_ddp else ("torch", "torch_ring")
+    variants = ("torch", *(DDP if with_ddp else ()), *OURS)
     return {variant: step_of(variant) for variant in variants}
 
 

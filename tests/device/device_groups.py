@@ -146,13 +146,13 @@ def scatter_and_gather_in_a_group(device: str) -> None:
 def follow_streams_in_a_group(device: str) -> None:
     """An operation reads after earlier work of its stream; wait() holds no host."""
     size, count = dist.get_world_size(), 5000
-    dist.all_reduce(torch.ones(1, device=device))  # NCCL starts
+    dist.all_reduce(torch.ones(count, device=device))  # NCCL starts
     for i in range(4):
         source = torch.full((count,), float(i + dist.get_rank())).to(device)
         own, other = torch.Stream(device), torch.Stream(device)
         want = torch.full((count,), i * size + size * (size - 1) / 2)
         with own:
-            busy(device, 100)
+            busy(device, 200)
             mine = torch.zeros(count, device=device)
             mine.copy_(source)
             work = dist.all_reduce(mine, async_op=True)
@@ -164,7 +164,7 @@ def follow_streams_in_a_group(device: str) -> None:
         with other:
             same(result, want)
         with own:  # a blocking one, too: its end is the stream's business
-            busy(device, 100)
+            busy(device, 200)
             mine.copy_(source)
             dist.all_reduce(mine)
             assert not own.query(), "the host has waited for the device"

@@ -52,11 +52,11 @@ def expected(sizes: list[int]) -> float:
     return weight
 
 
-def end_of(model: Model, optimizer: torch.optim.Optimizer) -> list[float]:
+def end_of(model: Model, optimizer: torch.optim.Optimizer, device: str) -> list[float]:
     """Return the weights and the momentum, on a device still, as one number each."""
     momenta = [each["momentum_buffer"] for each in optimizer.state.values()]
     tensors = [model.first, model.second, *momenta]
-    assert all(tensor.device.type == DEVICE for tensor in tensors)
+    assert all(tensor.device.type == device for tensor in tensors)
     assert all(bool((tensor == tensor[0]).all().cpu()) for tensor in tensors)
     return [float(tensor[0].detach().cpu()) for tensor in tensors]
 
@@ -97,7 +97,7 @@ def lose_one(device: str, place: str) -> tuple[list[int], list[float]]:
     assert kept.ranks == [0, 1]
     kind, _ = pool.error_of(lambda: hvd.allreduce(mine, process_set=lost))
     assert kind == "ProcessSetLostError"
-    return sizes, end_of(model, optimizer)
+    return sizes, end_of(model, optimizer, device)
 
 
 PLACES = ["before the backward pass", "between two groups", "before step()"]
@@ -108,6 +108,10 @@ def test_survivors_go_on_with_the_step(place: str) -> None:
     results = pool.run(
         call_with, 3, args=(lose_one, place), env=ON_DOUBLE, initialized=False, may_die=[0]
     )
+    check_survivors(results, place)
+
+
+def check_survivors(results: list[Any], place: str) -> None:
     assert results[0] is None
     (sizes, end), (other_sizes, other_end) = results[1:]
     of_three = max(sizes.count(3), other_sizes.count(3))
@@ -148,7 +152,7 @@ def let_one_in() -> tuple[list[float], float]:
 
     train(state)
     assert float(model.passes.cpu()) == state.step
-    return end_of(model, optimizer), state.step
+    return end_of(model, optimizer, DEVICE), state.step
 
 
 def test_a_newcomer_gets_the_state_on_its_device() -> None:

@@ -6,6 +6,7 @@ interface's: what these tests show is whether results are right, and nothing abo
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pool
 import pytest
 import torch
+import torch.distributed as dist
+from ahead_programs import PROGRAMS as AHEAD_PROGRAMS
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
@@ -23,6 +26,12 @@ from device_launches import LAUNCHES
 from device_operations import OPERATIONS
 from device_places import PLACES
 from device_training import TRAINING
+from test_elastic_devices import PLACES as PLACES_OF_DEATH
+from test_elastic_devices import check_survivors, lose_one
+from test_process_set_order import SUMS, train_with_two_optimizers
+from test_run_ahead import compare
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from training import (
     assert_same_on_all_ranks,
     assert_same_weights,
@@ -102,19 +111,27 @@ def check_that_capture_is_refused(device: str) -> None:
 
 
 def check_that_a_captured_backward_is_refused(device: str) -> None:
+    """Refuse it, and go on.
+
+    The optimizer is wrapped on the stream of the capture: a gradient that autograd accumulates on
+    another stream makes CUDA end the capture first, with an error of its own.
+    """
     model = make_model().to(device)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = torch.ones(6, 8, device=device)
+    batches = [part(batch).to(device) for batch in joined_batches(3)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        train(model, optimizer, [batch] * 3)
-    torch.cuda.current_stream().wait_stream(stream)
-    optimizer.zero_grad()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        train(model, optimizer, batches)
+        optimizer.zero_grad()
     torch.cuda.synchronize()
-    message = "a replay runs no hooks"
-    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        loss_of(model, batch).backward()
+    message, graph = "a replay runs no hooks", torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(graph, stream=stream):
+        loss_of(model, batches[0]).backward()
+    with torch.cuda.stream(stream):
+        train(model, optimizer, batches)
+    torch.cuda.synchronize()
+    assert_same_on_all_ranks(*(weight.detach().cpu() for weight in model.parameters()))
 
 
 def train_graphed_callables(device: str) -> None:
@@ -170,3 +187,52 @@ def test_on_gpu(size, program):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_in_a_group_on_gpu(size, program):
     run_in_group(program, size)
+
+
+@pytest.mark.parametrize("program", AHEAD_PROGRAMS, ids=lambda program: program.__name__)
+def test_planned_passes_on_gpu(program):
+    # Of two ranks, whose sums have the same bits in any order.
+    env = ENVIRONMENT | {"TORCH_RING_RUN_AHEAD": "1"}
+    run(functools.partial(compare, program), 2, env=env)
+
+
+@pytest.mark.parametrize(("program", "size"), [*SUMS, (train_with_two_optimizers, 3)])
+def test_process_sets_on_gpu(program, size):
+    run(program, size)
+
+
+def lose_one_on_gpu(place: str) -> object:
+    return call_on_gpu(functools.partial(lose_one, place=place))
+
+
+@pytest.mark.parametrize("place", PLACES_OF_DEATH)
+def test_survivors_go_on_with_the_step(place):
+    options = {"args": (place,), "env": ENVIRONMENT, "may_die": [0], "deadline_s": DEADLINE_S}
+    check_survivors(pool.run(lose_one_on_gpu, 3, **options), place)
+
+
+def train_sharded(device: str) -> None:
+    """FSDP2 of a model on the device ends where it does on the host."""
+
+    def trained(place: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).to(place)
+        mesh = dist.device_mesh.init_device_mesh(place, (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+            batch = torch.randn(6, 16, generator=generator).to(place)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return [weight.full_tensor().detach().cpu() for weight in model.parameters()]
+
+    for got, want in zip(trained(device), trained("cpu"), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fully_shard_on_gpu(size):
+    run_in_group(train_sharded, size)
