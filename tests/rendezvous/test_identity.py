@@ -100,6 +100,10 @@ def test_identity_from_each_launcher(environment, identity):
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: set both, or neither"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not"),
+        (
+            {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"},
+            "the elastic driver of horovodrun has started this process.*python -m torch_ring.run",
+        ),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4: ranks count from 0"),
         (TORCHRUN | {"RANK": "-1"}, "RANK='-1': must be a whole number"),
         (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE='four': must be a whole number"),

@@ -62,8 +62,6 @@ class ElasticJob:
         members: the processes of the last world that was made, by rank; none yet for a newcomer.
     """
 
-    others_may_have_trained = False  # when a process that is no newcomer begins
-
     def __init__(self, on_change: Callable[[bool], None]) -> None:
         _count(_calls + 1, _generation)
         config = self._config = current.config()

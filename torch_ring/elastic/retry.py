@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_ring.elastic.driven_job import DrivenJob
 from torch_ring.elastic.job import ElasticJob
 from torch_ring.elastic.object_state import ADDED, REMOVED, State
 from torch_ring.elastic.regroup import CallOverError, LeftOutError
@@ -22,7 +21,6 @@ from torch_ring.errors import (
     ProcessSetLostError,
     RingError,
 )
-from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.world import current
 
 __all__ = ["run"]
@@ -70,17 +68,10 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
     def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
         current.init()
         state.save()  # what the program has set since it made the state, or since the last function
-        with contextlib.closing(_job_of(state)) as job:
+        with contextlib.closing(ElasticJob(functools.partial(_note_hosts, state))) as job:
             return _train(job, functools.partial(func, state, *args, **kwargs), state)
 
     return train
-
-
-def _job_of(state: State) -> ElasticJob | DrivenJob:
-    driver = horovod_driver()
-    if driver is not None:
-        return DrivenJob(driver, state.on_hosts_updated)
-    return ElasticJob(functools.partial(_note_hosts, state))
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -97,11 +88,8 @@ def _note_hosts(state: State, have_come: bool) -> None:
     state.on_hosts_updated(time.time(), ADDED if have_come else REMOVED)
 
 
-def _train(job: ElasticJob | DrivenJob, func: Callable[[], ResultT], state: State) -> ResultT:
+def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
     prepare: Callable[[], None] | None = state.sync
-    if job.others_may_have_trained:  # who compare states, then
-        state.on_arrival()
-        prepare = state.resume
     is_newcomer, resets, fruitless, failed_at = not job.members, False, 0, 0.0
     while True:
         cause: RingError | HostsUpdatedInterrupt

@@ -278,7 +278,6 @@ def is_of_inner_job(
 def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what launchers have set in the environment: ranks, sizes, where the store is."""
     names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", _PROCESS}
-    names |= {"HOROVOD_ELASTIC", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"}
     for launcher in LAUNCHERS.values():
         names |= {launcher.rank, *launcher.size, launcher.local_rank, *launcher.nodes}
         names |= {*launcher.job}
@@ -312,6 +311,13 @@ def _launched(environment: Mapping[str, str]) -> Identity:
                 "{} is set and {} is not: set both, or neither".format(*halves[0])
             )
         return Identity()
+    is_elastic = environment.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+    if identity.launcher == "horovodrun" and is_elastic:
+        raise InvalidArgumentError(
+            "HOROVOD_ELASTIC is set: the elastic driver of horovodrun has started this process, "
+            "and torch_ring does not ask it for ranks. Start the job with `python -m "
+            "torch_ring.run`, which takes the same options"
+        )
     if identity.launcher != "torchrun":
         _require_no_contradiction(identity, environment)
     return identity

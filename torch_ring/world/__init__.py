@@ -1,6 +1,5 @@
 """The current world: joining and leaving it, its ranks, process sets and engines."""
 
-from torch_ring.world import driven_sets as driven_sets  # what begins with worlds of a driver
 from torch_ring.world.current import (
     cross_rank,
     cross_size,

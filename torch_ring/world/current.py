@@ -22,11 +22,9 @@ from torch_ring.connections import connections
 from torch_ring.errors import InvalidArgumentError, NotInitializedError
 from torch_ring.rendezvous import inherited as rendezvous_inherited
 from torch_ring.rendezvous import store as rendezvous_store
-from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.rendezvous.launchers import is_of_inner_job
 from torch_ring.rendezvous.meeting import Missed
 from torch_ring.world.beginning import begin, begins_with_others
-from torch_ring.world.driven import join_driven
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
 from torch_ring.world.log import set_up_log
@@ -91,8 +89,7 @@ def init(
     """Join the other ranks. A process that no launcher has started is a world of one.
 
     Does nothing in a process that has joined already, but warns if it is to be another rank; after
-    shutdown() it joins anew. A process that Horovod's elastic driver has started asks the driver
-    for its place, and ends with exit code 0 if there is none.
+    shutdown() it joins anew.
 
     Args:
         comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
@@ -136,11 +133,6 @@ def init(
         if config.is_newcomer:  # alone, until the ranks of the job let it in: rejoin()
             comm, process_sets, rank, size, local_rank, local_size = None, None, 0, 1, None, None
         given = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
-        driver = horovod_driver()
-        if driver is not None and comm is None and rank is None and store is None:
-            set_up_log(config)
-            join_driven(driver, config, process_sets, partial(_join, None, None, config))
-            return
         if begins_with_others(config) and all(p is None for p in (comm, *given.values(), store)):
             set_up_log(config)
             begin(config, partial(_join, None, process_sets, config))

@@ -24,7 +24,6 @@ from torch_ring.rendezvous.claim import Claim
 from torch_ring.rendezvous.control_groups import usable_cpus
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.exchange import failing_together, lacking
-from torch_ring.rendezvous.horovod_driver import horovod_driver
 from torch_ring.rendezvous.job_key import JobKey
 from torch_ring.rendezvous.launchers import Identity, discover
 from torch_ring.rendezvous.meeting import Meeting, Missed
@@ -116,8 +115,8 @@ def on_join(begin: Callable[[World], None]) -> None:
     """Call a function with every world that this process joins by init(), when its engine runs.
 
     An InvalidArgumentError that it raises ends init() on all ranks. But it is a warning if this is
-    not the first world of the process, or a newcomer's or a worker's of Horovod's elastic driver:
-    a job that goes on does not end for what only observes it.
+    not the first world of the process, or a newcomer's: a job that goes on does not end for what
+    only observes it.
     """
     _begin.append(begin)
 
@@ -379,7 +378,7 @@ def _begin_observing(world: World, begin: _Begin) -> None:
     """
     if world.config.is_newcomer and not _has_joined:
         return  # alone, and about to be let into a world whose files it must not touch
-    is_of_going_job = _has_joined or world.config.is_newcomer or horovod_driver() is not None
+    is_of_going_job = _has_joined or world.config.is_newcomer
     for each in (lambda world: world.timelines.start_configured(), *begin):
         try:
             each(world)
