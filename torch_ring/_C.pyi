@@ -196,21 +196,14 @@ class ControlPlane:
     def ask(self, rank: int) -> int:
         """Ask a rank of the world what it does; return the number of the question."""
 
-    def looks_at(self, rank: int, wait_s: float) -> str:
-        """Return in words what a rank was found to do while this one waited for it; or "".
-
-        And how much of a wait of `wait_s` seconds that was.
-        """
-
     def answer(self, rank: int, number: int, text: str) -> None:
         """Answer a rank's question, by 4096 bytes at most: the rest is cut."""
 
-    def read_letters(self, reader: Callable[[bool, int, int, str, float], None]) -> None:
+    def read_letters(self, reader: Callable[[bool, int, int, str], None]) -> None:
         """Call `reader` with each letter to this rank until stop(), in another thread.
 
-        It gets whether it is a question, from which rank, the question's number, the question
-        ("look": what keeps it; "": what does it do) or the answer, and the seconds for which it
-        waited for the interpreter's lock.
+        It gets whether it is a question, from which rank, the question's number, and the
+        answer; "" of a question, which asks what this rank does.
         """
 
     def connections(self) -> int:

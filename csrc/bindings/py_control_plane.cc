@@ -89,12 +89,9 @@ void PyControlPlane::read_letters(py::function reader) {
                                                delete function;
                                              });
   plane_->read_letters([shared](const Letter& letter) {
-    const auto begin = Clock::now();
     const py::gil_scoped_acquire gil;
-    const std::chrono::duration<double> waited = Clock::now() - begin;
     try {
-      (*shared)(letter.is_question, letter.from, letter.number, as_text(letter.text),
-                waited.count());
+      (*shared)(letter.is_question, letter.from, letter.number, as_text(letter.text));
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("torch_ring: a letter of another rank");
     }
@@ -155,12 +152,6 @@ void bind_control_plane(py::module_& module) {
       .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("lost", &PyControlPlane::lost)
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
-      .def(
-          "looks_at",
-          [](const PyControlPlane& plane, int rank, double wait_s) {
-            return as_text(plane.looks_at(rank, wait_s));
-          },
-          py::arg("rank"), py::arg("wait_s"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
       .def("read_letters", &PyControlPlane::read_letters, py::arg("reader"))
       .def("connections", &PyControlPlane::connections)

@@ -45,15 +45,10 @@ class PyControlPlane {
   /// The ranks that are lost.
   std::vector<int> lost() const { return plane_->lost(); }
   std::uint64_t ask(int rank) { return plane_ ? plane_->ask(rank) : 0; }
-  std::string looks_at(int rank, double wait_s) const {
-    const auto wait = std::chrono::nanoseconds(static_cast<std::int64_t>(wait_s * 1e9));
-    return plane_ ? plane_->looks_at(rank, wait) : "";
-  }
   void answer(int rank, std::uint64_t number, std::string text) {
     if (plane_) plane_->answer(rank, number, std::move(text));
   }
-  /// See ControlPlane. The reader takes a letter's is_question, from, number and text, and for how
-  /// many seconds it had to wait for Python's lock.
+  /// See ControlPlane. The reader takes a letter's is_question, from, number and text.
   void read_letters(pybind11::function reader);
   /// The data connections that have been made so far.
   std::uint64_t connections() const { return plane_->connections(); }

@@ -37,11 +37,6 @@ class PlaneWaits : public WaitGraph {
   void ask(std::span<const int> ranks) override {
     for (const int rank : in_world(ranks)) loop_.ask(rank);
   }
-  std::uint64_t look(int rank) override { return loop_.look(at(members_, rank)); }
-  void end_look(std::uint64_t number) override { loop_.end_look(number); }
-  std::string looks_at(int rank, std::chrono::nanoseconds wait) const override {
-    return loop_.looks_at(at(members_, rank), wait);
-  }
   bool is_told() const override { return loop_.somebody_waits(set_); }
   const std::string& label(int rank) const override { return loop_.label(at(members_, rank)); }
   std::optional<int> departed(std::span<const int> ranks) const override {
@@ -126,10 +121,6 @@ std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<in
 }
 
 std::uint64_t ControlPlane::ask(int rank) { return loop_->ask(rank); }
-
-std::string ControlPlane::looks_at(int rank, std::chrono::nanoseconds wait) const {
-  return loop_->looks_at(rank, wait);
-}
 
 std::uint64_t ControlPlane::probe(int rank) { return loop_->probe(rank); }
 

@@ -101,10 +101,6 @@ class ControlPlane {
 
   /// Asks a rank of the world what it does. Returns the question's number. Blocking: no.
   std::uint64_t ask(int rank);
-  /// What a rank of the world was found to do when sets of this process looked
-  /// (WaitGraph::look()), in words, and how much of a wait of that length it was; empty before any
-  /// look.
-  std::string looks_at(int rank, std::chrono::nanoseconds wait) const;
   /// Answers a rank's question; of a longer text the first Message::kTextBytes. Blocking: no.
   void answer(int rank, std::uint64_t number, std::string text);
   /// Asks a rank of the world for a sign of life. When it has answered, the observers know all that

@@ -11,8 +11,6 @@
 
 namespace torch_ring {
 
-/// A question: what keeps the rank? Without a text: what does it do?
-inline constexpr const char* kLook = "look";
 /// A question that the plane answers itself: does the rank live?
 inline constexpr const char* kProbe = "probe";
 
@@ -20,7 +18,7 @@ struct Letter {
   bool is_question = false;
   int from = 0;              // a rank of the world
   std::uint64_t number = 0;  // of the question, among those of the rank that asks
-  std::string text;          // the question, kLook or none, or the answer
+  std::string text;          // the answer, or kProbe; empty: the rank asks what this one does
 };
 
 /// Hands letters to a reader on a thread of their own, which is there while there are any: letters

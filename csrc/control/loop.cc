@@ -121,25 +121,6 @@ std::uint64_t ControlLoop::ask(int rank) {
   return number;
 }
 
-std::uint64_t ControlLoop::look(int rank) {
-  std::uint64_t number = 0;
-  tell([&] {
-    looks_.begin(number = ++asked_, rank, Clock::now());
-    return Message::asks(rank_, rank, number, kLook);
-  });
-  return number;
-}
-
-void ControlLoop::end_look(std::uint64_t number) {
-  const std::scoped_lock lock(mutex_);
-  looks_.end(number, Clock::now());
-}
-
-std::string ControlLoop::looks_at(int rank, std::chrono::nanoseconds wait) const {
-  const std::scoped_lock lock(mutex_);
-  return looks_.describe(rank, wait);
-}
-
 std::uint64_t ControlLoop::probe(int rank) {
   std::uint64_t number = 0;
   tell([&] {

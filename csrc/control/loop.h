@@ -18,7 +18,6 @@
 #include "control/entrance.h"
 #include "control/launcher_watch.h"
 #include "control/letters.h"
-#include "control/looks.h"
 #include "control/neighbourhood.h"
 #include "control/news.h"
 #include "control/options.h"
@@ -52,9 +51,6 @@ class ControlLoop {
   bool has_ended(std::uint64_t set) const;
   void tell_wait(std::uint64_t set, std::vector<int> ranks);
   std::uint64_t ask(int rank);
-  std::uint64_t look(int rank);
-  void end_look(std::uint64_t number);
-  std::string looks_at(int rank, std::chrono::nanoseconds wait) const;
   std::uint64_t probe(int rank);
   bool has_answered(std::uint64_t probe) const {
     const std::scoped_lock lock(mutex_);
@@ -128,11 +124,10 @@ class ControlLoop {
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> own_news_;  // what this rank tells and has not sent yet
-  std::string why_;                // this rank leaves
-  std::uint64_t waits_told_ = 0;   // by this rank
-  std::uint64_t asked_ = 0;        // questions, likewise
-  Looks looks_;
+  std::vector<Message> own_news_;      // what this rank tells and has not sent yet
+  std::string why_;                    // this rank leaves
+  std::uint64_t waits_told_ = 0;       // by this rank
+  std::uint64_t asked_ = 0;            // questions, likewise
   std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn
   std::vector<std::uint64_t> found_;   // probes answered in this turn
   std::vector<Message> untold_;        // for the observers

@@ -265,7 +265,7 @@ void ControlLoop::learn(const Message& message, const ControlLink* from, Clock::
       own_news_.push_back(Message::answers(rank_, message.rank, message.set, {}));
     } else if (!asks && probes_.contains(message.set)) {
       found_.push_back(message.set);
-    } else if (asks || !looks_.learn(message.set, message.rank, message.text, now)) {
+    } else {
       letters_.put({asks, message.rank, message.set, message.text});
     }
   } else if (message.kind != Message::Kind::kWaits && !own_left) {

@@ -119,9 +119,8 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (!since) since = now;
     if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
-    board_.wait_until(now + poll_interval(now), is_patient ? kBlockingSpin : kSpin);
+    board_.wait_until(now + kPollInterval, is_patient ? kBlockingSpin : kSpin);
     now = Clock::now();
-    if (is_to_look()) look(now);
     // While rounds go on, the checks below can wait.
     if (now - last_check_ < kPollInterval && round_is_complete()) continue;
     last_check_ = now;
@@ -177,7 +176,6 @@ void Driver::announce_outbox(bool blocked) {
 void Driver::finish_round() {
   round_open_ = false;
   wait_.end();
-  if (look_) end_look();
   agreed_ = Clock::now();
   const Round round = board_.round();
   settle(round.last_of_previous);
@@ -198,7 +196,7 @@ void Driver::settle(int last) {
     const auto summary = awaited_.lag > lag_ && late >= 0
                              ? lateness_.note(late, awaited_.lag, agreed_)
                              : lateness_.note(last, lag_, agreed_);
-    if (summary && log_) log_(summary->text + looks_at(*summary));
+    if (summary && log_) log_(*summary);
     awaited_ = {};
   }
   if (unsettled_.empty()) return;

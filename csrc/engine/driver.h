@@ -151,13 +151,6 @@ class Driver {
   void end_group(const std::string& group, const Error& cause);
   void note_progress(const Round& round, Clock::time_point now);
   void check_stalls();
-  /// Whether the rank that most waiting was for is to be asked, if this wait is for it, too.
-  bool is_to_look() const { return lateness_.suspect() && waits_; }
-  Clock::duration poll_interval(Clock::time_point now) const;
-  void look(Clock::time_point now);
-  bool waits_for(int rank, Clock::time_point since) const;
-  void end_look();
-  std::string looks_at(const Lateness::Summary& late) const;
   void ask(std::span<const int> late);
   void warn(std::span<Pending* const> stalled, Clock::time_point now);
   std::string timeout_text(const Request& request) const;
@@ -207,7 +200,6 @@ class Driver {
   } awaited_;
   Clock::time_point idle_since_;  // the end of the last round that left something pending
   Lateness lateness_;
-  std::optional<std::uint64_t> look_;  // at the rank for which this one waits
   LongWait wait_;                      // for the round's other entries
   Clock::time_point last_submission_;  // of an announced work
   // By rank: when it announced something while other requests stayed undecided. The clock's

@@ -90,47 +90,6 @@ void Driver::ask(std::span<const int> late) {
     waits_->ask(late.first(std::min(late.size(), kMost)));
 }
 
-/// When to look at the clock again.
-Clock::duration Driver::poll_interval(Clock::time_point now) const {
-  if (!is_to_look()) return kPollInterval;
-  const auto since = round_open_ ? waits_since_.value_or(now) : idle_since_;
-  const Clock::duration left = since + lateness_.look_after() - now;
-  return left > Clock::duration::zero() ? std::min<Clock::duration>(left, kPollInterval)
-                                        : kPollInterval;
-}
-
-/// Asks the rank that most waiting was for what keeps it, if it keeps this rank waiting.
-void Driver::look(Clock::time_point now) {
-  const int suspect = *lateness_.suspect();
-  if (!waits_for(suspect, now - lateness_.look_after())) return;
-  if (look_) end_look();
-  look_ = waits_->look(suspect);
-  lateness_.looked();
-}
-
-/// Whether this rank has done nothing but wait for another one since then, as far as it can know.
-bool Driver::waits_for(int rank, Clock::time_point since) const {
-  const auto is_in = [rank](const std::vector<int>& ranks) {
-    return std::ranges::find(ranks, rank) != ranks.end();
-  };
-  if (round_open_) return waits_since_ && *waits_since_ <= since && is_in(board_.missing());
-  return idle_since_ <= since && std::ranges::any_of(pending_, [&](const auto& each) {
-           const std::string& key = each.first;
-           return key != kJoinKey && is_in(agreement_.missing(key));
-         });
-}
-
-void Driver::end_look() {
-  waits_->end_look(*look_);
-  look_.reset();
-}
-
-/// What a rank was found to do while it was late: the end of a line.
-std::string Driver::looks_at(const Lateness::Summary& late) const {
-  const std::string found = waits_ ? waits_->looks_at(late.rank, late.median) : "";
-  return found.empty() ? "" : ". When it was looked at while it was late, it was " + found;
-}
-
 /// How long this rank waits for late ones, as errors say it.
 std::string Driver::timeout_text(const Request& request) const {
   return request.timeout ? in_seconds(*request.timeout) + " (the timeout of this operation)"

@@ -33,16 +33,6 @@ class WaitGraph {
   /// Asks ranks what they do. The answers come elsewhere, as those of the whole process.
   virtual void ask(std::span<const int> ranks) = 0;
 
-  /// Asks a rank that is waited for what keeps it. Returns the number of the look.
-  virtual std::uint64_t look(int rank) = 0;
-
-  /// The wait is over: an answer to that look counts no more.
-  virtual void end_look(std::uint64_t number) = 0;
-
-  /// What looks at a rank have found, in words, and how much of a wait of that length it was; empty
-  /// before any.
-  virtual std::string looks_at(int rank, std::chrono::nanoseconds wait) const = 0;
-
   /// Whether any rank waits, as far as it is told.
   virtual bool is_told() const = 0;
 

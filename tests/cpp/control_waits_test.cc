@@ -23,9 +23,6 @@ class KeptGraph final : public WaitGraph {
   std::chrono::milliseconds patience() const override { return {}; }
   void tell(std::span<const int> ranks) override { told.emplace_back(ranks.begin(), ranks.end()); }
   void ask(std::span<const int>) override {}
-  std::uint64_t look(int) override { return 0; }
-  void end_look(std::uint64_t) override {}
-  std::string looks_at(int, std::chrono::nanoseconds) const override { return {}; }
   bool is_told() const override { return false; }
   Ranks ends(std::span<const int> ranks) const override { return {ranks.begin(), ranks.end()}; }
   std::optional<int> departed(std::span<const int>) const override { return std::nullopt; }

@@ -11,6 +11,7 @@ from typing import Any
 import namespaces
 import pytest
 import torch
+from logs import logged
 from pool import run
 from slow import on_shm_and_slowly_on_tcp, slow
 from worlds import on_both_transports
@@ -145,6 +146,29 @@ def announce_while_data_move() -> list[Straggler]:
 
 def test_the_time_in_which_data_move_is_charged_to_no_rank() -> None:
     assert run(announce_while_data_move, 2, transport="tcp") == [[], []]
+
+
+def wait_for_the_minutes_line() -> list[str]:
+    """Rank 2 is late until rank 0 has logged that it is."""
+    has_told = torch.zeros(1)
+    with logged() as lines:
+        while not has_told:
+            time.sleep(0.25 if hvd.rank() == 2 else 0.0)
+            said = [line for line in lines if "was last in" in line]
+            has_told = hvd.allreduce(torch.tensor([float(len(said))]), op=hvd.Sum, name="x")
+    return said
+
+
+@pytest.mark.slow
+def test_a_late_rank_is_logged_once_a_minute() -> None:
+    first, *others = run(wait_for_the_minutes_line, 3, deadline_s=200)
+    (line,) = first
+    assert re.fullmatch(
+        r"rank 2 was last in \d+ % of the \d+ agreements for which rank 0 waited 10 ms or more in "
+        r"the last minute, by \d+ ms in the median \(docs/tracing.md\)",
+        line,
+    )
+    assert others == [[], []]
 
 
 def count() -> None:

@@ -22,6 +22,7 @@ import torch_ring as hvd
 from torch_ring import tracing
 from torch_ring.tracing.stacks import main_thread_stack
 from torch_ring.tracing.whereabouts import RankReport
+from torch_ring.world import current
 
 
 def load_a_batch(until: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_place_that_is_asked_for_keeps_no_object_of_the_program(
         assert has_returned.wait(20)
 
     def ask() -> None:
-        places.extend(main_thread_stack(whole=True))
+        places.extend(main_thread_stack())
         has_looked.set()
 
     def be_asked() -> weakref.ref[Kept]:
@@ -125,6 +126,32 @@ def test_a_place_that_is_asked_for_keeps_no_object_of_the_program(
     asker.join()
     assert is_gone
     assert "be_asked" in [place["name"] for place in places]
+
+
+class Garbled:
+    """A control plane whose answers are no UTF-8."""
+
+    def __init__(self, plane: Any) -> None:
+        self._plane = plane
+
+    def answer(self, rank: int, number: int, _: str) -> None:
+        self._plane.answer(rank, number, b"asleep in \xff")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
+
+
+def report_of_no_text() -> list[str | None]:
+    inquiries: Any = current.world().inquiries
+    inquiries._plane = Garbled(inquiries._plane)
+    hvd.barrier()
+    said = tracing.report() if hvd.rank() == 0 else []
+    hvd.barrier()
+    return [each.text for each in said]
+
+
+def test_an_answer_that_is_no_text_ends_nothing() -> None:
+    assert run(report_of_no_text, 2)[0][1] == "asleep in \ufffd"
 
 
 def report_alone() -> str:

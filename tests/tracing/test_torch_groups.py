@@ -148,20 +148,6 @@ def test_the_report_asks_the_ranks_of_torch_distributed() -> None:
         assert "in report_of_all (" in (each.text or "")
 
 
-def sleep_before_each() -> str:
-    for _ in range(20):
-        time.sleep(0.1 if dist.get_rank() == 1 else 0.0)
-        dist.all_reduce(torch.ones(3))
-    dist.barrier()
-    return "".join(each.instead for each in tracing.stragglers(min_lag_s=0.03))
-
-
-def test_what_a_late_rank_of_a_group_does_instead() -> None:
-    first, *others = on_ring(sleep_before_each, 3)
-    assert "asleep in " in first
-    assert others == ["", ""]
-
-
 def be_late_in_one_of_two_groups() -> list[Straggler]:
     """Rank 2 is late in the second of two groups of ring, which have no rank in common but 0."""
     rank = int(os.environ["RANK"])

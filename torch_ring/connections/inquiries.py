@@ -14,24 +14,21 @@ __all__ = ["Inquiries", "answer_with"]
 _log = logging.getLogger("torch_ring")
 
 
-def _nothing(*_: object) -> str:
+def _nothing() -> str:
     return ""
 
 
 _answer: Callable[[], str] = _nothing
-_glance: Callable[[float], str] = _nothing
 
 
-def answer_with(answer: Callable[[], str], glance: Callable[[float], str]) -> None:
+def answer_with(answer: Callable[[], str]) -> None:
     """Set what tells other ranks what this process does. Another thread calls it than the trainer.
 
     Args:
         answer: tells what it does, in 4096 bytes of UTF-8 at most.
-        glance: tells in a few words what its main thread does, and on a line of its own where. Gets
-            the seconds for which the asking thread waited for the interpreter's lock.
     """
-    global _answer, _glance
-    _answer, _glance = answer, glance
+    global _answer
+    _answer = answer
 
 
 class Inquiries:
@@ -69,17 +66,9 @@ class Inquiries:
             self._awaited[number] = None
             return number
 
-    def looks_at(self, rank: int, wait_s: float) -> str:
-        """Return in words what a rank was found to do while this one waited for it; or "".
-
-        And how much of a wait of `wait_s` seconds that was.
-        """
-        return self._plane.looks_at(rank, wait_s)
-
-    def _read(self, is_question: bool, rank: int, number: int, text: str, waited_s: float) -> None:
+    def _read(self, is_question: bool, rank: int, number: int, text: str) -> None:
         if is_question:
-            told = _told(lambda: _glance(waited_s) if text == "look" else _answer())
-            self._plane.answer(rank, number, told)
+            self._plane.answer(rank, number, _told(_answer))
             return
         with self._changed:
             if number in self._awaited:

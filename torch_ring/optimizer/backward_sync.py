@@ -96,7 +96,7 @@ class BackwardSync:
         # What this has made must not keep it: a world ends also where Python collects no garbage.
         self._participants = Participants(self._rank, _weakly(self.fail))
         self._record = membership(self.process_set)
-        self._record.pass_progress = self.progress
+
         self.weights = WeightReports(self.engine, self._participants)
         self.run_ahead = RunAhead(
             self.engine,
@@ -133,17 +133,6 @@ class BackwardSync:
                 is_synchronised = is_synchronised or record.ranks == self._record.ranks
         if not is_synchronised and world.engine is self._world_engine:
             self.finalize()
-
-    def progress(self) -> str:
-        """Return to what this rank's backward pass has not come yet; "" if nothing tells.
-
-        Thread: any.
-        """
-        participants = self._participants.values()
-        told = [each.progress() for each in participants if each.hooks.ready_order()]
-        if not told and len(participants) == 1:  # it has no gradient yet
-            told = [participants[0].progress()]
-        return told[0] if told else ""
 
     @property
     def number(self) -> int:

@@ -104,6 +104,3 @@ class Participant(Protocol):
 
     def finish(self, order: Sequence[int]) -> None:
         """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
-
-    def progress(self) -> str:
-        """Return which gradient the backward pass is to bring next. Thread: any."""

@@ -23,7 +23,6 @@ from torch_ring.optimizer.gradient_report import GradientReport
 from torch_ring.optimizer.one_device import device_problem
 from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.participant import FastPath
-from torch_ring.optimizer.pass_progress import next_gradient
 from torch_ring.optimizer.reducible import coalesced, require_same_parameters, spec_of
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
@@ -195,10 +194,6 @@ class Reducer:
                 "run_ahead, steps wait for no other rank. Wrap the optimizer with run_ahead=False "
                 "(or unset TORCH_RING_RUN_AHEAD)"
             )
-
-    def progress(self) -> str:
-        """See `Participant`."""
-        return next_gradient(self.index, self._plan, self.hooks.ready_order(), self._names)
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from torch_ring._C import OperationRecord
-from torch_ring.tracing.operations import RecordedSet, recorded_sets
+from torch_ring.tracing.operations import recorded_sets
 
 __all__ = ["Straggler", "stragglers", "who_is_late"]
 
@@ -24,10 +24,7 @@ class Straggler:
         median_s: the median of the waits that it ended, in seconds.
         operation: what was waited for most often among these. Between hosts, where buckets are
             reduced during the backward pass, the bucket that the rank had not filled. On one host
-            they are reduced when the pass has ended, and that end is what is waited for: `instead`
-            names the bucket.
-        instead: what the rank was found to do meanwhile, in words, for how much of the median, and
-            before which gradient and bucket of its backward pass; "" if this rank has not looked.
+            they are reduced when the pass has ended, and that end is what is waited for.
     """
 
     rank: int
@@ -35,17 +32,13 @@ class Straggler:
     waits: int
     median_s: float
     operation: str
-    instead: str = ""
 
     def __str__(self) -> str:
         share = 100 * self.last // self.waits
-        text = (
+        return (
             f"rank {self.rank} was last in {share} % of {self.waits} waits, by "
             f"{self.median_s * 1e3:.0f} ms in the median, most often for {self.operation}"
         )
-        if self.instead:
-            text += f". When it was looked at while it was late, it was {self.instead}"
-        return text
 
 
 def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
@@ -54,14 +47,8 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     Every agreement has a rank that comes last. This looks at the agreements among the last 2000
     operations of each process set for which this rank has waited `min_lag_s` or more. The rank for
     which it has waited more than two thirds of that time, three times at least, is a straggler. The
-    late rank itself waits for nobody, so it finds none: ask another one. Talks to no other rank.
-
-    Rank 0 of a set (rank 1, if rank 0 is late) asks the late rank what it does while it waits for
-    it, 30 times a minute at most, when it has waited for it a few times: at equal distances in the
-    sum of the waits, so that their share tells the time. The last 100 answers are summed up in
-    `Straggler.instead`: "waiting for data", "computing" (in torch, or other native code), "in
-    Python", "asleep" (in ``time.sleep``, or waiting for a lock or a socket), "waiting for a core",
-    "not answering" (stopped, or in native code that keeps the interpreter's lock).
+    late rank itself waits for nobody, so it finds none: ask another one. Talks to no other
+    rank; `report` asks all of them what they do.
 
     Who was last in an agreement is known with the next one, so the last agreement does not count.
 
@@ -75,15 +62,8 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     for recorded in recorded_sets():
         late = who_is_late(recorded.records, recorded.ranks, min_lag_s)
         if late is not None:
-            found.append(replace(late, instead=_looks_at(recorded, late)))
+            found.append(late)
     return sorted(found, key=lambda each: -each.last)[:1]
-
-
-def _looks_at(recorded: RecordedSet, late: Straggler) -> str:
-    inquiries = recorded.world.inquiries
-    if inquiries is None:
-        return ""
-    return inquiries.looks_at(recorded.world_ranks.index(late.rank), late.median_s)
 
 
 def who_is_late(

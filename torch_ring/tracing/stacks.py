@@ -6,14 +6,13 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["is_ours", "main_thread_stack"]
+__all__ = ["main_thread_stack"]
 
 
-def main_thread_stack(*, whole: bool = False) -> list[dict[str, Any]]:
+def main_thread_stack() -> list[dict[str, Any]]:
     """Return the frames of the main thread, innermost first: name, filename and line.
 
-    Frames of torch_ring itself are left out at the inner end, if it is not to be the `whole` stack:
-    the program is of interest.
+    Frames of torch_ring itself are left out at the inner end: the program is of interest.
     """
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
@@ -22,14 +21,9 @@ def main_thread_stack(*, whole: bool = False) -> list[dict[str, Any]]:
         code = frame.f_code
         frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
         frame = frame.f_back
-    while not whole and len(frames) > 1 and is_ours(str(frames[0]["filename"])):
+    while len(frames) > 1 and str(frames[0]["filename"]).startswith(_FOLDER):
         del frames[0]
     return frames
 
 
 _FOLDER = __file__.rsplit("tracing", 1)[0]
-
-
-def is_ours(filename: str) -> bool:
-    """Return whether a file is one of torch_ring."""
-    return filename.startswith(_FOLDER)

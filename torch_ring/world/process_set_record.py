@@ -8,7 +8,6 @@ has several ranks on, a slot of each one's shared memory: it has no thread and n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from torch_ring._C import Engine
@@ -42,8 +41,6 @@ class ProcessSetRecord:
         is_member: whether this process is one.
         is_kept: whether the set was made again from one of the world before; until it is added.
         owned: state of higher layers for this set, by type; it ends with the set.
-        pass_progress: returns, in any thread, to what this rank's backward pass has not come yet,
-            in words; "" if it does not know. None: there are no backward passes.
     """
 
     def __init__(
@@ -61,7 +58,6 @@ class ProcessSetRecord:
         self.is_member = connections.rank in ranks
         self.is_kept = False
         self.owned: dict[type, Any] = {}
-        self.pass_progress: Callable[[], str] | None = None
         self._connections = connections
         self._config = config
         self._number = number
@@ -116,7 +112,7 @@ class ProcessSetRecord:
             is_first, self._closed = not self._closed, True
             engine, self._engine = self._engine, None
         self.owned.clear()
-        self.pass_progress = None
+
         plane = self._connections.plane
         if engine is not None:
             engine.shutdown(removed)
