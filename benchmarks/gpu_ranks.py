@@ -27,7 +27,7 @@ from torch.optim import SGD
 
 import torch_ring as hvd
 
-LAYERS = {"cuda": 250, "cpu": 250, "stand-in": 20}  # of two parameters; launches.py has 500
+LAYERS = {"cuda": 250, "cpu": 250, "stand-in": 20}  # of two parameters
 WIDTH, ROWS = 8, 4  # of a layer; of a rank's batch
 LEARNING_RATE = 1e-4  # of many layers one after the other
 CHECKED_STEPS = 5

@@ -68,13 +68,6 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_threads_that_allocate(tmp_path: Path) -> None:
-    first, _ = run(BENCHMARKS / "allocator_threads.py", "--rounds", "1", folder=tmp_path)
-    for name in ("torch's allocator", "another size", "a gradient's size"):
-        assert f"\n{name} " in first.output, first
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
 def test_the_prototype(tmp_path: Path) -> None:
     sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
@@ -229,14 +222,3 @@ def test_benchmark_between_hosts(tmp_path: Path) -> None:
     assert report["traffic"]["tool"] == "plain sockets"
     assert report["traffic"]["before_gb_per_s"] > 0
     assert "plain sockets, each of 2 hosts to the next at once" in output
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_the_cost_of_an_agreement_between_hosts(tmp_path: Path) -> None:
-    command = "agreement_cost.py --hosts 2 --rate 1gbit --models pinn --rounds 1 --round-s 0.01 "
-    report, output = run_between_hosts(command + "--json out.json", tmp_path)
-    (row,) = report["rows"]
-    assert row["is_right"]
-    assert min(row["step_ms"], row["without_ms"], row["least_wait_us"]) > 0
-    assert "the agreement between 2 hosts, rate 1gbit;" in output

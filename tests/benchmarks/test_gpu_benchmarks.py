@@ -9,7 +9,7 @@ from typing import Any
 
 import device_double
 import pytest
-from launcher_commands import TORCHRUN, output_of, start_program
+from launcher_commands import output_of, start_program
 from scripts import ROOT
 
 pytestmark = [pytest.mark.launcher, device_double.needed, pytest.mark.slow]
@@ -22,20 +22,6 @@ def report_of(command: list[str], report: Path) -> dict[str, Any]:
     assert report.exists(), output
     found: dict[str, Any] = json.loads(report.read_text())
     return found
-
-
-def test_launches_are_counted_beside_those_of_ddp(tmp_path: Path) -> None:
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(BENCHMARKS / "launches.py")]
-    command += ["--parameters", "50", "--steps", "2", "--rounds", "1"]
-    report = report_of(command, tmp_path / "out.json")
-    ddp, with_views, agreed, ahead = report["rows"]
-    assert (ddp["kernels"], ddp["copies"], ddp["collectives"]) == (50, 50, 1)
-    assert (with_views["kernels"], with_views["copies"]) == (50, 0)
-    for ours in (agreed, ahead):  # One bucket: the copy in, the division.
-        assert (ours["kernels"], ours["copies"], ours["collectives"]) == (2, 0, 1)
-    assert [row["host_waits"] for row in report["rows"]] == [0, 0, 0, 0]
-    assert [row["rank_waits"] for row in report["rows"]] == [0, 0, 1, 0]
-    assert [row["variant"] for row in report["host"]] == ["torch", "agreed", "run ahead"]
 
 
 def test_ranks_of_one_gpu_train_like_one_process(tmp_path: Path) -> None:
