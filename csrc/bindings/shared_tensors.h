@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 #include "memory/block_pool.h"
 
 namespace torch_ring {

@@ -3,11 +3,33 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
+#include "collective/board.h"
 #include "core/reduce.h"
 
 namespace torch_ring {
+
+/// Shared memory, in which an allreduce in place needs no copy. Memory of this rank that the
+/// other ranks of its host have mapped.
+/// Thread: any. Blocking: while the system looks for memory.
+class SharedBuffers {
+ public:
+  virtual ~SharedBuffers() = default;
+
+  /// New memory, freed with its last reference, which may outlive the communicator. Null if the
+  /// address space set aside for it is used up. Errors: Error(kInternal) when no memory is left.
+  virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
+
+  /// Gives [data, data + bytes) pages of its own, which the other ranks do not reach, with the same
+  /// content and at the same address: offset_of() is -1 from then on. Other threads may write to
+  /// it meanwhile.
+  virtual void isolate(const void* data, std::size_t bytes) noexcept = 0;
+
+  /// The offset of [data, data + bytes) in the rank's shared memory, or -1 if it lies elsewhere.
+  virtual std::int64_t offset_of(const void* data, std::size_t bytes) const = 0;
+};
 
 /// All ranks call the same functions in the same order with matching arguments; the engine ensures
 /// it (engine/agreement.h). Buffers need no alignment beyond their dtype's.
@@ -73,6 +95,19 @@ class Communicator {
   void adasum(void* data, std::span<const std::size_t> counts, DType dtype);
 
   virtual void barrier() = 0;
+};
+
+/// A communicator over host memory, with a board and shared buffers. A Communicator with two
+/// capabilities for the engine: a board on which its ranks agree, and, on some layouts, shared
+/// memory.
+class HostCommunicator : public Communicator {
+ public:
+  /// The ranks' board. It lives as long as the communicator.
+  virtual Board& board() = 0;
+
+  /// The shared memory of this rank, or null if the world has none: one rank, or one rank a host.
+  /// Thread: any.
+  virtual SharedBuffers* shared_buffers() { return nullptr; }
 };
 
 }  // namespace torch_ring

@@ -5,7 +5,7 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 
 namespace torch_ring {
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 #include "collective/world.h"
 #include "core/abort.h"
 #include "core/config.h"

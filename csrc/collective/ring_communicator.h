@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 #include "collective/plan.h"
 #include "collective/tcp_board.h"
 #include "core/at.h"

@@ -4,8 +4,8 @@
 #include <memory>
 #include <optional>
 
+#include "collective/communicator.h"
 #include "collective/host.h"
-#include "collective/host_communicator.h"
 #include "collective/shm_board.h"
 #include "transport/shared_arena.h"
 

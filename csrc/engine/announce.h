@@ -1,7 +1,7 @@
 // announce(): the announcement of a request, with its data if that is inline.
 #pragma once
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 #include "engine/entry.h"
 
 namespace torch_ring {

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 #include "core/config.h"
 #include "engine/agreement.h"
 #include "engine/device.h"

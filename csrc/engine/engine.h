@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "collective/host_communicator.h"
+#include "collective/communicator.h"
 #include "core/config.h"
 #include "engine/driver.h"
 #include "engine/progress_role.h"

@@ -1,5 +1,4 @@
-#include "collective/topology.h"
-
+#include "collective/world.h"
 #include "harness.h"
 
 namespace torch_ring::test {
