@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "bindings/text.h"
-#include "control/set_numbers.h"
+#include "control/news.h"
 
 namespace py = pybind11;
 

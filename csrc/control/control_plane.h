@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "control/letters.h"
-#include "control/observer.h"
+#include "control/loop.h"
+#include "control/news.h"
 #include "control/options.h"
-#include "control/parting.h"
 #include "core/error.h"
 #include "transport/socket_source.h"
 #include "transport/wait_graph.h"

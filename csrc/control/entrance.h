@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "control/poll_set.h"
+#include "control/link.h"
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/fd.h"

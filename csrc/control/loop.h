@@ -12,20 +12,59 @@
 #include <thread>
 #include <vector>
 
-#include "control/bids.h"
-#include "control/control_link.h"
-#include "control/data_connections.h"
 #include "control/entrance.h"
-#include "control/launcher_watch.h"
+#include "control/graph.h"
 #include "control/letters.h"
-#include "control/neighbourhood.h"
+#include "control/link.h"
 #include "control/news.h"
 #include "control/options.h"
-#include "control/parting.h"
+#include "control/outgoing.h"
 #include "control/rank_claim.h"
 #include "control/subscriptions.h"
+#include "core/clock.h"
+#include "core/fd.h"
 
 namespace torch_ring {
+
+/// Ends this process after its launcher has died. A launcher ends its ranks before it ends
+/// itself, unless it is killed. Ranks that are left behind would hold their processors and
+/// devices until somebody finds them. So they end as a launcher ends them: by SIGTERM, which
+/// the program may handle, and by SIGKILL after kPatience.
+///
+/// Thread: one at a time. Blocking: no.
+class LauncherWatch {
+ public:
+  static constexpr std::chrono::seconds kPatience{30};  // torchrun's
+
+  /// `pidfd`: of the launcher; none: nothing is watched. `text`: the line for stderr.
+  LauncherWatch(Fd pidfd, std::string text) : pidfd_(std::move(pidfd)), text_(std::move(text)) {}
+
+  void add_to(PollSet& polls);
+  /// When to call look() although nothing is ready.
+  Clock::time_point due() const;
+  /// Does what is due.
+  void look(const PollSet& polls, Clock::time_point now);
+
+  int fd() const noexcept { return pidfd_.get(); }
+
+ private:
+  Fd pidfd_;
+  const std::string text_;
+  std::optional<Clock::time_point> deadline_;  // of this process, whose launcher has died
+  std::size_t slot_ = PollSet::kNone;
+};
+
+/// For so long a rank that leaves waits for peers that neither read its goodbye nor close: TCP
+/// sends a segment that is lost five times again in 6 s, and six times in 13 s.
+inline constexpr std::chrono::milliseconds kPartingPatience{10'000};
+
+/// The end of the control connections of a rank that leaves. Sends what the links have queued,
+/// ends their sending sides, and drops what still arrives, until the peers have closed theirs:
+/// they have read all of it then. A socket that is closed earlier may be reset by what arrives,
+/// and take unsent bytes with it. `links` is empty afterwards.
+///
+/// Blocking: until all peers have closed, `patience` at most.
+void part(std::list<ControlLink>& links, std::chrono::milliseconds patience);
 
 /// See ControlPlane. The thread sleeps in poll(), then takes a turn under the lock, then tells the
 /// observers without it.

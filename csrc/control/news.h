@@ -1,20 +1,146 @@
 // News: what a rank knows of the others, and which message is new to it. No I/O.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "control/message.h"
-#include "control/waits.h"
+#include "core/error.h"
 
 namespace torch_ring {
+
+/// A set of numbers, most of which follow one another.
+/// Memory: for each run of consecutive numbers, not for each number. Cost: O(log runs).
+class NumberRuns {
+ public:
+  void insert(std::uint64_t number) {
+    if (contains(number)) return;
+    const auto after = runs_.upper_bound(number);
+    const bool joins_after = after != runs_.end() && after->first == number + 1;
+    const std::uint64_t last = joins_after ? after->second : number;
+    const bool joins_before =
+        after != runs_.begin() && number != 0 && std::prev(after)->second == number - 1;
+    if (joins_before) {
+      std::prev(after)->second = last;
+    } else {
+      runs_.emplace_hint(after, number, last);
+    }
+    if (joins_after) runs_.erase(after);
+  }
+
+  void erase(std::uint64_t number) {
+    if (!contains(number)) return;
+    const auto run = std::prev(runs_.upper_bound(number));
+    const std::uint64_t last = run->second;
+    if (number < last) runs_.emplace(number + 1, last);
+    if (run->first == number) {
+      runs_.erase(run);
+    } else {
+      run->second = number - 1;
+    }
+  }
+
+  bool contains(std::uint64_t number) const {
+    const auto after = runs_.upper_bound(number);
+    return after != runs_.begin() && number <= std::prev(after)->second;
+  }
+
+  /// The number of runs.
+  std::size_t runs() const { return runs_.size(); }
+
+ private:
+  std::map<std::uint64_t, std::uint64_t> runs_;  // first -> last
+};
+
+/// A set's number with one of these bits names its messages (csrc/messages): those from lower to
+/// higher ranks of the world, and those from higher to lower ones. The sets themselves are numbered
+/// from 0 on.
+inline constexpr std::uint64_t kMessagesUp = std::uint64_t{1} << 63;
+inline constexpr std::uint64_t kMessagesDown = std::uint64_t{1} << 62;
+
+constexpr std::uint64_t set_of(std::uint64_t number) {
+  return number & ~(kMessagesUp | kMessagesDown);
+}
+
+/// The number of the connections on which rank `from` of the world sends messages to rank `to`.
+constexpr std::uint64_t messages_number(std::uint64_t set, int from, int to) {
+  return set | (from < to ? kMessagesUp : kMessagesDown);
+}
+
+/// The numbers of all connections of a set.
+constexpr std::array<std::uint64_t, 3> numbers_of(std::uint64_t set) {
+  return {set, set | kMessagesUp, set | kMessagesDown};
+}
+
+/// Whether `rank` connects to `peer`, and not the other way round: the sender of messages does, and
+/// otherwise the higher rank.
+constexpr bool connects(std::uint64_t number, int rank, int peer) {
+  return (number & kMessagesUp) != 0 ? rank < peer : rank > peer;
+}
+
+/// Learns what happens to the ranks of a process set. The plane's thread calls it, and
+/// ControlPlane::subscribe() for what has happened before. It must not block, and not call
+/// subscribe() or unsubscribe(). No lock that fail(), missing() or SocketSource::take() take is
+/// held meanwhile: they may be called under a lock of the observer's.
+class ControlObserver {
+ public:
+  virtual ~ControlObserver() = default;
+  /// `rank` of the world has died, or is silent. `how`: "rank 3 (pid 7) died: its ...", or, from
+  /// another rank, "rank 1 (pid 5) says that rank 3 (pid 7) died: ...". It may be this rank itself,
+  /// which others take for lost, when it was stopped for long. A rank of which on_departed() told
+  /// may yet be lost.
+  virtual void on_lost(int rank, const std::string& how) = 0;
+  /// `rank` of the world has left the set in peace. `rounds`: those of the set's board that it has
+  /// completed before, so that what the others need for them is on its way; none if that is not
+  /// known. `why`: in its program's words, if that has failed. The first call for a rank that knows
+  /// `rounds` is right; there may be more.
+  virtual void on_departed(int rank, std::optional<std::uint64_t> rounds,
+                           const std::string& why) = 0;
+  /// `rank` of the world has given the set up.
+  virtual void on_failed(int rank, ErrorKind kind, const std::string& why) = 0;
+  /// A data connection of the set is there, or has failed: a SocketSource::take() may have news.
+  virtual void on_connected() = 0;
+};
+
+/// Who waits for whom, as the ranks have told. The wait-for graphs of all process sets
+/// (transport/wait_graph.h). Ranks are those of the world.
+///
+/// Each rank numbers its messages, so that one which comes a second time, or after a later one of
+/// the same rank, changes nothing. Cost among n ranks that wait for one: n floods of one message,
+/// and n more when it comes.
+///
+/// Thread: one at a time.
+class Waits {
+ public:
+  /// Takes note of a message. Returns whether it is new.
+  bool learn(const Message& message);
+
+  /// Lets go of what is told of this set, which has ended.
+  void forget(std::uint64_t set);
+
+  /// Whether any rank waits in this set.
+  bool any(std::uint64_t set) const;
+
+  /// The ends of the set's graph that `ranks` lead to; `ranks` themselves if it has none there.
+  std::vector<int> ends(std::uint64_t set, std::span<const int> ranks) const;
+
+  /// The last message of each rank and set: what a new neighbour must be told.
+  std::vector<Message> known() const;
+
+ private:
+  // By set and rank: its last message. One without ranks says that the wait has ended.
+  std::map<std::pair<std::uint64_t, int>, Message> told_;
+};
 
 /// A flood: each rank passes on, once, what it hears first, to all neighbours but the one that it
 /// has it from, and tells a new neighbour all that it knows. So every rank hears all, however many

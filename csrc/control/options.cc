@@ -1,9 +1,41 @@
 #include "control/options.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/un.h>
+
+#include <cstddef>
+#include <cstring>
+
 #include "core/at.h"
 #include "core/error.h"
 
 namespace torch_ring {
+
+SocketAddress::SocketAddress(const Address& address, bool unix) {
+  auto& un = reinterpret_cast<sockaddr_un&>(storage);
+  auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
+  auto& v6 = reinterpret_cast<sockaddr_in6&>(storage);
+  if (unix) {
+    const std::string& name = address.socket;
+    if (name.empty() || name.size() + 1 > sizeof un.sun_path) {
+      throw Error(ErrorKind::kInvalidArgument, "no name of a Unix socket: '" + name + "'");
+    }
+    un.sun_family = AF_UNIX;
+    std::memcpy(un.sun_path + 1, name.data(), name.size());  // abstract: after a zero byte
+    bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  } else if (::inet_pton(AF_INET, address.host.c_str(), &v4.sin_addr) == 1) {
+    v4.sin_family = AF_INET;
+    v4.sin_port = htons(address.port);
+    bytes = sizeof v4;
+  } else if (::inet_pton(AF_INET6, address.host.c_str(), &v6.sin6_addr) == 1) {
+    v6.sin6_family = AF_INET6;
+    v6.sin6_port = htons(address.port);
+    bytes = sizeof v6;
+  } else {
+    throw Error(ErrorKind::kInvalidArgument, "not a numeric address: '" + address.host + "'");
+  }
+}
 
 void check(const ControlOptions& options) {
   const auto size = options.host_of.size();

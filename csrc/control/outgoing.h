@@ -2,11 +2,17 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
+#include <list>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "control/address.h"
-#include "control/poll_set.h"
+#include "control/link.h"
+#include "control/news.h"
+#include "control/options.h"
 #include "core/clock.h"
 #include "core/fd.h"
 #include "transport/handshake.h"
@@ -66,5 +72,121 @@ int advance_handshake(Handshake& handshake, int fd);
 
 /// Whether an errno says that this process, and not the peer, is in trouble.
 bool is_local(int error);
+
+/// The control connections that a rank still lacks. Of two ranks the higher one connects. The
+/// lower one waits, and asks now and then whether the other still listens, for else nobody
+/// might notice its death.
+///
+/// Thread: one at a time. Blocking: no.
+class Bids {
+ public:
+  /// For so long a rank whose listener is gone may still have left in peace: the word of it may be
+  /// on its way.
+  static constexpr std::chrono::milliseconds kGrace{250};
+  static constexpr std::chrono::milliseconds kProbe{100};
+  static constexpr std::chrono::seconds kSetupProbe{2};  // many ranks wait for one another then
+
+  struct Outcome {
+    std::vector<std::pair<int, Fd>> connected;   // by rank
+    std::vector<int> refused;                    // nobody listens there
+    std::vector<int> silent;                     // no connection for the heartbeat timeout
+    std::optional<std::pair<int, Error>> error;  // of this process, or its key
+  };
+
+  /// `options` must outlive it.
+  explicit Bids(const ControlOptions& options) : options_(options) {}
+
+  /// Begins to bid for a connection to `peer` unless it does.
+  void add(int peer, Clock::time_point now, bool setup);
+  void remove(int peer) { bids_.erase(peer); }
+
+  /// `setup`: all ranks listened a moment ago and none has been used, so a refusal counts at once;
+  /// and its owner decides how long it waits.
+  Outcome advance(const PollSet& polls, Clock::time_point now, bool setup);
+  /// Forgets how long it has waited: this process was stopped meanwhile.
+  void excuse(Clock::time_point now);
+
+  /// Why the last attempt failed: "rank 3 (...): connect: ..."; empty if none has.
+  const std::string& trouble() const noexcept { return trouble_; }
+
+  void add_to(PollSet& polls);
+  Clock::time_point due(bool setup) const;
+  void append_descriptors(std::vector<int>& fds) const;
+  void close() { bids_.clear(); }
+
+ private:
+  struct Bid {
+    Bid(Clock::time_point now, Outgoing first) : since(now), outgoing(std::move(first)) {}
+    Clock::time_point since;
+    std::optional<Clock::time_point> refused_since;
+    Outgoing outgoing;
+  };
+
+  const ControlOptions& options_;
+  std::map<int, Bid> bids_;  // by rank
+  std::string trouble_;
+};
+
+/// The data connections that are in the making, or that nobody has taken yet. Accepted
+/// connections are kept also for a set of which this rank does not know yet: a peer may use it
+/// first.
+///
+/// Thread: one at a time. Blocking: no.
+class DataConnections {
+ public:
+  static constexpr std::uint32_t kChannels = 64;   // to a peer
+  static constexpr std::size_t kUntaken = 16'384;  // accepted
+
+  /// `options` must outlive it.
+  explicit DataConnections(const ControlOptions& options) : options_(options) {}
+
+  /// Begins to make `width` connections to `peer`. Returns whether that is news.
+  bool connect(std::uint64_t set, int peer, int width);
+
+  /// Keeps an accepted connection. Returns whether it is one that may be taken.
+  bool accept(const Hello& hello, Fd socket);
+
+  /// The `width` sockets in the order of their channels, once; none before all are there.
+  /// Errors: why they cannot be made, once; then connect() may try again.
+  std::vector<Fd> take(std::uint64_t set, int peer, int width);
+
+  /// The sockets that have been taken so far.
+  std::uint64_t taken() const { return taken_; }
+
+  /// Goes on connecting. Returns the sets for which take() has news.
+  std::vector<std::uint64_t> advance(const PollSet& polls, Clock::time_point now);
+
+  /// No more connections are begun to a peer that is gone. Those that are there stay, and those on
+  /// which it may have answered come to their end: it may have sent its last data.
+  void forget(int peer);
+
+  /// Whether connections to `peer` are being made.
+  bool is_connecting(std::uint64_t set, int peer) const;
+  /// Closes the set's connections, and refuses later ones.
+  void close(std::uint64_t set);
+  void close_all() { pairs_.clear(); }
+  /// The set has ended on all ranks: a connection that comes yet is not to be given to accept().
+  void forget_closed(std::uint64_t set) { closed_.erase(set); }
+  /// The runs of numbers of closed sets, which is the memory that they cost.
+  std::size_t closed_runs() const { return closed_.runs(); }
+
+  void add_to(PollSet& polls);
+  Clock::time_point due() const;
+  void append_descriptors(std::vector<int>& fds) const;
+
+ private:
+  struct Pair {
+    std::map<std::uint32_t, Fd> ready;  // by channel
+    std::list<Outgoing> outgoing;
+    std::optional<Error> error;
+    bool gone = false;  // no attempt is made again
+  };
+
+  const ControlOptions& options_;
+  std::map<std::pair<std::uint64_t, int>, Pair> pairs_;  // by (set, peer)
+  NumberRuns closed_;  // sets are numbered from 0 on: one run, but for those that still live
+  std::size_t untaken_ = 0;
+  std::uint64_t taken_ = 0;
+};
 
 }  // namespace torch_ring

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "control/poll_set.h"
+#include "control/link.h"
 #include "core/fd.h"
 
 namespace torch_ring {

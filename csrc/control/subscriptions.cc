@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "control/set_numbers.h"
+#include "control/news.h"
 #include "core/at.h"
 
 namespace torch_ring {

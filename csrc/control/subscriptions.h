@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "control/message.h"
-#include "control/observer.h"
+#include "control/news.h"
 
 namespace torch_ring {
 

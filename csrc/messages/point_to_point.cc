@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "control/set_numbers.h"
+#include "control/news.h"
 #include "core/at.h"
 
 namespace torch_ring {

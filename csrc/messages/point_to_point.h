@@ -25,7 +25,7 @@ namespace torch_ring {
 /// one's send has ended by then, so its rank logs a warning. A shorter message than asked for is
 /// none. The other messages go on.
 ///
-/// The connections are made when the first message is sent (control/set_numbers.h): over a Unix
+/// The connections are made when the first message is sent (control/news.h): over a Unix
 /// socket between ranks of one host, over TCP between hosts. There is one thread, which moves all
 /// bytes; it begins with the first request, so a rank without messages costs nothing.
 ///

@@ -6,9 +6,8 @@
 #include <numeric>
 #include <random>
 
-#include "control/data_connections.h"
 #include "control/news.h"
-#include "control/set_numbers.h"
+#include "control/outgoing.h"
 #include "control_recorder.h"
 #include "planes.h"
 

@@ -2,7 +2,6 @@
 #include <random>
 
 #include "control/graph.h"
-#include "control/neighbourhood.h"
 #include "core/at.h"
 #include "harness.h"
 

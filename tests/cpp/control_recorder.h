@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "control/observer.h"
+#include "control/news.h"
 
 namespace torch_ring::test {
 

@@ -7,8 +7,8 @@
 #include <ctime>
 #include <random>
 
-#include "control/address.h"
 #include "control/message.h"
+#include "control/options.h"
 #include "control/outgoing.h"
 #include "control_recorder.h"
 #include "planes.h"

@@ -1,6 +1,5 @@
 // Waits: the wait-for graph that the ranks tell one another.
 #include "control/news.h"
-#include "control/waits.h"
 #include "harness.h"
 #include "transport/wait_graph.h"
 

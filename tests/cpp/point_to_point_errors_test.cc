@@ -1,7 +1,7 @@
 // PointToPoint: messages that do not fit, ranks that are gone, and the end.
 #include <latch>
 
-#include "control/set_numbers.h"
+#include "control/news.h"
 #include "message_ranks.h"
 
 namespace torch_ring::test {

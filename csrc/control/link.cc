@@ -1,4 +1,4 @@
-#include "control/control_link.h"
+#include "control/link.h"
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>

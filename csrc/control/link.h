@@ -1,16 +1,49 @@
 // ControlLink: one control connection.
 #pragma once
 
+#include <poll.h>
+
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <string>
 #include <vector>
 
 #include "control/message.h"
-#include "control/poll_set.h"
 #include "core/clock.h"
 #include "core/fd.h"
 
 namespace torch_ring {
+
+/// The descriptors of one poll(). Made anew for each poll(). Who adds a descriptor keeps its
+/// slot, to ask for it afterwards.
+class PollSet {
+ public:
+  /// A slot of no descriptor: never ready.
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  std::size_t add(int fd, short events) {
+    fds_.push_back({fd, events, 0});
+    return fds_.size() - 1;
+  }
+
+  void wait(Clock::time_point deadline) {
+    using std::chrono::milliseconds;
+    const auto now = Clock::now();
+    const auto left = deadline <= now ? milliseconds(0)
+                                      : std::min(std::chrono::ceil<milliseconds>(deadline - now),
+                                                 milliseconds(60'000));
+    if (::poll(fds_.data(), fds_.size(), static_cast<int>(left.count())) < 0) {
+      for (pollfd& fd : fds_) fd.revents = 0;
+    }
+  }
+
+  /// Whether wait() has found the slot ready: in one of its events, or an error.
+  bool ready(std::size_t slot) const { return slot < fds_.size() && fds_[slot].revents != 0; }
+
+ private:
+  std::vector<pollfd> fds_;
+};
 
 /// Sends and receives messages over an authenticated non-blocking socket, each direction in order.
 /// What the socket does not take at once waits in a queue, so nothing is dropped.
