@@ -11,7 +11,7 @@
 #include "bindings/finalize_dense.h"
 #include "bindings/gradient_hooks.h"
 #include "bindings/run_ahead.h"
-#include "engine/backward_messages.h"
+#include "engine/request.h"
 
 namespace torch_ring {
 namespace {

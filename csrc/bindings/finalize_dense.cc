@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "bindings/requests.h"
-#include "engine/backward_messages.h"
+#include "engine/request.h"
 
 namespace torch_ring {
 

@@ -18,7 +18,7 @@
 #include "bindings/store_call.h"
 #include "core/failpoint.h"
 #include "core/limits.h"
-#include "engine/launch_order.h"
+#include "engine/device.h"
 #include "nccl/loader.h"
 
 namespace py = pybind11;

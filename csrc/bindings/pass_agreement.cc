@@ -3,7 +3,7 @@
 #include <numeric>
 #include <utility>
 
-#include "engine/backward_messages.h"
+#include "engine/request.h"
 
 namespace torch_ring {
 

@@ -2,11 +2,73 @@
 
 #include <algorithm>
 #include <cstring>
-
-#include "engine/gathering.h"
-#include "engine/splits.h"
+#include <utility>
 
 namespace torch_ring {
+
+std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size) {
+  const auto each = static_cast<std::size_t>(size);
+  std::optional<Misfit> misfit;
+  if (rows.size() != 2 * each * each) return misfit;
+  std::vector<std::int64_t> all_sent;
+  all_sent.reserve(each * each);
+  for (std::size_t from = 0; from < each; ++from) {
+    for (std::size_t to = 0; to < each; ++to) {
+      const std::int64_t sent = rows[2 * each * from + to];
+      const std::int64_t expected = rows[2 * each * to + each + from];
+      all_sent.push_back(sent);
+      if (sent != expected && !misfit) {
+        misfit = Misfit{static_cast<int>(from), static_cast<int>(to), sent, expected};
+      }
+    }
+  }
+  rows = std::move(all_sent);
+  return misfit;
+}
+
+std::optional<Error> misfit_of(const Fingerprint& fingerprint, std::vector<std::int64_t>& rows,
+                               int size, const std::function<std::string(int)>& name_of) {
+  if (!fingerprint.tells_expected) return std::nullopt;
+  const std::optional<Misfit> misfit = take_expected(rows, size);
+  if (!misfit) return std::nullopt;
+  return Error(ErrorKind::kMismatch,
+               "the ranks' splits do not fit: " + name_of(misfit->from) + " sends " +
+                   std::to_string(misfit->sent) +
+                   (fingerprint.shape.empty() ? " elements to " : " rows to ") +
+                   name_of(misfit->to) + ", which expects " + std::to_string(misfit->expected));
+}
+
+void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes) {
+  if (bytes.empty()) return;
+  const std::size_t count = rows.size();
+  rows.resize(count + bytes.size() / sizeof(std::int64_t));
+  std::memcpy(rows.data() + count, bytes.data(), bytes.size());
+}
+
+void Gathering::add(const Run& run, const Announcement& a) {
+  if (!a.rows.empty()) {
+    for (int i = 0; i < run.count; ++i) append_rows(decision_.rows, a.rows);
+  }
+  all_shared_ = all_shared_ && a.is_shared;
+  all_inline_ = all_inline_ && a.is_inline;
+  if (!all_inline_ || is_barrier(collective_)) return;
+  const Run& last = round_.runs.back();
+  if (decision_.payloads.empty()) {
+    decision_.payloads.reserve(static_cast<std::size_t>(last.first + last.count));
+  }
+  decision_.payloads.insert(decision_.payloads.end(), static_cast<std::size_t>(run.count),
+                            a.payload);
+}
+
+void Gathering::finish(std::size_t shared_before) {
+  decision_.is_inline = all_inline_;
+  if (!all_inline_) decision_.payloads.clear();
+  if (all_shared_) {
+    for (const ByteSpan local : round_.locals) {
+      decision_.shared_offsets.push_back(shared_offset(local, shared_before));
+    }
+  }
+}
 
 namespace {
 

@@ -1,7 +1,9 @@
 // Agreement: the decisions that follow from the announcements of all ranks. Pure: no I/O, no clock.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -9,10 +11,75 @@
 #include <vector>
 
 #include "core/at.h"
-#include "engine/decision.h"
+#include "core/error.h"
 #include "engine/entry.h"
+#include "engine/request.h"
 
 namespace torch_ring {
+
+/// Rank `from` sends `sent` rows to rank `to`, which expects another number.
+struct Misfit {
+  int from;
+  int to;
+  std::int64_t sent;
+  std::int64_t expected;
+};
+
+/// What the ranks of an alltoall expect, compared with what the others send. Takes what the
+/// ranks expect off `rows`, which then has what each sends to each. Returns the first two ranks
+/// that differ. `rows`: of each rank those that it sends to each, and then those that it
+/// expects of each. If these are not so many, they stay: whoever needs rows refuses them.
+std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size);
+
+/// The error of an alltoall in which a rank sends what another one does not expect, or nothing:
+/// what they expect is gone from `rows` then. `name_of`: as errors call a rank.
+std::optional<Error> misfit_of(const Fingerprint& fingerprint, std::vector<std::int64_t>& rows,
+                               int size, const std::function<std::string(int)>& name_of);
+
+/// What the ranks have agreed on. A request that every rank has announced, and that now runs,
+/// or fails if `mismatch` is set.
+struct Decision {
+  std::string key;
+  std::vector<std::int64_t> rows;            // of all ranks, in their order; not what they expect
+  std::vector<std::int64_t> shared_offsets;  // of this host's ranks; empty unless all are shared
+  std::vector<ByteSpan> payloads;            // by rank, if the data is inline and not a barrier's
+  bool is_inline = false;                    // all data is inline
+  std::optional<Error> mismatch;             // the ranks disagree; no data has moved
+  std::vector<std::string> ended_groups;     // ... about the size of these groups (group_of())
+  std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
+  int last_joined = -1;                      // of a join: the rank that joined last
+  bool resets_numbering = false;             // every rank waits for this, and for nothing else
+  std::vector<int> last;  // who announced it in this round, if others had in an earlier one
+
+  // Owns payloads of earlier rounds; this round's are borrowed.
+  std::vector<std::shared_ptr<const void>> storage;
+};
+
+/// The decision of a request that all ranks announce in one round. Fills in a decision: what
+/// follows from the announcements of all ranks, without their names.
+///
+/// Thread: one. Blocking: no.
+class Gathering {
+ public:
+  Gathering(const Round& round, Collective collective, Decision& decision)
+      : round_(round), collective_(collective), decision_(decision) {}
+
+  /// Takes the announcement of all ranks of a run.
+  void add(const Run& run, const Announcement& announcement);
+
+  /// `shared_before`: the number of buffers in shared memory that the entry announces before.
+  void finish(std::size_t shared_before);
+
+ private:
+  const Round& round_;
+  const Collective collective_;
+  Decision& decision_;
+  bool all_shared_ = true;
+  bool all_inline_ = true;
+};
+
+/// Adds the rows that an announcement has.
+void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes);
 
 /// Every rank feeds the same entries in the same order to its own Agreement, and so comes to the
 /// same decisions in the same order, without a coordinator.

@@ -19,8 +19,6 @@
 #include "engine/agreement.h"
 #include "engine/device.h"
 #include "engine/executor.h"
-#include "engine/lateness.h"
-#include "engine/launch_order.h"
 #include "engine/request_queue.h"
 #include "engine/watchdog.h"
 

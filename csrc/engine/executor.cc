@@ -4,10 +4,56 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <tuple>
 
 #include "core/at.h"
+#include "core/reduce.h"
 
 namespace torch_ring {
+
+std::shared_ptr<void> HostBuffers::allocate(std::size_t bytes) {
+  return std::make_shared<std::byte[]>(bytes);
+}
+
+void* HostBuffers::fusion_buffer(std::size_t bytes) {
+  if (buffer_.size() < bytes) buffer_.resize(bytes);
+  return buffer_.data();
+}
+
+void HostBuffers::copy(std::span<const Copy> copies, DType dtype) {
+  for (const auto& [to, from, count] : copies) {
+    if (count > 0) std::memcpy(to, from, count * size_of(dtype));
+  }
+}
+
+void HostBuffers::fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) {
+  torch_ring::fill_identity(data, count, dtype, op);
+}
+
+std::vector<std::vector<std::size_t>> plan_fusion(std::span<const Fingerprint* const> fingerprints,
+                                                  std::size_t threshold_bytes) {
+  const auto kind = [](const Fingerprint& f) {
+    return std::tuple(f.dtype, f.op, f.prescale, f.postscale);
+  };
+  std::vector<std::vector<std::size_t>> groups;
+  std::vector<std::size_t> group_bytes;
+  for (std::size_t i = 0; i < fingerprints.size(); ++i) {
+    const Fingerprint& f = *fingerprints[i];
+    const std::size_t bytes = f.count() * size_of(f.dtype);
+    std::size_t group = 0;
+    while (group < groups.size() && (kind(*fingerprints[groups[group].front()]) != kind(f) ||
+                                     group_bytes[group] + bytes > threshold_bytes)) {
+      ++group;
+    }
+    if (group == groups.size()) {
+      groups.emplace_back();
+      group_bytes.push_back(0);
+    }
+    groups[group].push_back(i);
+    group_bytes[group] += bytes;
+  }
+  return groups;
+}
 
 namespace {
 

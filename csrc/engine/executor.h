@@ -1,16 +1,61 @@
 // Executor: the agreed requests of a round, run over one communicator.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "collective/communicator.h"
+#include "core/types.h"
 #include "engine/agreement.h"
-#include "engine/buffers.h"
-#include "engine/fusion.h"
+#include "engine/request.h"
 
 namespace torch_ring {
+
+struct Copy {
+  void* to;
+  const void* from;
+  std::size_t count;  // elements
+};
+
+/// The memory operations of an executor, on the host or on a device. Memory of the kind that a
+/// communicator works on. On a device all operations are enqueued on the communicator's stream,
+/// in the order of the calls.
+/// Thread: the progress thread. Blocking: no. Errors: std::bad_alloc, or the device's.
+class Buffers {
+ public:
+  virtual ~Buffers() = default;
+
+  /// New memory, freed when the work that uses it has run.
+  virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
+
+  /// Memory for the tensors of a fused collective. It is valid until the next call.
+  virtual void* fusion_buffer(std::size_t bytes) = 0;
+
+  virtual void copy(std::span<const Copy> copies, DType dtype) = 0;
+
+  /// Fills `data` with the identity of `op`, as core/reduce.h defines it.
+  virtual void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) = 0;
+};
+
+class HostBuffers final : public Buffers {
+ public:
+  std::shared_ptr<void> allocate(std::size_t bytes) override;
+  void* fusion_buffer(std::size_t bytes) override;
+  void copy(std::span<const Copy> copies, DType dtype) override;
+  void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override;
+
+ private:
+  std::vector<std::byte> buffer_;
+};
+
+/// The groups of allreduces that share a buffer and travel together. Indices of `fingerprints`
+/// in groups, each to be reduced as one buffer, ordered by their first members. Members of a
+/// group have equal dtype, op and scaling, and together at most `threshold_bytes`; a larger
+/// tensor is a group of its own. Every request must be an allreduce.
+std::vector<std::vector<std::size_t>> plan_fusion(std::span<const Fingerprint* const> fingerprints,
+                                                  std::size_t threshold_bytes);
 
 /// The request of a rank that has joined, in place of one of its own: it gives the identity of a
 /// reduction, or no rows. Nobody reads its result.

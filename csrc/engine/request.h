@@ -1,14 +1,18 @@
 // Request and Work: a collective that a rank asks for, and its pending result.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <charconv>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/clock.h"
@@ -183,5 +187,73 @@ class Work {
   std::optional<Error> error_;
   std::atomic<bool> done_{false};
 };
+
+/// The numbers that name requests without a name. Numbers requests. Ranks that make the same
+/// requests in the same order number them alike. An era begins when every rank waits for the
+/// same thing, so that ranks which had lost step agree again.
+/// Thread: one at a time (with the lock of the RequestQueue).
+class Names {
+ public:
+  /// The next name: "#7", or "#2.7" in a later era. Barriers are numbered apart, so that ranks
+  /// which have submitted different numbers of requests still wait at the same barrier.
+  std::string next(Collective collective) {
+    std::string name = "#";
+    if (era_ > 0) append(name, era_).push_back('.');
+    if (collective == Collective::kBarrier) return append(name.append("barrier."), ++barriers_);
+    return append(name, ++numbered_);
+  }
+
+  /// Begins an era.
+  void renew() {
+    ++era_;
+    numbered_ = 0;
+    barriers_ = 0;
+  }
+
+ private:
+  static std::string& append(std::string& name, std::uint64_t number) {
+    std::array<char, 20> digits;  // of the largest number
+    const auto end = std::to_chars(digits.begin(), digits.end(), number).ptr;
+    return name.append(digits.begin(), end);
+  }
+
+  std::uint64_t era_ = 0;
+  std::uint64_t numbered_ = 0;
+  std::uint64_t barriers_ = 0;
+};
+
+/// The name of the allgather of the ranks' reports. `number` counts the agreements of a process
+/// set.
+std::string backward_name(std::uint64_t number);
+
+/// The number of the pass whose reports nobody waits for, if this is the name of their allgather.
+std::optional<std::uint64_t> planned_pass(std::string_view name);
+
+/// A gradient that the ranks ask those for that have joined: it was averaged before agreement
+/// `number`, and they have it still.
+struct KeptGradient {
+  std::int64_t optimizer;
+  std::int64_t number;
+  std::int64_t parameter;
+};
+
+/// The gradient that an allreduce of this name asks for: "gradients.<optimizer>.<number>.kept.
+/// <parameter>", in Python.
+std::optional<KeptGradient> kept_gradient(std::string_view name);
+
+/// The name of the allreduce of a bucket from element `begin` on. `optimizer` is its index on the
+/// process set.
+std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
+                        std::int64_t begin);
+
+/// What the operation of such a name is for: "averaging the gradients of backward pass 3". Nothing
+/// for a name of another kind. Python adds to these names: ".weights" to that of an agreement,
+/// ".ahead" if nobody waits for it; in
+/// the place of the bucket "sparse.", a parameter and a number, "loss", or "kept"; to a bucket's,
+/// what a compressor's rounds are called.
+std::optional<std::string> in_words(std::string_view name);
+
+/// Whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes.
+bool all_sent(std::string_view gathered, std::string_view own);
 
 }  // namespace torch_ring

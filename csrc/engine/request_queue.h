@@ -13,7 +13,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/names.h"
 #include "engine/recorder.h"
 #include "engine/request.h"
 

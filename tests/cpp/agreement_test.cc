@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engine/fusion.h"
+#include "engine/executor.h"
 #include "entries.h"
 #include "harness.h"
 

@@ -1,6 +1,4 @@
 // The names of backward synchronisation, and what errors say instead of them.
-#include "engine/backward_messages.h"
-
 #include "engine/request.h"
 #include "harness.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "collective/shm_communicator.h"
-#include "engine/announce.h"
+#include "engine/entry.h"
 #include "engine/recorder.h"
 #include "engine_ranks.h"
 

@@ -1,6 +1,5 @@
 // Lateness: the line of a minute, and who says it.
-#include "engine/lateness.h"
-
+#include "engine/watchdog.h"
 #include "harness.h"
 
 namespace torch_ring::test {

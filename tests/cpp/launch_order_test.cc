@@ -1,6 +1,4 @@
 // LaunchOrder alone: places of several sets in one process.
-#include "engine/launch_order.h"
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -13,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/device.h"
 #include "harness.h"
 
 namespace torch_ring::test {

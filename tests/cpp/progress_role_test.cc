@@ -1,8 +1,7 @@
 // ProgressRole and Driver without an engine: one rank, whose progress this thread makes.
-#include "engine/progress_role.h"
-
 #include <thread>
 
+#include "engine/engine.h"
 #include "test_world.h"
 
 namespace torch_ring::test {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["Operation", "Recording", "step_of"]
 
-# backward.7, backward.7.weights, gradients.0.7.2.1048576 (csrc/engine/backward_messages.h)
+# backward.7, backward.7.weights, gradients.0.7.2.1048576 (csrc/engine/request.h)
 _STEP = re.compile(r"(?:backward|gradients\.\d+)\.(\d+)(?:\.|$)")
 
 
