@@ -7,7 +7,6 @@
 #include <optional>
 #include <utility>
 
-#include "messages/message_recorder.h"
 #include "messages/message_request.h"
 
 namespace torch_ring {

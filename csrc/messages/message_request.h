@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -16,9 +17,78 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/types.h"
-#include "messages/message_record.h"
 
 namespace torch_ring {
+
+/// One message of a rank, with its times; MessageCounters: sums over all that ended. Times are
+/// nanoseconds of Clock; 0: not yet.
+struct MessageRecord {
+  enum class State : std::uint8_t {
+    kPosted,   // this rank waits for the other one
+    kMatched,  // a receive knows its message, a long send its receive: the bytes move
+    kFinished,
+    kFailed,
+  };
+
+  std::uint64_t number = 0;  // in the order of this rank's requests, from 1
+  State state = State::kPosted;
+  bool is_send = true;
+  int peer = -1;  // the other rank of the set; -1: a receive from any that has no message yet
+  int tag = 0;
+  DType dtype = DType::kUInt8;
+  std::uint64_t bytes = 0;  // of the message; of a receive that has none yet, the most it takes
+
+  std::int64_t posted = 0;
+  std::int64_t matched = 0;  // stays 0 for a short send, which waits for nobody
+  std::int64_t finished = 0;
+
+  std::string error;  // of a failed one
+
+  /// "receive of float32, 16 bytes, tag 3"
+  std::string describe() const {
+    return std::string(is_send ? "send" : "receive") + " of " + name_of(dtype) + ", " +
+           std::to_string(bytes) + " bytes, tag " + std::to_string(tag);
+  }
+};
+
+struct MessageTotals {
+  struct Sums {
+    std::uint64_t messages = 0;
+    std::uint64_t failed = 0;  // of these
+    std::uint64_t bytes = 0;   // of the others
+  };
+  Sums sent;
+  Sums received;
+};
+
+/// Thread: any. Blocking: no.
+class MessageCounters {
+ public:
+  void finished(bool is_send, std::uint64_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    MessageTotals::Sums& sums = of(is_send);
+    ++sums.messages;
+    sums.bytes += bytes;
+  }
+
+  void failed(bool is_send) {
+    const std::scoped_lock lock(mutex_);
+    MessageTotals::Sums& sums = of(is_send);
+    ++sums.messages;
+    ++sums.failed;
+  }
+
+  MessageTotals totals() const {
+    const std::scoped_lock lock(mutex_);
+    return totals_;
+  }
+
+ private:
+  MessageTotals::Sums& of(bool is_send) { return is_send ? totals_.sent : totals_.received; }
+
+  mutable std::mutex mutex_;  // guards what follows; a request's is taken before it
+  MessageTotals totals_;
+};
 
 /// What a rank asks for: to send or to receive one message.
 struct MessageSpec {
@@ -100,6 +170,30 @@ class MessageRequest {
   Clock::time_point posted_{};
   Clock::time_point matched_{};
   Clock::time_point finished_{};
+};
+
+/// A rank's last messages. The flight recorder of a PointToPoint. It keeps the requests
+/// themselves, which have let go of their tensors when they have ended.
+///
+/// Thread: any. Blocking: no. Errors: none but bad_alloc.
+class MessageRecorder {
+ public:
+  static constexpr std::size_t kMessages = 2000;
+
+  /// Precondition: nobody else knows the request yet.
+  void posted(const std::shared_ptr<MessageRequest>& request);
+
+  /// The last messages, oldest first; those that have not ended, too.
+  std::vector<MessageRecord> records() const;
+
+  /// Of all messages that have ended.
+  MessageTotals totals() const { return counters_->totals(); }
+
+ private:
+  const std::shared_ptr<MessageCounters> counters_ = std::make_shared<MessageCounters>();
+  mutable std::mutex mutex_;  // guards what follows
+  std::deque<std::shared_ptr<MessageRequest>> last_;
+  std::uint64_t posted_ = 0;
 };
 
 }  // namespace torch_ring

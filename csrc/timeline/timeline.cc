@@ -6,7 +6,6 @@
 
 #include "core/at.h"
 #include "timeline/receiver.h"
-#include "timeline/sender.h"
 
 namespace torch_ring {
 

@@ -14,7 +14,7 @@
 #include "engine/recorder.h"
 #include "messages/point_to_point.h"
 #include "timeline/chrome_trace.h"
-#include "timeline/options.h"
+#include "timeline/receiver.h"
 
 namespace torch_ring {
 
