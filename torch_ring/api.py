@@ -52,7 +52,7 @@ from torch_ring.collectives.broadcast import (
     broadcast_async,
     broadcast_async_,
 )
-from torch_ring.collectives.consistency import verify_consistency
+from torch_ring.collectives.compare import verify_consistency
 from torch_ring.collectives.handle import Handle, poll, synchronize
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.collectives.reduce_op import (

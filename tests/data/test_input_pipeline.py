@@ -25,10 +25,9 @@ from torch_ring.data import (
     InputReport,
     ShardedSampler,
     default_num_workers,
-    workers,
+    prefetcher,
 )
-from torch_ring.data.report import Rates
-from torch_ring.data.waits import Waits, summary
+from torch_ring.data.pipeline import Rates, Waits, summary
 
 FORK = multiprocessing.get_context("fork")  # for workers of ranks, that were forked themselves
 
@@ -169,9 +168,9 @@ def check_report() -> str:
     assert "gap" not in str(alone)
 
     # Ranks whose loaders have different queues take equally many steps all the same.
-    workers = rank  # none on rank 0
-    processes = {"multiprocessing_context": FORK, "persistent_workers": True} if workers else {}
-    loader = DataLoader(Samples(64), 2, num_workers=workers, **processes)
+    prefetcher = rank  # none on rank 0
+    processes = {"multiprocessing_context": FORK, "persistent_workers": True} if prefetcher else {}
+    loader = DataLoader(Samples(64), 2, num_workers=prefetcher, **processes)
     report_of = InputPipeline(loader).report
     queue = 2 * (size - 1)
     before = steps
@@ -320,10 +319,10 @@ def test_ranks_divide_the_cpus_that_they_share(bound, number):
 
 def test_default_num_workers():
     cpus = patch("os.sched_getaffinity", lambda _pid: set(range(8)))
-    with cpus, patch.object(workers, "cpu_quota", lambda: math.inf):
-        assert workers.default_num_workers() == 7
+    with cpus, patch.object(prefetcher, "cpu_quota", lambda: math.inf):
+        assert prefetcher.default_num_workers() == 7
         with patch.dict("os.environ", RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"):
-            assert workers.default_num_workers() == 3
-        assert workers.default_num_workers(limit=2) == 2
-    with cpus, patch.object(workers, "cpu_quota", lambda: 2.5):
-        assert workers.default_num_workers() == 1
+            assert prefetcher.default_num_workers() == 3
+        assert prefetcher.default_num_workers(limit=2) == 2
+    with cpus, patch.object(prefetcher, "cpu_quota", lambda: 2.5):
+        assert prefetcher.default_num_workers() == 1

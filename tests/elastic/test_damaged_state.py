@@ -14,7 +14,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.collectives import objects
-from torch_ring.elastic import handlers
+from torch_ring.elastic import state
 
 FOR_EVER = 1 << 30
 
@@ -39,7 +39,7 @@ def damage(part: str, times: int) -> None:
 
         return call
 
-    def momentum(handler: handlers.OptimizerStateHandler, _: int) -> torch.Tensor:
+    def momentum(handler: state.OptimizerStateHandler, _: int) -> torch.Tensor:
         state = next(iter(handler.value.state.values()))
         tensor: torch.Tensor = state["momentum_buffer"]
         return tensor
@@ -47,7 +47,7 @@ def damage(part: str, times: int) -> None:
     def payload(tensor: torch.Tensor, _: int, name: str | None = None, *__: Any) -> Any:
         return tensor if name == part else None
 
-    model, optimizer = handlers.ModelStateHandler, handlers.OptimizerStateHandler
+    model, optimizer = state.ModelStateHandler, state.OptimizerStateHandler
     if part == "parameter":
         model.copy_from = after(model.copy_from, lambda h, _: h.value.weight)  # type: ignore[method-assign]
     elif part == "buffer":

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_ring as hvd
-from torch_ring.elastic import handlers
+from torch_ring.elastic import state
 
 
 def model_of(value: float) -> torch.nn.Linear:
@@ -104,7 +104,7 @@ class Counter:
     count = 0
 
 
-class CounterHandler(handlers.StateHandler):
+class CounterHandler(state.StateHandler):
     def save(self) -> None:
         self.saved = self.value.count
 
@@ -116,8 +116,8 @@ class CounterHandler(handlers.StateHandler):
 
 
 def handle_counters() -> None:
-    before = handlers.get_handler_registry()
-    handlers.set_handler_registry([*before, (Counter, CounterHandler)])
+    before = state.get_handler_registry()
+    state.set_handler_registry([*before, (Counter, CounterHandler)])
     try:
         counter = Counter()
         state = hvd.elastic.TorchState(counter=counter)
@@ -129,7 +129,7 @@ def handle_counters() -> None:
         state.sync()
         assert counter.count == 1
     finally:
-        handlers.set_handler_registry(before)
+        state.set_handler_registry(before)
 
 
 def test_a_handler_of_the_users() -> None:

@@ -12,8 +12,7 @@ from training import grads, make_model, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.collectives.consistency import find_difference
-from torch_ring.collectives.digests import digests_of
+from torch_ring.collectives.compare import digests_of, find_difference
 
 
 def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Backend
 
-from torch_ring.c10d.as_gloo import replace_gloo
 from torch_ring.config import Config, let_ddp_ask_for_memory
 
 if TYPE_CHECKING:
     from torch_ring._C import RingBackend
     from torch_ring.c10d.groups import Group
 
-__all__ = ["autoload", "register_backend"]
+__all__ = ["autoload", "register_backend", "replace_gloo"]
 
 _NAME = "ring"
 
@@ -97,3 +97,28 @@ def _default_group() -> Group | None:
             group: Group = backend.group
             return group
     return None
+
+
+_GLOO = "gloo"
+
+
+def replace_gloo(name: str) -> None:
+    """Have torch.distributed take the backend `name` where a program asks for gloo.
+
+    That is ``init_process_group("gloo")``, ``"cpu:gloo,cuda:nccl"``, ``new_group(backend="gloo")``,
+    and the default of CPU tensors. ``torch.distributed.get_backend()`` then says `name`.
+    Once more does nothing.
+    """
+    if Backend.default_device_backend_map.get("cpu") == name:
+        return
+    Backend.default_device_backend_map["cpu"] = name
+    named = Backend.__new__
+
+    def renamed(cls: type[Backend], backend: Any) -> Any:
+        is_gloo = isinstance(backend, str) and backend.lower() == _GLOO
+        return named(cls, name if is_gloo else backend)
+
+    Backend.__new__ = renamed  # type: ignore[assignment]
+    logging.getLogger("torch_ring").warning(
+        "TORCH_RING_AS_GLOO=1: torch.distributed uses torch_ring where a program asks for gloo"
+    )

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_ring.collectives.allreduce import allreduce, grouped_allreduce
-from torch_ring.collectives.handle import GroupHandle, Handle
-from torch_ring.collectives.reduce_op import Average
-from torch_ring.collectives.tensors import (
+from torch_ring.collectives.handle import (
+    GroupHandle,
+    Handle,
     checked_group,
     needs_function,
     require_tensor,
 )
+from torch_ring.collectives.reduce_op import Average
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring.collectives.handle import GroupHandle, Handle
-from torch_ring.collectives.reduce_op import Max, resolve_op
-from torch_ring.collectives.tensors import (
+from torch_ring.collectives.handle import (
+    GroupHandle,
+    Handle,
     checked_group,
     empty_result_like,
     is_recorded,
     require_tensor,
     written_in_place,
 )
+from torch_ring.collectives.reduce_op import Max, resolve_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 

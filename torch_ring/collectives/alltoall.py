@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import Work
-from torch_ring.collectives.handle import Handle
-from torch_ring.collectives.tensors import needs_function, require_tensor
+from torch_ring.collectives.handle import Handle, needs_function, require_tensor
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from torch_ring import world
 from torch_ring.collectives.allreduce import allreduce
-from torch_ring.collectives.handle import Handle
-from torch_ring.collectives.reduce_op import Average
-from torch_ring.collectives.tensors import (
+from torch_ring.collectives.handle import (
+    Handle,
     empty_result_like,
     needs_function,
     require_tensor,
     written_in_place,
 )
+from torch_ring.collectives.reduce_op import Average
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, root_in
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]

@@ -21,7 +21,7 @@ from torch_ring import world
 from torch_ring._C import all_sent
 from torch_ring.collectives.allgather import allgather
 from torch_ring.collectives.broadcast import broadcast_
-from torch_ring.collectives.digests import digests_of
+from torch_ring.collectives.compare import digests_of
 from torch_ring.collectives.plain_pickle import dumps, loads_plain
 from torch_ring.errors import MismatchError, StateDamagedError
 from torch_ring.world.process_set import ProcessSet, global_process_set

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from torch_ring._C import empty_result
 from torch_ring.collectives.allgather import allgather, grouped_allgather
-from torch_ring.collectives.handle import GroupHandle, Handle
+from torch_ring.collectives.handle import (
+    GroupHandle,
+    Handle,
+    checked_group,
+    needs_function,
+    require_tensor,
+)
 from torch_ring.collectives.reduce_op import Average, Sum, checked_op
-from torch_ring.collectives.tensors import checked_group, needs_function, require_tensor
 from torch_ring.compression import Compression, Compressor
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import Engine, in_words
-from torch_ring.collectives.handle import GroupHandle
+from torch_ring.collectives.handle import GroupHandle, require_tensor
 from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum, checked_op
-from torch_ring.collectives.tensors import require_tensor
 from torch_ring.errors import InvalidArgumentError, MismatchError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 

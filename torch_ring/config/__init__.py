@@ -1,7 +1,9 @@
 """The settings, read from the environment here and nowhere else."""
 
-from torch_ring.config.settings import SETTINGS, Config, Setting
-from torch_ring.config.variables import (
+from torch_ring.config.settings import (
+    SETTINGS,
+    Config,
+    Setting,
     failpoints,
     let_ddp_ask_for_memory,
     misspelt,

@@ -2,26 +2,170 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ring.config.values import (
-    LEVELS,
-    byte_count,
-    count,
-    disables_stall_check,
-    file_path,
-    horovod_level,
-    number,
-    one_of,
-    switch,
-    timeline_path,
-)
 from torch_ring.errors import InvalidArgumentError
 
-__all__ = ["SETTINGS", "Config", "Setting"]
+__all__ = [
+    "LEVELS",
+    "SETTINGS",
+    "Config",
+    "Setting",
+    "byte_count",
+    "count",
+    "disables_stall_check",
+    "failpoints",
+    "file_path",
+    "horovod_level",
+    "let_ddp_ask_for_memory",
+    "misspelt",
+    "nccl_is_blocking",
+    "number",
+    "one_of",
+    "switch",
+    "threads_are_chosen",
+    "timeline_path",
+    "variables_set",
+]
+
+LEVELS = ("debug", "info", "warning", "error")
+MOST = 1e8  # seconds: the longest time that the engine can count
+
+
+def number(minimum: float, factor: float = 1.0, most: float = MOST) -> Callable[[str], float]:
+    """Return a reader of numbers from `minimum` to `most`, which it multiplies by `factor`."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = float(text)
+            if minimum <= value <= most:
+                return value * factor
+        raise ValueError(f"must be a number from {minimum:g} to {most:g}")
+
+    return parse
+
+
+def byte_count(minimum: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers of bytes from `minimum` on."""
+
+    def parse(text: str) -> int:
+        if text.isdecimal() and minimum <= int(text) < 1 << 62:
+            return int(text)
+        raise ValueError(f"must be a whole number of bytes, {minimum} or more")
+
+    return parse
+
+
+def count(least: int, most: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if text.isdecimal() and least <= int(text) <= most:
+            return int(text)
+        raise ValueError(f"must be a whole number from {least} to {most}")
+
+    return parse
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a reader of words, in any case."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return text.lower()
+
+    return parse
+
+
+def switch(text: str) -> bool:
+    """Read 0, 1, false or true."""
+    return one_of("0", "1", "false", "true")(text) in ("1", "true")
+
+
+def file_path(text: str) -> str:
+    """Read the path of a file, which need not be there."""
+    if text.endswith("/"):
+        raise ValueError("must be the path of a file, not of a folder")
+    return text
+
+
+def horovod_level(text: str) -> str:
+    """Read a level of Horovod's log."""
+    level = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
+    return level if level in LEVELS else "warning"  # as Horovod
+
+
+def disables_stall_check(text: str) -> float | None:
+    """Read a switch; None leaves the setting as it is."""
+    return 0.0 if switch(text) else None
+
+
+def timeline_path(text: str) -> str | None:
+    """Read the path of a timeline. DYNAMIC is Horovod's word for one that starts later."""
+    return None if text.upper() == "DYNAMIC" else text
+
+
+_OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
+_OF_TESTS = "TORCH_RING_FAIL"
+_OF_LAUNCHER = {"TORCH_RING_RUN_ID", "TORCH_RING_PROCESS"}  # for rendezvous/launchers.py
+
+
+def variables_set(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of torch_ring and of Horovod that are set, to be shown to anybody.
+
+    A secret is not among them: only settings have their values, since TORCH_RING_SERCET has one.
+    """
+    shown = {v for s in SETTINGS if s.field != "secret" for v in (s.variable, *dict(s.aliases))}
+    return {
+        variable: environment[variable] if variable in shown else _hidden(variable)
+        for variable in sorted(environment)
+        if variable.startswith(("TORCH_RING_", "HOROVOD_"))
+    }
+
+
+def _hidden(variable: str) -> str:
+    known = {setting.variable for setting in SETTINGS}
+    return "(set, not shown)" if variable in known else "(not a setting of torch_ring)"
+
+
+def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return which variables look like settings and are none, in one line; None: none of them.
+
+    Their values are not shown: TORCH_RING_SERCET has a secret.
+    """
+    known = {setting.variable for setting in SETTINGS}
+    found = []
+    for variable in sorted(environment.keys() - known - {_OF_BUILDS, _OF_TESTS} - _OF_LAUNCHER):
+        if variable.startswith("TORCH_RING_"):
+            meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
+            found.append(variable + (f" (do you mean {meant[0]}?)" if meant else ""))
+    return f"no setting of torch_ring, ignored: {', '.join(found)}" if found else None
+
+
+def failpoints(environment: Mapping[str, str] = os.environ) -> str:
+    """Return where a test wants this process to fail (CONTRIBUTING.md); "" for nowhere."""
+    return environment.get(_OF_TESTS, "")
+
+
+def let_ddp_ask_for_memory() -> None:
+    """Let torch's DDP ask a backend for the memory of its buckets, unless a user has decided it."""
+    os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")  # torch's default is 1
+
+
+def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether NCCL's own variable makes its communicators blocking: without a deadline."""
+    return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
+
+
+def threads_are_chosen(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a user, or a launcher, has said with how many threads a rank computes."""
+    return any(environment.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,276 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice, repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from torch_ring.collectives.allgather import allgather
 from torch_ring.collectives.allreduce import allreduce
 from torch_ring.collectives.barrier import barrier
 from torch_ring.collectives.reduce_op import Max, Min
-from torch_ring.data.prefetcher import DevicePrefetcher
-from torch_ring.data.report import InputReport, Rates
+from torch_ring.data.prefetcher import DevicePrefetcher, default_num_workers
 from torch_ring.data.sampler import ShardedSampler
-from torch_ring.data.waits import WaitLog
-from torch_ring.data.workers import default_num_workers
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
-__all__ = ["MODES", "InputPipeline"]
+__all__ = ["MODES", "InputPipeline", "InputReport", "Rates", "WaitLog", "Waits"]
+
+_KEPT = 4096  # last steps that are kept at least: enough for a p95, and 32 KiB a rank to gather
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The waits of a run's steps for their batches, in seconds. The same on all ranks.
+
+    An epoch's first step counts in `steps` and in `first_s` only. Means over no steps are NaN.
+
+    Attributes:
+        steps: the number of steps on the rank with the fewest.
+        steps_per_s: the rate of the slowest rank; time outside the loops over batches is left out.
+        mean_s, p95_s, max_s: over all ranks and the last 4096 steps or more.
+        latest_s: the longest wait of any rank in a step, averaged over the steps: the time that a
+            step loses, because all ranks wait for the latest.
+        slowest_rank, slowest_rank_s: the rank that waits longest on average, and its mean wait.
+        others_s: the median of the other ranks' mean waits.
+        first_s: the wait for an epoch's first batch, while the workers start: the mean over the
+            epochs, of the rank where it is longest.
+    """
+
+    steps: int
+    steps_per_s: float
+    mean_s: float
+    p95_s: float
+    max_s: float
+    latest_s: float
+    slowest_rank: int
+    slowest_rank_s: float
+    others_s: float
+    first_s: float
+
+
+class WaitLog:
+    """The waits of one rank, as its caller has timed them."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._elapsed_s = 0.0
+        self._last_s = array("d")
+        self._first_s = array("d")
+
+    def add(self, wait_s: float, *, is_first: bool) -> None:
+        """Add the wait for a batch; `is_first` marks the first batch of an epoch."""
+        self._steps += 1
+        if is_first:
+            self._first_s.append(wait_s)
+            return
+        self._last_s.append(wait_s)
+        if len(self._last_s) == 2 * _KEPT:
+            del self._last_s[:_KEPT]
+
+    def add_elapsed(self, seconds: float) -> None:
+        """Add the duration of a loop over batches, its waits included."""
+        self._elapsed_s += seconds
+
+    def gather(self, process_set: ProcessSet) -> Waits:
+        """Return the waits of all ranks of the set. A collective of them."""
+        counts = torch.tensor([self._steps, len(self._last_s)], device="cpu")
+        steps, kept = allreduce(counts, op=Min, process_set=process_set).tolist()
+        rate = steps / self._elapsed_s if steps else torch.nan
+        mine = self._last_s[len(self._last_s) - kept :]  # the same steps on all ranks
+        row = _tensor([rate, _tensor(self._first_s).mean().item(), *mine])
+        table = allgather(row[None], process_set=process_set)  # [ranks, 2 + kept]
+        return summary(steps, table[:, 0], table[:, 1], table[:, 2:], process_set.ranks or [])
+
+
+def summary(
+    steps: int, rates: Tensor, firsts_s: Tensor, waits_s: Tensor, ranks: list[int]
+) -> Waits:
+    """Return the `Waits` that follow from the ranks' measurements.
+
+    Args:
+        steps: the number of steps on the rank with the fewest.
+        rates: shape [ranks]; steps a second.
+        firsts_s: shape [ranks]; mean waits for an epoch's first batch.
+        waits_s: shape [ranks, steps]; waits of the other steps.
+        ranks: the ranks of the set, ascending.
+    """
+    first_s, rate = firsts_s.max().item(), rates.min().item()
+    if waits_s.shape[1] == 0:
+        nan = torch.nan
+        return Waits(steps, rate, nan, nan, nan, nan, ranks[0], nan, nan, first_s)
+    of_ranks = waits_s.mean(1)
+    return Waits(
+        steps=steps,
+        steps_per_s=rate,
+        mean_s=waits_s.mean().item(),
+        p95_s=waits_s.flatten().sort().values[int(0.95 * (waits_s.numel() - 1))].item(),
+        max_s=waits_s.max().item(),
+        latest_s=waits_s.max(0).values.mean().item(),
+        slowest_rank=ranks[int(of_ranks.argmax())],
+        slowest_rank_s=of_ranks.max().item(),
+        others_s=of_ranks.sort().values[:-1].median().item() if len(ranks) > 1 else torch.nan,
+        first_s=first_s,
+    )
+
+
+def _tensor(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+_SMALL = 0.02  # fraction of a step below which a gap is not worth fixing
+_FEW = 50  # steps; measurements over fewer are mostly noise
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Steps a second with each kind of data, of all ranks together.
+
+    Attributes:
+        real: with the loader's batches.
+        cached: with a few of its batches again and again: no loader.
+        synthetic: with one batch kept on the device: no loader and no copy.
+        spread: half the distance from the smallest to the largest gap of the rounds.
+        steps: the number of steps measured with each kind.
+    """
+
+    real: float
+    cached: float
+    synthetic: float
+    spread: float
+    steps: int
+
+    @property
+    def gap(self) -> float:
+        """The part of the speed that the data cost, ``1 - real / synthetic``."""
+        return 1 - self.real / self.synthetic
+
+    @property
+    def loader_share(self) -> float:
+        """The loader's part of the gap, ``1 - real / cached``; the rest is the copy's."""
+        return 1 - self.real / self.cached
+
+    @classmethod
+    def of(cls, seconds: Tensor, steps: int) -> Rates:
+        """Return the rates measured in some rounds.
+
+        Args:
+            seconds: shape [rounds, 3]: the duration of a round's steps with each kind of data, in
+                the order of the attributes.
+            steps: steps of a round with each kind.
+        """
+        real, cached, synthetic = (steps / seconds.median(0).values).tolist()
+        gaps = 1 - seconds[:, 2] / seconds[:, 0]
+        spread = ((gaps.max() - gaps.min()) / 2).item()
+        return cls(real, cached, synthetic, spread, steps * len(seconds))
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """The measurements of :meth:`InputPipeline.report`, the same on all ranks. Print it.
+
+    Attributes:
+        mode: the run's data: real, cached or synthetic.
+        ranks: the number of ranks.
+        num_workers: workers of a rank's loader; the fewest of any rank.
+        spare_workers: workers that :func:`default_num_workers` would add; the fewest of any rank.
+        waits: the run's waits for data.
+        rates: the speeds with each kind of data, measured after the run; None without `step`.
+    """
+
+    mode: str
+    ranks: int
+    num_workers: int
+    spare_workers: int
+    waits: Waits
+    rates: Rates | None
+
+    @property
+    def gap(self) -> float:
+        """1 - real / synthetic, of the steps a second; NaN if they were not compared."""
+        return self.rates.gap if self.rates else math.nan
+
+    @property
+    def loader_share(self) -> float:
+        """1 - real / cached, of the steps a second; NaN if they were not compared."""
+        return self.rates.loader_share if self.rates else math.nan
+
+    @property
+    def advice(self) -> str:
+        """The first thing to try, in one line."""
+        waits, rates = self.waits, self.rates
+        if (rates or waits).steps < _FEW:
+            return f"too few steps to tell: measure {_FEW} or more"
+        lost = rates.gap if rates else waits.latest_s * waits.steps_per_s
+        if not lost > max(_SMALL, rates.spread if rates else 0.0):
+            return "nothing to gain: the data keep up with the model"
+        behind_s = waits.slowest_rank_s - waits.others_s
+        if behind_s > max(waits.others_s, _SMALL / waits.steps_per_s):
+            return (
+                f"rank {waits.slowest_rank} keeps the others waiting, {_ms(behind_s)} a step more "
+                "than they need: look at its host, its disk and its share of the data"
+            )
+        if rates and rates.loader_share < rates.gap / 2:
+            return (
+                "it is the copy to the device rather than the loader: DataLoader(pin_memory=True), "
+                "and smaller types (uint8 for images)"
+            )
+        if self.spare_workers > 0:
+            return f"more workers: DataLoader(num_workers={self.num_workers + self.spare_workers})"
+        if self.num_workers > 0 and waits.latest_s > 2 * waits.slowest_rank_s:
+            return (
+                "a different rank is late in each step: longer queues even that out, "
+                "DataLoader(prefetch_factor=8)"
+            )
+        return (
+            "no CPU is free for more workers: cheaper transforms (torchvision.transforms.v2 on "
+            "uint8, on the device, or once before training), smaller files"
+        )
+
+    def __str__(self) -> str:
+        waits, rates = self.waits, self.rates
+        lines = [
+            f"input pipeline: {waits.steps} steps with {self.mode} data on {self.ranks} "
+            f"rank{'s' * (self.ranks > 1)}"
+            + (f", {waits.steps_per_s:.2f} steps/s" if waits.steps else ""),
+            f"  wait for data  mean {_ms(waits.mean_s)}, p95 {_ms(waits.p95_s)}, max "
+            f"{_ms(waits.max_s)}; latest rank of a step {_ms(waits.latest_s)}; first batch of an "
+            f"epoch {_ms(waits.first_s)}",
+            f"  slowest rank   {waits.slowest_rank}, mean {_ms(waits.slowest_rank_s)}",
+        ]
+        if rates and rates.steps < _FEW:
+            lines.append(
+                f"  gap            too few steps to tell: {rates.steps} of each kind of data"
+            )
+        elif rates:
+            lines += [
+                f"  steps/s        real {rates.real:.2f}, cached {rates.cached:.2f}, synthetic "
+                f"{rates.synthetic:.2f} (medians; {rates.steps} steps of each)",
+                f"  gap            {_gap(rates)}",
+            ]
+        return "\n".join([*lines, f"  advice         {self.advice}"])
+
+
+def _gap(rates: Rates) -> str:
+    if rates.gap <= rates.spread:
+        return f"none above the noise of +- {rates.spread:.1%}"
+    return (
+        f"{rates.gap:.1%} +- {rates.spread:.1%} (1 - real/synthetic), "
+        f"loader share {rates.loader_share:.1%} (1 - real/cached)"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return "none" if math.isnan(seconds) else f"{1000 * seconds:.1f} ms"
+
 
 MODES = ("real", "cached", "synthetic")
 """The modes of an InputPipeline, for a script's ``--data``."""

@@ -3,10 +3,9 @@
 Horovod's names: ``run``, ``State``, ``ObjectState``, ``TorchState``, ``ElasticSampler``.
 """
 
-from torch_ring.elastic.object_state import ObjectState, State
 from torch_ring.elastic.retry import run
 from torch_ring.elastic.sampler import ElasticSampler
-from torch_ring.elastic.state import StateLostError, TorchState
+from torch_ring.elastic.state import ObjectState, State, StateLostError, TorchState
 from torch_ring.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,

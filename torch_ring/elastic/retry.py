@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch_ring.elastic.job import ElasticJob
-from torch_ring.elastic.object_state import ADDED, REMOVED, State
 from torch_ring.elastic.regroup import CallOverError, LeftOutError
-from torch_ring.elastic.state import StateLostError
+from torch_ring.elastic.state import ADDED, REMOVED, State, StateLostError
 from torch_ring.errors import (
     HostsUpdatedInterrupt,
     MismatchError,

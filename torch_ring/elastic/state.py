@@ -2,35 +2,494 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import pickle
-from collections.abc import Mapping, Sequence, Sized
+import queue
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
 from torch_ring import world
-from torch_ring.collectives.consistency import Thing, find_damage
-from torch_ring.collectives.objects import allgather_object, broadcast_checked_object
-from torch_ring.elastic.handlers import (
-    OptimizerCopy,
-    StatefulHandler,
-    StateHandler,
-    get_handler_registry,
-    handler_of,
-    set_handler_registry,
+from torch_ring.collectives.compare import Thing, find_damage, things_of
+from torch_ring.collectives.objects import (
+    allgather_object,
+    broadcast_checked_object,
+    broadcast_object,
 )
-from torch_ring.elastic.object_state import ObjectState, require_plain
-from torch_ring.errors import PeerLostError, RingError, StateDamagedError
+from torch_ring.elastic.sampler import ElasticSampler
+from torch_ring.errors import HostsUpdatedInterrupt, PeerLostError, RingError, StateDamagedError
+from torch_ring.optimizer.adasum_optimizer import AdasumOptimizer
+from torch_ring.optimizer.distributed_optimizer import follow_world
+from torch_ring.state import broadcast_parameters, copy_optimizer_state
+from torch_ring.world import current
+from torch_ring.world.process_set import global_process_set
 
 __all__ = [
+    "ADDED",
+    "REMOVED",
+    "ModelStateHandler",
+    "ObjectState",
+    "OptimizerCopy",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "State",
     "StateHandler",
     "StateLostError",
+    "StatefulHandler",
     "TorchState",
     "get_handler_registry",
+    "handler_of",
+    "require_plain",
     "set_handler_registry",
 ]
+
+REMOVED, ADDED = 1, 2  # of Horovod's HostUpdateResult
+
+_MOST_LOOKED_AT = 10_000  # parts of an attribute: a model is near its top
+
+
+class State(ABC):
+    """The state of a training that goes on when the ranks change; see `run`.
+
+    A subclass says how to save, restore and synchronise it.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        self._host_messages: queue.Queue[tuple[Any, int]] = queue.Queue()
+        self._last_updated_timestamp: Any = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Call these functions after each change of the ranks, before the training goes on.
+
+        Use them for what depends on the number of ranks, such as the learning rate.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the reset callbacks: the ranks are others, and have one state. Called by `run`."""
+        self._host_messages = queue.Queue()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: Any, update_res: int) -> None:
+        """Note that hosts have come or gone. Thread: any."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, and let hosts that wait come in.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have come or gone; `run` handles it.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 knows of new hosts. Collective."""
+        last, results = self._last_updated_timestamp, 0
+        while not self._host_messages.empty():
+            timestamp, result = self._host_messages.get()
+            if timestamp > last:
+                last, results = timestamp, results | result
+        before, self._last_updated_timestamp, results = broadcast_object(
+            (self._last_updated_timestamp, last, results), 0, "elastic.hosts"
+        )
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(results == REMOVED)
+
+    def on_arrival(self) -> None:
+        """Give way to the other ranks' states: this process has come while they train."""
+        return
+
+    def resume(self) -> None:
+        """Make the state the same on all ranks after some have died or come. Collective."""
+        self.restore()
+        self.sync()
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep the present state, for `restore`."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Give all ranks the saved state of rank 0. Collective."""
+
+    def reset(self) -> None:  # noqa: B027  most need nothing
+        """Adapt what depends on the world; called before `resume`."""
+
+
+class ObjectState(State):
+    """A state of picklable attributes.
+
+    Args:
+        bcast_object: returns the root's object on all ranks, as `broadcast_object` does; by
+            default, once it has been compared with what the root has sent.
+        get_rank: returns the rank.
+        **kwargs: the attributes, with their first values.
+
+    Raises:
+        ValueError: an attribute holds a module or an optimizer.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] = broadcast_checked_object,
+        get_rank: Callable[[], int] = world.rank,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        for name, value in kwargs.items():
+            require_plain(name, value)
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._saved_state: dict[str, Any] = kwargs
+        self._set_attributes()
+
+    def save(self) -> None:
+        """See `State`."""
+        self._saved_state = {name: copy.deepcopy(self.__dict__[name]) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """See `State`."""
+        self._set_attributes()
+
+    def sync(self) -> None:
+        """See `State`."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state, 0, name="elastic.state")
+            self._set_attributes()
+
+    def _set_attributes(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, copy.deepcopy(value))
+
+
+def require_plain(name: str, value: Any) -> None:
+    """Raise ValueError if an attribute holds a module or an optimizer: a copy of it would be kept.
+
+    The program would train its own, and the state would save, give and restore the other.
+    """
+    seen: set[int] = set()
+    parts = deque([value])
+    while parts and len(seen) < _MOST_LOOKED_AT:
+        part = parts.popleft()
+        if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+            raise ValueError(
+                f"the attribute '{name}' of an elastic state holds a {type(part).__name__}, and a "
+                "state keeps copies of its attributes: give TorchState each module and optimizer "
+                "by a name of its own, and an object that uses one only if it has state_dict() and "
+                "load_state_dict()"
+            )
+        if id(part) not in seen:
+            seen.add(id(part))
+            parts.extend(_parts_of(part))
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, (str, bytes, torch.Tensor, type, types.ModuleType)):
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (Sequence, Set, deque)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return list(getattr(value, "__dict__", {}).values())
+
+
+_MOST_BYTES_A_BATCH = 1 << 20  # of tensors that are copied in each batch
+
+
+class StateHandler(ABC):
+    """Saves, restores and synchronises one value of a `TorchState`."""
+
+    is_small = False  # whether ranks that have the same steps take the root's, too
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def set_value(self, value: Any) -> None:
+        """Handle another value, and save it."""
+        self.value = value
+        self.save()
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep the present state of the value."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+
+    @abstractmethod
+    def copy_from(self, root: int) -> None:
+        """Give all ranks the present state of the root's value. Collective."""
+
+    def contents(self) -> Mapping[str, Any]:
+        """Return what `copy_from` has given, to be compared with the root's: nothing by default.
+
+        Returns:
+            Tensors, numbers and texts by name. They are the same on all ranks, but for names that
+            the root has not.
+        """
+        return {}
+
+    def sync(self) -> None:
+        """Give all ranks the state of rank 0's value, and save it. Collective."""
+        self.copy_from(0)
+        self.save()
+
+    def reset(self) -> None:  # noqa: B027  most need nothing
+        """Adapt the value to a new world. Collective."""
+
+    def note_beginning(self) -> None:  # noqa: B027  most need nothing
+        """Note the present state, before the first step of a batch, for `rewind`."""
+
+    def note_step(self) -> None:  # noqa: B027  most need nothing
+        """Note that the value, an optimizer, has just taken a step."""
+
+    def rewind(self) -> None:  # noqa: B027  most need nothing
+        """Go back to the beginning of the batch, of which steps that were taken stay."""
+
+    def forget_beginning(self) -> None:  # noqa: B027  most need nothing
+        """Forget what was noted: the batch is over."""
+
+
+class ModelStateHandler(StateHandler):
+    """Handles a module: its parameters and buffers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.save()
+
+    def save(self) -> None:
+        """See `StateHandler`."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """See `StateHandler`."""
+        self.value.load_state_dict(self._saved)
+
+    def copy_from(self, root: int) -> None:
+        """See `StateHandler`."""
+        broadcast_parameters(self.value.state_dict(), root)
+
+    def contents(self) -> Mapping[str, Any]:
+        """See `StateHandler`."""
+        state = self.value.state_dict()
+        return {f"'{k}'": value for k, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+class OptimizerStateHandler(StateHandler):
+    """Handles an optimizer, wrapped or not."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, AdasumOptimizer):  # takes a step of its own before it fails
+            raise ValueError("elastic training does not go with op=Adasum")
+        super().__init__(optimizer)
+        self._settings: list[dict[str, Any]] | None = None  # after its last step of the batch
+        self.save()
+
+    def save(self) -> None:
+        """See `StateHandler`."""
+        self._saved, self._saved_settings = copy.deepcopy(self.value.state_dict()), self._settings
+
+    def restore(self) -> None:
+        """See `StateHandler`."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+        self._settings = self._saved_settings
+
+    def copy_from(self, root: int) -> None:
+        """See `StateHandler`."""
+
+        def send(packed: Any) -> Any:
+            return broadcast_checked_object(packed, root, "elastic.optimizer")
+
+        copy_optimizer_state(self.value, root, global_process_set, send)
+
+    def contents(self) -> Mapping[str, Any]:
+        """See `StateHandler`."""
+        return {thing.name: thing.value for thing in things_of(self.value, {})}
+
+    def reset(self) -> None:
+        """See `StateHandler`."""
+        follow_world(self.value)
+
+    def note_beginning(self) -> None:
+        """See `StateHandler`."""
+        self._settings = settings_of(self.value)
+
+    note_step = note_beginning
+
+    def rewind(self) -> None:
+        """See `StateHandler`. Takes back what a scheduler has set since the last step."""
+        if self._settings is not None:
+            set_settings(self.value, copy.deepcopy(self._settings))
+
+    def forget_beginning(self) -> None:
+        """See `StateHandler`."""
+        self._settings = None
+
+
+class OptimizerCopy:
+    """An optimizer and its parameters at one moment."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
+        self._settings = settings_of(optimizer)
+        # As it is: load_state_dict() would cast it to the parameters' dtypes.
+        self._state = copy.deepcopy(dict(optimizer.state), {id(p): p for p in parameters})
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to that moment; once."""
+        for parameter, value in self._parameters:
+            parameter.copy_(value)
+        set_settings(self._optimizer, self._settings)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of the hyper-parameters of each group."""
+    return [
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        for group in optimizer.param_groups
+    ]
+
+
+def set_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Give the groups these hyper-parameters, and no others; to each group that had some then."""
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
+        for key in group.keys() - values.keys() - {"params"}:
+            del group[key]
+        group.update(values)
+
+
+class SamplerStateHandler(StateHandler):
+    """Handles an `ElasticSampler`: the progress of all ranks in the epoch."""
+
+    is_small = True
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+        self.save()
+
+    def save(self) -> None:
+        """See `StateHandler`."""
+        self._saved = dict(self.value.state_dict())
+
+    def restore(self) -> None:
+        """See `StateHandler`."""
+        self.value.load_state_dict(self._saved)
+
+    def copy_from(self, root: int) -> None:
+        """See `StateHandler`."""
+        self.value.load_state_dict(
+            broadcast_checked_object(self.value.state_dict(), root, "elastic.sampler")
+        )
+
+    def sync(self) -> None:
+        """Give all ranks the farthest progress of any of them, and save it. Collective."""
+        states = allgather_object(self.value.state_dict())
+        farthest = max(states, key=lambda state: (state["epoch"], state["processed_num"]))
+        self.value.load_state_dict(farthest)
+        self.save()
+
+    def reset(self) -> None:
+        """See `StateHandler`."""
+        self.value.reset()
+
+
+class StatefulHandler(StateHandler):
+    """Handles what has ``state_dict()`` and ``load_state_dict()``: a scheduler, say.
+
+    It stays the program's object, which may hold the optimizer or the model.
+    """
+
+    is_small = True
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._beginning: Any = None  # of the batch
+        self.save()
+
+    def save(self) -> None:
+        """See `StateHandler`."""
+        self._saved, self._saved_beginning = copy.deepcopy(self.value.state_dict()), self._beginning
+        tensors = [t for t in tree_leaves(self._saved) if isinstance(t, torch.Tensor)]
+        self._is_large = sum(t.nbytes for t in tensors) > _MOST_BYTES_A_BATCH
+
+    def restore(self) -> None:
+        """See `StateHandler`."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+        self._beginning = self._saved_beginning
+
+    def copy_from(self, root: int) -> None:
+        """See `StateHandler`."""
+        state = broadcast_checked_object(self.value.state_dict(), root, "elastic.stateful")
+        if current.rank() != root:
+            self.value.load_state_dict(state)
+
+    def note_beginning(self) -> None:
+        """See `StateHandler`. Something large is not copied, and not taken back."""
+        if not self._is_large:
+            self._beginning = copy.deepcopy(self.value.state_dict())
+
+    def rewind(self) -> None:
+        """See `StateHandler`."""
+        if self._beginning is not None:
+            self.value.load_state_dict(copy.deepcopy(self._beginning))
+
+    def forget_beginning(self) -> None:
+        """See `StateHandler`."""
+        self._beginning = None
+
+
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return the pairs of a type and the handler of its instances; the first that fits is used."""
+    return list(_registry)
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Use other handlers, for states that are made from now on."""
+    _registry[:] = registry
+
+
+def handler_of(value: Any) -> StateHandler | None:
+    """Return a handler of a value; None: it is a plain attribute."""
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    if all(map(callable, methods)) and not isinstance(value, type):
+        return StatefulHandler(value)
+    return None
+
 
 _log = logging.getLogger("torch_ring")
 

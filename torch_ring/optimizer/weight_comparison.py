@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import Engine
-from torch_ring.collectives.consistency import (
+from torch_ring.collectives.compare import (
     Difference,
     Line,
     Thing,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_ring._C import Engine, backward_name
-from torch_ring.collectives.consistency import gather_lines
+from torch_ring.collectives.compare import gather_lines
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.optimizer.participants import Participants
 from torch_ring.optimizer.weight_comparison import Snapshot, WeightComparison
