@@ -94,8 +94,8 @@ from torch_ring.state import (
     broadcast_parameters,
 )
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from torch_ring.tracing.always_on import trace_process
 from torch_ring.tracing.exporter import export_metrics
+from torch_ring.tracing.flight_recorder import trace_process
 from torch_ring.tracing.timeline import start_timeline, stop_timeline
 from torch_ring.world import (
     cross_rank,

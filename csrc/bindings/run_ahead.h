@@ -48,7 +48,7 @@ struct PlannedBucket {
 /// A plan says which gradients the ranks reduce in each backward pass, as a cycle of passes. In a
 /// planned pass every rank launches the same reductions in the same order, and asks nobody: a
 /// bucket as soon as its gradients and all earlier buckets are there, the rest when the pass ends,
-/// with zeros in the place of missing gradients. torch_ring/optimizer/run_ahead.py decides which
+/// with zeros in the place of missing gradients. torch_ring/optimizer/planned_pass.py decides which
 /// passes are planned.
 ///
 /// Locks are taken in this order: this object's, that of the optimizer's hooks, the engine's.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import torch_ring as hvd
-from torch_ring.optimizer.run_ahead import RunAhead
+from torch_ring.optimizer.planned_pass import RunAhead
 
 FEATURES = 5
 Program = Callable[[str, bool | None], list[Tensor]]

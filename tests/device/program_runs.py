@@ -26,7 +26,7 @@ from random_programs import LATE, STEADY, Group, Pass, Program
 from torch import Tensor
 
 import torch_ring as hvd
-from torch_ring.optimizer.run_ahead import RunAhead
+from torch_ring.optimizer.planned_pass import RunAhead
 
 both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second

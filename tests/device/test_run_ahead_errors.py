@@ -33,7 +33,7 @@ from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
-from torch_ring.optimizer.run_ahead import AHEAD
+from torch_ring.optimizer.planned_pass import AHEAD
 
 pytestmark = device_double.needed
 

@@ -17,7 +17,7 @@ from ahead_training import run_ahead_on_double
 from torch.optim import SGD
 
 import torch_ring as hvd
-from torch_ring.optimizer.run_ahead import RunAhead
+from torch_ring.optimizer.planned_pass import RunAhead
 
 pytestmark = [device_double.needed, pytest.mark.slow]
 

@@ -19,8 +19,8 @@ from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring.world import current
-from torch_ring.world.engine_exchange import EngineExchange
-from torch_ring.world.process_set_keeper import sets_to_keep
+from torch_ring.world.engine import EngineExchange
+from torch_ring.world.process_set import sets_to_keep
 
 STEPS = 8
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_ring as hvd
-from torch_ring.elastic import state
+from torch_ring.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 
 def model_of(value: float) -> torch.nn.Linear:
@@ -104,7 +104,7 @@ class Counter:
     count = 0
 
 
-class CounterHandler(state.StateHandler):
+class CounterHandler(StateHandler):
     def save(self) -> None:
         self.saved = self.value.count
 
@@ -116,8 +116,8 @@ class CounterHandler(state.StateHandler):
 
 
 def handle_counters() -> None:
-    before = state.get_handler_registry()
-    state.set_handler_registry([*before, (Counter, CounterHandler)])
+    before = get_handler_registry()
+    set_handler_registry([*before, (Counter, CounterHandler)])
     try:
         counter = Counter()
         state = hvd.elastic.TorchState(counter=counter)
@@ -129,7 +129,7 @@ def handle_counters() -> None:
         state.sync()
         assert counter.count == 1
     finally:
-        state.set_handler_registry(before)
+        set_handler_registry(before)
 
 
 def test_a_handler_of_the_users() -> None:

@@ -13,8 +13,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer import autotuner
-from torch_ring.optimizer.autotuner import Autotuner, TuningTarget
-from torch_ring.optimizer.bucket_tuning import BucketLimits
+from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, TuningTarget
 from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ring.optimizer.bucket_tuning import (
+from torch_ring.optimizer.autotuner import (
     Backward,
     BucketLimits,
     Transfer,

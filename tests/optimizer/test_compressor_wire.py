@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_ring.optimizer.compressor_wire import Layout, pack, unpack
+from torch_ring.optimizer.stateful_bucket import Layout, pack, unpack
 
 
 def test_packed_tensors_come_back_unchanged():

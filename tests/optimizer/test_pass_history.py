@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_ring.optimizer.pass_history import Gradients, PassHistory, union_of, without
+from torch_ring.optimizer.planned_pass import Gradients, PassHistory, union_of, without
 
 A: Gradients = {0: 0b1}
 B: Gradients = {0: 0b11}

@@ -19,7 +19,7 @@ from training import make_model
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.optimizer.uneven_batches import explained
+from torch_ring.optimizer.gradient_report import explained
 
 REMEDY = (
     "has it fewer batches, or has it stopped early? Give all ranks equally many (drop_last=True in "

@@ -20,7 +20,7 @@ from scripts import ROOT
 from slow import slow_after
 
 import torch_ring as hvd
-from torch_ring.self_test import command, local_ranks, software
+from torch_ring.self_test import command, machine, rank
 
 DEADLINE_S = 120
 SECRET = "a-word-that-nobody-may-read"
@@ -182,7 +182,7 @@ def test_ranks_that_fail_are_explained(
         interpreter.write_text(f"#!/bin/sh\n{program}\n")
         interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    monkeypatch.setattr(local_ranks, "_GRACE_S", 0.2)
+    monkeypatch.setattr(rank, "_GRACE_S", 0.2)
     assert command.main(["--timeout", "1"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     before = "self-test FAILED: 2 local ranks with TORCH_RING_TRANSPORT=auto: "
@@ -192,8 +192,8 @@ def test_ranks_that_fail_are_explained(
 def test_ranks_say_why_they_cannot_begin(capsys: pytest.CaptureFixture[str]) -> None:
     """All of them end by themselves, and say what the library says."""
     broken = {"TORCH_RING_CONNECTIONS": "0"}
-    real = local_ranks._environment
-    with mock.patch.object(local_ranks, "_environment", lambda *args: real(*args) | broken):
+    real = rank._environment
+    with mock.patch.object(rank, "_environment", lambda *args: real(*args) | broken):
         assert command.main(["--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     for run in found["runs"]:
@@ -292,7 +292,7 @@ def test_two_gpus_are_tried(
     monkeypatch.setattr(command, "run_ranks", run_ranks)
     for names, not_tested in ((["A"], True), (["A", "B"], False)):
         found = {"problem": None, "names": names}
-        monkeypatch.setattr(software, "gpus", lambda found=found: found)
+        monkeypatch.setattr(machine, "gpus", lambda found=found: found)
         tried.clear()
         assert command.main(["--ranks", "4"]) == 0
         assert (tried[2:] == []) == not_tested

@@ -20,7 +20,7 @@ import torch_ring as hvd
 from torch_ring.rendezvous import control_groups
 from torch_ring.rendezvous.meeting import Meeting
 from torch_ring.rendezvous.network import address_of_interface
-from torch_ring.self_test import machine, rank, report, software
+from torch_ring.self_test import command, machine, rank
 
 
 def check_wrong_sums() -> None:
@@ -60,9 +60,9 @@ def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_versions_of_launchers() -> None:
     hydra = "HYDRA build details:\n    Version:                                 4.2.1\n"
-    assert software._version(hydra) == "MPICH (Hydra) 4.2.1"
-    assert software._version("slurm 23.11.4\n") == "slurm 23.11.4"
-    assert software._version("mpirun (Open MPI) 5.0.8\n\nReport") == "mpirun (Open MPI) 5.0.8"
+    assert machine._version(hydra) == "MPICH (Hydra) 4.2.1"
+    assert machine._version("slurm 23.11.4\n") == "slurm 23.11.4"
+    assert machine._version("mpirun (Open MPI) 5.0.8\n\nReport") == "mpirun (Open MPI) 5.0.8"
 
 
 def test_a_run_without_shared_memory_says_why() -> None:
@@ -72,7 +72,7 @@ def test_a_run_without_shared_memory_says_why() -> None:
         **{"gloo_problem": "torch has no gloo", "allreduce": []},
         "log": [why, "[torch_ring] 2 ranks, by TCP over 127.0.0.1"],
     }
-    assert report.run_in_words(run).splitlines() == [
+    assert command.run_in_words(run).splitlines() == [
         "2 ranks, auto   allreduce is right, by tcp",
         f"                {why}",
         "  gloo          not compared: torch has no gloo",
@@ -80,7 +80,7 @@ def test_a_run_without_shared_memory_says_why() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [report._bytes(n) for n in (None, 12, 3 << 20, 5 << 30, 2048 << 30)] == [
+    assert [command._bytes(n) for n in (None, 12, 3 << 20, 5 << 30, 2048 << 30)] == [
         "no limit",
         "12 bytes",
         "3 MiB",
@@ -98,10 +98,10 @@ def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", refuse)
     monkeypatch.setattr(os, "getloadavg", refuse)
     monkeypatch.setattr(Path, "is_dir", lambda _: False)
-    text = "\n".join(report._machine(machine.machine(), machine.limits(1)))
+    text = "\n".join(command._machine(machine.machine(), machine.limits(1)))
     for line in ("load not known", "memory +not known", r"/dev/shm +not known", "pages +not known"):
         assert re.search(rf"^ *(huge )?{line}", text, re.MULTILINE), text
-    assert software._loaded("libc") is None
+    assert machine._loaded("libc") is None
     with pytest.raises(hvd.InvalidArgumentError, match="no-such-interface"):
         address_of_interface("no-such-interface")
 
@@ -179,5 +179,5 @@ def test_limits_that_are_none() -> None:
     with mock.patch("resource.getrlimit", return_value=(resource.RLIM_INFINITY,) * 2):
         found = machine.limits(1)
     assert found["ranks_on_one_host"] is found["hosts_of_an_alltoall"] is None
-    text = "\n".join(report._machine(machine.machine(), found))
+    text = "\n".join(command._machine(machine.machine(), found))
     assert "any number of open files: any number of ranks on one host" in text

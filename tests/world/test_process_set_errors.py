@@ -93,19 +93,19 @@ def test_a_member_without_memory(broken):
 
 
 def use_without_engine(broken: int, how: str) -> None:
-    from torch_ring.world import process_set_record
+    from torch_ring.world import process_set_table
 
     everyone = [*range(hvd.size())]
     pair, late = hvd.add_process_set([0, 1]), hvd.add_process_set([0, 1, 2])
     check_process_set(hvd.global_process_set, everyone)
-    make, limits = process_set_record.make_engine, resource.getrlimit(resource.RLIMIT_NOFILE)
+    make, limits = process_set_table.make_engine, resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def fails(*args: Any) -> Any:
         raise hvd.RingError("no memory left")
 
     if hvd.rank() == broken:
         if how == "memory":
-            process_set_record.make_engine = fails
+            process_set_table.make_engine = fails
         else:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     hvd.barrier()
@@ -118,7 +118,7 @@ def use_without_engine(broken: int, how: str) -> None:
                 assert kind == ("RingError" if own else "PeerLostError"), text
                 assert own or f"rank {broken} (" in text, text
                 assert reason in text
-        process_set_record.make_engine = make
+        process_set_table.make_engine = make
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     check_process_set(hvd.global_process_set, everyone)
     for each in (pair, late):
@@ -156,7 +156,7 @@ def test_a_killed_member(transport):
 
 
 def die_while_adding(when: str) -> tuple[str, str]:
-    from torch_ring.world.engine_exchange import EngineExchange
+    from torch_ring.world.engine import EngineExchange
 
     exchange = EngineExchange.numbers
 

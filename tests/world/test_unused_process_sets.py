@@ -24,7 +24,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.config import Config
-from torch_ring.world import current, process_set_record
+from torch_ring.world import current, process_set_table
 from torch_ring.world.process_set_table import ProcessSetTable
 
 _PAGE = 4096
@@ -287,7 +287,7 @@ def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatc
         assert making.is_wanted.wait(DEADLINE_S)
         return made
 
-    monkeypatch.setattr(process_set_record, "make_engine", make_engine)
+    monkeypatch.setattr(process_set_table, "make_engine", make_engine)
     assert record.engine() is made
     leaving.join()
     assert told == ["engine False"]

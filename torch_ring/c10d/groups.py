@@ -40,12 +40,11 @@ from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.rendezvous.deadline import Deadline
 from torch_ring.rendezvous.given_store import host_of
-from torch_ring.tracing.always_on import trace_process
+from torch_ring.tracing.flight_recorder import trace_process
 from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave
 from torch_ring.world.join import World, join_world
-from torch_ring.world.process_set_record import ProcessSetRecord
-from torch_ring.world.process_set_table import ProcessSetTable
+from torch_ring.world.process_set_table import ProcessSetRecord, ProcessSetTable
 from torch_ring.world.recorded import RecordedGroup, add_recorded
 
 __all__ = ["Group"]

@@ -27,9 +27,9 @@ from torch_ring.rendezvous.member import Member, Reach, member_id, reach
 from torch_ring.rendezvous.network import own_address
 from torch_ring.rendezvous.open_store import open_store
 from torch_ring.world import current
-from torch_ring.world.engine_exchange import EngineExchange
+from torch_ring.world.engine import EngineExchange
 from torch_ring.world.join import World, on_join
-from torch_ring.world.process_set_keeper import ProcessSetKeeper
+from torch_ring.world.process_set import ProcessSetKeeper
 
 __all__ = ["ElasticJob"]
 

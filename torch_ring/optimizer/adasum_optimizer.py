@@ -19,8 +19,7 @@ from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
-from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
-from torch_ring.optimizer.uneven_batches import explained
+from torch_ring.optimizer.gradient_report import explained, refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.optimizer.wrapping import Wrapped, wrapped
 from torch_ring.world import current

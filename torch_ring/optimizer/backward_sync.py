@@ -11,16 +11,18 @@ from torch import Tensor
 
 from torch_ring._C import Engine, PassAgreement, all_sent, backward_name, in_words
 from torch_ring.errors import RingError
-from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
-from torch_ring.optimizer.participant import Participant
-from torch_ring.optimizer.participants import Participants
-from torch_ring.optimizer.run_ahead import RunAhead
-from torch_ring.optimizer.uneven_batches import explained, require_same_steps
+from torch_ring.optimizer.gradient_report import (
+    BackwardReport,
+    GradientReport,
+    explained,
+    require_same_steps,
+)
+from torch_ring.optimizer.participants import Participant, Participants, interrupt_deferred
+from torch_ring.optimizer.planned_pass import RunAhead
 from torch_ring.optimizer.weight_reports import WeightReports
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
-from torch_ring.world.process_set_record import ProcessSetRecord
+from torch_ring.world.process_set_table import ProcessSetRecord
 
 __all__ = ["BackwardSync", "backward_sync_of"]
 

@@ -14,9 +14,8 @@ from torch_ring.collectives.reduce_op import Sum
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.buckets import Bucket
-from torch_ring.optimizer.compressor_round import Collectives
 from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.stateful_bucket import BucketCompression, StatefulBucket
+from torch_ring.optimizer.stateful_bucket import BucketCompression, Collectives, StatefulBucket
 
 __all__ = [
     "BucketWire",

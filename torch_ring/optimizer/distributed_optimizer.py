@@ -22,13 +22,16 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import ProcessSetLostError
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import backward_sync_of
-from torch_ring.optimizer.groups import Groups, check_groups, resolve_groups
-from torch_ring.optimizer.joint_closure import JointClosure
-from torch_ring.optimizer.parameter_names import checked_names, unnamed
-from torch_ring.optimizer.reducer import Reducer
-from torch_ring.optimizer.reducible import has_gradients
-from torch_ring.optimizer.settings import ReductionSettings
-from torch_ring.optimizer.wrapping import Copied, Wrapped, wrapped
+from torch_ring.optimizer.reducer import Reducer, has_gradients
+from torch_ring.optimizer.settings import Groups, ReductionSettings, check_groups, resolve_groups
+from torch_ring.optimizer.wrapping import (
+    Copied,
+    JointClosure,
+    Wrapped,
+    checked_names,
+    unnamed,
+    wrapped,
+)
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BackwardReport", "GradientReport"]
+import torch.distributed
+from torch import Tensor
+
+from torch_ring.errors import MismatchError, PeerLostError, RingError
+
+__all__ = [
+    "BackwardReport",
+    "GradientReport",
+    "explained",
+    "refuse_sharded",
+    "require_same_steps",
+    "warn_of_ddp",
+]
 
 # The flags of a report.
 _ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _ON_BASE = 1, 2, 4, 8, 16, 32
@@ -138,3 +152,120 @@ def _encode_bitmap(bitmap: int) -> bytes:
 
 def _decode_bitmap(data: memoryview) -> int:
     return int.from_bytes(data, "little")
+
+
+_log = logging.getLogger("torch_ring")
+
+
+def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
+    """Warn if DistributedDataParallel averages the gradients of some parameters, too.
+
+    Parameters do not know of it, so it is looked for among all objects of the process, if
+    torch.distributed has several ranks.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if torch.distributed.get_world_size() == 1:
+        return
+    own = set(map(id, parameters))
+    shared = {id(parameter) for parameter in _of_ddp()} & own
+    if shared:
+        _log.warning(
+            "DistributedDataParallel averages the gradients of %d of the %d parameters of this "
+            "DistributedOptimizer, too: they travel twice. Train the model itself (`ddp.module`), "
+            "or do not wrap the optimizer",
+            len(shared),
+            len(own),
+        )
+
+
+def _of_ddp() -> Iterator[Tensor]:
+    """Yield the parameters of all living DistributedDataParallel modules of several ranks."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    for found in gc.get_objects():
+        if not issubclass(type(found), DistributedDataParallel):
+            continue
+        group = getattr(found, "process_group", None)  # missing if the constructor has failed
+        if group is not None and group.size() > 1:
+            yield from found.parameters()
+
+
+def refuse_sharded(names: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that every parameter is whole on this rank.
+
+    Raises:
+        ValueError: for a parameter of which FSDP or tensor parallelism gives each rank a part.
+    """
+    for name, parameter in names:
+        is_dtensor = hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")
+        if is_dtensor or getattr(parameter, "_fsdp_flattened", False):
+            kind = "a DTensor" if is_dtensor else "a parameter of FullyShardedDataParallel"
+            raise ValueError(
+                f"'{name}' is {kind}: this rank has only a part of it, and torch reduces its "
+                "gradient already. Do not wrap its optimizer, or do not shard the model"
+            )
+
+
+_REMEDY = (
+    "has it fewer batches, or has it stopped early? Give all ranks equally many (drop_last=True in "
+    "the sampler and the loader, or equal shards), or let a rank that has no more call join(); let "
+    "all ranks stop together, as any_rank() lets them"
+)
+_REMEDY_IN_ANOTHER_COLLECTIVE = (
+    "If it has as many, look for a collective that only some ranks call, as under "
+    "`if rank() == 0:`: all ranks must call it"
+)
+
+
+def explained(error: RingError, purpose: str, done: str) -> RingError | None:
+    """Return an error of the same type that says what may be wrong; None if nothing is to be added.
+
+    Args:
+        error: of an operation in which the ranks agree on their gradients.
+        purpose: begins the error's text, unless the world had failed before the operation began.
+        done: what all ranks have done before.
+    """
+    text = str(error)
+    if type(error) is RingError:  # of the set, not of the ranks: shut down, say
+        return None
+    if purpose not in text:
+        rank = purpose.partition(": ")[0]
+        text = f"{purpose}: {text.removeprefix(f'{rank}: ')}"
+    if "this world has ended" not in text:  # if it has, another operation's error says why
+        text += _hint(error, done)
+    return type(error)(text) if text != str(error) else None
+
+
+def require_same_steps(steps: Sequence[int], size: int) -> None:
+    """Check that ranks are in the same step.
+
+    Args:
+        steps: optimizer steps that each rank has taken; without the ranks that have joined.
+        size: the number of all ranks.
+
+    Raises:
+        MismatchError: they are not; names two ranks.
+    """
+    who = "rank" if len(steps) == size else "of the ranks that have not joined, number"
+    for rank, other in enumerate(steps):
+        if other != steps[0]:
+            raise MismatchError(
+                f"the ranks are in different steps: {who} 0 has taken {steps[0]} optimizer "
+                f"steps, {who} {rank} {other}. Every rank must call step() equally often, and "
+                "backward() equally often between two steps (a rank without data may leave "
+                "it out). If an exception like KeyboardInterrupt was caught on a rank, it may "
+                "have left a step out, and its weights differ: call shutdown() and init(), and "
+                "go on from a checkpoint"
+            )
+
+
+def _hint(error: RingError, done: str) -> str:
+    if isinstance(error, PeerLostError):
+        if " has left" not in str(error):  # it has died
+            return ""
+        return f". The rank that has left did {done}: {_REMEDY}"
+    hint = f". All ranks have done {done}, one does not do the next: {_REMEDY}"
+    if isinstance(error, MismatchError):
+        hint += f". {_REMEDY_IN_ANOTHER_COLLECTIVE}"
+    return hint

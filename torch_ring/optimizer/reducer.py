@@ -5,30 +5,130 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket, bucket_name
+from torch_ring._C import (
+    DenseFinalizer,
+    Due,
+    GradientHooks,
+    PlannedBucket,
+    bucket_name,
+    device_in_use,
+)
+from torch_ring.collectives.objects import require_same
 from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.optimizer.autotuner import Autotuner, TuningTarget, untunable
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, TuningTarget, untunable
 from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.bucket_tuning import BucketLimits
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
-from torch_ring.optimizer.buckets import Bucket, plan_buckets
-from torch_ring.optimizer.gradient_report import GradientReport
-from torch_ring.optimizer.one_device import device_problem
-from torch_ring.optimizer.other_reducers import refuse_sharded, warn_of_ddp
-from torch_ring.optimizer.participant import FastPath
-from torch_ring.optimizer.reducible import coalesced, require_same_parameters, spec_of
+from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
+from torch_ring.optimizer.gradient_report import GradientReport, refuse_sharded, warn_of_ddp
+from torch_ring.optimizer.participants import FastPath
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet
 
-__all__ = ["Reducer"]
+__all__ = [
+    "Reducer",
+    "coalesced",
+    "device_problem",
+    "has_gradients",
+    "require_same_parameters",
+    "spec_of",
+]
+
+_ON_NO_DEVICE = ("cpu", "meta")
+
+
+def device_problem(parameters: Iterable[Tensor]) -> str | None:
+    """Return why one process cannot reduce the gradients of the parameters; None if it can.
+
+    One process drives one device, beside the CPU: that of its first collective on a device.
+
+    Args:
+        parameters: on any devices.
+    """
+    devices = {p.device for p in parameters if p.device.type not in _ON_NO_DEVICE}
+    used = device_in_use()
+    if len(devices) > 1:
+        places = " and ".join(sorted(map(str, devices)))
+        return f"the parameters are on {places}, {_instead(devices)}"
+    if used is not None and devices - {used}:
+        return (
+            f"this process has used {used}, and the parameters are on {devices.pop()}, "
+            f"{_instead({used})}"
+        )
+    return None
+
+
+def _instead(devices: Iterable[torch.device]) -> str:
+    types = {device.type for device in devices}
+    choose = "torch.cuda.set_device(local_rank())" if types == {"cuda"} else "the current device"
+    return (
+        "and one process drives one device. Start a process for each device, keep the model on "
+        f"one of them, and choose it before the first collective, by {choose}"
+    )
+
+
+_REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def has_gradients(parameter: Tensor) -> bool:
+    """Return whether a parameter has gradients to reduce, now or, if it is frozen, perhaps later.
+
+    A frozen one of another dtype (a quantised weight) is none of an optimizer's business.
+    """
+    return parameter.requires_grad or parameter.dtype in _REDUCIBLE or parameter.is_complex()
+
+
+def spec_of(name: str, parameter: Tensor) -> TensorSpec:
+    """Return what the planner needs; a complex number is two real ones."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    numel = parameter.numel()
+    if dtype.is_complex:
+        dtype, numel = dtype.to_real(), 2 * numel
+    if dtype not in _REDUCIBLE:
+        raise ValueError(f"the gradient of '{name}' has dtype {dtype}, which cannot be reduced")
+    return TensorSpec(numel, dtype, parameter.device)
+
+
+def coalesced(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with each row once: summed again and again, its rows would multiply."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+
+
+def require_same_parameters(
+    process_set: ProcessSet,
+    parameters: Sequence[Tensor],
+    names: Sequence[str],
+    settings: ReductionSettings,
+    groups: Sequence[Sequence[int]],
+) -> None:
+    """Raise on all ranks, if they wrap different parameters, or wrap them differently."""
+    problem = device_problem(parameters)
+    lines = [problem or settings.describe()]
+    group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        line = f"'{name}' {dtype} {list(parameter.shape)}"
+        # The order of elements in memory is the order in which they are added up.
+        line += "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
+        line += f" on {parameter.device.type}"
+        line += f" in group {group_of[index]}" if index in group_of else ""
+        lines.append(line)
+    require_same(lines, "the ranks wrap different optimizers", process_set)
+    if problem:  # on all ranks
+        raise InvalidArgumentError(problem)
+
 
 _log = logging.getLogger("torch_ring")
 

@@ -2,21 +2,271 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice, zip_longest
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ring._C import GradientHooks
+from torch_ring._C import Engine, GradientHooks, Work, all_sent, empty_result_like
+from torch_ring.collectives.reduce_op import ReduceOp
 from torch_ring.compression.stateful import Gather, Reduce, Request, State, StatefulCompressor
-from torch_ring.errors import RingError
+from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.buckets import Bucket
-from torch_ring.optimizer.compressor_round import Collectives, CompressorRound
-from torch_ring.optimizer.compressor_state import state_if_finite
 
-__all__ = ["BucketCompression", "StatefulBucket"]
+__all__ = [
+    "BucketCompression",
+    "Collectives",
+    "CompressorRound",
+    "Header",
+    "Layout",
+    "Line",
+    "StatefulBucket",
+    "pack",
+    "state_if_finite",
+    "unpack",
+]
+
+
+def state_if_finite(result: Tensor, after: State, before: State) -> State:
+    """Return the state after a result if that is finite, else the state before it.
+
+    The host waits for no device if the states differ in tensors alone, of the same shapes: these
+    are chosen on the device. So they do once a parameter has a state; before, and if something else
+    has changed, the host needs to know.
+
+    Args:
+        result: of any shape, not empty.
+        after: new tensors in place of those of `before`.
+        before: empty at first.
+    """
+    is_finite = result.abs().amax().isfinite()
+    if not is_finite.is_cpu:
+        chosen = _chosen_there(is_finite, after, before)
+        if chosen is not None:
+            return chosen
+    return after if is_finite else before
+
+
+def _chosen_there(is_finite: Tensor, after: State, before: State) -> State | None:
+    """Return the chosen state, None if that takes the host."""
+    if after.keys() != before.keys():
+        return None
+    chosen: State = {}
+    for key, new in after.items():
+        old = before[key]
+        if new is old:
+            chosen[key] = old
+        elif _is_like(new, old) and new.device == is_finite.device:
+            chosen[key] = torch.where(is_finite, new, old)
+        else:
+            return None
+    return chosen
+
+
+def _is_like(new: object, old: object) -> bool:
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return False
+    return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
+
+
+_ALIGNMENT_BYTES = 16  # the largest element: tensors of a message are used where they lie
+
+_GATHER, _REDUCE = "gather", "reduce"
+
+
+class Layout(NamedTuple):
+    """The dtype and the shape of a tensor in a message."""
+
+    dtype: str
+    shape: Sequence[int]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """Return the layout of a tensor."""
+        return cls(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes up to the beginning of the next tensor."""
+        size = prod(self.shape) * self.torch_dtype.itemsize
+        return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+class Line(NamedTuple):
+    """One request in a header."""
+
+    parameter: str
+    kind: str
+    layouts: Sequence[Layout]  # of its tensors
+
+    @classmethod
+    def of(cls, parameter: str, request: Request) -> Line:
+        """Return the line of a request for a parameter."""
+        kind = _GATHER if isinstance(request, Gather) else _REDUCE
+        return cls(parameter, kind, [Layout.of(tensor) for tensor in request.tensors])
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether the request is a `Gather`, else a `Reduce`."""
+        return self.kind == _GATHER
+
+    def __str__(self) -> str:
+        """Return the part that must be the same on all ranks: layouts of gathers may differ."""
+        what = f"{self.kind} for '{self.parameter}'"
+        return f"{what} {self.layouts[0]}" if self.kind == _REDUCE else what
+
+
+class Header(NamedTuple):
+    """What one rank asks for in a round, or why it failed."""
+
+    lines: Sequence[Line]
+    failure: str | None = None
+
+    def encode(self) -> bytes:
+        """Return the bytes that `decode_all` decodes."""
+        return json.dumps(self).encode() + b"\n"
+
+    @classmethod
+    def decode_all(cls, data: bytes) -> list[Header]:
+        """Return the headers of all ranks, which follow one another in `data`."""
+        decoded = [json.loads(text) for text in data.splitlines()]
+        return [
+            cls(
+                [
+                    Line(parameter, kind, [Layout(*layout) for layout in layouts])
+                    for parameter, kind, layouts in lines
+                ],
+                failure,
+            )
+            for lines, failure in decoded
+        ]
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of `tensors`, one after the other."""
+    layouts = [Layout.of(tensor) for tensor in tensors]
+    message = torch.empty(
+        sum(layout.padded_bytes for layout in layouts),
+        dtype=torch.uint8,
+        device=tensors[0].device if tensors else "cpu",
+    )
+    for packed, tensor in zip(unpack(message, layouts), tensors, strict=True):
+        packed.copy_(tensor)
+    return message
+
+
+def unpack(message: Tensor, layouts: Iterable[Layout]) -> Iterator[Tensor]:
+    """Yield views of `message`, one for each layout."""
+    begin = 0
+    for layout in layouts:
+        end = begin + prod(layout.shape) * layout.torch_dtype.itemsize
+        yield message[begin:end].view(layout.torch_dtype).view(layout.shape)
+        begin += layout.padded_bytes
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives by which requests of compressors are answered.
+
+    Attributes:
+        engine: runs them.
+        mean_arguments: operator, prescale and postscale factor of an allreduce that makes a mean.
+    """
+
+    engine: Engine
+    mean_arguments: tuple[ReduceOp, float, float]
+
+    def allgather(self, name: str, tensor: Tensor) -> Work:
+        """Start to concatenate the ranks' tensors."""
+        return self.engine.allgather(tensor, name)
+
+    def mean(self, name: str, tensor: Tensor) -> Work:
+        """Start to make the mean over ranks, in a new tensor."""
+        tensor = tensor.contiguous()
+        return self.engine.allreduce(tensor, empty_result_like(tensor), name, *self.mean_arguments)
+
+
+class CompressorRound:
+    """One request of each generator, on its way to all ranks.
+
+    Gathers are packed into one message; reductions are fused by the engine.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        name: str,
+        requests: Mapping[str, Request],
+        failure: str | None,
+    ) -> None:
+        self._header = Header([Line.of(*item) for item in requests.items()], failure)
+        self._encoded = self._header.encode()
+        text = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
+        self._headers = collectives.allgather(f"{name}.header", text)
+        gathers = [request for request in requests.values() if isinstance(request, Gather)]
+        self._messages: Work | None = None
+        if gathers:
+            message = pack([tensor for request in gathers for tensor in request.tensors])
+            self._messages = collectives.allgather(f"{name}.message", message)
+        self._means = [
+            collectives.mean(f"{name}.{parameter}", request.tensors[0])
+            if isinstance(request, Reduce)
+            else None
+            for parameter, request in requests.items()
+        ]
+
+    def answers(self) -> list[Any]:
+        """Wait for the answers, and return them in the order of the requests."""
+        headers = self._wait_for_headers()
+        _require_same_requests(headers)
+        gathered = iter(self._wait_for_messages(headers))
+        return [next(gathered) if mean is None else mean.wait() for mean in self._means]
+
+    def _wait_for_headers(self) -> Sequence[Header]:
+        received = bytes(self._headers.wait().numpy())
+        if all_sent(received, self._encoded):  # the usual case: nothing to decode
+            return [self._header] * (len(received) // len(self._encoded))
+        return Header.decode_all(received)
+
+    def _wait_for_messages(self, headers: Sequence[Header]) -> list[list[tuple[Tensor, ...]]]:
+        """Return the tensors that the ranks have sent for each gather."""
+        if self._messages is None:
+            return []
+        lines_of = [[line for line in header.lines if line.is_gather] for header in headers]
+        layouts = [layout for lines in lines_of for line in lines for layout in line.layouts]
+        tensors = unpack(self._messages.wait(), layouts)
+        by_rank = [
+            [tuple(islice(tensors, len(line.layouts))) for line in lines] for lines in lines_of
+        ]
+        return [list(tuples) for tuples in zip(*by_rank, strict=True)]
+
+
+def _require_same_requests(headers: Sequence[Header]) -> None:
+    for rank, header in enumerate(headers):
+        if header.failure:
+            raise RingError(f"the compressor failed on rank {rank}: {header.failure}")
+    first, *others = headers
+    for rank, other in enumerate(others, start=1):
+        for left, right in zip_longest(first.lines, other.lines, fillvalue="nothing more"):
+            if str(left) != str(right):
+                raise MismatchError(
+                    f"the compressor asks for different things: rank 0: {left}; rank {rank}: "
+                    f"{right}. What it yields must not depend on one rank's gradient"
+                )
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_ring.tracing.flight_recorder import dump as dump
-    from torch_ring.tracing.lateness import stragglers as stragglers
-    from torch_ring.tracing.metrics import snapshot as snapshot
-    from torch_ring.tracing.whereabouts import RankReport as RankReport
-    from torch_ring.tracing.whereabouts import report as report
+    from torch_ring.tracing.snapshot import snapshot as snapshot
+    from torch_ring.tracing.stragglers import RankReport as RankReport
+    from torch_ring.tracing.stragglers import report as report
+    from torch_ring.tracing.stragglers import stragglers as stragglers
 
 # The names that need torch, by their modules: a command that draws files needs none.
 _PUBLIC = {

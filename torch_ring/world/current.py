@@ -27,8 +27,7 @@ from torch_ring.rendezvous.meeting import Missed
 from torch_ring.world.beginning import begin, begins_with_others
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
-from torch_ring.world.log import set_up_log
-from torch_ring.world.torch_group import group_of_job, place_in
+from torch_ring.world.recorded import group_of_job, place_in
 
 __all__ = [
     "after_join",
@@ -48,12 +47,24 @@ __all__ = [
     "rank",
     "rejoin",
     "require_own",
+    "set_up_log",
     "shutdown",
     "size",
     "world",
 ]
 
 _log = logging.getLogger("torch_ring")
+
+
+def set_up_log(config: Config) -> None:
+    """Log to stderr, unless the program has set up logging."""
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[torch_ring] %(message)s"))
+        _log.addHandler(handler)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(config.log_level.upper())
+
 
 # How long rejoin() waits for ranks that were alive a moment ago.
 _REJOIN_S = 5.0

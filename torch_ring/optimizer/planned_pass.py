@@ -60,22 +60,187 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from torch_ring._C import Due, Engine, PassAgreement
+import torch
+
+from torch_ring._C import Due, Engine, PassAgreement, Work, backward_name
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
-from torch_ring.optimizer.deferred_interrupt import interrupt_deferred
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
-from torch_ring.optimizer.participant import Participant, Pending
-from torch_ring.optimizer.participants import Participants
-from torch_ring.optimizer.pass_history import Gradients, PassHistory, union_of, without
-from torch_ring.optimizer.planned_reports import Entered, PlannedReports
-from torch_ring.optimizer.uneven_batches import require_same_steps
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, require_same_steps
+from torch_ring.optimizer.participants import Participant, Participants, Pending, interrupt_deferred
 from torch_ring.optimizer.weight_reports import WeightReports
 from torch_ring.world.join import World
 
-__all__ = ["AHEAD", "RunAhead"]
+__all__ = [
+    "AHEAD",
+    "Entered",
+    "Gradients",
+    "PassHistory",
+    "PlannedReports",
+    "RunAhead",
+    "union_of",
+    "without",
+]
+
+_LONGEST = 8
+"""The longest cycle, in passes: a GAN with seven steps of one network for one of the other."""
+
+Gradients = Mapping[int, int]
+"""The gradients of one pass: by optimizer, a bitmap of its parameters."""
+
+
+class PassHistory:
+    """The last passes of a process set. All ranks add the same ones, and so find the same cycle."""
+
+    def __init__(self) -> None:
+        self._last: deque[Gradients] = deque(maxlen=_LONGEST)
+        # By length of the cycle: how many of the last passes repeat the one a cycle before.
+        self._repeated = [0] * (_LONGEST + 1)
+
+    def add(self, gradients: Gradients) -> None:
+        """Add a pass. An empty one is like no other."""
+        for length in range(1, _LONGEST + 1):
+            repeats = len(self._last) >= length and gradients == self._last[-length] and gradients
+            self._repeated[length] = self._repeated[length] + 1 if repeats else 0
+        self._last.append(gradients)
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        self.__init__()  # type: ignore[misc]
+
+    def cycle(self, repeats: int) -> Sequence[Gradients]:
+        """Return the shortest cycle that has been repeated so often, or nothing.
+
+        Its first pass is the one that comes next.
+        """
+        for length in range(1, _LONGEST + 1):
+            if self._repeated[length] >= repeats * length:
+                return list(self._last)[-length:]
+        return []
+
+
+def union_of(ranks: Iterable[Gradients]) -> dict[int, int]:
+    """Return the gradients that any rank has."""
+    union: dict[int, int] = {}
+    for gradients in ranks:
+        for index, bitmap in gradients.items():
+            union[index] = union.get(index, 0) | bitmap
+    return union
+
+
+def without(gradients: Gradients, planned: Gradients) -> dict[int, int]:
+    """Return the gradients that are not planned."""
+    rest = {index: bitmap & ~planned.get(index, 0) for index, bitmap in gradients.items()}
+    return {index: bitmap for index, bitmap in rest.items() if bitmap}
+
+
+T = TypeVar("T")
+
+_PLAN_BYTES = 4  # a digest of the plan comes before each report
+
+
+@dataclass
+class Entered:
+    """A planned pass that this rank has entered; not all others may have.
+
+    Attributes:
+        number: the pass's.
+        planned: the gradients that it reduces.
+        report: this rank's.
+        encoded: the same, as it was sent.
+        has_base: whether gradients were added to others, reduced before.
+        work: the allgather of the reports.
+    """
+
+    number: int
+    planned: Gradients
+    report: BackwardReport
+    encoded: bytes
+    work: Work
+    has_base: bool
+
+
+class PlannedReports:
+    """The reports that this rank has sent and not read yet, in the order of passes.
+
+    Thread: the one that runs backward(). Blocking: where said. Errors: RingError.
+
+    Args:
+        engine: of the process set.
+        explain: raises an error of the operation of this name again, with what its user may have
+            done wrong.
+    """
+
+    def __init__(self, engine: Engine, explain: Callable[[RingError, str], None]) -> None:
+        self._engine = engine
+        self._explain = explain
+        self._unread: deque[Entered] = deque()
+
+    def send(
+        self, number: int, planned: Gradients, report: BackwardReport, has_base: bool
+    ) -> Entered:
+        """Send this rank's report of a pass to the others. Does not wait for them."""
+        plan = zlib.crc32(repr(sorted(planned.items())).encode())
+        encoded = plan.to_bytes(_PLAN_BYTES, "little") + report.encode()
+        message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        work = self.explaining(
+            number, lambda: self._engine.allgather(message, _name(number), joinable=True)
+        )
+        entered = Entered(number, planned, report, encoded, work, has_base)
+        self._unread.append(entered)
+        return entered
+
+    def unread(self, through: int) -> Iterator[tuple[Entered, list[BackwardReport]]]:
+        """Yield passes and their reports: those up to pass `through`, and all that are complete."""
+        while self._unread and (self._unread[0].number <= through or self._unread[0].work.done()):
+            entered = self._unread[0]
+            ranks = self.of(entered)
+            self._unread.popleft()
+            yield entered, ranks
+
+    def explaining(self, number: int, call: Callable[[], T]) -> T:
+        """Call an operation of a pass; its errors say what the program may have done wrong."""
+        try:
+            return call()
+        except RingError as error:
+            self._explain(error, _name(number))
+            raise
+
+    def forget(self) -> None:
+        """Leave all reports unread."""
+        self._unread.clear()
+
+    def of(self, entered: Entered) -> list[BackwardReport]:
+        """Wait for the reports of a pass; return those of all ranks that had not joined."""
+        gathered = bytes(self.explaining(entered.number, entered.work.wait).numpy())
+        own = entered.encoded
+        if gathered == own * (len(gathered) // len(own)):  # the usual case: nothing to decode
+            return [entered.report] * (len(gathered) // len(own))
+        return _decoded(memoryview(gathered), own[:_PLAN_BYTES])
+
+
+def _decoded(data: memoryview, plan: bytes) -> list[BackwardReport]:
+    ranks = []
+    while data:
+        if data[:_PLAN_BYTES] != plan:
+            raise RingError(
+                "the ranks have different plans, which is an error in torch_ring: set "
+                "TORCH_RING_RUN_AHEAD=0"
+            )
+        report, data = BackwardReport.decode(data[_PLAN_BYTES:])
+        ranks.append(report)
+    return ranks
+
+
+def _name(number: int) -> str:
+    """Return the name of the allgather of a pass's reports."""
+    return f"{backward_name(number)}.ahead"
+
 
 _log = logging.getLogger("torch_ring")
 
