@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torch_ring.errors import InvalidArgumentError, RingError
-from torch_ring.run.assignment import assign
-from torch_ring.run.discovery import find_hosts
-from torch_ring.run.host_table import HostTable
-from torch_ring.run.hosts import Host, parse_host_lines
-from torch_ring.run.standbys import Standbys, standby_command
+from torch_ring.run.growth import HostTable, Standbys, standby_command
+from torch_ring.run.hosts import Host, assign, find_hosts, parse_host_lines
 
 TWO = [Host("a", 1), Host("b", 2)]
 
@@ -153,7 +150,7 @@ def test_a_script_finds_hosts():
 
 
 def test_a_script_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr("torch_ring.run.discovery._ANSWER_S", 0.2)
+    monkeypatch.setattr("torch_ring.run.hosts._ANSWER_S", 0.2)
     with pytest.raises(RingError, match=r"did not end within 0\.2 s"):
         find_hosts("sleep 1000 & sleep 1000", 1, {"PATH": "/bin:/usr/bin"})
 

@@ -7,11 +7,17 @@ import socket
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.run.assignment import assign
-from torch_ring.run.cluster import cluster_hosts, expand_hostlist, expand_tasks
-from torch_ring.run.hosts import Host, is_this_host, parse_hosts, read_hostfile
-from torch_ring.run.job_settings import slots_of
-from torch_ring.run.rank_environment import JobFacts, exported, rank_environment
+from torch_ring.run.hosts import (
+    Host,
+    assign,
+    cluster_hosts,
+    expand_hostlist,
+    expand_tasks,
+    is_this_host,
+    parse_hosts,
+    read_hostfile,
+)
+from torch_ring.run.job_settings import JobFacts, exported, rank_environment, slots_of
 
 
 @pytest.mark.parametrize(

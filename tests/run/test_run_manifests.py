@@ -8,9 +8,8 @@ import pytest
 from scripts import ROOT
 
 from torch_ring.config import Config
-from torch_ring.run.growth_settings import GrowthSettings
-from torch_ring.run.options import parse_options
-from torch_ring.run.standbys import standby_command
+from torch_ring.run.growth import standby_command
+from torch_ring.run.options import GrowthSettings, parse_options
 
 FOLDER = ROOT / "examples" / "elastic"
 

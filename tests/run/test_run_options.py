@@ -7,9 +7,8 @@ import re
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.run.growth_settings import GrowthSettings
 from torch_ring.run.job_settings import job_variables, secret_of
-from torch_ring.run.options import Options, parse_options
+from torch_ring.run.options import GrowthSettings, Options, parse_options
 
 
 def parse(*arguments: str, **environment: str) -> Options:

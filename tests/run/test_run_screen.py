@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from torch_ring.run.frames import Frames, frame
+from torch_ring.run.agent import Frames, frame
 from torch_ring.run.screen import FdSink, Screen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -10,13 +11,44 @@ from collections.abc import Iterator, Sequence
 
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.rendezvous.launchers import without_launchers
-from torch_ring.run.build_report import build_report, version
 from torch_ring.run.job import exit_code
 from torch_ring.run.launch import launch
 from torch_ring.run.options import parse_options
 from torch_ring.run.screen import FdSink, say
 
-__all__ = ["main"]
+__all__ = ["build_report", "main", "version"]
+
+
+def version() -> str:
+    """Return torch_ring's version."""
+    return str(sys.modules["torch_ring"].__version__)  # its __init__ stands above all rooms
+
+
+def build_report() -> str:
+    """Return a report whose lines are those of ``horovodrun --check-build``."""
+    built = importlib.import_module("torch_ring.capabilities")  # it needs torch
+    parts = {
+        "Available Frameworks": {"TensorFlow": False, "PyTorch": True, "MXNet": False},
+        "Available Controllers": {"MPI": built.mpi_built(), "Gloo": built.gloo_built()},
+        "Available Tensor Operations": {
+            "NCCL": bool(built.nccl_built()),
+            "DDL": built.ddl_built(),
+            "CCL": built.ccl_built(),
+            "MPI": built.mpi_built(),
+            "Gloo": built.gloo_built(),
+        },
+    }
+    lines = [f"torch_ring v{version()}:"]
+    for title, features in parts.items():
+        lines += ["", f"{title}:"]
+        lines += [f"    [{'X' if there else ' '}] {name}" for name, there in features.items()]
+    lines += [
+        "",
+        'By "Gloo" scripts for Horovod mean transports without MPI: shared memory and TCP.',
+        "`python -m torch_ring` tries them.",
+    ]
+    return "\n".join(lines)
+
 
 _REFUSED = 2  # as argparse
 _FAILED = 1

@@ -13,10 +13,9 @@ from typing import Any
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.rendezvous.launchers import without_launchers
 from torch_ring.run import function_rank
-from torch_ring.run.cluster import cluster_hosts
-from torch_ring.run.growth_settings import growth_settings
+from torch_ring.run.hosts import cluster_hosts
 from torch_ring.run.launch import launch
-from torch_ring.run.options import Options, changes_nothing, start_timeout_of
+from torch_ring.run.options import Options, changes_nothing, growth_settings, start_timeout_of
 from torch_ring.run.screen import StreamSink
 
 __all__ = ["run"]

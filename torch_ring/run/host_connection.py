@@ -2,22 +2,188 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.run.bootstrap import agent_command, agent_source, remote_command
-from torch_ring.run.events import Ended, Event, Lost, event_of
-from torch_ring.run.frames import GREETING, Frames, frame
+from torch_ring.run.agent import GREETING, Frames, frame
 
-__all__ = ["HostConnection", "Ssh"]
+__all__ = [
+    "Ended",
+    "Event",
+    "Exited",
+    "HostConnection",
+    "Lost",
+    "Note",
+    "Output",
+    "Ready",
+    "Signal",
+    "Ssh",
+    "Unread",
+    "Unstartable",
+    "agent_command",
+    "agent_source",
+    "event_of",
+    "remote_command",
+]
+
+# Nothing of a job is on a command line, which every user of a host can read.
+_READ_PROGRAM = "import base64;exec(base64.b64decode(open(0,'rb',0,closefd=False).readline()))"
+_FLAGS = ("-I", "-S", "-c")  # neither variables nor packages of the user: it starts in 20 ms
+_FIND_PYTHON = (
+    'p=$(command -v "$1" || command -v python3 || command -v python) || '
+    '{ echo "there is no $1, and no python3" >&2; exit 127; }; '
+    'exec "$p" -I -S -c "$2"'
+)
+# In the order of their imports.
+_MODULES = ("rendezvous.control_groups", "run.agent")
+_PROGRAM = """
+import sys, types
+for name, text in {modules!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    exec(compile(text, name, "exec"), module.__dict__)
+sys.modules["torch_ring.run.agent"].main()
+"""
+
+
+def agent_command() -> list[str]:
+    """Return the command of an agent on this host."""
+    return [sys.executable, *_FLAGS, _READ_PROGRAM]
+
+
+def remote_command() -> str:
+    """Return the command of an agent on another host, for the shell of the user there.
+
+    It runs with this Python's path if there is such a file, or with the first python3.
+    """
+    words = ["sh", "-c", _FIND_PYTHON, "sh", sys.executable, _READ_PROGRAM]
+    return "exec " + " ".join(map(shlex.quote, words))
+
+
+def agent_source() -> bytes:
+    """Return what an agent reads first: its program, in one line."""
+    package = Path(__file__).parent.parent
+    modules = [(name, "") for name in ("torch_ring", "torch_ring.rendezvous", "torch_ring.run")]
+    for name in _MODULES:
+        text = (package / f"{name.replace('.', '/')}.py").read_text()
+        modules.append((f"torch_ring.{name}", text))
+    return base64.b64encode(_PROGRAM.format(modules=modules).encode()) + b"\n"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The agent of a host runs.
+
+    Attributes:
+        port: a port that nobody listens at there.
+        server: the address at which ssh has reached the host; empty on the launcher's own.
+        interface_address: of the network interface that the user has chosen; empty: none.
+        problem: why no rank can run there; empty: none.
+    """
+
+    host: str
+    port: int
+    server: str
+    interface_address: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """A rank has written; `stream` is "stdout", "stderr" or "result"."""
+
+    rank: int
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The process of a rank has ended; a negative code is that of a signal."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Unstartable:
+    """The command of a rank cannot be run; the code is that of a shell."""
+
+    rank: int
+    code: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that the user should know of a host."""
+
+    host: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The agent of a host has ended its ranks; `left` processes could not be ended."""
+
+    host: str
+    left: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The agent of a host has gone, or is not reached any more."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The launcher has got a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Nobody reads the launcher's own output any more: "stdout" or "stderr"."""
+
+    stream: str
+
+
+Event = Ready | Output | Exited | Unstartable | Note | Ended | Lost | Signal | Unread
+
+
+def event_of(host: str, header: dict[str, Any], payload: bytes) -> Event:
+    """Return what a frame of an agent says."""
+    kind = header["event"]
+    if kind == "output":
+        return Output(header["rank"], header["stream"], payload)
+    if kind == "exited":
+        return Exited(header["rank"], header["code"])
+    if kind == "unstartable":
+        return Unstartable(header["rank"], header["code"], header["text"])
+    if kind == "note":
+        return Note(host, header["text"])
+    if kind == "ended":
+        return Ended(host, header["left"])
+    ssh = header["ssh"].split()  # the client's address and port, the server's address and port
+    server = ssh[2] if len(ssh) == 4 else ""
+    problem = header.get("problem", "")
+    return Ready(host, header["port"], server, header["interface_address"], problem)
+
 
 _READ_BYTES = 1 << 18
 _BEAT_S = 15.0

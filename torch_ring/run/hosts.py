@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
+import signal
 import socket
-from collections.abc import Iterable
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, RingError, first_line
 
 __all__ = [
+    "Discovery",
     "Host",
+    "Slot",
+    "assign",
+    "cluster_hosts",
+    "expand_hostlist",
+    "expand_tasks",
+    "find_hosts",
     "is_this_host",
     "parse_host_lines",
     "parse_hosts",
@@ -136,3 +148,267 @@ def _merged(hosts: Iterable[Host]) -> list[Host]:
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return [Host(name, count) for name, count in slots.items()]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a rank.
+
+    Attributes:
+        host: the name of its host.
+        rank, size: as of the world.
+        local_rank, local_size: the same among the ranks of the host.
+        cross_rank, cross_size: the same among the ranks with this local rank.
+        node, nodes: the index of the host among those that have a rank, and their number.
+    """
+
+    host: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    node: int
+    nodes: int
+
+
+def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
+    """Return the slots of all ranks, by rank: hosts are filled one after the other.
+
+    Args:
+        hosts: in the order of their ranks.
+        size: the number of ranks; hosts that are left over get none.
+
+    Raises:
+        InvalidArgumentError: there are too few slots, or no rank.
+    """
+    if size < 1:
+        raise InvalidArgumentError(f"-np {size}: must be 1 or more")
+    there = sum(host.slots for host in hosts)
+    if size > there:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise InvalidArgumentError(
+            f"-np {size}: there are only {there} slots ({listed}): give fewer ranks, or hosts and "
+            "slots with -H"
+        )
+    taken: list[tuple[str, int]] = []
+    left = size
+    for host in hosts:
+        if left:
+            taken.append((host.name, min(left, host.slots)))
+            left -= taken[-1][1]
+    slots: list[Slot] = []
+    for node, (name, local_size) in enumerate(taken):
+        for local_rank in range(local_size):
+            peers = [other for other, (_, count) in enumerate(taken) if count > local_rank]
+            slots.append(
+                Slot(
+                    name,
+                    len(slots),
+                    size,
+                    local_rank,
+                    local_size,
+                    peers.index(node),
+                    len(peers),
+                    node,
+                    len(taken),
+                )
+            )
+    return slots
+
+
+# Variables with the path of a host file: Kubernetes' MPIJob (of Open MPI, MPICH, Intel MPI), PBS,
+# LSF.
+_HOSTFILES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "PRTE_MCA_prte_default_hostfile",
+    "HYDRA_HOST_FILE",
+    "I_MPI_HYDRA_HOST_FILE",
+    "PBS_NODEFILE",
+    "LSB_DJOB_HOSTFILE",
+)
+_MOST_HOSTS = 1 << 20  # that a host list may stand for
+
+
+def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[Host], str] | None:
+    """Return the hosts and slots of a job, and the variable that has them; None: there is no job.
+
+    Raises:
+        InvalidArgumentError: the variable does not name hosts.
+    """
+    # Slurm sets them in jobs only. SLURM_JOB_ID is no part of the environment without launchers.
+    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if nodes:
+        names = expand_hostlist(nodes)
+        tasks = expand_tasks(environment.get("SLURM_TASKS_PER_NODE", "1"), len(names))
+        return [Host(*each) for each in zip(names, tasks, strict=True)], "SLURM_JOB_NODELIST"
+    for variable in _HOSTFILES:
+        if environment.get(variable):
+            return read_hostfile(environment[variable]), variable
+    return None
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the hosts of Slurm's list: gpu01, gpu02 and login of "gpu[01-02],login".
+
+    Raises:
+        InvalidArgumentError: it is no such list.
+    """
+    names: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text.strip()):
+        if item == ",":
+            continue
+        parts = re.findall(r"\[([^\[\]]+)\]|([^\[\]]+)", item)
+        if "".join(f"[{ranges}]" if ranges else word for ranges, word in parts) != item:
+            raise _not_a_list(text)
+        choices = [_numbers(ranges, text) if ranges else [word] for ranges, word in parts]
+        names += map("".join, itertools.product(*choices))
+    if not names:
+        raise _not_a_list(text)
+    return names
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """Return 01, 02, 07 of "01-02,07", with their zeros."""
+    found: list[str] = []
+    for item in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if match is None:
+            raise _not_a_list(text)
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+            raise _not_a_list(text)
+        found += (f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1))
+    return found
+
+
+def expand_tasks(text: str, nodes: int) -> list[int]:
+    """Return the number of tasks of each node: 4, 4 and 3 of Slurm's "4(x2),3".
+
+    Raises:
+        InvalidArgumentError: it says nothing for so many nodes.
+    """
+    tasks: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
+        if match is None or int(match[2] or 1) > _MOST_HOSTS:
+            raise _not_tasks(text, nodes)
+        tasks += [int(match[1])] * int(match[2] or 1)
+    if len(tasks) == 1:
+        tasks *= nodes
+    if len(tasks) != nodes or min(tasks) < 1:
+        raise _not_tasks(text, nodes)
+    return tasks
+
+
+def _not_a_list(text: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"SLURM_JOB_NODELIST={text!r} is not a list of hosts: give them with -H"
+    )
+
+
+def _not_tasks(text: str, nodes: int) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"SLURM_TASKS_PER_NODE={text!r} does not say how many tasks each of the {nodes} nodes has: "
+        "give hosts and slots with -H"
+    )
+
+
+_EVERY_S = 1.0
+_ANSWER_S = 30.0  # a script that asks a cloud's service may need some
+
+
+def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[Host]:
+    """Return the hosts that a script prints. Blocks until it ends, for 30 s at most.
+
+    Args:
+        script: a command for the shell.
+        slots: of a host for which the script gives no number.
+        environment: of the script.
+
+    Raises:
+        RingError: it has failed, or did not end in time, and was ended.
+        InvalidArgumentError: it prints something else.
+    """
+    process = subprocess.Popen(
+        ["sh", "-c", script],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, errors = process.communicate(timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        raise RingError(
+            f"{script!r} did not end within {_ANSWER_S:g} s: let it print the hosts of now"
+        ) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # also what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+    if process.returncode:
+        why = f": {errors.strip()}" if errors.strip() else ""
+        raise RingError(f"{script!r} failed with exit code {process.returncode}{why}")
+    try:
+        return parse_host_lines(said, slots)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{script!r} has printed {error}") from None
+
+
+class Discovery:
+    """Runs a script every second, in a thread, and keeps its last answer.
+
+    Thread: any. Blocking: the constructor, which runs the script.
+
+    Args:
+        find: runs the script; see `find_hosts`.
+
+    Raises:
+        RingError, InvalidArgumentError: the script fails at once.
+    """
+
+    def __init__(self, find: Callable[[], list[Host]]) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._hosts: Sequence[Host] = find()
+        self._problem = ""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="torch_ring hosts", daemon=True)
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """The hosts of the last answer."""
+        with self._lock:
+            return self._hosts
+
+    @property
+    def problem(self) -> str:
+        """Why the script has failed the last time; empty: it has not."""
+        with self._lock:
+            return self._problem
+
+    def start(self) -> None:
+        """Ask every second from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._is_closed.set()
+
+    def _ask(self) -> None:
+        while not self._is_closed.wait(_EVERY_S):
+            hosts, problem = self.hosts, ""
+            try:
+                hosts = self._find()
+            except (RingError, InvalidArgumentError, OSError) as error:
+                problem = first_line(error)
+            with self._lock:
+                self._hosts, self._problem = hosts, problem

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError, first_line
-from torch_ring.run.assignment import Slot
-from torch_ring.run.events import (
+from torch_ring.run.growth import Growth
+from torch_ring.run.host_connection import (
     Ended,
     Event,
     Exited,
@@ -19,15 +19,14 @@ from torch_ring.run.events import (
     Output,
     Ready,
     Signal,
+    Ssh,
     Unread,
     Unstartable,
 )
-from torch_ring.run.growth import Growth
-from torch_ring.run.host_connection import Ssh
-from torch_ring.run.job_spec import JobSpec
+from torch_ring.run.hosts import Slot
+from torch_ring.run.job_settings import JobSpec
 from torch_ring.run.processes import Processes
-from torch_ring.run.reached_hosts import ReachedHosts
-from torch_ring.run.supervisor import Supervisor
+from torch_ring.run.supervisor import ReachedHosts, Supervisor
 
 __all__ = ["Failure", "Job", "exit_code"]
 

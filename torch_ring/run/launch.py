@@ -9,22 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from torch_ring.rendezvous.channel import key_of
 from torch_ring.rendezvous.directory import Directory
 from torch_ring.rendezvous.network import own_address
-from torch_ring.run.assignment import Slot
-from torch_ring.run.growth import Growth
+from torch_ring.run.growth import Growth, standby_command
 from torch_ring.run.host_connection import Ssh
-from torch_ring.run.hosts import is_this_host
+from torch_ring.run.hosts import Slot, is_this_host
 from torch_ring.run.job import Job
 from torch_ring.run.job_settings import (
+    JobSpec,
     discover_hosts,
     job_variables,
     secret_of,
     slots_of,
     slots_of_hosts,
 )
-from torch_ring.run.job_spec import JobSpec
 from torch_ring.run.options import Options
 from torch_ring.run.screen import Screen, Sink, say
-from torch_ring.run.standbys import standby_command
 from torch_ring.run.supervisor import Supervisor
 
 __all__ = ["launch"]

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ring.run import standby_process
-from torch_ring.run.assignment import Slot
-from torch_ring.run.growth import Growth
-from torch_ring.run.job_spec import JobSpec
-from torch_ring.run.rank_environment import JobFacts, rank_environment
-from torch_ring.run.standbys import standby_command
+from torch_ring.run.growth import Growth, standby_command
+from torch_ring.run.hosts import Slot
+from torch_ring.run.job_settings import JobFacts, JobSpec, rank_environment
 from torch_ring.run.supervisor import Supervisor
 
 __all__ = ["Processes"]
