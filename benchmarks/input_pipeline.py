@@ -35,7 +35,7 @@ from torchvision.transforms import v2
 
 import torch_ring as hvd
 from torch_ring.data import InputPipeline, ShardedSampler, default_num_workers
-from torch_ring.rendezvous.launchers import discover
+from torch_ring.setup.launchers import discover
 
 FILES = 64  # different JPEGs, decoded again for each sample
 JPEG_PIXELS = 256

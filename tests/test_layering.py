@@ -112,7 +112,7 @@ def test_nothing_below_bindings_makes_a_communicator():
 
 
 def test_nothing_reads_the_environment():
-    """Variables are read in torch_ring/config/ and torch_ring/rendezvous/ only (a ruff rule)."""
+    """Variables are read in torch_ring/config/ and torch_ring/setup/ only (a ruff rule)."""
     for path in FILES:
         assert not re.search(r"\b(secure_)?getenv\b|\benviron\b", path.read_text()), path.name
 
@@ -126,25 +126,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "compression": set(),
-    "rendezvous": {"_C", "config", "errors"},
-    "connections": {"_C", "config", "errors", "rendezvous"},
-    "world": {"_C", "config", "connections", "errors", "rendezvous"},
-    "tracing": {"_C", "connections", "errors", "world"},
+    "setup": {"_C", "config", "errors"},
+    "membership": {"config", "errors", "setup"},
+    "world": {"_C", "config", "errors", "membership", "setup"},
+    "tracing": {"_C", "errors", "setup", "world"},
     "capabilities": {"_C", "config", "errors", "world"},
     "lr_schedules": {"world"},
     "collectives": {"_C", "compression", "errors", "world"},
-    "c10d": {"_C", "config", "errors", "rendezvous", "tracing", "world"},
+    "c10d": {"_C", "config", "errors", "setup", "tracing", "world"},
     "metrics": {"collectives", "world"},
     "sync_batch_norm": {"collectives", "world"},
     "state": {"collectives", "world"},
-    "data": {"collectives", "rendezvous", "world"},
+    "data": {"collectives", "setup", "world"},
     "optimizer": {"_C", "collectives", "compression", "errors", "world"},
     "checkpoint": {"collectives", "errors", "state", "world"},
     "mpi_ops": {"capabilities", "collectives", "compression", "errors", "world"},
     "functions": {"collectives", "state"},
-    "elastic": {"collectives", "errors", "optimizer", "rendezvous", "state", "world"},
-    "self_test": {"_C", "collectives", "config", "errors", "rendezvous", "world"},
-    "run": {"config", "errors", "rendezvous"},
+    "elastic": {"collectives", "errors", "membership", "optimizer", "setup", "state", "world"},
+    "self_test": {"_C", "collectives", "config", "errors", "setup", "world"},
+    "run": {"config", "errors", "membership", "setup"},
     "__main__": {"self_test"},
     "api": {
         "c10d",

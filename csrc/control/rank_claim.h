@@ -13,7 +13,7 @@
 
 namespace torch_ring {
 
-/// See torch_ring/rendezvous/claim.py. A process that asks has bound its socket to a name that says
+/// See torch_ring/setup/claim.py. A process that asks has bound its socket to a name that says
 /// when it was started. If that was before this world began, nobody can tell for which of two jobs
 /// each of the two processes was meant: it is refused, however late it comes, for the rest of the
 /// ranks may be those of a mixed world, too. A world that began a short while ago ends as well.

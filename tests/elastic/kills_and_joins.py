@@ -23,8 +23,8 @@ from mortal_training import BATCHES, GLOBAL_BATCH, Samples, make, weights_of
 from ports import free_port
 
 import torch_ring as hvd
-from torch_ring.rendezvous.channel import key_of
-from torch_ring.rendezvous.directory import Directory, ask_directory
+from torch_ring.membership.directory import Directory, ask_directory
+from torch_ring.membership.member import key_of
 
 SIZE = 4
 SECRET = "of this test"

@@ -14,7 +14,7 @@ import pool
 import torch_ring as hvd
 from torch_ring.elastic import job as elastic_job
 from torch_ring.elastic.regroup import Group
-from torch_ring.rendezvous import open_store as stores
+from torch_ring.setup import store_client as stores
 
 
 def refuses(address: tuple[str, int]) -> bool:

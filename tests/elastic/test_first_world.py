@@ -22,11 +22,11 @@ from slow import on_shm_and_slowly_on_tcp, slow_after
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.rendezvous import local_leader, meeting
-from torch_ring.rendezvous.channel import key_of
-from torch_ring.rendezvous.directory import Directory
-from torch_ring.rendezvous.gathering import Gathering
-from torch_ring.world import beginning, current
+from torch_ring.membership import first_world
+from torch_ring.membership.directory import Directory, Gathering
+from torch_ring.membership.member import key_of
+from torch_ring.setup import exchange, host_socket
+from torch_ring.world import current
 
 SECRET = "of this test"
 PATIENCE_S = 20.0
@@ -205,7 +205,7 @@ def begin_without_a_deadline(*args: Any) -> Any:
     Nor does the leader go on without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    beginning._JOIN_S = meeting._GRACE_S = local_leader._TELL_S = 1800.0
+    first_world._JOIN_S = exchange._GRACE_S = host_socket._TELL_S = 1800.0
     return begin(*args)
 
 
@@ -284,10 +284,10 @@ def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
 
 def begin_and_listen(folder: str) -> tuple[list[str], Any]:
     """Rank 2 comes when the others have been told, for longer than a line takes, who is here."""
-    beginning._PROGRESS_S = 0.0
+    first_world._PROGRESS_S = 0.0
     rank, heard = int(os.environ["RANK"]), 0
     note_process(Path(folder), rank, os.getpid())
-    ask_launcher = beginning.ask_for_place
+    ask_launcher = first_world.ask_for_place
 
     def ask_and_note(*question: Any) -> dict[str, Any]:
         nonlocal heard
@@ -297,7 +297,7 @@ def begin_and_listen(folder: str) -> tuple[list[str], Any]:
             (Path(folder) / f"told-{rank}").touch()
         return answer
 
-    beginning.ask_for_place = ask_and_note
+    first_world.ask_for_place = ask_and_note
     if rank == 2:
         told = [Path(folder) / f"told-{each}" for each in (0, 1)]
         assert pool.eventually(lambda: all(each.exists() for each in told), PATIENCE_S)

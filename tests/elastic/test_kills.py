@@ -22,7 +22,7 @@ from mortal_training import AFTER_A_DEATH, IN_A_STEP, Plan, expected, random_pla
 from slow import slow_after
 
 import torch_ring as hvd
-from torch_ring.rendezvous import local_leader, meeting
+from torch_ring.setup import exchange, host_socket
 from torch_ring.world import current
 
 EPOCHS = 3
@@ -67,7 +67,7 @@ def recover_without_a_deadline(place: str) -> tuple[int, int]:
     without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    current._REJOIN_S = meeting._GRACE_S = local_leader._TELL_S = 1800.0
+    current._REJOIN_S = exchange._GRACE_S = host_socket._TELL_S = 1800.0
     name, rejoin = hvd.rank(), current.rejoin
 
     def rejoin_and_die(*args: Any) -> None:

@@ -14,12 +14,11 @@ import pool
 import pytest
 
 import torch_ring as hvd
-from torch_ring.elastic.listener import Listener
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
-from torch_ring.rendezvous import member as member_module
-from torch_ring.rendezvous.channel import Channel, ForeignMessageError
-from torch_ring.rendezvous.directory import Directory, ask_directory, tell_directory
-from torch_ring.rendezvous.member import Member, Reach, dial, reach
+from torch_ring.membership import member as member_module
+from torch_ring.membership.directory import Directory, ask_directory, tell_directory
+from torch_ring.membership.listener import Listener
+from torch_ring.membership.member import Channel, ForeignMessageError, Member, Reach, dial, reach
 
 KEY = b"k" * 32
 LIMITS = Limits(timeout_s=30.0, silence_s=5.0)

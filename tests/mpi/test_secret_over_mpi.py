@@ -8,11 +8,10 @@ from mpi4py import MPI
 
 import torch_ring as hvd
 from torch_ring.config import Config
-from torch_ring.connections import connect
-from torch_ring.rendezvous import mpi
-from torch_ring.rendezvous import store as store_module
-from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.launchers import discover
+from torch_ring.setup import connect, store
+from torch_ring.setup import store as store_module
+from torch_ring.setup.launchers import discover
+from torch_ring.setup.network import Deadline
 from torch_ring.world import current
 from torch_ring.world import join as joining
 
@@ -34,9 +33,9 @@ def _hosts(monkeypatch):
     make = connect.PeerInfo
     monkeypatch.setattr(connect, "PeerInfo", lambda **card: make(**card | {"machine": host}))
     monkeypatch.setattr(connect, "_require_addresses", lambda _: None)
-    mpi.forget()
+    store.forget()
     yield
-    mpi.forget()
+    store.forget()
 
 
 @pytest.mark.usefixtures("_hosts")

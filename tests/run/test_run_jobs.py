@@ -16,7 +16,7 @@ from launched_jobs import DEADLINE_S, LaunchedJob, run_job, stub_ssh
 from launcher_commands import clean_environment
 from scripts import ROOT
 
-from torch_ring.rendezvous.control_groups import usable_cpus
+from torch_ring.setup.control_groups import usable_cpus
 
 HELLO = str(ROOT / "tests" / "rendezvous" / "hello.py")
 pytestmark = pytest.mark.launcher

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import torch_ring as hvd
-from torch_ring.rendezvous import control_groups
-from torch_ring.rendezvous.meeting import Meeting
-from torch_ring.rendezvous.network import address_of_interface
 from torch_ring.self_test import command, machine, rank
+from torch_ring.setup import control_groups
+from torch_ring.setup.exchange import Meeting
+from torch_ring.setup.network import address_of_interface
 
 
 def check_wrong_sums() -> None:

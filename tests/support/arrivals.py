@@ -9,8 +9,8 @@ from typing import Any
 import pool
 
 import torch_ring as hvd
-from torch_ring.rendezvous.channel import key_of
-from torch_ring.rendezvous.directory import Directory
+from torch_ring.membership.directory import Directory
+from torch_ring.membership.member import key_of
 
 SECRET = "of this test"
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from torch_ring.connections import connect
-from torch_ring.rendezvous.meeting import Meeting
-from torch_ring.world import beginning, current, join
+from torch_ring.membership import first_world
+from torch_ring.setup import connect
+from torch_ring.setup.exchange import Meeting
+from torch_ring.world import current, join
 
 __all__ = ["PLACES", "let_die"]
 
@@ -19,8 +20,8 @@ _Place = tuple[Any, str, str, int]
 
 PLACES: dict[str, _Place] = {
     "before": (current, "init", "before", 1),
-    "asking": (beginning, "_ask", "before", 1),
-    "placed": (beginning, "_ask", "after", 1),
+    "asking": (first_world, "_ask", "before", 1),
+    "placed": (first_world, "_ask", "after", 1),
     "meeting": (join, "Meeting", "before", 1),
     "met": (Meeting, "meet", "before", 1),
     "card": (Meeting, "meet", "after", 1),

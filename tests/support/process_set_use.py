@@ -9,7 +9,7 @@ import torch
 from pool import error_of
 
 import torch_ring as hvd
-from torch_ring.connections.connections import Connections
+from torch_ring.setup.connect import Connections
 from torch_ring.world import current
 from torch_ring.world.process_set import engine_of, root_in
 

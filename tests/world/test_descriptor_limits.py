@@ -9,7 +9,7 @@ import torch
 from pool import error_of, run
 
 import torch_ring as hvd
-from torch_ring.connections import connect
+from torch_ring.setup import connect
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from process_set_use import check_process_set
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.connections import connect
+from torch_ring.setup import connect
 
 
 def fork_a_child() -> None:

@@ -15,10 +15,10 @@ import torch
 from pool import eventually, run
 
 import torch_ring as hvd
-from torch_ring.connections import connect as connecting
-from torch_ring.rendezvous.launchers import discover
-from torch_ring.rendezvous.local_leader import listen
-from torch_ring.rendezvous.meeting_name import meeting_name
+from torch_ring.setup import connect as connecting
+from torch_ring.setup.host_exchange import meeting_name
+from torch_ring.setup.host_socket import listen
+from torch_ring.setup.launchers import discover
 
 NOBODY = 65534
 PORT = "29513"

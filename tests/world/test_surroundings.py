@@ -14,8 +14,8 @@ from pool import error_of, run
 from torch.distributed import FileStore
 
 import torch_ring as hvd
-from torch_ring.connections import connect
-from torch_ring.rendezvous.network import own_address
+from torch_ring.setup import connect
+from torch_ring.setup.network import own_address
 
 NOBODY = 65534
 BRIEFLY = {"TORCH_RING_INIT_TIMEOUT": "2"}

@@ -38,8 +38,8 @@ from torch_ring.c10d.reconfiguration import MeetingPoint, in_order
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
-from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.given_store import host_of
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.store_client import host_of
 from torch_ring.tracing.flight_recorder import trace_process
 from torch_ring.world import current
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.errors import TimeoutError as RingTimeoutError
-from torch_ring.rendezvous.network import own_address
+from torch_ring.setup.network import own_address
 
 __all__ = ["MeetingPoint", "ReconfigureHandle", "in_order"]
 

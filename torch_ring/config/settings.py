@@ -113,7 +113,7 @@ def timeline_path(text: str) -> str | None:
 
 _OF_BUILDS = "TORCH_RING_NATIVE_MODULES"  # setup.py reads it
 _OF_TESTS = "TORCH_RING_FAIL"
-_OF_LAUNCHER = {"TORCH_RING_RUN_ID", "TORCH_RING_PROCESS"}  # for rendezvous/launchers.py
+_OF_LAUNCHER = {"TORCH_RING_RUN_ID", "TORCH_RING_PROCESS"}  # for setup/launchers.py
 
 
 def variables_set(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

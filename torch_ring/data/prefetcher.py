@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_ring import world
-from torch_ring.rendezvous.control_groups import cpu_quota
-from torch_ring.rendezvous.launchers import discover
+from torch_ring.setup.control_groups import cpu_quota
+from torch_ring.setup.launchers import discover
 from torch_ring.world import current
 
 __all__ = ["DevicePrefetcher", "default_num_workers"]

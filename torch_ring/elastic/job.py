@@ -16,16 +16,15 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
-from torch_ring.elastic.listener import Listener
 from torch_ring.elastic.regroup import CallOverError, Group, LeftOutError, Limits, come, regroup
 from torch_ring.errors import MismatchError, RingError, first_line
-from torch_ring.rendezvous.channel import key_of
-from torch_ring.rendezvous.directory import ask_directory, tell_directory
-from torch_ring.rendezvous.failure import exited
-from torch_ring.rendezvous.launchers import process_name
-from torch_ring.rendezvous.member import Member, Reach, member_id, reach
-from torch_ring.rendezvous.network import own_address
-from torch_ring.rendezvous.open_store import open_store
+from torch_ring.membership.directory import ask_directory, tell_directory
+from torch_ring.membership.listener import Listener
+from torch_ring.membership.member import Member, Reach, key_of, member_id, reach
+from torch_ring.setup.failure import exited
+from torch_ring.setup.launchers import process_name
+from torch_ring.setup.network import own_address
+from torch_ring.setup.store_client import open_store
 from torch_ring.world import current
 from torch_ring.world.engine import EngineExchange
 from torch_ring.world.join import World, on_join

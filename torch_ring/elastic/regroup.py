@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from queue import Empty
 from typing import Any
 
-from torch_ring.elastic.listener import JoinRequest, Listener
 from torch_ring.errors import PeerLostError, RingError, TimeoutError
-from torch_ring.rendezvous.member import Member, Reach, dial, reach
+from torch_ring.membership.listener import JoinRequest, Listener
+from torch_ring.membership.member import Member, Reach, dial, reach
 
 __all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "regroup"]
 

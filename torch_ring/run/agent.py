@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 
-from torch_ring.rendezvous.control_groups import usable_cpus
+from torch_ring.setup.control_groups import usable_cpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from torch_ring.errors import InvalidArgumentError, RingError
-from torch_ring.rendezvous.launchers import without_launchers
 from torch_ring.run.job import exit_code
 from torch_ring.run.launch import launch
 from torch_ring.run.options import parse_options
 from torch_ring.run.screen import FdSink, say
+from torch_ring.setup.launchers import without_launchers
 
 __all__ = ["build_report", "main", "version"]
 

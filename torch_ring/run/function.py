@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.rendezvous.launchers import without_launchers
 from torch_ring.run import function_rank
 from torch_ring.run.hosts import cluster_hosts
 from torch_ring.run.launch import launch
 from torch_ring.run.options import Options, changes_nothing, growth_settings, start_timeout_of
 from torch_ring.run.screen import StreamSink
+from torch_ring.setup.launchers import without_launchers
 
 __all__ = ["run"]
 

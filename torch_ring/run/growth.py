@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.rendezvous.directory import Directory
+from torch_ring.membership.directory import Directory
 from torch_ring.run.hosts import Discovery, Host, Slot
 from torch_ring.run.options import GrowthSettings
 from torch_ring.run.standby_process import READ_PROGRAM

@@ -74,7 +74,7 @@ def remote_command() -> str:
 def agent_source() -> bytes:
     """Return what an agent reads first: its program, in one line."""
     package = Path(__file__).parent.parent
-    modules = [(name, "") for name in ("torch_ring", "torch_ring.rendezvous", "torch_ring.run")]
+    modules = [(name, "") for name in ("torch_ring", "torch_ring.setup", "torch_ring.run")]
     for name in _MODULES:
         text = (package / f"{name.replace('.', '/')}.py").read_text()
         modules.append((f"torch_ring.{name}", text))

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from torch_ring.config import SETTINGS, Config
 from torch_ring.errors import InvalidArgumentError, TimeoutError
-from torch_ring.rendezvous.launchers import Identity, discover
-from torch_ring.rendezvous.secret_file import read_secret
 from torch_ring.run.hosts import (
     Discovery,
     Host,
@@ -26,6 +24,8 @@ from torch_ring.run.hosts import (
     read_hostfile,
 )
 from torch_ring.run.options import GrowthSettings
+from torch_ring.setup.job_key import read_secret
+from torch_ring.setup.launchers import Identity, discover
 
 __all__ = [
     "JobFacts",

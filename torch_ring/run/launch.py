@@ -6,9 +6,8 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from torch_ring.rendezvous.channel import key_of
-from torch_ring.rendezvous.directory import Directory
-from torch_ring.rendezvous.network import own_address
+from torch_ring.membership.directory import Directory
+from torch_ring.membership.member import key_of
 from torch_ring.run.growth import Growth, standby_command
 from torch_ring.run.host_connection import Ssh
 from torch_ring.run.hosts import Slot, is_this_host
@@ -24,6 +23,7 @@ from torch_ring.run.job_settings import (
 from torch_ring.run.options import Options
 from torch_ring.run.screen import Screen, Sink, say
 from torch_ring.run.supervisor import Supervisor
+from torch_ring.setup.network import own_address
 
 __all__ = ["launch"]
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection, Sequence
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.rendezvous.network import is_loopback, is_loopback_name, own_address
 from torch_ring.run.host_connection import Event, HostConnection, Output, Ready, Signal, Ssh, Unread
 from torch_ring.run.hosts import is_this_host
 from torch_ring.run.job_settings import JobFacts, JobSpec
 from torch_ring.run.screen import Screen
+from torch_ring.setup.network import is_loopback, is_loopback_name, own_address
 
 __all__ = ["ReachedHosts", "Supervisor"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, first_line
-from torch_ring.rendezvous.launchers import discover
 from torch_ring.self_test import machine
 from torch_ring.self_test.rank import run_ranks
+from torch_ring.setup.launchers import discover
 
 __all__ = ["facts_in_words", "main", "run_in_words"]
 

@@ -21,9 +21,9 @@ from torch_ring._C import BUILT_FOR_TORCH, nccl_version
 from torch_ring._C import __file__ as native_module
 from torch_ring.config import Config, variables_set
 from torch_ring.errors import InvalidArgumentError, first_line
-from torch_ring.rendezvous.control_groups import cpu_quota, limits_of_groups
-from torch_ring.rendezvous.launchers import discover, variables_of_launchers
-from torch_ring.rendezvous.network import address_of_interface, own_address
+from torch_ring.setup.control_groups import cpu_quota, limits_of_groups
+from torch_ring.setup.launchers import discover, variables_of_launchers
+from torch_ring.setup.network import address_of_interface, own_address
 
 __all__ = [
     "build",

@@ -32,7 +32,7 @@ from torch_ring.collectives.barrier import barrier
 from torch_ring.collectives.objects import broadcast_object
 from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.errors import first_line
-from torch_ring.rendezvous.launchers import without_launchers
+from torch_ring.setup.launchers import without_launchers
 from torch_ring.world import current
 
 __all__ = ["run_ranks"]

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from torch_ring._C import MessageRecord, OperationRecord
-from torch_ring.connections.inquiries import answer_with
+from torch_ring.setup.connect import answer_with
 from torch_ring.tracing.operations import asked_world, recorded_sets
 
 __all__ = [

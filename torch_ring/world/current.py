@@ -18,13 +18,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine, arm_failpoints, await_calls, forget_calls, keep_results
 from torch_ring.config import Config, failpoints, misspelt
-from torch_ring.connections import connections
 from torch_ring.errors import InvalidArgumentError, NotInitializedError
-from torch_ring.rendezvous import inherited as rendezvous_inherited
-from torch_ring.rendezvous import store as rendezvous_store
-from torch_ring.rendezvous.launchers import is_of_inner_job
-from torch_ring.rendezvous.meeting import Missed
-from torch_ring.world.beginning import begin, begins_with_others
+from torch_ring.membership.first_world import begin, begins_with_others
+from torch_ring.setup import connect
+from torch_ring.setup import network as rendezvous_inherited
+from torch_ring.setup import store as rendezvous_store
+from torch_ring.setup.exchange import Missed
+from torch_ring.setup.launchers import is_of_inner_job
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
 from torch_ring.world.recorded import group_of_job, place_in
@@ -388,7 +388,7 @@ def disable_in_child(inherited: _Inherited) -> None:
 
 
 def _prepare_fork() -> None:
-    connections.before_fork()
+    connect.before_fork()
 
 
 def _leave_parents_world() -> None:
@@ -400,7 +400,7 @@ def _leave_parents_world() -> None:
         _world.process_sets.abandon()
         _world.on_end.clear()
         _is_parents = True
-    connections.abandon_all_in_child()
+    connect.abandon_all_in_child()
     rendezvous_inherited.close_all_in_child()
     _changing = threading.RLock()
     forget_calls()

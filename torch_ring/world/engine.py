@@ -9,10 +9,10 @@ import torch
 
 from torch_ring._C import Engine, Work
 from torch_ring.config import Config, nccl_is_blocking
-from torch_ring.connections.connections import Connections
-from torch_ring.connections.topology import hosts_among, may_spin
 from torch_ring.errors import TimeoutError
-from torch_ring.rendezvous.deadline import Deadline, pauses
+from torch_ring.setup.connect import Connections
+from torch_ring.setup.network import Deadline, pauses
+from torch_ring.setup.topology import hosts_among, may_spin
 
 __all__ = ["EngineExchange", "make_engine", "wait_for_all"]
 

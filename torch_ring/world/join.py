@@ -15,23 +15,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.config import Config, threads_are_chosen
-from torch_ring.connections.connect import connect
-from torch_ring.connections.connections import Connections
-from torch_ring.connections.inquiries import Inquiries
-from torch_ring.connections.topology import Topology, cpu_sharers, topology_of
 from torch_ring.errors import InvalidArgumentError, RingError
-from torch_ring.rendezvous.claim import Claim
-from torch_ring.rendezvous.control_groups import usable_cpus
-from torch_ring.rendezvous.deadline import Deadline
-from torch_ring.rendezvous.exchange import failing_together, lacking
-from torch_ring.rendezvous.job_key import JobKey
-from torch_ring.rendezvous.launchers import Identity, discover
-from torch_ring.rendezvous.meeting import Meeting, Missed
-from torch_ring.rendezvous.meeting_name import meeting_name, meeting_name_by_store
-from torch_ring.rendezvous.secret_file import read_secret
-from torch_ring.rendezvous.siblings import why_not_alone
-from torch_ring.rendezvous.start import Start, start_of
-from torch_ring.rendezvous.store import StorePlace, drop_connections, given_store, locate_store
+from torch_ring.setup.claim import Claim, Start, start_of
+from torch_ring.setup.connect import Connections, Inquiries, connect
+from torch_ring.setup.control_groups import usable_cpus
+from torch_ring.setup.exchange import Meeting, Missed, failing_together, lacking
+from torch_ring.setup.host_exchange import meeting_name, meeting_name_by_store
+from torch_ring.setup.job_key import JobKey, read_secret
+from torch_ring.setup.launchers import Identity, discover, why_not_alone
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.store import StorePlace, drop_connections, given_store, locate_store
+from torch_ring.setup.topology import Topology, cpu_sharers, topology_of
 from torch_ring.world.engine import wait_for_all
 from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of

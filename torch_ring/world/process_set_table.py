@@ -10,14 +10,14 @@ from typing import Any
 
 from torch_ring._C import Engine
 from torch_ring.config import Config
-from torch_ring.connections.connections import Connections
 from torch_ring.errors import (
     InvalidArgumentError,
     MismatchError,
     NotInitializedError,
     RingError,
 )
-from torch_ring.rendezvous.exchange import lacking
+from torch_ring.setup.connect import Connections
+from torch_ring.setup.exchange import lacking
 from torch_ring.world.engine import EngineExchange, make_engine
 from torch_ring.world.ranks import Ranks, require_below
 

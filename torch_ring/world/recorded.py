@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.rendezvous.launchers import discover
+from torch_ring.setup.launchers import discover
 from torch_ring.world.join import World
 
 __all__ = ["RecordedGroup", "add_recorded", "group_of_job", "place_in", "recorded_groups"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch_ring._C import Engine, RecordStream, Timeline
 from torch_ring.config import Config
-from torch_ring.connections.connections import Connections
 from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.setup.connect import Connections
 
 __all__ = ["Timelines"]
 

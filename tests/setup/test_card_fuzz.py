@@ -1,0 +1,155 @@
+"""Mutated and random cards, tables and frames: an error of ours, and never a crash."""
+
+import json
+import random
+import socket
+import zlib
+
+import pytest
+from made_up import card, group
+
+from torch_ring.errors import MismatchError, RingError
+from torch_ring.setup import peer_info
+from torch_ring.setup.failure import Failure
+from torch_ring.setup.frames import FrameSocket, Kind
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.peer_info import (
+    GroupCard,
+    PeerInfo,
+    difference,
+    gather_group,
+    pack_table,
+    parse_table,
+)
+
+CASES = 3000
+JUNK = [None, True, -1, 1 << 70, 1.5, "", "x" * 5000, "\0", [], [[]], {}, {"a": 1}, float("nan")]
+
+
+def mutated(value, dice):
+    """Return a JSON value with one of its parts replaced, removed, repeated or added."""
+    if isinstance(value, dict) and value and dice.random() < 0.8:
+        key = dice.choice(list(value))
+        change = dice.random()
+        if change < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        if change < 0.2:
+            return {**value, dice.choice(["more", "rank", ""]): dice.choice(JUNK)}
+        return {**value, key: mutated(value[key], dice)}
+    if isinstance(value, list) and value and dice.random() < 0.8:
+        at = dice.randrange(len(value))
+        change = dice.random()
+        if change < 0.1:
+            return value[:at]
+        if change < 0.2:
+            return value + value[at:]
+        return [*value[:at], mutated(value[at], dice), *value[at + 1 :]]
+    return dice.choice(JUNK)
+
+
+def damaged(data, dice):
+    """Return bytes of which some are changed, missing or added."""
+    data = bytearray(data)
+    for _ in range(dice.randrange(1, 4)):
+        at = dice.randrange(len(data) + 1)
+        change = dice.random()
+        if change < 0.5 and at < len(data):
+            data[at] ^= 1 << dice.randrange(8)
+        elif change < 0.7:
+            del data[at:]
+        else:
+            data[at:at] = dice.randbytes(dice.randrange(1, 20))
+        data = data or bytearray(b"\0")
+    return bytes(data)
+
+
+def table_of(size=6):
+    return pack_table([group(range(s, s + 3), size, s // 3) for s in range(0, size, 3)])
+
+
+def accepted(call, *refusals):
+    try:
+        call()
+    except refusals:
+        return 0
+    return 1
+
+
+def test_tables():
+    dice, good = random.Random(1), table_of()
+    value = peer_info.unpack(good, 6)
+    passed = 0
+    for case in range(CASES):
+        data = peer_info.pack(mutated(value, dice)) if case % 2 else damaged(good, dice)
+        passed += accepted(lambda data=data: parse_table(data, 6), RingError)
+    assert parse_table(good, 6).peers[5].card() == card(5, 1)
+    assert passed < CASES / 4  # mutations within what a card may say
+
+
+def test_cards_of_groups():
+    dice, good = random.Random(2), group(range(3), 6).to_bytes()
+    value = peer_info.unpack(good, 6)
+    for case in range(CASES):
+        data = peer_info.pack(mutated(value, dice)) if case % 2 else damaged(good, dice)
+
+        def read(data=data):
+            found = GroupCard.from_bytes(data, 6)
+            assert len(found.ranks) == found.count <= 6
+            pack_table([found])
+
+        accepted(read, ValueError)
+
+
+def test_cards_of_ranks():
+    dice, good = random.Random(3), [card(1), json.dumps({"A": 1})]
+    own = json.dumps([card(0), json.dumps({"A": 1})]).encode()
+    for case in range(CASES):
+        text = json.dumps(mutated(good, dice)).encode()
+        sent = text if case % 2 else damaged(json.dumps(good).encode(), dice)
+        accepted(lambda sent=sent: gather_group(0, 2, {0: own, 1: sent}), RingError)
+        other = json.dumps(mutated(good[0], dice))
+        accepted(lambda other=other: PeerInfo.from_json(1, other), RingError)
+
+
+def test_settings_and_failures():
+    dice = random.Random(4)
+    for _ in range(CASES):
+        text = damaged(b'{"A":1,"B":[2]}', dice).decode(errors="replace")
+        assert isinstance(difference(0, '{"A":1}', 1, text), MismatchError)
+        failure = Failure.from_bytes(damaged(Failure("TimeoutError", "late").to_bytes(), dice))
+        assert isinstance(failure.error(), RingError)
+
+
+def test_frames():
+    dice, deadline = random.Random(5), Deadline(30)
+    for _ in range(CASES):
+        ours, theirs = (FrameSocket(end) for end in socket.socketpair())
+        writer, reader = socket.socketpair()
+        sender = FrameSocket(writer)
+        for kind in (Kind.HELLO, Kind.CARD, Kind.FAILURE):
+            sender.send(kind, deadline, dice.randbytes(8))
+        ours.socket.send(damaged(reader.recv(4096), dice))
+        ours.close()
+        try:
+            while frames := theirs.receive():
+                assert all(isinstance(frame.kind, Kind) for frame in frames)
+        except (ValueError, EOFError):
+            pass
+        for end in (theirs, sender, reader):
+            end.close()
+
+
+def test_a_bomb_eats_no_memory():
+    bomb = zlib.compress(b'"' + b" " * (64 << 20) + b'"', 9)
+    assert len(bomb) < 100_000
+    for read in (lambda: peer_info.unpack(bomb, 8), lambda: GroupCard.from_bytes(bomb, 8)):
+        with pytest.raises(ValueError, match=r"more than \d+ bytes"):
+            read()
+    with pytest.raises(RingError, match="another version"):
+        parse_table(bomb, 8)
+
+
+def test_deep_nesting_is_refused():
+    for text in (b"[" * 100_000, b'{"a":' * 50_000):
+        with pytest.raises(ValueError, match=r"."):
+            peer_info.unpack(zlib.compress(text), 100)

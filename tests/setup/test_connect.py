@@ -1,0 +1,369 @@
+"""connect(): O(log n) connections a rank, no strangers, and failures that reach all ranks.
+
+Ranks are threads, and hosts are made up: their ranks are on one machine, but need not know it.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from threads import run_on_ranks
+from torch.distributed import HashStore, PrefixStore
+
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError, MismatchError, RingError, TimeoutError
+from torch_ring.setup import connect as connecting
+from torch_ring.setup.connect import connect
+from torch_ring.setup.exchange import Meeting, failing_together
+from torch_ring.setup.host_exchange import meeting_name_by_store
+from torch_ring.setup.launchers import Identity
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.store import given_store
+from torch_ring.world.engine import make_engine, wait_for_all
+
+CONFIG = Config(init_timeout_s=30.0)
+this = threading.local()  # .rank: of the thread
+
+
+@pytest.fixture(autouse=True)
+def _collected():
+    yield
+    gc.collect()  # errors of threads, and what their tracebacks hold
+
+
+def connect_rank(store, rank, size, config=CONFIG, host=""):
+    """Connect one rank, as init() does."""
+    this.rank = rank
+    identity, deadline = Identity(rank, size), Deadline(config.init_timeout_s)
+    place = given_store(store, identity)
+    name = meeting_name_by_store(PrefixStore(host, store))
+    with (
+        contextlib.closing(Meeting(identity, deadline, place, name)) as meeting,
+        failing_together(meeting),
+    ):
+        connections = connect(identity, config, "127.0.0.1", meeting, {})
+        # In place of the engines' barrier: until then, ranks tell one another of failures.
+        store.add("through", 1)
+        end = time.monotonic() + 10
+        while store.add("through", 0) < size and time.monotonic() < end:
+            time.sleep(0.01)
+        return connections
+
+
+def connect_all(size, config_of=lambda _: CONFIG, hosts=None):
+    store, hosts = HashStore(), hosts or [0] * size
+    return run_on_ranks(
+        size,
+        lambda rank: connect_rank(store, rank, size, config_of(rank), f"host {hosts[rank]}"),
+    )
+
+
+def close_all(everyone):
+    run_on_ranks(len(everyone), lambda rank: everyone[rank].close())
+
+
+def use_all(everyone, config=CONFIG):
+    """Make the engines of the world, and use them."""
+
+    def use(rank):
+        size = len(everyone)
+        engine = make_engine(everyone[rank], 0, range(size), [0] * size, config)
+        try:
+            wait_for_all(engine, Deadline(20.0), size)
+        finally:
+            engine.shutdown()
+
+    assert run_on_ranks(len(everyone), use) == [None] * len(everyone)
+
+
+@pytest.fixture
+def put_on_hosts(monkeypatch):
+    """Return a function that puts the ranks on hosts, as far as they can tell."""
+    make = connecting._own_info
+
+    def put(hosts):
+        # They have one address, by which real hosts would not find one another.
+        monkeypatch.setattr(connecting, "_require_addresses", lambda _peers: None)
+        monkeypatch.setattr(
+            connecting,
+            "_own_info",
+            lambda identity, *rest: replace(
+                make(identity, *rest), machine=f"host {hosts[identity.rank]}"
+            ),
+        )
+
+    return put
+
+
+# --- what is there
+
+
+def neighbours(size):
+    """Return how many ranks each has a connection to."""
+    distances = [1 << k for k in range(size.bit_length()) if 1 << k < size]
+    return len({step % size for d in distances for step in (d, -d)})
+
+
+def test_numbers_of_neighbours():
+    assert [neighbours(size) for size in (2, 3, 8, 16, 1024)] == [1, 2, 5, 7, 19]
+
+
+@pytest.mark.parametrize("size", [2, 8, 16])
+@pytest.mark.parametrize("hosts", [1, 2, 0], ids=["one host", "two hosts", "a host each"])
+def test_descriptors_of_a_rank(put_on_hosts, hosts, size):
+    hosts = [rank * (hosts or size) // size for rank in range(size)]
+    put_on_hosts(hosts)
+    before = len(os.listdir("/proc/self/fd"))
+    everyone = connect_all(size, hosts=hosts)
+    opened = len(os.listdir("/proc/self/fd")) - before
+    shares = len(set(hosts)) < size
+    listeners = (hosts.count(0) > 1) + (len(set(hosts)) > 1)
+    # An event, the memory, the listeners, and the connections of the plane.
+    assert opened == size * (1 + shares + listeners + neighbours(size))
+    for connections in everyone:
+        assert connections.host_of == hosts
+        assert (connections.memory is not None) == shares
+        assert connections.plane.missing() == []
+    use_all(everyone)
+    close_all(everyone)
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 0, 1], [0, 1, 1], [0, 0, 1, 2]])
+@pytest.mark.parametrize("width", [1, 3])
+def test_data_connections_are_made_when_needed(put_on_hosts, hosts, width):
+    put_on_hosts(hosts)
+    config = replace(CONFIG, connections=width)
+    everyone = connect_all(len(hosts), lambda _: config, hosts)
+    use_all(everyone, config)
+    close_all(everyone)
+
+
+def test_transport_tcp_makes_every_rank_a_host():
+    config = replace(CONFIG, transport="tcp")
+    everyone = connect_all(3, lambda _: config)
+    assert all(c.host_of == [0, 1, 2] and c.memory is None for c in everyone)
+    use_all(everyone, config)
+    close_all(everyone)
+
+
+def test_ranks_use_tcp_if_one_of_them_has_no_shared_memory(monkeypatch, caplog):
+    make = connecting.make_memory
+
+    def refuse_on_rank_1(*arguments):
+        if this.rank == 1:
+            raise OSError(38, "Function not implemented")
+        return make(*arguments)
+
+    monkeypatch.setattr(connecting, "make_memory", refuse_on_rank_1)
+    everyone = connect_all(3)
+    assert all(c.host_of == [0, 1, 2] and c.memory is None for c in everyone)
+    use_all(everyone)
+    close_all(everyone)
+    assert "rank 1 has no shared memory, so all ranks use TCP: [Errno 38]" in caplog.text
+    errors = connect_all(3, lambda _: replace(CONFIG, transport="shm"))
+    assert all("TORCH_RING_TRANSPORT=shm, but there is no shared" in str(e) for e in errors), errors
+
+
+def test_an_unknown_interface_is_named():
+    with pytest.raises(
+        InvalidArgumentError, match=r"TORCH_RING_INTERFACE='nope0': must be an address .*lo"
+    ):
+        connect_rank(HashStore(), 0, 2, replace(CONFIG, interface="nope0"))
+
+
+@pytest.mark.parametrize("interface", ["lo", "127.0.0.1"])
+def test_ranks_listen_on_the_chosen_interface_only(interface):
+    everyone = connect_all(2, lambda _: replace(CONFIG, transport="tcp", interface=interface))
+    for connections in everyone:
+        assert {peer.address for peer in connections.peers} == {"127.0.0.1"}
+    close_all(everyone)
+
+
+# --- strangers
+
+NOISES = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(4096), b"torch_ring", os.urandom(300))
+
+
+def knock(address, family, noise):
+    stranger = socket.socket(family)
+    stranger.connect(address)
+    with contextlib.suppress(OSError):  # it may be sent away before it has said all
+        stranger.sendall(noise)
+    return stranger
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_strangers_disturb_nobody(monkeypatch, transport):
+    """They knock before the ranks do, and when all ranks have connected."""
+    strangers, listeners = [], []
+
+    def besieged(listen, *arguments):
+        listener = listen(*arguments)
+        listeners.append((listener.getsockname(), listener.family))
+        strangers.extend(knock(*listeners[-1], noise) for noise in NOISES * 5)
+        return listener
+
+    for name in ("_listen_tcp", "_listen_unix"):
+        monkeypatch.setattr(connecting, name, partial(besieged, getattr(connecting, name)))
+    config = replace(CONFIG, transport=transport)
+    everyone = connect_all(3, lambda _: config)
+    assert len(listeners) == 6
+    for address, family in listeners:
+        if family == (socket.AF_UNIX if transport == "shm" else socket.AF_INET):
+            strangers.extend(knock(address, family, noise) for noise in NOISES * 5)
+    use_all(everyone, config)
+    assert all(connections.plane.missing() == [] for connections in everyone)
+    close_all(everyone)
+    for stranger in strangers:
+        stranger.close()
+
+
+class Eavesdropper:
+    """Stands in front of a port; passes bytes on, and keeps those of the side that connects."""
+
+    def __init__(self, port):
+        self.port = port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.heard, self.pipes = [], []
+        self.threads = [threading.Thread(target=self.accept, daemon=True)]
+        self.threads[0].start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.port))
+                self.pipes += [near, far]
+                self.heard.append(bytearray())
+                for ends in ((near, far, self.heard[-1]), (far, near, bytearray())):
+                    self.threads.append(threading.Thread(target=self.copy, args=ends, daemon=True))
+                    self.threads[-1].start()
+
+    def copy(self, source, target, heard):
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                heard += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for end in (self.listener, *self.pipes):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(10)
+        for end in (self.listener, *self.pipes):
+            end.close()
+
+
+def test_a_replayed_handshake_is_refused(monkeypatch):
+    eavesdroppers, make = [], connecting._own_info
+
+    def overheard(identity, *rest):
+        info = make(identity, *rest)
+        if identity.rank:
+            return info
+        eavesdroppers.append(Eavesdropper(info.port))
+        return replace(info, port=eavesdroppers[0].listener.getsockname()[1])
+
+    monkeypatch.setattr(connecting, "_own_info", overheard)
+    config = replace(CONFIG, transport="tcp")
+    everyone = connect_all(2, lambda _: config)
+    (eavesdropper,) = eavesdroppers
+    (said,) = [bytes(heard) for heard in eavesdropper.heard]
+    assert len(said) > 64  # a hello and a proof at least
+    with socket.create_connection(("127.0.0.1", eavesdropper.port)) as stranger:
+        stranger.settimeout(20)
+        stranger.sendall(said)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := stranger.recv(4096):
+                answer += data
+        assert len(answer) > 32  # it was asked for a proof of this time, and sent away
+    use_all(everyone, config)  # and took nobody's place
+    close_all(everyone)
+    eavesdropper.close()
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_different_secret_is_refused_on_all_ranks(odd, transport):
+    config = replace(CONFIG, transport=transport)
+    errors = connect_all(3, lambda rank: replace(config, secret="odd" if rank == odd else "even"))
+    for error in errors:
+        assert isinstance(error, RingError)
+        assert "TORCH_RING_SECRET" in str(error), errors
+
+
+def test_different_settings_are_named_on_all_ranks():
+    for error in connect_all(3, lambda rank: replace(CONFIG, bucket_bytes=100 + rank // 2)):
+        assert isinstance(error, MismatchError)
+        assert "100 on rank 0 and 101 on rank 2" in str(error)
+
+
+def replace_plane(monkeypatch, rank, instead):
+    """Call `instead` in place of making the plane of a rank."""
+    make = connecting.ControlPlane
+
+    def plane(own, *rest):
+        if own != rank:
+            return make(own, *rest)
+        _, _, _, _, unix, tcp, _, launcher, _, claim = rest
+        try:
+            instead()
+        finally:
+            for fd in (unix, tcp, launcher, claim):
+                if fd >= 0:
+                    os.close(fd)
+
+    monkeypatch.setattr(connecting, "ControlPlane", plane)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, transport):
+    def fail():
+        raise OSError(24, "Too many open files")
+
+    replace_plane(monkeypatch, broken, fail)
+    errors = connect_all(3, lambda _: replace(CONFIG, transport=transport))
+    for rank, error in enumerate(errors):
+        prefix = "" if rank == broken else "init failed on "
+        assert isinstance(error, RingError)
+        assert str(error).startswith(
+            f"{prefix}rank {broken}: [Errno 24] Too many open files: raise `ulimit -n` (now "
+        ), errors
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_never_connects_is_named(monkeypatch, late):
+    done, waiting = threading.Event(), [0, 1, 2]
+
+    def oversleep():
+        done.wait(20)
+        raise RingError("overslept")
+
+    replace_plane(monkeypatch, late, oversleep)
+    store = HashStore()
+
+    def on_rank(rank):
+        try:
+            return connect_rank(store, rank, 3, replace(CONFIG, init_timeout_s=1.5))
+        finally:
+            waiting.remove(rank)
+            if waiting == [late]:
+                done.set()
+
+    errors = run_on_ranks(3, on_rank)
+    text = f"1 of its peers, rank {late} (pid {os.getpid()})"
+    assert any(isinstance(error, TimeoutError) and text in str(error) for error in errors), errors
+    assert all(isinstance(error, RingError) for error in errors)

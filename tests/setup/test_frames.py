@@ -1,0 +1,38 @@
+"""Frames over Unix sockets: what is received when the other end is gone."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from torch_ring.setup.frames import Frame, FrameSocket, Kind
+from torch_ring.setup.network import Deadline
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
+    one, other = socket.socketpair()
+    ends = FrameSocket(one), FrameSocket(other)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_last_words_arrive(ends: tuple[FrameSocket, FrameSocket], unread: bool) -> None:
+    one, other = ends
+    if unread:  # then the kernel resets the connection when the other end closes it
+        one.send(Kind.CARD, Deadline(1), b"nobody reads this")
+    other.send(Kind.FAILURE, Deadline(1), b"why")
+    other.close()
+    assert one.receive() == [Frame(Kind.FAILURE, b"why")]
+    with pytest.raises((EOFError, OSError)):
+        one.receive()
+
+
+def test_a_reset_without_last_words_is_an_error(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    one, other = ends
+    one.send(Kind.CARD, Deadline(1), b"nobody reads this")
+    other.close()
+    with pytest.raises(ConnectionResetError):
+        one.receive()

@@ -1,0 +1,249 @@
+"""The exchange between hosts: failures reach all of them, and worlds do not mix."""
+
+import threading
+import time
+
+import pytest
+from counting_store import CountingStore
+from made_up import exchange_on, group, ranks_in
+from slow import slow_after
+from threads import run_on_ranks
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from torch_ring.errors import MismatchError, RingError, TimeoutError
+from torch_ring.setup.failure import Failure, name_ranks
+from torch_ring.setup.host_exchange import HostExchange, Question, linger
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.peer_info import GroupCard, pack_table, unpack_table
+
+SIZE = 3
+
+
+def exchange_once(store, rank, size=SIZE, timeout_s=20.0):
+    """Take part as a host of one rank; return the exchange and the ranks of the table."""
+    side = exchange_on(store, range(rank, rank + 1), size, timeout_s)
+    own = group(range(rank, rank + 1), size, rank)
+    try:
+        if rank == 0:
+            found = {side.place: own}
+            for place, data in side.collect():
+                found[place] = GroupCard.from_bytes(data, size)
+            ranks = sorted(rank for part in found.values() for rank in part.ranks)
+            if ranks != list(range(size)):
+                raise RingError(f"the ranks are {ranks}")
+            side.write_table(pack_table([found[place] for place in sorted(found)]))
+            return side, ranks
+        side.publish(own.to_bytes())
+        table = side.await_table()
+    except RingError as error:
+        side.fail(Failure.of_all(error))
+        raise
+    return side, sorted(rank for part in unpack_table(table, size).groups for rank in part.ranks)
+
+
+def exchange_on_all_ranks(store, times=1):
+    barrier = threading.Barrier(SIZE)
+
+    def on_rank(rank):
+        for _ in range(times):
+            side, ranks = exchange_once(store, rank)
+            barrier.wait(20)  # stands for the engines'
+            if rank == 0:
+                side.clean_up()
+        return ranks
+
+    return run_on_ranks(SIZE, on_rank)
+
+
+def stores(kind, directory):
+    if kind == "file":
+        return FileStore(str(directory / "store"), -1)
+    if kind == "tcp":
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return HashStore()
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_every_store_will_do(kind, prefix, tmp_path):
+    store = stores(kind, tmp_path)
+    view = PrefixStore("a", store) if prefix else store
+    assert exchange_on_all_ranks(view, times=3) == [[0, 1, 2]] * SIZE
+    with pytest.raises(TimeoutError, match=r"ranks 0, 2 of 3 did not arrive"):
+        exchange_once(view, 1, timeout_s=0.2)
+
+
+def test_hundreds_of_worlds_leave_nothing_behind():
+    store = HashStore()
+    exchange_on_all_ranks(store, times=2)
+    once = store.num_keys()
+    assert exchange_on_all_ranks(store, times=200)[0] == [0, 1, 2]
+    assert store.num_keys() == once
+
+
+def test_missing_ranks_are_named_on_all_hosts():
+    store = HashStore()
+    errors = run_on_ranks(2, lambda rank: exchange_once(store, rank, 4, 5.0))
+    for error in errors:
+        assert isinstance(error, TimeoutError)
+        assert "ranks 2, 3 of 4 did not arrive within 5 s" in str(error)
+        assert str(error).endswith("have these processes started, and do they call init()?")
+
+
+def test_a_failure_reaches_those_who_wait_and_those_who_come_late():
+    store = HashStore()
+    failing = exchange_on(store, range(1, 2), SIZE)
+    late = threading.Event()
+
+    def on_rank(rank):
+        if rank == 1:
+            time.sleep(0.1)
+            failing.fail(Failure.of(MismatchError("no two ranks are alike"), 1))
+            late.set()
+            return None
+        if rank == 2:
+            late.wait(10)
+        return exchange_once(store, rank)
+
+    began = time.monotonic()
+    errors = run_on_ranks(SIZE, on_rank)
+    assert time.monotonic() - began < 5
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, MismatchError)
+        assert str(error) == "init failed on rank 1: no two ranks are alike"
+    # All three know: they begin anew.
+    assert exchange_on_all_ranks(store) == [[0, 1, 2]] * SIZE
+
+
+def test_a_failure_after_the_table_reaches_its_world_only():
+    store = HashStore()
+    sides = [side for side, _ in run_on_ranks(SIZE, lambda rank: exchange_once(store, rank))]
+    sides[2].fail(Failure.of(RingError("no more descriptors"), 2))
+    for side in sides[:2]:
+        with pytest.raises(RingError, match="init failed on rank 2: no more descriptors"):
+            side.check(at_once=True)
+    assert exchange_on_all_ranks(store, times=2) == [[0, 1, 2]] * SIZE
+
+
+def test_a_failure_of_the_next_world_is_not_this_ones():
+    store = HashStore()
+    sides = [side for side, _ in run_on_ranks(SIZE, lambda rank: exchange_once(store, rank))]
+    exchange_on(store, range(1), SIZE).fail(Failure("RingError", "in the next world"))
+    sides[1].check(at_once=True)
+
+
+def test_the_first_cause_wins():
+    store = HashStore()
+    first, second = (exchange_on(store, range(rank, rank + 1), SIZE) for rank in (0, 1))
+    first.fail(Failure.of(KeyboardInterrupt(), 0))
+    assert second.fail(Failure("RingError", "what follows")).text.endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize(
+    "ranks", slow_after(1, [[0, 1, 1, 2], [1, 1, 2, 0], [0, 1, 2, 2], [2, 1, 1, 0]])
+)
+def test_two_processes_of_one_rank_are_refused_on_all(ranks):
+    """Whoever is too many waits in the next world, and hears of it there."""
+    store = HashStore()
+
+    def on_process(index):
+        time.sleep(0.1 * index)
+        return exchange_once(store, ranks[index], timeout_s=4.0)
+
+    began = time.monotonic()
+    errors = run_on_ranks(4, on_process)
+    if ranks == [0, 1, 2, 2]:  # the world was complete when the last one came
+        assert [error for error in errors[:3] if isinstance(error, Exception)] == []
+        assert "ranks 0, 1 of 3 did not arrive" in str(errors[3])
+        return
+    assert all(isinstance(error, RingError) for error in errors), errors
+    assert time.monotonic() - began < 4
+
+
+def test_a_group_of_more_ranks_than_are_missing_is_refused():
+    store = HashStore()
+    first = exchange_on(store, range(2), SIZE)
+    with pytest.raises(RingError, match="two processes have the same rank"):
+        exchange_on(store, range(1, 3), SIZE)
+    with pytest.raises(RingError, match="two processes have the same rank"):
+        first.check(at_once=True)
+
+
+@pytest.mark.parametrize("card_was_there", [False, True])
+def test_a_rank_that_was_killed_and_started_again(card_was_there):
+    """It gets an error, or a new world with the others: it never hangs."""
+    store = HashStore()
+    killed = exchange_on(store, range(1, 2), 2)
+    if card_was_there:
+        killed.publish(group(range(1, 2), 2, 1).to_bytes())
+
+    def on_rank(rank):
+        for _ in range(4):
+            try:
+                side, ranks = exchange_once(store, rank, 2, timeout_s=3.0)
+                if card_was_there and side.world == 0 and side._generation == 0:
+                    side.fail(Failure("PeerLostError", "rank 1 has exited"))
+                    continue
+                return ranks
+            except RingError:
+                pass
+        return "never"
+
+    assert run_on_ranks(2, on_rank) == [[0, 1]] * 2
+
+
+def test_a_group_is_asked_for_its_part_of_an_error():
+    store = HashStore()
+    asking, asked, third = (exchange_on(store, range(rank, rank + 1), SIZE) for rank in range(3))
+
+    def on_rank(rank):
+        if rank == 0:
+            return asking.ask(Question(asked.place, b"mine"))
+        if rank == 2:
+            return third.await_table()
+        question = asked.await_table()
+        asked.fail(Failure("MismatchError", f"{question.text.decode()} and yours"))
+        return MismatchError("mine and yours")
+
+    assert [str(error) for error in run_on_ranks(3, on_rank)] == ["mine and yours"] * 3
+
+
+def test_restarts_do_not_see_each_other():
+    store = HashStore()
+    exchange_on(PrefixStore("first start", store), range(1), SIZE).fail(
+        Failure("RingError", "long ago")
+    )
+    exchange_on(PrefixStore("second start", store), range(1), SIZE).check(at_once=True)
+
+
+def test_waiting_looks_seldom_and_notices_what_happens_meanwhile():
+    store = CountingStore()
+    calls = []
+
+    def pump():
+        calls.append(time.monotonic())
+        if calls[-1] > calls[0] + 1.0:
+            raise KeyboardInterrupt
+
+    side = HostExchange(store, 20_000, range(1, 2), Deadline(30), ranks_in(20_000), pump)
+    with pytest.raises(KeyboardInterrupt):
+        side.await_table()
+    assert store.counts["check"] < 30
+
+
+def test_the_server_waits_until_all_know_of_a_failure():
+    store = HashStore()
+    failing, other = (exchange_on(store, range(rank, rank + 1), SIZE) for rank in range(2))
+    failing.fail(Failure("RingError", "so it is"))
+    hears = threading.Timer(0.3, lambda: run_on_ranks(1, lambda _: other.await_table()))
+    hears.start()
+    began = time.monotonic()
+    linger(store)
+    assert 0.2 < time.monotonic() - began < 1.9
+    hears.join()
+
+
+def test_many_ranks_are_named_in_short():
+    assert name_ranks([1]) == "rank 1"
+    assert name_ranks([1, 2]) == "ranks 1, 2"
+    assert name_ranks(range(40)).endswith("14, 15 and 24 more")

@@ -1,0 +1,210 @@
+"""Values of the store: only those that a rank has stored under their name are believed."""
+
+import random
+import threading
+
+import pytest
+from made_up import exchange_on, group
+from threads import run_on_ranks
+from torch.distributed import FileStore, HashStore, TCPStore
+
+from torch_ring.errors import RingError
+from torch_ring.setup.exchange import GroupMeeting
+from torch_ring.setup.failure import Failure
+from torch_ring.setup.job_key import AuthenticatedStore, JobKey
+from torch_ring.setup.peer_info import GroupCard, pack_table, unpack_table
+
+KEY = JobKey("a secret", "job 1")
+NOT_OURS = "is not from a rank of this job: is TORCH_RING_SECRET the same on all ranks"
+
+
+def test_values_are_read_as_they_were_stored():
+    store = HashStore()
+    for key in (KEY, JobKey()):
+        ours, theirs = AuthenticatedStore(store, key), AuthenticatedStore(store, key)
+        for value in (b"", b"x", bytes(100_000)):
+            ours.set("0/card/1", value)
+            assert theirs.get("0/card/1") == value
+    assert KEY.is_secret
+    assert not JobKey().is_secret
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (JobKey("a secret", "job 1"), "0/card/2"),
+        (JobKey("a secret", "job 2"), "0/card/1"),
+        (JobKey("another", "job 1"), "0/card/1"),
+        (JobKey("", "job 1"), "0/card/1"),
+    ],
+    ids=["another name", "another job", "another secret", "no secret"],
+)
+def test_a_value_of_elsewhere_is_refused(other, name):
+    store = HashStore()
+    AuthenticatedStore(store, other).set(name, b"value")
+    store.set("0/card/1", store.get(name))
+    with pytest.raises(RingError, match=f"'0/card/1' in the store {NOT_OURS}"):
+        AuthenticatedStore(store, KEY).get("0/card/1")
+
+
+def test_a_changed_value_is_refused():
+    store = HashStore()
+    ours = AuthenticatedStore(store, KEY)
+    ours.set("a", b"value")
+    good = store.get("a")
+    for bit in range(8 * len(good)):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        store.set("a", bytes(data))
+        with pytest.raises(RingError, match=NOT_OURS):
+            ours.get("a")
+    for data in (b"", good[:-1], good[:31], good + b"x"):
+        store.set("a", data)
+        with pytest.raises(RingError, match=NOT_OURS):
+            ours.get("a")
+
+
+def test_the_key_of_a_world_follows_from_the_secret_and_from_all_that_was_told():
+    keys = [
+        KEY.of_world(b"table", b"machines"),
+        KEY.of_world(b"Table", b"machines"),
+        KEY.of_world(b"tablem", b"achines"),
+        JobKey("another", "job 1").of_world(b"table", b"machines"),
+        JobKey("a secret", "job 2").of_world(b"table", b"machines"),
+        KEY.tag("table", b"machines"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} == {32}
+    assert KEY.of_world(b"table", b"machines") == keys[0]
+
+
+# --- whole exchanges over a store into which somebody else writes
+
+
+def meet(store, rank, key, timeout_s=5.0):
+    """Exchange cards as a host of one rank, of three; return the addresses of all."""
+    side = exchange_on(AuthenticatedStore(store, key), range(rank, rank + 1), 3, timeout_s)
+    try:
+        groups, _ = GroupMeeting(side, group(range(rank, rank + 1), 3, rank), 3).meet({rank: "{}"})
+    except RingError as error:
+        side.fail(Failure.of_all(error))
+        raise
+    return [ranks.columns["address"][0] for ranks in groups]
+
+
+class Meddled(HashStore):
+    """A store whose values somebody changes as soon as they are there."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.values, self.lock = change, {}, threading.Lock()
+
+    def set(self, key, value):
+        with self.lock:
+            self.values[key] = value
+            super().set(key, self.change(key, value, self.values))
+
+
+def test_hosts_meet_over_an_honest_store():
+    store = Meddled(lambda _key, value, _values: value)
+    for found in run_on_ranks(3, lambda rank: meet(store, rank, KEY)):
+        assert sorted(found) == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
+
+
+def redirected(key, value, values):
+    """Change the address in rank 1's card, with no care for the tag."""
+    if "card/" not in key:
+        return value
+    card = GroupCard.from_bytes(value[32:], 3)
+    card.columns["address"] = ["10.6.6.6"] * card.count
+    return value[:32] + card.to_bytes()
+
+
+def swapped(key, value, values):
+    """Give everybody the first card that there was."""
+    return next(v for k, v in values.items() if "card/" in k) if "card/" in key else value
+
+
+def forged(key, value, values):
+    """Put a failure of one's own choice in the place of the table."""
+    text = b"FPlease type your password at evil.example"
+    return JobKey("", "job 1").tag(key, text) + text if "/table/" in key else value
+
+
+@pytest.mark.parametrize("change", [redirected, swapped, forged])
+def test_a_store_that_meddles_is_noticed_under_a_secret(change):
+    store = Meddled(change)
+    errors = run_on_ranks(3, lambda rank: meet(store, rank, KEY))
+    refused = [error for error in errors if isinstance(error, RingError)]
+    assert refused, errors
+    assert len(refused) == 3 or change is not redirected  # some have what nobody has changed
+    for error in refused:
+        assert "evil" not in str(error)
+        assert "10.6.6.6" not in str(error)
+    assert any(NOT_OURS in str(error) for error in refused), refused
+
+
+def test_the_own_card_is_checked_even_without_a_secret():
+    """Whoever knows how can forge a table then; a rank whose card it changes still sees that."""
+
+    def change(key, value, values):
+        if "/table/" not in key or value[32:33] != b"T":
+            return value
+        groups = unpack_table(value[35:], 3).groups
+        for found in groups:
+            if 1 in found.ranks:
+                found.columns["address"] = ["10.6.6.6"]
+        data = value[32:35] + pack_table(groups)
+        return JobKey().tag(key, data) + data
+
+    store = Meddled(change)
+    errors = run_on_ranks(3, lambda rank: meet(store, rank, JobKey()))
+    assert isinstance(errors[1], RingError)
+    assert "has another card of rank 1 than it has sent" in str(errors[1])
+
+
+STORES = {
+    "hash": HashStore,
+    "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("secret", ["a secret", ""])
+def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):
+    """Never a JSONDecodeError, an IndexError or the like."""
+    monkeypatch.setattr("torch_ring.setup.host_exchange._LINGER_S", 0.05)
+    dice, ended = random.Random(1), set()
+    names = ["0/places", "0/card/0", "0/card/1", "0/table/0", "0/failure", "0/decided/0"]
+    names += ["0/told/0", "0/told/1", "0/failed", "generations_ended"]
+    junk = [b"", b"x", b"-5", b"9" * 5000, b"1e9", b"\xff" * 40, b"7" * 33, b"0", b"12345"]
+    for case in range(40):
+        store = STORES[kind]()
+        key = JobKey(secret)
+        for name in dice.sample(names, 2):
+            value = dice.choice([*junk, dice.randbytes(50)])
+            data = key.tag(name, value) + value if not secret and case % 2 else value
+            store.set(name, data)
+
+        def on_rank(rank, store=store, key=key):
+            view = AuthenticatedStore(store, key)
+            side = exchange_on(view, range(rank, rank + 1), 2, 0.3)
+            own = group(range(rank, rank + 1), 2, rank)
+            try:
+                return GroupMeeting(side, own, 2).meet({rank: "{}"})
+            except RingError as error:
+                side.fail(Failure.of_all(error))
+                raise
+
+        for result in run_on_ranks(2, on_rank):
+            ended.add(type(result).__name__)
+            assert isinstance(result, RingError | tuple), repr(result)
+    assert {"RingError", "tuple"} <= ended
+
+
+def test_a_damaged_counter_of_a_file_is_an_error_of_ours(tmp_path):
+    store = FileStore(str(tmp_path / "store"), -1)
+    store.set("0/places", b"many")
+    with pytest.raises(RingError, match="'0/places' in the store is damaged"):
+        exchange_on(AuthenticatedStore(store, KEY), range(1), 2)

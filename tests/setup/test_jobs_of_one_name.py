@@ -1,0 +1,343 @@
+"""Two jobs of one host that have the same name: no world has ranks of both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import eventually, run
+from ports import free_port
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring.setup.host_exchange import meeting_name
+from torch_ring.setup.launchers import Identity, variables_of_launchers
+
+PATIENCE_S = 40.0
+BY_VARIABLES, BY_ARGUMENTS = "RANK and WORLD_SIZE", "init(rank=, size=)"
+on_both_doors = pytest.mark.parametrize("door", [BY_VARIABLES, BY_ARGUMENTS])
+
+
+class Stage:
+    """Files by which the ranks of a test, and its director, know how far the others are."""
+
+    def __init__(self, folder: Path, door: str, port: int) -> None:
+        self.folder, self.door, self.port = folder, door, port
+
+    def note(self, what: str, value: Any = None) -> None:
+        draft = self.folder / f"draft-{os.getpid()}"
+        draft.write_text(json.dumps(value))
+        draft.rename(self.folder / what)
+
+    def hear(self, what: str) -> Any:
+        path = self.folder / what
+        assert eventually(path.exists, PATIENCE_S), what
+        return json.loads(path.read_text())
+
+    def start(self, name: str) -> None:
+        """Be a rank ("A0": rank 0 of job A); say which jobs its world has, or why there is none."""
+        job, rank = name[0], int(name[1])
+        self.note(f"here-{name}")
+        self.hear(f"go-{name}")
+        try:
+            if self.door == BY_VARIABLES:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+                hvd.init()
+            else:
+                hvd.init(rank=rank, size=2)
+            mine = torch.tensor([ord(job)])
+            self.note(f"said-{name}", "".join(map(chr, hvd.allgather(mine).tolist())))
+        except hvd.RingError as error:
+            self.note(f"said-{name}", str(error))
+            return
+        try:
+            seen = 0.0
+            while seen < 2:
+                time.sleep(0.005)
+                is_over = float((self.folder / "over").exists())
+                seen = hvd.allreduce(torch.tensor([is_over]), op=hvd.Sum).item()
+            self.note(f"lives-{name}", "to the end")
+        except hvd.RingError as error:
+            self.note(f"lives-{name}", str(error))
+            self.hear("over")
+        hvd.shutdown()
+
+    def at_the_name(self) -> int:
+        """Return how many sockets have the name of the meeting: the leader's, and the others'."""
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        name = "@" + meeting_name(Identity(0, 2, launcher="env"), env)[1:]
+        return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+def fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            work()
+            status = 0
+        os._exit(status)
+    return pid
+
+
+def script(stage: Stage, names: Sequence[str]) -> int:
+    """Start a process that starts ranks, as a script does, and waits for them."""
+
+    def start_all() -> None:
+        for pid in [fork(lambda name=name: stage.start(name)) for name in names]:
+            os.waitpid(pid, 0)
+
+    return fork(start_all)
+
+
+@contextlib.contextmanager
+def scripts(folder: Path, door: str, *jobs: Sequence[str]):
+    """Start scripts of some ranks each; yield the stage when all their processes are there."""
+    for name in variables_of_launchers():
+        del os.environ[name]
+    stage = Stage(folder, door, free_port())
+    pids = [script(stage, names) for names in jobs]
+    for names in jobs:
+        for name in names:
+            stage.hear(f"here-{name}")
+    yield stage
+    stage.note("over")
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def direct(
+    director: Callable[..., Any], *args: Any, transport: str = "shm", init_s: float = PATIENCE_S
+) -> Any:
+    env = {"TORCH_RING_INIT_TIMEOUT": str(init_s)}
+    [found] = run(
+        director,
+        1,
+        args=args,
+        transport=transport,
+        env=env,
+        initialized=False,
+        kind="directors",
+    )
+    return found
+
+
+# --- other starts: scripts with the same MASTER_ADDR and MASTER_PORT
+
+
+def start_two_scripts(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES, ["A0", "A1"], ["B0", "B1"]) as stage:
+        stage.note("go-A0")
+        assert eventually(lambda: stage.at_the_name() > 0, PATIENCE_S)
+        stage.note("go-B1")  # which finds rank 0 of the other job
+        assert eventually(lambda: stage.at_the_name() > 1, PATIENCE_S)
+        stage.note("go-B0")
+        stage.note("go-A1")
+        return [stage.hear(f"said-{name}") for name in ("A0", "A1", "B0", "B1")]
+
+
+@on_both_transports
+def test_each_of_two_scripts_has_its_own_job(tmp_path, transport):
+    said = direct(start_two_scripts, tmp_path, transport=transport)
+    assert said == ["AA", "AA", "BB", "BB"]
+
+
+def start_in_two_terminals(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES, ["A0"], ["B1"]) as stage:
+        stage.note("go-B1")
+        stage.note("go-A0")
+        return [stage.hear(f"said-{name}") for name in ("A0", "B1")]
+
+
+@on_both_transports
+def test_ranks_that_were_started_in_two_terminals_are_one_job(tmp_path, transport):
+    assert direct(start_in_two_terminals, tmp_path, transport=transport) == ["AB", "AB"]
+
+
+def start_a_rank_twice(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES, ["A0"], ["B0"]) as stage:
+        stage.note("go-B0")
+        stage.note("go-A0")
+        return [stage.hear(f"said-{name}") for name in ("A0", "B0")]
+
+
+def test_two_terminals_with_one_rank_are_told_at_once(tmp_path):
+    for text in direct(start_a_rank_twice, tmp_path):
+        assert text.startswith("two processes are rank 0 of 2, or another job has the same")
+
+
+# --- one start: two jobs of one parent
+
+
+def mix_the_jobs_of_a_parent(folder: Path, door: str) -> list[list[Any]]:
+    with scripts(folder, door, ["A0", "B0", "A1", "B1"]) as stage:
+        stage.note("go-A0")
+        stage.note("go-B1")
+        mixed = [stage.hear("said-A0"), stage.hear("said-B1")]
+        stage.note("go-B0")
+        stage.note("go-A1")
+        refused = [stage.hear("said-B0"), stage.hear("said-A1")]
+        return [mixed, refused, [stage.hear("lives-A0"), stage.hear("lives-B1")]]
+
+
+@on_both_doors
+@on_both_transports
+def test_two_jobs_that_cannot_be_told_apart_fail_all(tmp_path, transport, door):
+    mixed, refused, lives = direct(mix_the_jobs_of_a_parent, tmp_path, door, transport=transport)
+    assert mixed == ["AB", "AB"]  # nobody can know, yet
+    for rank, text in enumerate(refused):
+        assert text.startswith(f"two processes are rank {rank} of 2: process "), text
+        assert "give each its own MASTER_PORT" in text
+    for text in lives:
+        assert "has come as the same rank. Two jobs of one name" in text
+
+
+def begin_another_job_later(folder: Path, door: str) -> list[Any]:
+    with scripts(folder, door) as stage:
+        jobs = ["A0", "A1"], ["C0", "C1"]
+        pids = []
+        for job in jobs:  # of one parent, this process
+            for name in job:
+                pids.append(fork(lambda name=name: stage.start(name)))
+                stage.note(f"go-{name}")
+            said = [stage.hear(f"said-{name}") for name in job]
+            assert said == [2 * job[0][0]] * 2, said
+        stage.note("over")
+        lives = [stage.hear(f"lives-{name}") for job in jobs for name in job]
+        for pid in pids:
+            os.waitpid(pid, 0)
+        return lives
+
+
+@on_both_doors
+@on_both_transports
+def test_a_job_that_is_started_later_is_another_one(tmp_path, transport, door):
+    lives = direct(begin_another_job_later, tmp_path, door, transport=transport)
+    assert lives == ["to the end"] * 4
+
+
+def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -> None:
+    for number, workers in enumerate(worlds):
+        if worker not in workers:
+            continue
+        stage.hear(f"go-{number}")
+        rank = workers.index(worker)
+        try:
+            if stage.door == BY_VARIABLES:
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(workers))}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stage.port)}
+                hvd.init()
+            else:
+                hvd.init(rank=rank, size=len(workers))
+            said: Any = hvd.allgather(torch.tensor([worker])).tolist()
+            hvd.shutdown()
+        except hvd.RingError as error:
+            said = str(error)
+        stage.note(f"said-{number}-{rank}", said)
+
+
+def begin_one_world_after_another(
+    folder: Path, door: str, worlds: list[list[int]]
+) -> list[list[Any]]:
+    with scripts(folder, door) as stage:
+        pool = sorted({worker for workers in worlds for worker in workers})
+        pids = [fork(lambda w=w: work_in_a_pool(stage, w, worlds)) for w in pool]
+        found = []
+        for number, workers in enumerate(worlds):
+            stage.note(f"go-{number}")
+            found.append([stage.hear(f"said-{number}-{r}") for r in range(len(workers))])
+        for pid in pids:
+            os.waitpid(pid, 0)
+        return found
+
+
+@on_both_doors
+@on_both_transports
+def test_processes_of_a_pool_begin_one_world_after_another(tmp_path, transport, door):
+    # Each was started before all of the worlds, and may be the rank that another one was.
+    chance = random.Random(f"{transport} {door}")
+    worlds = [[0, 1], [2, 3], [4, 0], [1, 4], [5, 2, 0]]
+    worlds += [chance.sample(range(6), chance.choice([2, 3])) for _ in range(15)]
+    found = direct(begin_one_world_after_another, tmp_path, door, worlds, transport=transport)
+    assert found == [[workers] * len(workers) for workers in worlds]
+
+
+# --- by chance
+
+
+def start_at_random(folder: Path, door: str, jobs: list[list[str]], seed: int) -> list[Any]:
+    with scripts(folder, door, *jobs) as stage:
+        chance = random.Random(seed)
+        names = [name for job in jobs for name in job]
+        chance.shuffle(names)
+        for name in names:
+            stage.note(f"go-{name}")
+            time.sleep(chance.choice([0.0, 0.0, chance.uniform(0.0, 0.3)]))
+        said = {name: stage.hear(f"said-{name}") for name in names}
+        stage.note("over")
+        lives = {n: stage.hear(f"lives-{n}") for n, text in said.items() if len(text) == 2}
+        return [said, lives]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("door", "jobs"),
+    [
+        (BY_VARIABLES, [["A0", "A1"], ["B0", "B1"]]),
+        (BY_VARIABLES, [["A0", "A1", "B0", "B1"]]),
+        (BY_ARGUMENTS, [["A0", "A1", "B0", "B1"]]),
+    ],
+    ids=["two scripts", "one script", "one parent"],
+)
+def test_no_world_of_two_jobs_lives(tmp_path, door, jobs, seed):
+    # Of jobs that cannot be told apart, a rank may wait in vain.
+    init_s = PATIENCE_S if len(jobs) == 2 else 6.0
+    said, lives = direct(start_at_random, tmp_path, door, jobs, seed, init_s=init_s)
+    for name, text in said.items():
+        if len(jobs) == 2:
+            assert text == 2 * name[0]
+        elif len(text) == 2 and len(set(text)) == 2:
+            assert "has come as the same rank" in str(lives[name]), (said, lives)
+
+
+# --- a child of a rank
+
+
+def init_in_a_child(folder: Path) -> list[Any]:
+    stage = Stage(folder, "", 0)
+
+    def child() -> None:
+        stage.hear("go-child")
+        try:
+            hvd.init()
+        except hvd.RingError as error:
+            stage.note("said-child", str(error))
+
+    pid = fork(child) if os.environ["RANK"] == "1" else 0
+    hvd.init()
+    stage.note("go-child")
+    text = stage.hear("said-child")
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    if pid:
+        os.waitpid(pid, 0)
+    hvd.shutdown()
+    return [text, total, pid and os.getpid()]
+
+
+@on_both_transports
+def test_a_child_of_a_rank_is_told_that_it_has_inherited_its_variables(tmp_path, transport):
+    (text, total, _), (_, _, holder) = run(
+        init_in_a_child, 2, args=[tmp_path], transport=transport, initialized=False
+    )
+    assert text.startswith(f"rank 1 of 2 is process {holder}, which has started this one")
+    assert "RANK, WORLD_SIZE and MASTER_PORT" in text
+    assert total == 2.0

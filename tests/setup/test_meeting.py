@@ -1,0 +1,324 @@
+"""The meeting of all ranks of a world, in two levels: ranks are threads, hosts are made up."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import made_up
+import pytest
+from meetings import meet, new_name, place_of, ranks_met
+from slow import slow
+from threads import run_on_ranks
+from torch.distributed import HashStore
+
+from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
+from torch_ring.setup import exchange, host_socket
+from torch_ring.setup.exchange import Meeting, failing_together
+from torch_ring.setup.job_key import JobKey
+from torch_ring.setup.launchers import Identity
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.peer_info import parse_table, unpack_table
+
+
+def test_one_host_needs_no_store():
+    name = new_name()
+    for _ in range(20):  # successive worlds at one name
+        assert run_on_ranks(4, lambda rank: ranks_met(rank, 4, name=name)) == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.parametrize("local_size", [2, None])
+def test_several_hosts(local_size):
+    names, store = [new_name() for _ in range(3)], HashStore()
+
+    def on_rank(rank):
+        host = rank // 2
+        more = {"name": names[host], "store": store, "host": host, "local_size": local_size}
+        return ranks_met(rank, 6, **more)
+
+    for _ in range(3):
+        assert run_on_ranks(6, on_rank) == [list(range(6))] * 6
+
+
+def test_two_jobs_at_once():
+    names = [new_name(), new_name()]
+
+    def on_thread(thread):
+        job, rank = thread % 2, thread // 2
+        for _ in range(10):
+            with meet(rank, 3, name=names[job], host=job) as (_, peers):
+                assert {peer.address for peer in peers} == {f"10.0.0.{job}"}
+        return True
+
+    assert run_on_ranks(6, on_thread) == [True] * 6
+
+
+def test_ranks_without_a_name_are_groups_of_their_own():
+    store, barrier = HashStore(), threading.Barrier(3)
+
+    def on_rank(rank):
+        with meet(rank, 3, name=None, store=store, local_size=1) as (met, peers):
+            leads = met.leads
+            data, fds = met.pass_down(
+                b"of the host's leader" if leads else b"", [0] if leads else []
+            )
+            assert data == b"of the host's leader"
+            if not leads:
+                assert os.fstat(fds[0]).st_ino == os.fstat(0).st_ino
+                os.close(fds[0])
+            barrier.wait(20)
+            return leads, [peer.rank for peer in peers]
+
+    results = run_on_ranks(3, on_rank)
+    assert sorted(leads for leads, _ in results) == [False, False, True]
+    assert all(ranks == [0, 1, 2] for _, ranks in results)
+
+
+def test_those_who_come_late_form_further_groups(monkeypatch):
+    """They get what the first leader of their machine passes down, through their own."""
+    monkeypatch.setattr(exchange, "_GRACE_S", 0.3)
+    name, store, barrier = new_name(), HashStore(), threading.Barrier(5)
+
+    def on_rank(rank):
+        time.sleep(rank // 2 * 0.8)
+        with meet(rank, 5, name=name, store=store, local_size=5) as (met, peers):
+            data, _ = met.pass_down(b"memory" if met.leads else b"")
+            barrier.wait(20)
+            return data, met.leads, len(peers), sorted(met.connections)
+
+    results = run_on_ranks(5, on_rank)
+    assert [data for data, *_ in results] == [b"memory"] * 5
+    assert [count for _, _, count, _ in results] == [5] * 5
+    assert sum(leads for _, leads, *_ in results) == 1
+    (leader,) = [rank for rank in range(5) if results[rank][1]]
+    assert leader in (0, 1)
+    assert len(results[leader][3]) == 3  # the other of its group, and two leaders
+
+
+@pytest.mark.parametrize("secret", ["a secret", ""])
+def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret):
+    """They have a boot id and a network namespace in common, and do not reach one another."""
+    of = {0: "a", 1: "a", 2: "b", 3: "b"}  # rank -> copy
+    here = threading.local()
+
+    def listen_on_own(name):
+        return host_socket.listen(f"{name} of {here.copy}")
+
+    def connect_on_own(name, *rest):
+        return host_socket.connect_to(f"{name} of {here.copy}", *rest)
+
+    monkeypatch.setattr(exchange, "listen", listen_on_own)
+    monkeypatch.setattr(exchange, "connect_to", connect_on_own)
+    names, store, barrier = {copy: new_name() for copy in "ab"}, HashStore(), threading.Barrier(4)
+    key = JobKey(secret)
+
+    def on_rank(rank):
+        here.copy = of[rank]
+        identity, place = Identity(rank, 4, local_size=2), place_of(store)
+        with contextlib.closing(
+            Meeting(identity, Deadline(20.0), place, names[of[rank]], key)
+        ) as met:
+            met.meet(made_up.card(rank, 0), {})
+            table, _ = met.pass_down(met.table)
+            barrier.wait(20)
+        return parse_table(table, 4)
+
+    results = run_on_ranks(4, on_rank)
+    assert all(not isinstance(result, Exception) for result in results), results
+    for peers, _, is_private in results:
+        machines = [peer.machine for peer in peers]
+        assert machines[0] == machines[1] != machines[2] == machines[3]
+        assert peers[0].kernel != peers[2].kernel
+        assert is_private == bool(secret)
+    assert len({secret for _, secret, _ in results}) == 1
+
+
+def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch):
+    """Although a rank came so late that it had to go by the store."""
+    monkeypatch.setattr(exchange, "_GRACE_S", 0.3)
+    name, store, barrier = new_name(), RecordingStore(), threading.Barrier(2)
+
+    def on_rank(rank):
+        time.sleep(rank * 0.8)
+        with contextlib.closing(
+            Meeting(Identity(rank, 2), Deadline(20.0), place_of(store), name)
+        ) as met:
+            met.meet(made_up.card(rank), {})
+            table, _ = met.pass_down(met.table)
+            barrier.wait(20)
+        return parse_table(table, 2)
+
+    results = run_on_ranks(2, on_rank)
+    assert all(table.is_private for table in results)
+    (secret,) = {table.secret for table in results}
+    assert store.values
+    for value in store.values:
+        assert secret not in value
+    (table,) = [value for value in store.values if value[32:33] == b"T"]
+    assert unpack_table(table[35:], 2).secret != secret
+
+
+class RecordingStore(HashStore):
+    """A store that keeps all values that were ever in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = []
+
+    def set(self, key, value):
+        self.values.append(value)
+        super().set(key, value)
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_different_settings_are_named_on_all_ranks(hosts):
+    names, store = [new_name() for _ in range(3)], HashStore()
+
+    def on_rank(rank):
+        host = rank * hosts // 3
+        settings = {"TORCH_RING_BUCKET_BYTES": 100 + rank // 2, "B": 1}
+        more = {"name": names[host], "host": host, "settings": settings, "local_size": 3 // hosts}
+        return ranks_met(rank, 3, store=store, **more)
+
+    for error in run_on_ranks(3, on_rank):
+        assert isinstance(error, MismatchError)
+        assert str(error) == (
+            "TORCH_RING_BUCKET_BYTES must be the same on all ranks: it is 100 on rank 0 and 101 on "
+            "rank 2"
+        )
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+def test_missing_ranks_are_named_on_all_ranks(with_store):
+    name, store = new_name(), HashStore() if with_store else None
+    errors = run_on_ranks(
+        2, lambda rank: ranks_met(rank, 4, name=name, store=store, local_size=4, timeout_s=2.0)
+    )
+    for error in errors:
+        assert isinstance(error, TimeoutError)
+        assert "ranks 2, 3 of 4 did not arrive within 2 s" in str(error)
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+def test_two_processes_of_one_rank_are_refused(with_store):
+    name, store = new_name(), HashStore() if with_store else None
+
+    def on_process(index):
+        time.sleep(0.1 * index)
+        return ranks_met(max(index - 1, 0), 3, name=name, store=store, timeout_s=5.0)
+
+    errors = run_on_ranks(3, on_process)
+    assert all("two processes are rank 0 of 3" in str(error) for error in errors), errors
+
+
+def test_different_sizes_are_refused():
+    name = new_name()
+    errors = run_on_ranks(2, lambda rank: ranks_met(rank, 2 + rank, name=name, timeout_s=5.0))
+    assert all(isinstance(error, MismatchError) for error in errors), errors
+    assert all("give all ranks the same size" in str(error) for error in errors)
+    store = HashStore()
+    errors = run_on_ranks(
+        2, lambda rank: ranks_met(rank, 2 + rank, name=None, store=store, timeout_s=5.0)
+    )
+    assert all("give all ranks the same size" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2, 3])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_failure_before_the_cards_reaches_all_and_the_next_world_is_sound(hosts, culprit):
+    names, store = [new_name() for _ in range(2)], HashStore()
+
+    def on_rank(rank):
+        host = rank * hosts // 4
+        more = {"name": names[host], "store": store, "host": host, "local_size": 4 // hosts}
+        identity, deadline = Identity(rank, 4, local_size=4 // hosts), Deadline(20.0)
+        time.sleep(0.1 * rank)
+        try:
+            with (
+                contextlib.closing(
+                    Meeting(identity, deadline, place_of(store), names[host])
+                ) as met,
+                failing_together(met),
+            ):
+                if rank == culprit:
+                    raise OSError(24, "Too many open files")
+                met.meet(made_up.card(rank, host), {"A": 1})
+                met.pass_down(met.table)
+        except RingError as error:
+            return str(error), ranks_met(rank, 4, **more)
+        return None
+
+    began = time.monotonic()
+    results = run_on_ranks(4, on_rank)
+    assert time.monotonic() - began < 15
+    for rank, (text, ranks) in enumerate(results):
+        prefix = "" if rank == culprit else "init failed on "
+        assert text.startswith(
+            f"{prefix}rank {culprit}: [Errno 24] Too many open files: raise `ulimit -n`"
+        )
+        assert ranks == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dies", [slow("leader"), "member"])
+def test_a_rank_that_dies_is_noticed(dies):
+    name = new_name()
+    first = Meeting(Identity(0, 3), Deadline(5.0), None, name)
+
+    def on_rank(rank):
+        if rank == 0:
+            if dies == "leader":
+                time.sleep(0.3)
+                for member in (leader := first._leader).members.values():
+                    member.close()
+                leader.close_door()
+                return None
+            with contextlib.closing(first), failing_together(first):
+                first.meet(made_up.card(0), {})
+            return None
+        if rank == 1 and dies == "member":
+            gone = Meeting(Identity(1, 3), Deadline(5.0), None, name)
+            gone._above.connection.close()
+            return None
+        time.sleep(0.1)
+        return ranks_met(rank, 3, name=name, timeout_s=5.0)
+
+    errors = run_on_ranks(3, on_rank)
+    if dies == "leader":
+        first.close()
+        return  # the others find a leader among themselves: 0 never comes
+    assert all(isinstance(error, PeerLostError) for error in (errors[0], errors[2])), errors
+    assert all("rank 1 has exited during init" in str(error) for error in (errors[0], errors[2]))
+
+
+def test_progress_is_logged_on_rank_0(monkeypatch, caplog):
+    monkeypatch.setattr(exchange, "_PROGRESS_S", 0.4)
+    caplog.set_level(logging.INFO, "torch_ring")
+    name = new_name()
+
+    def on_rank(rank):
+        time.sleep(1.0 if rank == 2 else 0.1 * (1 - rank))  # rank 0 does not lead
+        return ranks_met(rank, 20, name=name, timeout_s=2.0)
+
+    run_on_ranks(3, on_rank)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(
+        "2 of 20 are here (ranks 0, 1), 18 missing (ranks 2, 3," in line
+        and line.endswith("16, 17 and 2 more)")
+        for line in lines
+    ), lines
+    assert any("3 of 20 are here (ranks 0, 1, 2), 17 missing" in line for line in lines), lines
+
+
+def test_waiting_can_be_interrupted(monkeypatch):
+    """Ctrl-C on one rank ends the wait of all."""
+    name = new_name()
+
+    def on_rank(rank):
+        if rank == 0:
+            return ranks_met(0, 3, name=name)
+        with contextlib.closing(Meeting(Identity(1, 3), Deadline(20.0), None, name)) as met:
+            met.fail(KeyboardInterrupt())
+        return None
+
+    assert str(run_on_ranks(2, on_rank)[0]) == "init failed on rank 1: KeyboardInterrupt"

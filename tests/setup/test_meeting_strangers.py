@@ -1,0 +1,112 @@
+"""Strangers at the socket where the ranks of a host meet, and members that send garbage."""
+
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+from meetings import new_name, ranks_met
+from threads import run_on_ranks
+from torch.distributed import HashStore
+
+from torch_ring.errors import RingError
+from torch_ring.setup import frames, host_socket
+from torch_ring.setup.network import Deadline, require_same_user
+
+
+def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
+    name, strangers = new_name(), []
+    listen = host_socket.listen
+
+    def besieged(at):
+        listener = listen(at)
+        header = frames._HEADER.pack(b"tring1", frames.Kind.DATA, 0, 1 << 27)
+        hello = frames._HEADER.pack(b"tring1", frames.Kind.HELLO, 0, 8)
+        for noise in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n" * 9,
+            header,
+            hello,
+            hello + b"\0\0\0\3" * 2,
+        ) * 20:
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(at)
+            stranger.sendall(noise)
+            strangers.append(stranger)
+        return listener
+
+    monkeypatch.setattr("torch_ring.setup.host_socket.listen", besieged)
+    results = run_on_ranks(3, lambda rank: ranks_met(rank, 3, name=name))
+    for stranger in strangers:
+        stranger.close()
+    assert results == [[0, 1, 2]] * 3
+
+
+def connected_to_leader(name, rank, size):
+    """Return a member's connection to another rank, which leads."""
+    deadline = Deadline(5.0)
+    while not deadline.passed():
+        with contextlib.suppress(ConnectionRefusedError):  # nobody leads yet
+            return host_socket.connect(name, rank, size, deadline, deadline)
+        time.sleep(0.01)
+    raise AssertionError("no rank leads")
+
+
+def test_a_member_that_sends_garbage_fails_all():
+    name = new_name()
+
+    def on_rank(rank):
+        if rank == 1:
+            rogue = connected_to_leader(name, rank, 3)
+            rogue.connection.socket.send(b"\0" * 64)
+            time.sleep(1)
+            rogue.connection.close()
+            return None
+        return ranks_met(rank, 3, name=name, timeout_s=5.0)
+
+    errors = run_on_ranks(3, on_rank)
+    for error in (errors[0], errors[2]):
+        assert "rank 1 has exited during init: the other end is no rank" in str(error)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_a_foreign_users_socket_is_not_believed(caplog):
+    """A rank of a job with a store goes on alone; without one it says at once what is wrong."""
+    name = new_name()
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(12345)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(name)
+        listener.listen(16)
+        os.write(ready[1], b"r")
+        os.read(done[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        began = time.monotonic()
+        with pytest.raises(RingError, match="in use by a process of user 12345: end it"):
+            ranks_met(0, 2, name=name, timeout_s=60)
+        assert time.monotonic() - began < 30
+        store = HashStore()
+        results = run_on_ranks(
+            2, lambda rank: ranks_met(rank, 2, name=name, store=store, host=rank, timeout_s=5.0)
+        )
+        assert results == [[0, 1]] * 2
+        assert "rank 1 goes on without the others of its host" in caplog.text
+    finally:
+        os.write(done[1], b"d")
+        os.waitpid(child, 0)
+        for end in (*ready, *done):
+            os.close(end)
+
+
+def test_only_processes_of_the_same_user_are_let_in(monkeypatch):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        require_same_user(ours)
+        monkeypatch.setattr("torch_ring.setup.network.os.getuid", lambda: 12345)
+        with pytest.raises(PermissionError):
+            require_same_user(ours)

@@ -1,0 +1,162 @@
+"""The warning of init() where a process that no launcher has started is probably one of several."""
+
+import io
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from launcher_commands import clean_environment
+from logs import logged
+from pool import run
+from slow import slow
+
+import torch_ring as hvd
+from torch_ring.setup import launchers
+from torch_ring.setup.launchers import why_not_alone
+
+SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        ({"PMIX_RANK": "1"}, ["PMIX_RANK is set", "init(rank=int(os.environ['PMIX_RANK']), size"]),
+        ({"MV2_COMM_WORLD_RANK": "1"}, ["MV2_COMM_WORLD_RANK is set", "torchrun"]),
+        (SLURM_BATCH, ["SLURM_NTASKS=8", "`srun python train.py`"]),
+        ({"MASTER_ADDR": "host0"}, ["RANK and WORLD_SIZE are not", "`torchrun --nproc-per-node 2"]),
+    ],
+)
+def test_half_of_a_launchers_variables(environment, parts):
+    reason = why_not_alone(environment)
+    assert reason is not None
+    assert all(part in reason for part in parts), reason
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"},
+        {"PYTEST_XDIST_WORKER": "gw0", "PYTEST_XDIST_WORKER_COUNT": "8"},
+    ],
+)
+def test_an_ordinary_process(environment):
+    assert why_not_alone(environment) is None
+
+
+def warnings_of(init: Callable[[], object]) -> list[str]:
+    """Return what is logged while `init` runs in an environment without a launcher."""
+    environment = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(clean_environment())
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    log = logging.getLogger("torch_ring")
+    log.addHandler(handler)
+    try:
+        init()
+        hvd.shutdown()
+    finally:
+        log.removeHandler(handler)
+        os.environ.clear()
+        os.environ.update(environment)
+    return stream.getvalue().splitlines()
+
+
+def init_alone() -> None:
+    """The processes of the pool are multiprocessing's, as those of mp.spawn."""
+    assert multiprocessing.parent_process() is not None
+    assert warnings_of(hvd.init) == [
+        "no launcher was found: this process trains alone (size 1), but multiprocessing has "
+        "started it, and RANK is not set. Give each process its number, as in init(rank=rank, "
+        "size=2), or type `torchrun --nproc-per-node 2 train.py`"
+    ]
+    assert warnings_of(lambda: hvd.init(rank=0, size=1)) == []
+
+
+def test_a_process_of_multiprocessing():
+    run(init_alone, 1, initialized=False)
+
+
+class Worker(torch.utils.data.Dataset):
+    """A data set whose items are what init() logs in a worker."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> list[str]:
+        return warnings_of(hvd.init)
+
+
+@pytest.mark.parametrize("context", ["fork", slow("forkserver")])
+def test_a_worker_of_a_data_loader(context):
+    run(load, 1, args=(context,), initialized=False)
+
+
+def load(context: str) -> None:
+    loader = torch.utils.data.DataLoader(
+        Worker(), num_workers=1, batch_size=None, multiprocessing_context=context
+    )
+    assert list(loader) == [[]]
+
+
+def test_a_main_module_that_a_spawned_process_imports(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    monkeypatch.setattr(launchers.multiprocessing, "parent_process", lambda: object())
+    assert why_not_alone({}) is None
+
+
+def init_again() -> None:
+    for arguments, text in [
+        ({}, []),
+        ({"rank": hvd.rank(), "size": 2}, []),
+        (
+            {"rank": 0, "size": 4},
+            [
+                f"init(rank=0, size=4) does nothing: this process is rank {hvd.rank()} of 2 "
+                "already. Call shutdown() first"
+            ],
+        ),
+    ]:
+        stream = io.StringIO()
+        handler = logging.StreamHandler(stream)
+        logging.getLogger("torch_ring").addHandler(handler)
+        hvd.init(**arguments)
+        logging.getLogger("torch_ring").removeHandler(handler)
+        assert stream.getvalue().splitlines() == text
+
+
+def test_init_as_another_rank():
+    run(init_again, 2)
+
+
+def init_with_a_misspelt_setting() -> None:
+    hvd.shutdown()
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("torch_ring").addHandler(handler)
+    hvd.init()
+    logging.getLogger("torch_ring").removeHandler(handler)
+    expected = "TORCH_RING_TIMOUT (do you mean TORCH_RING_TIMEOUT?)"
+    assert (expected in stream.getvalue()) == (hvd.rank() == 0)
+
+
+def test_a_misspelt_setting_is_told_once():
+    run(init_with_a_misspelt_setting, 2, env={"TORCH_RING_TIMOUT": "10"})
+
+
+def fail_with_a_misspelt_setting() -> list[str]:
+    os.environ["TORCH_RING_INTERFACE"] = "nope0"
+    with logged() as messages, pytest.raises(ValueError, match="nope0"):
+        hvd.init()
+    return messages
+
+
+def test_a_misspelt_setting_is_told_where_init_fails():
+    env = {"TORCH_RING_INTERFCE": "eth0", "WORLD_SIZE": "2"}
+    [messages] = run(fail_with_a_misspelt_setting, 1, env=env, initialized=False)
+    expected = "TORCH_RING_INTERFCE (do you mean TORCH_RING_INTERFACE?)"
+    assert any(expected in message for message in messages)

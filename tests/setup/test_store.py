@@ -1,0 +1,283 @@
+"""The store of a job: how the ranks find it, and who serves it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from pool import run
+from ports import free_port
+from slow import slow
+
+import torch_ring as hvd
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
+from torch_ring.setup import store
+from torch_ring.setup import store as rendezvous_store
+from torch_ring.setup.launchers import Identity
+from torch_ring.setup.network import Deadline
+
+
+def become_a_rank_of_horovodrun() -> int:
+    """Replace the environment by that of horovodrun, which gives no address; return the rank."""
+    rank, size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+    for name in [n for n in os.environ if n.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_"))]:
+        del os.environ[name]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name)
+    os.environ |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": size}
+    return rank
+
+
+def join_repeatedly() -> None:
+    for _ in range(5):
+        hvd.init()
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+        hvd.shutdown()
+
+
+def join_without_an_address() -> None:
+    become_a_rank_of_horovodrun()
+    join_repeatedly()
+    assert not rendezvous_store._stores  # the ranks of one host need none
+
+
+def test_on_one_host_without_an_address():
+    run(join_without_an_address, 3, initialized=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_at_an_address(host):
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(free_port()),
+    }
+    run(join_repeatedly, 2, initialized=False, env=env)
+
+
+def join_by_arguments() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"RANK": "17", "WORLD_SIZE": "100"}
+    hvd.init(rank=rank, size=size, local_rank=0, local_size=1)
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+    assert (hvd.local_rank(), hvd.local_size()) == (0, 1)
+
+
+def test_ranks_by_argument():
+    run(join_by_arguments, 2, initialized=False)
+
+
+def join_without_rank_0(without_address: bool) -> str | None:
+    rank = become_a_rank_of_horovodrun() if without_address else int(os.environ["RANK"])
+    if rank == 0:
+        return None  # and never says so
+    with pytest.raises(TimeoutError) as raised:
+        hvd.init()
+    assert not hvd.is_initialized()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("without_address", [True, slow(False)])
+def test_a_missing_rank_0_is_named(without_address):
+    env = {
+        "TORCH_RING_INIT_TIMEOUT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    texts = run(join_without_rank_0, 3, initialized=False, env=env, args=[without_address])
+    for text in texts[1:]:
+        assert "rank 0 did not arrive" in text or "rank 0 of 3 did not arrive" in text
+
+
+def fail_on_rank_0() -> str:
+    if os.environ["RANK"] == "0":
+        os.environ["TORCH_RING_INTERFACE"] = "nope0"
+    with pytest.raises((RingError, InvalidArgumentError)) as raised:
+        hvd.init()
+    return str(raised.value)
+
+
+def test_rank_0_tells_why_it_fails_before_its_store_ends():
+    env = {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    for text in run(fail_on_rank_0, 3, initialized=False, env=env):
+        assert "TORCH_RING_INTERFACE='nope0'" in text
+
+
+def fork_and_shut_down() -> None:
+    become_a_rank_of_horovodrun()
+    hvd.init()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert hvd.is_initialized()  # it can ask for its parent's rank
+            hvd.shutdown()
+            assert not hvd.is_initialized()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+def test_a_child_does_not_disturb_its_parents_world():
+    run(fork_and_shut_down, 2, initialized=False)
+
+
+# --- the choice of an address
+
+
+def find(identity, environment):
+    return rendezvous_store.locate_store(identity, Config(), Deadline(5.0), environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "message"),
+    [
+        ("env", {}, "set MASTER_ADDR .* and MASTER_PORT .* on all of them$"),
+        ("srun", {}, "SLURM_STEP_NODELIST is not set: set MASTER_ADDR"),
+        ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "http"}, "MASTER_PORT='http': must be a port"),
+        ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
+    ],
+)
+def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        find(Identity(1, 2, launcher=launcher), environment)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
+def test_a_job_at_a_loopback_address_is_on_one_host(host):
+    for config in (Config(), Config(secret="hush")):
+        found = rendezvous_store.locate_store(
+            Identity(1, 2, launcher="env"), config, Deadline(5.0), environment={"MASTER_ADDR": host}
+        )
+        assert found is None
+
+
+def test_one_node_needs_a_store_only_if_its_ranks_cannot_meet_and_have_a_secret():
+    """In containers with networks of their own they go by the store, if that is safe."""
+    identity = Identity(1, 2, 1, 2, launcher="torchrun")
+    assert find(identity, {"MASTER_ADDR": "10.0.0.1"}) is None
+    found = rendezvous_store.locate_store(
+        identity,
+        Config(secret="hush"),
+        Deadline(5.0),
+        environment={"MASTER_ADDR": "10.0.0.1"},
+    )
+    assert found is not None
+    assert found.host == "10.0.0.1"
+
+
+def test_steps_of_a_slurm_job_have_ports_of_their_own():
+    ports = [
+        rendezvous_store._slurm_port(Identity(rank, 2, job=job))
+        for job in ("4711/0", "4711/1", "4712/0")
+        for rank in (0, 1)
+    ]
+    assert ports[0::2] == ports[1::2]
+    assert len(set(ports)) == 3
+    assert all(10_000 <= port < 30_000 for port in ports)
+
+
+@pytest.fixture
+def _fresh_stores():
+    yield
+    for known in (
+        rendezvous_store._stores,
+        rendezvous_store._served,
+        rendezvous_store._mpi_addresses,
+        store._secrets,
+    ):
+        known.clear()
+
+
+class FakeCommunicator:
+    """A communicator of mpi4py, as rank 0 and then another rank see it."""
+
+    def __init__(self, silent=False):
+        self.said, self.silent = [], silent
+
+    def Ibcast(self, buffer, root):  # noqa: N802  mpi4py's name
+        assert root == 0
+        if self.said:
+            buffer[:] = self.said[0]
+        self.said.append(bytes(buffer))
+        return self
+
+    def Test(self):  # noqa: N802
+        return not self.silent
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_broadcasts_the_address():
+    deadline = Deadline(5.0)
+    comm = FakeCommunicator()
+    identity = Identity(0, 2, 0, 1, launcher="Open MPI")
+    first = rendezvous_store._ask_mpi(comm, identity, Config(interface="lo"), deadline)
+    assert json.loads(comm.said[0]) == list(first)
+    assert first[0] == "127.0.0.1"
+    assert rendezvous_store._ask_mpi(comm, identity, Config(), deadline) == first
+    assert len(comm.said) == 1
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_carries_a_secret():
+    comm, environment = FakeCommunicator(), {"MASTER_ADDR": "10.0.0.1"}
+    found = []
+    for rank in (0, 1):
+        store.forget()
+        found.append(
+            rendezvous_store.locate_store(
+                Identity(rank, 2, 0, 1, launcher="init"),
+                Config(),
+                Deadline(5.0),
+                comm=comm,
+                environment=environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+            ).secret
+        )
+    assert found[0] == found[1]
+    assert len(found[0]) == 64
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_that_is_silent_is_given_up_and_asked_no_second_time():
+    comm, identity = FakeCommunicator(silent=True), Identity(1, 2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match=r"rank 0's secret has not arrived over MPI"):
+            store.common_secret(comm, identity, Deadline(0.01))
+    comm.silent = False
+    assert store.common_secret(comm, identity, Deadline(20)) is None  # nobody was rank 0 here
+    assert len(comm.said) == 1
+
+
+def test_mpi_is_not_initialized_for_a_secret():
+    program = """
+import sys
+from torch_ring.config import Config
+from torch_ring.setup import store
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.launchers import Identity
+for launcher in ("Open MPI", "Hydra", "PMI", "srun", "torchrun", "env"):
+    identity = Identity(1, 2, 0, 1, launcher=launcher)
+    where = {"MASTER_ADDR": "10.0.0.1"}
+    place = store.locate_store(identity, Config(), Deadline(5.0), environment=where)
+    assert place.secret == ""
+assert "mpi4py.MPI" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.usefixtures("_fresh_stores")
+def test_mpi_broadcasts_the_failure():
+    comm = FakeCommunicator()
+    with pytest.raises(RingError, match=r"cannot serve .* TORCH_RING_INTERFACE='nope0'"):
+        rendezvous_store._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
+    with pytest.raises(RingError, match="TORCH_RING_INTERFACE='nope0'"):
+        rendezvous_store._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))

@@ -1,0 +1,408 @@
+"""Calls of a store that does not answer: they end at the deadline, or when a signal comes."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from bell import Bell, a_signal_after
+from pool import error_of, eventually, run
+from ports import free_port
+from slow import slow
+from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
+
+import torch_ring as hvd
+import torch_ring.setup.store as store_module
+import torch_ring.setup.store_client as store_client
+from torch_ring._C import StoreCall
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError, TimeoutError
+from torch_ring.setup.launchers import Identity
+from torch_ring.setup.network import Deadline
+from torch_ring.setup.store import locate_store
+from torch_ring.setup.store_client import StoreClient, addresses_of
+
+
+def test_a_client_does_what_the_store_does():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for store in (HashStore(), PrefixStore("a", server)):
+        client = StoreClient(store, Deadline(20), "it")
+        assert (client.add("number", 3), client.add("number", -1)) == (3, 2)
+        client.set("key", b"\0\xff")
+        assert (client.get("key"), store.get("key")) == (b"\0\xff",) * 2
+        assert (client.check(["key"]), client.check(["key", "other"])) == (True, False)
+        assert client.compare_set("new", "", "first") == b"first"
+        assert client.compare_set("new", "", "second") == b"first"
+        assert (client.delete_key("key"), client.delete_key("key")) == (True, False)
+
+
+def take_loopback_for_a_network() -> None:
+    """Else the ranks know that a job at 127.0.0.1 is on one host, and needs no store."""
+    store_module.is_loopback_name = lambda _: False  # in a process of this test's own
+
+
+# --- a server that accepts connections and says nothing
+
+
+def open_a_silent_store(interrupted: bool) -> tuple[str, float]:
+    take_loopback_for_a_network()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+        deadline = Deadline(60.0 if interrupted else 1.5)
+        place = locate_store(
+            Identity(1, 2, launcher="env"), Config(), deadline, environment=environment
+        )
+        began = time.monotonic()
+        try:
+            with a_signal_after(0.5 if interrupted else 60.0):
+                place.open(deadline)
+        except (Bell, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
+        return "nothing", 0.0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_silent_server(interrupted):
+    [(text, seconds)] = run(open_a_silent_store, 1, args=[interrupted], initialized=False)
+    assert seconds < 5
+    if interrupted:
+        assert text == "Bell: "
+    else:
+        assert "accepts connections, but has not answered as rank 0's store within 1.5 s" in text
+        assert "does another program have its port (MASTER_PORT)?" in text
+
+
+# --- a rank 0 that cannot reach its own store, or whose resolver is silent
+
+
+def interrupt_rank_0(where: str) -> list[str]:
+    """Return what has happened, in order, on a rank 0 in whose way something is silent."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    events: list[str] = []
+    given_up = threading.Event()
+
+    def interrupt() -> None:
+        events.append("waits")
+        os.kill(os.getpid(), signal.SIGINT)
+        if not given_up.wait(20):
+            events.append("does not give up")
+
+    def stay_silent(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        interrupt()
+        connection.close()  # then the call would end
+
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = own.getsockname()[1]
+        address = ("127.0.0.2", port)  # it leads elsewhere, as address translation may
+        silent = stack.enter_context(socket.create_server(address))
+        if where == "store":
+            thread = threading.Thread(target=stay_silent, args=(silent,))
+        else:
+            address = ("rank0.example", port)
+            store_client.StoreCall = SilentResolver  # in a process of this test's own
+            thread = threading.Thread(target=lambda: (SilentResolver.asked.wait(20), interrupt()))
+        thread.start()
+        try:
+            listener = own if where == "store" else None
+            store_module._serve(address, Deadline(60), lambda: None, listener=listener)
+        except KeyboardInterrupt:
+            events.append("KeyboardInterrupt")
+        given_up.set()
+        thread.join()
+    return events
+
+
+class SilentResolver:
+    """StoreCall of a host whose resolver does not answer."""
+
+    asked = threading.Event()
+
+    @classmethod
+    def resolve(cls, _: str) -> "SilentResolver":
+        return cls()
+
+    def __init__(self) -> None:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._call = StoreCall.get(server, "a key that nobody sets")
+
+    def wait(self, seconds: float) -> bool:
+        self.asked.set()
+        return self._call.wait(seconds)
+
+
+@pytest.mark.parametrize("where", ["store", "resolver"])
+def test_rank_0_can_be_interrupted(where):
+    [events] = run(interrupt_rank_0, 1, args=[where], initialized=False)
+    assert events == ["waits", "KeyboardInterrupt"]
+
+
+def test_rank_0_gives_a_store_up_that_it_cannot_reach():
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        port = own.getsockname()[1]
+        with (
+            socket.create_server(("127.0.0.2", port)),
+            pytest.raises(TimeoutError, match=r"rank 0 cannot reach .* at 127\.0\.0\.2:"),
+        ):
+            store_module._serve(("127.0.0.2", port), Deadline(0.3), lambda: None, listener=own)
+
+
+def test_addresses_are_found_and_missing_ones_named():
+    assert addresses_of("127.0.0.3", Deadline(20), lambda: None) == ["127.0.0.3"]
+    assert "127.0.0.1" in addresses_of("localhost", Deadline(20), lambda: None)
+    with pytest.raises(InvalidArgumentError, match="'no such host'"):
+        addresses_of("no such host", Deadline(20), lambda: None)
+
+
+class NoResolver:
+    """StoreCall of a host that must not ask its resolver."""
+
+    @classmethod
+    def resolve(cls, host: str) -> None:
+        raise AssertionError(f"the resolver is asked about {host}")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.3", "::1", "fe80::1%lo"])
+def test_an_address_needs_no_resolver(monkeypatch, address):
+    monkeypatch.setattr(store_client, "StoreCall", NoResolver)
+    assert addresses_of(address, over(), lambda: None) == [address]
+
+
+# --- a deadline that something else has consumed
+
+
+def over() -> Deadline:
+    deadline = Deadline(20)
+    deadline.end()
+    return deadline
+
+
+class SlowCall(StoreCall):
+    """A StoreCall of a host whose resolver answers at the second look."""
+
+    @staticmethod
+    def resolve(host: str) -> "SlowAnswer":
+        return SlowAnswer(StoreCall.resolve(host))
+
+
+class SlowAnswer:
+    def __init__(self, call: StoreCall) -> None:
+        self.result, self._call, self._looks = call.result, call, 0
+
+    def wait(self, seconds: float) -> bool:
+        self._looks += 1
+        return self._looks > 1 and self._call.wait(seconds)
+
+
+def test_a_resolver_that_answers_is_not_blamed_for_a_deadline_that_is_over(monkeypatch):
+    monkeypatch.setattr(store_client, "StoreCall", SlowCall)
+    assert "127.0.0.1" in addresses_of("localhost", over(), lambda: None)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_deadline_that_ends_between_two_looks_for_a_server_tells_of_the_server(monkeypatch, host):
+    monkeypatch.setattr(store_client, "StoreCall", SlowCall)
+    deadline = Deadline(20)
+    with pytest.raises(TimeoutError, match="rank 0 did not arrive within 20 s"):
+        # `check` is called at the beginning of each look.
+        store_module._connect((host, free_port()), "rank 0", deadline, deadline.end)
+
+
+def test_a_store_that_answers_is_not_blamed_for_a_deadline_that_is_over():
+    address = ("127.0.0.1", free_port())
+    served = store_module._serve(address, over(), lambda: None)
+    served.set("key", "value")
+    store_module._stores.clear()  # as another process
+    deadline = Deadline(20)
+    reached = store_module._connect(address, "rank 0", deadline, deadline.end)
+    assert reached.get("key") == b"value"
+    store_module._stores.clear()
+    store_module._served.clear()
+
+
+# --- a store that is silent
+
+
+class SilentStore(dist.Store):
+    """A store whose server is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.go_on.wait(30)
+        return amount
+
+
+def test_a_silent_store_that_is_given_up():
+    store = SilentStore()
+    client = StoreClient(store, Deadline(0.2), "the store")
+    began = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match=r"the store has not answered within 0\.2 s"):
+            client.add("key", 1)
+    assert time.monotonic() - began < 10
+    store.go_on.set()
+
+    store = SilentStore()
+    client = StoreClient(store, Deadline(60), "the store")
+    with a_signal_after(0.2), pytest.raises(Bell):
+        client.add("key", 1)
+    store.go_on.set()
+    assert client.add("key", 7) == 7  # it was slow, and no more: failures can be told
+
+
+_EXIT = """
+import atexit, os, socket, sys
+from torch.distributed import TCPStore
+address = sys.argv[1], int(sys.argv[2])
+control = socket.create_connection(address)
+# Registered first, so called last: from now on no thread may come back into the interpreter.
+atexit.register(lambda: (control.send(b"x"), control.recv(1)))
+from torch_ring._C import StoreCall
+call = StoreCall.connect(*address, 30.0)
+assert not call.wait(0.3)
+"""
+
+
+def test_a_call_that_is_given_up_does_not_disturb_the_end_of_the_interpreter():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        child = subprocess.Popen(
+            [sys.executable, "-c", _EXIT, *map(str, address)], stderr=subprocess.PIPE, text=True
+        )
+        control, _ = listener.accept()
+        silent, _ = listener.accept()
+        control.settimeout(60)
+        assert control.recv(1) == b"x"
+        silent.close()  # the call ends with an error, while the interpreter ends
+        control.close()
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    assert "terminate called" not in errors
+
+
+# --- a rank 0 that is stopped
+
+
+def become_a_node() -> int:
+    """Be the only rank of a node, so that the ranks meet in rank 0's store; return the rank."""
+    take_loopback_for_a_network()
+    rank = os.environ["RANK"]
+    os.environ |= {"GROUP_RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return int(rank)
+
+
+def on_nodes() -> dict[str, str]:
+    return {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+def has_begun_to_listen() -> bool:
+    """Return whether rank 0 has made its store, stopped or not."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+
+
+def init_while_rank_0_is_stopped(when: str) -> tuple[str, float] | None:
+    if become_a_node() == 0:
+        identity, deadline = Identity(0, 3, launcher="env", node="0"), Deadline(30.0)
+        os.environ.pop("TORCHELASTIC_RUN_ID")
+        store = locate_store(identity, Config(), deadline).open(deadline)
+        while when == "later" and store.add("0/places", 0) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    os.environ.pop("TORCHELASTIC_RUN_ID")  # "env": the prefix of the keys is the same then
+    assert eventually(has_begun_to_listen, 20.0)
+    began = time.monotonic()
+    _, text = error_of(hvd.init)
+    return text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["at once", slow("later")])
+def test_rank_0_stopped_during_init(when):
+    env = on_nodes() | {"TORCH_RING_INIT_TIMEOUT": "3"}
+    outcomes = run(
+        init_while_rank_0_is_stopped, 3, args=[when], initialized=False, env=env, may_die=[0]
+    )
+    for text, seconds in outcomes[1:]:
+        assert f"127.0.0.1:{env['MASTER_PORT']}" in text
+        assert "rank 0" in text
+        assert "has not answered" in text
+        assert seconds < 15
+
+
+def init_again_while_rank_0_is_stopped() -> tuple[str, float] | None:
+    rank = become_a_node()
+    hvd.init()
+    hvd.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    time.sleep(0.5)
+    hvd.shutdown()
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3"
+    began = time.monotonic()
+    _, text = error_of(hvd.init)
+    return text, time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_rank_0_stopped_in_a_running_job():
+    env = on_nodes()
+    outcomes = run(init_again_while_rank_0_is_stopped, 3, initialized=False, env=env, may_die=[0])
+    for text, seconds in outcomes[1:]:
+        assert "rank 0 did not arrive within 3 s" in text or "rank 0 of 3 did not arrive" in text
+        assert seconds < 15
+
+
+# --- the store after init()
+
+
+def use_the_port_of_the_store() -> None:
+    rank = become_a_node()
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    for _ in range(3):
+        hvd.init()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+        hvd.shutdown()
+    hvd.init()
+    dist.init_process_group("gloo")  # its rank 0 serves a store at the same port
+    dist.barrier()
+    hvd.shutdown()
+    hvd.init()  # in the store of torch.distributed
+    assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(hvd.size()))
+    hvd.barrier()
+    hvd.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_store_of_rank_0_ends_when_all_have_met():
+    run(use_the_port_of_the_store, 3, initialized=False, env=on_nodes())
+
+
+def test_a_store_that_is_gone_is_an_error():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = StoreCall.connect("127.0.0.1", server.port, 5.0)
+    assert call.wait(20)
+    client = StoreClient(call.result(), Deadline(20), "it")
+    client.set("key", "value")
+    del server
+    with pytest.raises(DistError):
+        client.get("key")

@@ -1,0 +1,1 @@
+"""membership: the processes of an elastic job, as its launcher and each of them know them."""

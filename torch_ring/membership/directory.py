@@ -1,0 +1,249 @@
+"""Directory: processes of an elastic job learn there who its ranks are. The launcher has it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ring.errors import RingError
+from torch_ring.membership.member import Channel, Member, Server, dial
+
+__all__ = ["Directory", "Gathering", "ask_directory", "ask_for_place", "tell_directory"]
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """A process that wants a place: its question, which no other one is, and where it listens."""
+
+    question: str
+    host: str
+    port: int
+
+
+class Gathering:
+    """Gives each process a place in a world of those that live, when all of them have asked.
+
+    The launcher has it, and knows who lives. A process whose world was not made, because another
+    one has died meanwhile, asks once more.
+
+    Thread: any. Blocking: no.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expected: Mapping[str, int] = {}
+        self._askers: dict[str, _Asker] = {}
+        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by process: to which question
+
+    def expect(self, processes: Mapping[str, int]) -> None:
+        """Note which processes live.
+
+        Args:
+            processes: by name, in the order of their ranks, which the launcher has given them.
+        """
+        with self._lock:
+            self._expected = dict(processes)
+            self._answer()
+
+    def ask(self, process: str, question: str, host: str, port: int) -> dict[str, Any]:
+        """Return the place of a process, or for which ranks it waits: then it is to ask again.
+
+        Args:
+            process: its name.
+            question: the same as long as it asks for the same world.
+            host: where it can serve a store for the others.
+            port: the same.
+
+        Returns:
+            ``{"kind": "place", "processes": names by rank, "store": [host, port]}``, with the
+            address that rank 0 has given; ``{"kind": "void", "gone": ranks}`` if some of them have
+            ended since then; or ``{"kind": "wait", "here": ranks, "missing": ranks}``, of those
+            that live.
+        """
+        with self._lock:
+            answered, answer = self._answers.get(process, ("", {}))
+            if answered != question:
+                self._askers[process] = _Asker(question, host, port)
+                self._answer()
+                answered, answer = self._answers.get(process, ("", {}))
+            if answered == question:
+                processes = enumerate(answer["processes"])
+                gone = [rank for rank, each in processes if each not in self._expected]
+                return {"kind": "void", "gone": gone} if gone else answer
+            here = [rank for each, rank in self._expected.items() if each in self._askers]
+            missing = set(self._expected.values()).difference(here)
+            return {"kind": "wait", "here": sorted(here), "missing": sorted(missing)}
+
+    def _answer(self) -> None:
+        """Answer all that live, if all of them have asked."""
+        living = self._expected
+        if not living or not living.keys() <= self._askers.keys():
+            return
+        askers = [self._askers.pop(process) for process in living]
+        answer = {
+            "kind": "place",
+            "processes": list(living),
+            "store": [askers[0].host, askers[0].port],
+        }
+        for process, asker in zip(living, askers, strict=True):
+            self._answers[process] = asker.question, answer
+
+
+_ANSWER_S = 5.0
+
+
+class Directory:
+    """The members of the last world, as its rank 0 has told; before, who is to be in the first.
+
+    Thread: any. Blocking: `ask_to_leave` only.
+
+    Args:
+        host: the address to listen at.
+        key: the key of the job.
+
+    Attributes:
+        address: "host:port", for the variable TORCH_RING_ELASTIC_DIRECTORY.
+    """
+
+    def __init__(self, host: str, key: bytes) -> None:
+        self._lock = threading.Lock()
+        self._key = key
+        self._generation = 0
+        self._functions = 0
+        self._members: Sequence[Member] = ()
+        self._processes: set[str] = set()
+        self._gathering = Gathering()
+        self._server = Server(host, key, self._answer)
+        self.address = f"{host}:{self._server.port}"
+
+    @property
+    def generation(self) -> int:
+        """How many worlds there were; 0: none has told of itself."""
+        with self._lock:
+            return self._generation
+
+    @property
+    def resets(self) -> int:
+        """How often the ranks have changed."""
+        with self._lock:
+            return max(0, self._generation - max(1, self._functions))
+
+    def has_had(self, process: str) -> bool:
+        """Return whether a process, by the launcher's name, was a member of any world."""
+        with self._lock:
+            return process in self._processes
+
+    def ask_to_leave(self, processes: Collection[str]) -> None:
+        """Ask members to leave at the next step boundary. Blocks for seconds if a host is gone.
+
+        Those that do not answer are not asked: they have left, or will be missed.
+        """
+        with self._lock:
+            members = self._members
+        asked = [m for m in members if m.process in processes and self._ask(m, "leave")]
+        if asked:  # rank 0 tells all ranks at once, after those that leave know it
+            self._ask(members[0], "hosts")
+
+    def expect(self, processes: Mapping[str, int]) -> None:
+        """Note which of the processes live with which the job begins, and their ranks."""
+        self._gathering.expect(processes)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _ask(self, member: Member, kind: str) -> bool:
+        try:
+            channel = dial(member, self._key, _ANSWER_S)
+        except OSError:
+            return False
+        try:
+            channel.send({"kind": kind})
+            channel.receive()
+        except OSError:
+            return False
+        finally:
+            channel.close()
+        return True
+
+    def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
+        with self._lock:
+            if request["kind"] == "roster" and request["generation"] > self._generation:
+                self._generation = request["generation"]
+                self._functions += request["is_first"]
+                self._members = [Member(*each) for each in request["members"]]
+                self._processes |= {member.process for member in self._members}
+            packed = [member.packed() for member in self._members]
+            has_begun = self._generation > 0
+        if request["kind"] == "place":
+            answer: dict[str, Any] = {"kind": "begun"}
+            if not has_begun:
+                answer = self._gathering.ask(*request["asker"])
+            channel.send(answer)
+            return
+        channel.send({"kind": "roster", "members": packed})
+
+
+def tell_directory(
+    address: str,
+    key: bytes,
+    generation: int,
+    members: Sequence[Member],
+    *,
+    is_first: bool = False,
+) -> None:
+    """Tell the directory the members of a new world; or with `is_first`, of an elastic function.
+
+    Raises:
+        RingError: it cannot be reached: the launcher has ended.
+    """
+    _call(
+        address,
+        key,
+        {
+            "kind": "roster",
+            "generation": generation,
+            "members": [member.packed() for member in members],
+            "is_first": is_first,
+        },
+    )
+
+
+def ask_directory(address: str, key: bytes) -> Sequence[Member]:
+    """Return the members of the last world; none if there was none yet.
+
+    Raises:
+        RingError: the directory cannot be reached.
+    """
+    return [Member(*each) for each in _call(address, key, {"kind": "who"})["members"]]
+
+
+def ask_for_place(
+    address: str, key: bytes, process: str, question: str, host: str, port: int
+) -> dict[str, Any]:
+    """Ask for a place in the first world; return the answer of `Gathering.ask`.
+
+    It is ``{"kind": "begun"}`` if members have told of a world: those find one another themselves.
+
+    Raises:
+        RingError: the directory cannot be reached.
+    """
+    asker = [process, question, host, port]
+    return _call(address, key, {"kind": "place", "asker": asker})
+
+
+def _call(address: str, key: bytes, request: dict[str, Any]) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    try:
+        channel = dial(Member("directory", host, int(port)), key, _ANSWER_S)
+    except OSError as error:
+        raise RingError(f"the launcher's directory at {address} is gone: {error}") from None
+    try:
+        channel.send(request)
+        return channel.receive()
+    except OSError as error:
+        raise RingError(f"the launcher's directory at {address}: {error}") from None
+    finally:
+        channel.close()

@@ -1,0 +1,147 @@
+"""Listener: answers the other processes of an elastic job."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ring.membership.member import Channel, Member, Server
+
+__all__ = ["JoinRequest", "Listener"]
+
+_ALIVE_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A process that waits for this one to lead a regrouping.
+
+    Attributes:
+        member: the process.
+        channel: leads to it; its thread says every moment that this process lives.
+        answer: sends the last message, after which the channel is closed. Thread: any. Errors:
+            OSError.
+    """
+
+    member: Member
+    channel: Channel
+    answer: Callable[[dict[str, object]], None]
+
+
+class Listener:
+    """Where the other processes ask whether this one lives, and to join it.
+
+    Requests of members are put into `requests`, those of processes that want to become members into
+    `newcomers`, until somebody takes them.
+
+    Thread: close() any; the requests are for one thread. Blocking: no.
+
+    Args:
+        host: the address to listen at.
+        key: the key of the job.
+        knows: whether a process belongs to the job; one that does not hears that it was left out.
+            Thread: any.
+
+    Attributes:
+        port: where it listens.
+        must_leave: whether the launcher has asked this process to leave the job.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        knows: Callable[[Member], bool],
+    ) -> None:
+        self.requests: queue.Queue[JoinRequest] = queue.Queue()
+        self.newcomers: queue.Queue[JoinRequest] = queue.Queue()
+        self.key = key
+        self._knows = knows
+        self.must_leave = False
+        self._on_change: Callable[[bool], None] = lambda _: None
+        self._call = 0
+        self._server = Server(host, key, self._answer)
+        self.port = self._server.port
+
+    def begin(
+        self, knows: Callable[[Member], bool], on_change: Callable[[bool], None], call: int
+    ) -> None:
+        """Answer for an elastic function from now on.
+
+        Args:
+            knows: as above.
+            on_change: called when a newcomer has asked, or the launcher says that hosts have gone;
+                with whether it was a newcomer. Thread: any.
+            call: how many elastic functions this process has called. A newcomer that has called
+                fewer hears that the ranks are further.
+        """
+        self._knows, self._on_change, self._call = knows, on_change, call
+        if not self.newcomers.empty():
+            on_change(True)
+
+    def close(self) -> None:
+        """Stop listening. Those that wait for an answer find the connection closed."""
+        self._server.close()
+        for waiting in (self.requests, self.newcomers):
+            while not waiting.empty():
+                waiting.get().channel.close()
+
+    def dismiss_strangers(self) -> None:
+        """Tell those that wait, and do not belong to the job any more, that they were left out."""
+        for _ in range(self.requests.qsize()):
+            request = self.requests.get()
+            if self._knows(request.member):
+                self.requests.put(request)
+                continue
+            with contextlib.suppress(OSError):
+                request.answer({"kind": "left out"})
+
+    def take_newcomers(self, most: int) -> list[JoinRequest]:
+        """Return newcomers that still wait, `most` at most."""
+        taken: list[JoinRequest] = []
+        while len(taken) < most and not self.newcomers.empty():
+            request = self.newcomers.get()
+            if not request.channel.is_closed():
+                taken.append(request)
+        return taken
+
+    def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
+        if request["kind"] not in ("join", "newcomer"):
+            self.must_leave = self.must_leave or request["kind"] == "leave"
+            channel.send({"kind": "alive"})
+            if request["kind"] == "hosts":
+                self._on_change(False)
+            return
+        member = Member(*request["member"])
+        if request["kind"] == "newcomer" and request["call"] < self._call:
+            channel.send({"kind": "over"})
+        elif request["kind"] == "newcomer":
+            self._hold(member, channel, self.newcomers)
+        elif self._knows(member):
+            self._hold(member, channel, self.requests)
+        else:
+            channel.send({"kind": "left out"})
+
+    def _hold(self, member: Member, channel: Channel, waiting: queue.Queue[JoinRequest]) -> None:
+        """Keep a process that wants to join, and tell it that this one lives, until the answer."""
+        answered = threading.Event()
+        sending = threading.Lock()
+
+        def answer(message: dict[str, object]) -> None:
+            with sending:
+                try:
+                    channel.send(message)
+                finally:
+                    answered.set()  # only now: the thread closes the connection then
+
+        waiting.put(JoinRequest(member, channel, answer))
+        if waiting is self.newcomers:
+            self._on_change(True)
+        while not answered.wait(_ALIVE_EVERY_S) and not self._server.closed:
+            with sending:
+                if not answered.is_set():
+                    channel.send({"kind": "alive"})

@@ -1,0 +1,285 @@
+"""Member, Channel, Server: a process of an elastic job, and authenticated messages to it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ring.setup.network import close_in_child
+
+__all__ = [
+    "Channel",
+    "ForeignMessageError",
+    "Member",
+    "Reach",
+    "Server",
+    "dial",
+    "key_of",
+    "member_id",
+    "reach",
+]
+
+_NONCE_BYTES = 16
+_TAG_BYTES = 32
+_MOST_BYTES = 1 << 22  # a table of 20,000 members, with room to spare
+_LENGTH = struct.Struct(">I")
+
+
+def key_of(secret: str) -> bytes:
+    """Return the key that follows from a job's secret."""
+    return hashlib.sha256(b"torch_ring elastic\0" + secret.encode()).digest()
+
+
+class ForeignMessageError(ConnectionError):
+    """The peer does not have the key of this job, or speaks another language."""
+
+
+class Channel:
+    """JSON messages over a connection, each with an HMAC-SHA256.
+
+    The code covers a number that the accepting side has drawn, the direction and the message's
+    number, so that nobody can repeat a message, here or in another connection.
+
+    Thread: one. Blocking: as the socket's timeout says. Errors: OSError.
+
+    Args:
+        connection: a connected socket; it is closed with the channel.
+        key: the key of the job.
+        accepted: whether this side has accepted the connection.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, *, accepted: bool) -> None:
+        self._connection = connection
+        self._key = key
+        self._accepted = accepted
+        self._sent = self._received = 0
+        if accepted:
+            self._nonce = os.urandom(_NONCE_BYTES)
+            connection.sendall(self._nonce)
+        else:
+            self._nonce = self._read(_NONCE_BYTES)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
+        data = json.dumps(message).encode()
+        tag = self._tag(self._accepted, self._sent, data)
+        self._sent += 1
+        self._connection.sendall(_LENGTH.pack(len(data)) + tag + data)
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises:
+            TimeoutError: it did not come within `timeout_s`; the channel is of no use then.
+            ConnectionError: the peer has closed the connection.
+            ForeignMessageError: the message is not from a process of this job.
+        """
+        if timeout_s is not None:
+            self._connection.settimeout(timeout_s)
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > _MOST_BYTES:
+            raise ForeignMessageError(f"a message of {length} bytes")
+        tag = self._read(_TAG_BYTES)
+        data = self._read(length)
+        if not hmac.compare_digest(tag, self._tag(not self._accepted, self._received, data)):
+            raise ForeignMessageError("a message is not from a process of this job")
+        self._received += 1
+        message = json.loads(data)
+        if not isinstance(message, dict):
+            raise ForeignMessageError("a message is no object")
+        return message
+
+    def is_closed(self) -> bool:
+        """Return whether the peer has closed the connection. Thread: any."""
+        poll = select.poll()
+        try:
+            poll.register(self._connection, select.POLLIN)
+            return bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):  # of a descriptor that is closed
+            return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _tag(self, by_acceptor: bool, number: int, data: bytes) -> bytes:
+        head = self._nonce + bytes([by_acceptor]) + _LENGTH.pack(number)
+        return hmac.new(self._key, head + data, hashlib.sha256).digest()
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self._connection.recv(count - len(data))
+            if not part:
+                raise ConnectionResetError("the peer has closed the connection")
+            data += part
+        return data
+
+
+_HELLO_S = 5.0  # seconds that a caller has for its request
+_MOST_CALLERS = 256  # at a time; more wait in the kernel
+
+
+class Server:
+    """A listening socket. Each caller sends one request, and gets its answers from `answer`.
+
+    Thread: close() any. Blocking: no.
+
+    Args:
+        host: the address to listen at.
+        key: the key of the job.
+        answer: answers a request over the channel, which is closed afterwards. What it raises ends
+            the call. Thread: one for each caller.
+
+    Attributes:
+        port: where it listens.
+        closed: whether it was closed.
+    """
+
+    def __init__(
+        self, host: str, key: bytes, answer: Callable[[Channel, dict[str, Any]], None]
+    ) -> None:
+        self.closed = False
+        self._key = key
+        self._answer = answer
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, 0), family=family, backlog=1024)
+        self._socket = close_in_child(server)  # this process would seem to live after its end
+        self.port: int = self._socket.getsockname()[1]
+        self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
+        threading.Thread(target=self._accept, name="torch_ring elastic", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while not self.closed:
+            self._callers.acquire()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                self._callers.release()
+                continue  # the caller has gone; or this was closed
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_HELLO_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel = Channel(connection, self._key, accepted=True)
+            self._answer(channel, channel.receive())
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # a stranger, or a process that has ended
+        finally:
+            connection.close()
+            self._callers.release()
+
+
+# A kernel accepts connections for its processes, so this is time for the network alone. One lost
+# packet is sent again after a second.
+_CONNECT_S = 1.5
+# The same, if the host is silent already. Farther than that no two hosts of a job are apart.
+_SILENT_CONNECT_S = 0.1
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of an elastic job.
+
+    Attributes:
+        id: a name that no other process has, also of those that come later; see `member_id`.
+        host, port: where it listens for the others.
+    """
+
+    id: str
+    host: str
+    port: int
+
+    @property
+    def process(self) -> str:
+        """The launcher's name of the process; empty: it has none."""
+        return self.id.rpartition("-")[0]
+
+    def packed(self) -> tuple[str, str, int]:
+        """Return the member as it is sent: ``Member(*packed)`` is the same."""
+        return self.id, self.host, self.port
+
+
+def member_id(process: str) -> str:
+    """Return a new name for a process that the launcher may have named, too."""
+    return f"{process}-{secrets.token_hex(8)}"
+
+
+class Reach(enum.Enum):
+    """How far a process can be reached."""
+
+    ALIVE = "answers"
+    GONE = "has ended"  # nobody listens there, and its host says so
+    CUT_OFF = "its host cannot be reached"
+    SILENT = "does not answer"  # it is stopped, or its host is too busy
+
+
+def dial(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = False) -> Channel:
+    """Return a channel to a member.
+
+    Args:
+        member: the process to reach.
+        key: the key of the job.
+        answer_s: seconds that its process has to answer, once its host has.
+        is_suspect: whether its host is silent already, and is given less time to answer.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    connection = _connect(member, is_suspect)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(answer_s)
+        return Channel(connection, key, accepted=False)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def reach(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = False) -> Reach:
+    """Return whether a member lives, as far as this process can tell. Arguments as of `dial`."""
+    try:
+        connection = _connect(member, is_suspect)
+    except ConnectionRefusedError:
+        return Reach.GONE
+    except OSError:
+        return Reach.CUT_OFF
+    connection.settimeout(answer_s)
+    channel = None
+    try:
+        channel = Channel(connection, key, accepted=False)
+        channel.send({"kind": "probe"})
+        channel.receive()
+    except TimeoutError:
+        return Reach.SILENT
+    except OSError:  # it has ended meanwhile; or another program listens there now
+        return Reach.GONE
+    finally:
+        connection.close()
+    return Reach.ALIVE
+
+
+def _connect(member: Member, is_suspect: bool) -> socket.socket:
+    timeout_s = _SILENT_CONNECT_S if is_suspect else _CONNECT_S
+    return socket.create_connection((member.host, member.port), timeout_s)

@@ -1,0 +1,247 @@
+"""Claim: a living world's ranks hold their names on their hosts, so that no rank is there twice.
+
+Two scripts may have the same MASTER_ADDR and MASTER_PORT, which a user need not have set. The
+ranks of one job are started by one process as a rule (`Start`): by a script, a shell, or the parent
+of multiprocessing. But a user may start them in several terminals, too, and one process may start
+two jobs: two ranks may have met that belong to different ones. So each rank of a world listens at a
+name for as long as the world lives. A process that comes to be the same rank asks there
+(`csrc/control/rank_claim.h` answers):
+
+- one that was on its way when that world began may have been meant for it: it is refused, and the
+  world ends, too, unless it is older than a minute;
+- any other is a rank of another job, and takes the next name;
+- a child of that rank has inherited its variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch_ring.errors import RingError, TimeoutError
+from torch_ring.setup.launchers import LAUNCHERS, Identity
+from torch_ring.setup.network import Deadline, ForeignUserError, close_in_child, require_same_user
+
+__all__ = ["Claim", "Start", "ancestors", "is_stopped", "start_of", "started_ms", "starter"]
+
+Arg = TypeVar("Arg")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a job to which this process belongs.
+
+    Attributes:
+        name: the process that has started its ranks; empty: the job's own name tells jobs apart,
+            or nothing does.
+        launcher: a key of `LAUNCHERS`.
+        port: MASTER_PORT.
+    """
+
+    name: str = ""
+    launcher: str = ""
+    port: str = ""
+
+    def lacks(self, starts: Collection[str], here: Collection[int]) -> bool:
+        """Return whether a process of one of `starts` is on its way that looks like those `here`.
+
+        It has their command line but for the numbers, and is no child or parent of theirs. Cost: a
+        look at all processes of the host.
+        """
+        alike = {_command(pid) for pid in here} - {b""}
+        related = {pid for one in here for pid in _seen(ancestors, one)}
+        for pid in [int(name) for name in _seen(os.listdir, "/proc") if name.isdecimal()]:
+            if pid in here or pid in related or _command(pid) not in alike:
+                continue
+            if any(parent in here for parent in _seen(ancestors, pid)):
+                continue
+            ports = [e[12:] for e in _environment(pid) if e.startswith(b"MASTER_PORT=")]
+            if ports and ports != [os.fsencode(self.port)]:
+                continue
+            with contextlib.suppress(RingError):
+                if starter(self.launcher, pid) in starts:
+                    return True
+        return False
+
+
+def start_of(identity: Identity) -> Start:
+    """Return the start of this process."""
+    port = os.environ.get("MASTER_PORT", "")
+    with contextlib.suppress(RingError):
+        if not identity.job:
+            return Start(starter(identity.launcher, os.getpid()), identity.launcher, port)
+    return Start()
+
+
+def starter(launcher: str, pid: int) -> str:
+    """Return the process that started all ranks of this host, as "<pid>.<start time>".
+
+    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
+    daemon, a script.
+
+    Raises:
+        RingError: it cannot be seen.
+    """
+    known = LAUNCHERS.get(launcher)
+    prefix = known.rank.encode() + b"=" if known else None
+    with contextlib.suppress(OSError):  # no /proc, or it hides other users' processes
+        for parent in ancestors(pid):
+            try:
+                environment = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+            except PermissionError:
+                continue  # a wrapper such as sudo, which runs as another user
+            if prefix is None or not any(entry.startswith(prefix) for entry in environment):
+                return f"{parent}.{_stat(parent)[19]}"
+    raise RingError(f"the process that started process {pid} cannot be seen")
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the parent of a process, its parent, and so on."""
+    while (pid := int(_stat(pid)[1])) > 0:
+        yield pid
+
+
+def started_ms() -> int:
+    """Return when this process was started, in milliseconds since the boot; 0: nobody knows."""
+    with contextlib.suppress(OSError):
+        return int(_stat(os.getpid())[19]) * 1000 // os.sysconf("SC_CLK_TCK")
+    return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is seen to be stopped, by a signal or a debugger."""
+    with contextlib.suppress(OSError):
+        return _stat(pid)[0] in "Tt"
+    return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def _command(pid: int) -> bytes:
+    """Return the command line with all numbers made equal; empty: it has ended, or is unseen."""
+    with contextlib.suppress(OSError):
+        return re.sub(rb"\d+", b"0", Path(f"/proc/{pid}/cmdline").read_bytes())
+    return b""
+
+
+def _environment(pid: int) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def _seen(list_of: Callable[[Arg], Iterable[Item]], of: Arg) -> list[Item]:
+    """Return a list that is read from /proc, as far as it goes: processes end meanwhile."""
+    found: list[Item] = []
+    with contextlib.suppress(OSError):
+        found.extend(list_of(of))
+    return found
+
+
+_BACKLOG = 64
+_PAUSE_S = 0.01
+_IS_OTHERS, _IS_SAME = b"o", b"s"  # csrc/control/rank_claim.cc
+
+
+class Claim:
+    """One rank's claim to its name.
+
+    Thread: one at a time. Blocking: `require_free` and `take`, until the deadline.
+
+    Args:
+        name: that at which the ranks of this host meet.
+        start: what else tells its jobs apart.
+        rank, size: this process; the number of ranks.
+        is_new: whether this process has not been in a world yet. One that has been in one may have
+            another rank in the next while others are still in the last.
+    """
+
+    def __init__(self, name: str, start: str, rank: int, size: int, *, is_new: bool) -> None:
+        digest = hashlib.sha256(repr((name, start, rank)).encode()).hexdigest()
+        self._prefix = f"\0torch_ring/claim/{digest[:32]}"
+        self._rank, self._size, self._is_new = rank, size, is_new
+
+    def require_free(self, deadline: Deadline) -> None:
+        """Raise RingError if a process is this rank already. Cost: a connection that is refused."""
+        for number in itertools.count() if self._is_new else ():
+            if self._is_free(number, deadline):
+                return
+
+    def take(self, deadline: Deadline) -> socket.socket:
+        """Return the listening socket of the claim.
+
+        Raises:
+            RingError: a process is this rank already.
+            TimeoutError: one that has the name does not answer.
+        """
+        number = 0
+        while True:
+            listener = close_in_child(socket.socket(socket.AF_UNIX))
+            try:
+                listener.bind(f"{self._prefix}/{number}")
+                listener.listen(_BACKLOG)
+                listener.setblocking(False)
+                return listener
+            except OSError:  # it is taken
+                listener.close()
+            if not self._is_new or not self._is_free(number, deadline):
+                number += 1
+
+    def _is_free(self, number: int, deadline: Deadline) -> bool:
+        """Return whether nobody has a name; False: a rank of another job has it."""
+        while not deadline.passed():
+            try:
+                with socket.socket(socket.AF_UNIX) as question:
+                    question.settimeout(max(0.01, min(60.0, deadline.left_s())))
+                    question.connect(f"{self._prefix}/{number}")
+                    holder = require_same_user(question)
+                    self._require_no_child(holder)
+                with socket.socket(socket.AF_UNIX) as question:
+                    question.settimeout(max(0.01, min(60.0, deadline.left_s())))
+                    text = f"{started_ms()}/{secrets.token_hex(8)}"
+                    question.bind(f"\0torch_ring/ask/{text}")
+                    question.connect(f"{self._prefix}/{number}")
+                    answer = question.recv(1)
+            except ConnectionRefusedError:
+                return True
+            except ForeignUserError:
+                return False
+            except OSError:  # its backlog is full, or it has just ended
+                answer = b""
+            if answer == _IS_OTHERS:
+                return False
+            if answer == _IS_SAME:
+                raise RingError(
+                    f"two processes are rank {self._rank} of {self._size}: process {holder} is, in "
+                    "a world that began when this process was on its way. Two jobs of one name "
+                    "that start together cannot be told apart: give each its own MASTER_PORT, "
+                    "with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
+                )
+            time.sleep(_PAUSE_S)
+        raise TimeoutError(f"another process is rank {self._rank}, and has not answered {deadline}")
+
+    def _require_no_child(self, holder: int) -> None:
+        parents: list[int] = []
+        with contextlib.suppress(OSError):
+            parents.extend(ancestors(os.getpid()))
+        if holder in parents:
+            raise RingError(
+                f"rank {self._rank} of {self._size} is process {holder}, which has started this "
+                "one: it has inherited that rank's variables. Start it without them (RANK, "
+                "WORLD_SIZE and MASTER_PORT, or those of your launcher) if it is to be alone, or "
+                "give it a rank, a size and a MASTER_PORT of its own job"
+            )

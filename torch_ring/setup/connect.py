@@ -1,0 +1,481 @@
+"""connect: the control plane and the shared memory of this process, in a new world.
+
+The leader of a host makes its memory, with the table of all ranks in it, and passes it to the
+others. The control plane then connects to O(log n) ranks, and makes connections for data when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from torch_ring._C import (
+    ControlPlane,
+    Engine,
+    HostMemory,
+    LaunchOrder,
+    least_memory,
+    make_memory,
+    mappable_bytes,
+    memory_table,
+)
+from torch_ring.config import Config
+from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
+from torch_ring.setup import topology
+from torch_ring.setup.claim import Claim
+from torch_ring.setup.exchange import Meeting, lacking
+from torch_ring.setup.launchers import Identity, watched_launcher
+from torch_ring.setup.network import (
+    close_in_child,
+    has_loopback,
+    is_loopback,
+    own_address,
+    pauses,
+    receive_fds,
+)
+from torch_ring.setup.peer_info import PeerInfo, parse_table
+
+__all__ = [
+    "FAREWELL_S",
+    "Connections",
+    "Inquiries",
+    "abandon_all_in_child",
+    "abandon_in_child",
+    "answer_with",
+    "before_fork",
+    "connect",
+]
+
+_log = logging.getLogger("torch_ring")
+
+
+def _nothing() -> str:
+    return ""
+
+
+_answer: Callable[[], str] = _nothing
+
+
+def answer_with(answer: Callable[[], str]) -> None:
+    """Set what tells other ranks what this process does. Another thread calls it than the trainer.
+
+    Args:
+        answer: tells what it does, in 4096 bytes of UTF-8 at most.
+    """
+    global _answer
+    _answer = answer
+
+
+class Inquiries:
+    """Answers the questions of other ranks, and asks them. Logs an answer that nobody awaits.
+
+    The engine asks the ranks for which it has waited long. Another thread answers than the one that
+    trains, which may be the one that is asked about; it lives while there is something to answer.
+
+    Args:
+        plane: of this process. When it stops, nothing is answered any more.
+        labels: the name of each rank in messages.
+    """
+
+    def __init__(self, plane: ControlPlane, labels: Sequence[str]) -> None:
+        self._plane, self._labels = plane, labels
+        self._changed = threading.Condition()
+        self._awaited: dict[int, str | None] = {}  # by number of the question
+        plane.read_letters(self._read)
+
+    def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
+        """Return what ranks do, of those that answer within `timeout_s` seconds."""
+        numbers = {rank: self._ask(rank) for rank in ranks}
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(self._awaited[number] is not None for number in numbers.values()),
+                max(0.0, deadline - time.monotonic()),
+            )
+            answers = {rank: self._awaited.pop(number) for rank, number in numbers.items()}
+        return {rank: answer for rank, answer in answers.items() if answer is not None}
+
+    def _ask(self, rank: int) -> int:
+        with self._changed:  # before the answer comes
+            number = self._plane.ask(rank)
+            self._awaited[number] = None
+            return number
+
+    def _read(self, is_question: bool, rank: int, number: int, text: str) -> None:
+        if is_question:
+            self._plane.answer(rank, number, _told(_answer))
+            return
+        with self._changed:
+            if number in self._awaited:
+                self._awaited[number] = text
+                self._changed.notify_all()
+                return
+        if text:
+            _log.warning("%s: %s", self._labels[rank], text)
+
+
+def _told(answer: Callable[[], str]) -> str:
+    try:
+        text = answer()
+    except Exception as error:  # of no importance but to the one who asks
+        text = f"cannot tell what it does: {error}"
+    return text.encode(errors="replace").decode()  # a path may be no UTF-8
+
+
+# TCP sends a segment that is lost five times again in 6 s, and six times in 13 s.
+FAREWELL_S = 10.0
+
+
+@dataclass(eq=False)
+class Connections:
+    """One process's way to the other ranks of its world, for all of its process sets.
+
+    Attributes:
+        rank: this process.
+        peers: what every rank has told of itself.
+        host_of: the host index of each rank.
+        labels: the name of each rank in messages.
+        token: the same on the ranks of this world, and of no other; anybody may know it.
+        plane: who lives and who has left, and connections for data; None in a world of one.
+        is_private: whether nobody but the ranks can know the key with which they connect.
+        inquiries: what the ranks ask one another; None in a world of one.
+        memory: the memory that the ranks of this host share; None if no host has several ranks.
+        launch_order: in which the process sets use this process's devices.
+        farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
+        engines: those of the process sets that run.
+        on_engine: what is called with each new one of them.
+    """
+
+    rank: int = 0
+    peers: Sequence[PeerInfo] = ()
+    host_of: Sequence[int] = (0,)
+    labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    plane: ControlPlane | None = None
+    inquiries: Inquiries | None = None
+    memory: HostMemory | None = None
+    is_private: bool = True
+    launch_order: LaunchOrder = field(default_factory=LaunchOrder)
+    farewell_s: float = FAREWELL_S
+    engines: WeakSet[Engine] = field(default_factory=WeakSet)
+    on_engine: Callable[[Engine], None] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.labels)
+
+    def add_engine(self, engine: Engine) -> None:
+        """Take note of a new engine."""
+        self.engines.add(engine)
+        if self.on_engine is not None:
+            self.on_engine(engine)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one leaves, and close all connections."""
+        plane, self.plane, self.memory = self.plane, None, None
+        if plane is not None:
+            plane.stop(self.farewell_s)
+        self.inquiries = None
+
+    def abandon(self) -> None:
+        """Let go of the parent's connections and memory in a forked child.
+
+        While a child holds the connections, no other rank notices the parent's death; while it
+        holds the memory, that of all ranks of the host stays although they have ended.
+        """
+        if self.plane is not None:
+            self.plane.abandon()
+        if self.memory is not None:
+            self.memory.abandon()
+
+
+# Those that nobody has closed, from when they are made: another thread may fork during init().
+_open: WeakSet[Connections] = WeakSet()
+
+
+def abandon_in_child(connections: Connections) -> None:
+    """Let every child that is forked from now on abandon the connections, unless it is too late."""
+    _open.add(connections)
+
+
+def before_fork() -> None:
+    """Take note of what a child is about to inherit."""
+    for connections in list(_open):
+        if connections.plane is not None:
+            connections.plane.before_fork()
+
+
+def abandon_all_in_child() -> None:
+    """Let go of the parent's connections. Call in a forked child."""
+    for connections in list(_open):
+        connections.abandon()
+    _open.clear()
+
+
+_BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
+
+
+def connect(
+    identity: Identity,
+    config: Config,
+    towards: str | None,
+    meeting: Meeting,
+    common: Mapping[str, Any],
+    claim: Claim | None = None,
+) -> Connections:
+    """Connect this process to the other ranks.
+
+    Args:
+        identity: this process.
+        config: the settings.
+        towards: a host to which the route leads to the other ranks, if known.
+        meeting: where the ranks meet; reports their failures, and has the deadline.
+        common: values besides the settings that must be the same on all ranks, by name.
+        claim: this rank's, for as long as the world lives; None: its name tells the job from all
+            others.
+
+    Returns:
+        The connections: the control plane's are made.
+
+    Raises:
+        TimeoutError: ranks did not arrive, or did not connect, before the deadline; names them.
+        RingError: another rank has failed, or this one has.
+        InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
+    """
+    rank, size = identity.rank, identity.size
+    _raise_descriptor_limit()
+    with contextlib.ExitStack() as cleanup:
+        shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
+        tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
+        unix = cleanup.enter_context(_listen_unix())
+        meeting.meet(_own_info(identity, shares, tcp, unix).card(), {**config.common(), **common})
+        table, fd = _share_memory(meeting, config, rank, size)
+        if fd >= 0:
+            cleanup.enter_context(close_in_child(FileIO(fd)))
+        peers, secret, is_private = parse_table(table, size)
+        _require_addresses(peers)
+        host_of = topology.host_of(peers, config.transport)
+        if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
+            _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
+        labels = topology.labels(peers)
+        token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
+        connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
+        abandon_in_child(connections)
+        here = [other for other in range(size) if host_of[other] == host_of[rank]]
+        with contextlib.ExitStack() as unless_connected:
+            # Otherwise the traceback of the error would keep the memory.
+            unless_connected.callback(connections.close)
+            if fd >= 0:
+                connections.memory = HostMemory(os.dup(fd), here, rank)
+            # From here on all ranks are here, so that nobody who comes later is one of them.
+            held = cleanup.enter_context(claim.take(meeting.deadline)) if claim else None
+            watched = watched_launcher(identity) if config.exit_with_launcher else (-1, "")
+            connections.plane = ControlPlane(
+                rank,
+                host_of,
+                connections.labels,
+                [(peer.socket, peer.address, peer.port) for peer in peers],
+                hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
+                unix.detach() if len(here) > 1 else -1,
+                tcp.detach() if len(here) < size else -1,
+                config.heartbeat_timeout_s,
+                *watched,
+                held.detach() if held else -1,
+            )
+            _wait_for_neighbours(connections, connections.plane, meeting)
+            connections.inquiries = Inquiries(connections.plane, connections.labels)
+            unless_connected.pop_all()
+    return connections
+
+
+def _wait_for_neighbours(connections: Connections, plane: ControlPlane, meeting: Meeting) -> None:
+    """Wait until the plane has all of its connections."""
+    checked = time.monotonic()
+    missing: list[int] = []
+    for _ in pauses(meeting.deadline, connections.size):
+        missing = plane.missing()
+        if not missing:
+            return
+        if time.monotonic() > checked + 0.2:
+            meeting.check()
+            checked = time.monotonic()
+    names = ", ".join(connections.labels[peer] for peer in missing[:8])
+    reason = plane.trouble()
+    if is_loopback(connections.peers[connections.rank].address) and not has_loopback():
+        reason = (
+            f"{socket.gethostname()} has no loopback interface that is up: `ip link set lo up`, or "
+            "set TORCH_RING_INTERFACE to another one"
+        )
+    raise TimeoutError(
+        f"{connections.labels[connections.rank]} has no connection with {len(missing)} of its "
+        f"peers, {names}, {meeting.deadline}" + (f": {reason}" if reason else "")
+    )
+
+
+# --- the memory of this host
+
+
+def _bytes_to_share(rank: int, config: Config) -> int:
+    """Return how many bytes of its host's memory this process can map; 0: it shares none."""
+    try:
+        memory = make_memory(1, b"", least_memory(1))
+        try:
+            _require_to_pass(memory)
+        finally:
+            os.close(memory)
+        if not (shares := min(mappable_bytes(), config.address_space_bytes)):
+            raise RingError("no address space is left: raise `ulimit -v`")
+        return shares
+    except (OSError, RingError) as error:
+        reason = str(lacking(error, rank) or error).removeprefix(f"rank {rank}: ")
+        if config.transport == "shm":
+            raise RingError(
+                f"rank {rank}: TORCH_RING_TRANSPORT=shm, but there is no shared memory: {reason}"
+            ) from error
+        _log.warning("rank %d has no shared memory, so all ranks use TCP: %s", rank, reason)
+        return 0
+
+
+def _require_to_pass(fd: int) -> None:
+    """Raise RingError if descriptors cannot be passed over Unix sockets."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(ours, [b"?"], [fd])
+        received = receive_fds(theirs, 1)
+    for copy in received:
+        os.close(copy)
+    if not received:
+        raise RingError("descriptors cannot be passed over Unix sockets")
+
+
+def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tuple[bytes, int]:
+    """Return the table of all ranks, and the descriptor of this host's memory, or -1.
+
+    The leader of the host makes the memory; the others receive it, and read the table there.
+    """
+    if not meeting.leads:
+        table, fds = meeting.pass_down()
+        return (memory_table(fds[0]), fds[0]) if fds else (table, -1)
+    peers = parse_table(meeting.table, size).peers
+    hosts = topology.host_of(peers, config.transport)
+    if len(set(hosts)) == size:
+        return meeting.pass_down(meeting.table)[0], -1
+    here = [peer for peer in peers if hosts[peer.rank] == hosts[rank]]
+    fd = make_memory(len(here), meeting.table, min(peer.shares for peer in here))
+    try:
+        meeting.pass_down(fds=[fd])
+    except BaseException:
+        os.close(fd)
+        raise
+    return meeting.table, fd
+
+
+# --- this rank's descriptors, peer info and listeners
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors: ranks and strangers need some each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # without it, what lacks one says so
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.socket) -> PeerInfo:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError as error:
+        raise RingError(
+            f"rank {identity.rank} on {socket.gethostname()} cannot tell which ranks share its "
+            f"host: {error}. Mount /proc there (`mount -t proc proc /proc`)"
+        ) from None
+    return PeerInfo(
+        rank=identity.rank,
+        # The namespace of abstract Unix sockets, over which memory is passed.
+        machine=f"{boot}/{namespace}",
+        shares=shares,
+        node=identity.node,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
+        pid=os.getpid(),
+        address=tcp.getsockname()[0],
+        port=tcp.getsockname()[1],
+        socket=unix.getsockname()[1:].decode(),
+        cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
+    )
+
+
+def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> socket.socket:
+    """Listen on the interface of the job, and no other."""
+    address = own_address(config.interface, towards, one_host=identity.on_one_node())
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if config.interface:
+            raise InvalidArgumentError(
+                f"TORCH_RING_INTERFACE={config.interface}: cannot listen there: {error}"
+            ) from None
+        if error.errno == errno.EADDRINUSE:
+            cure = (
+                "all ports that the system gives away are taken: see `ss -tan`, or widen "
+                "net.ipv4.ip_local_port_range"
+            )
+        elif error.errno == errno.EADDRNOTAVAIL and is_loopback(address):
+            cure = "it has no loopback interface that is up: `ip link set lo up`"
+        else:
+            raise
+        raise RingError(
+            f"rank {identity.rank} cannot listen at {address} of its host {socket.gethostname()}: "
+            f"{cure}"
+        ) from None
+    listener.setblocking(False)
+    return close_in_child(listener)
+
+
+def _require_addresses(peers: Sequence[PeerInfo]) -> None:
+    """Raise RingError if a rank's address leads other hosts elsewhere; the same on all ranks."""
+    if len({peer.machine for peer in peers}) == 1:
+        return
+    first: dict[str, PeerInfo] = {}
+    for peer in peers:
+        other = first.setdefault(peer.address, peer)
+        if is_loopback(peer.address):
+            wrong = f"rank {peer.rank}'s host has no other address than {peer.address}, at which"
+        elif other.machine != peer.machine:
+            wrong = (
+                f"the hosts of rank {other.rank} and rank {peer.rank} have the same address "
+                f"{peer.address}, at which"
+            )
+        else:
+            continue
+        raise RingError(
+            f"{wrong} the ranks of other hosts do not find it: set TORCH_RING_INTERFACE there to "
+            "the name or the address of an interface that they reach (`ip -br addr` lists them)"
+        )
+
+
+def _listen_unix() -> socket.socket:
+    listener = close_in_child(socket.socket(socket.AF_UNIX))
+    listener.bind(f"\0torch_ring/{secrets.token_hex(8)}")
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,132 @@
+"""Failure: why an init() ends, as it travels to all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ring import errors
+from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
+from torch_ring.setup.network import Deadline
+
+__all__ = [
+    "Failure",
+    "exited",
+    "missing_ranks",
+    "name_ranks",
+    "other_size",
+    "progress",
+    "twice",
+    "two_of_a_rank",
+]
+
+_KINDS = ("MismatchError", "PeerLostError", "TimeoutError")  # any other arrives as a RingError
+_NAMED = 16  # ranks of a long list that are named
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The type and the text of the error that ends an init() on all ranks."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Return how the other ranks hear of an error on `rank`."""
+        reason = (str(error) or type(error).__name__).removeprefix(f"rank {rank}: ")
+        return cls(type(error).__name__, f"init failed on rank {rank}: {reason}")
+
+    @classmethod
+    def of_all(cls, error: RingError) -> Failure:
+        """Return how the other ranks hear of an error that concerns all of them alike."""
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> RingError:
+        """Return the error to raise on a rank that is told."""
+        kind: type[RingError] = getattr(errors, self.kind) if self.kind in _KINDS else RingError
+        return kind(self.text)
+
+    def to_bytes(self) -> bytes:
+        """Return the failure as it is sent."""
+        return json.dumps([self.kind, self.text[:16384]]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Failure:
+        """Return a failure that was sent. Damage makes it a failure, too: never an exception."""
+        try:
+            kind, text = json.loads(data)
+        except (ValueError, TypeError, RecursionError):
+            return cls("RingError", "init failed on another rank, for a reason that got lost")
+        # Without a secret between hosts it may be a stranger's, who is kept from the terminal.
+        return cls(
+            str(kind), "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
+        )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"; a long list is cut."""
+    some = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}{more}"
+
+
+def missing_ranks(
+    here: Collection[int], size: int, deadline: Deadline, advice: str = ""
+) -> TimeoutError:
+    """Return the error of ranks that are not among `here` at the deadline.
+
+    Args:
+        here: those that have come.
+        size: the number of ranks.
+        deadline: when they had to be here.
+        advice: a sentence on how these ranks find one another.
+    """
+    missing = sorted(set(range(size)).difference(here))
+    if not missing:
+        return TimeoutError(f"all {size} ranks have come, but the last of them not {deadline}")
+    return TimeoutError(
+        f"{name_ranks(missing)} of {size} did not arrive {deadline}: have these processes started, "
+        f"and do they call init()?{advice and ' '}{advice}"
+    )
+
+
+def exited(ranks: Sequence[int], size: int) -> PeerLostError:
+    """Return the error of ranks that have ended, for which the others wait no longer."""
+    return PeerLostError(f"{name_ranks(ranks)} of {size} exited during init")
+
+
+def progress(
+    here: Sequence[int], size: int, waited_s: float, missing: Sequence[int] | None = None
+) -> str:
+    """Return the line that tells a patient user who is here and who is missing: else all others."""
+    if missing is None:
+        missing = sorted(set(range(size)).difference(here))
+    return (
+        f"init() has waited {waited_s:.0f} s: {len(set(here))} of {size} are here"
+        f" ({name_ranks(sorted(here))}), {len(missing)} missing"
+        + (f" ({name_ranks(missing)})" if missing else "")
+    )
+
+
+def two_of_a_rank(rank: int, size: int) -> RingError:
+    """Return the error of a rank that has come twice."""
+    return RingError(twice(f"two processes are rank {rank} of {size}"))
+
+
+def twice(found: str) -> str:
+    """Return the text of two processes with one rank, which says what else it may be."""
+    return (
+        f"{found}, or another job has the same MASTER_ADDR and MASTER_PORT, or one process was "
+        "killed in the middle of init() and another one started in its place"
+    )
+
+
+def other_size(rank: int, size: int, others: Any) -> MismatchError:
+    """Return the error of a rank that believes in another size than the rest."""
+    return MismatchError(
+        f"rank {rank} is one of {size}, but another rank is one of {others}: give all ranks the "
+        "same size"
+    )

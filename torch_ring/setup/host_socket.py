@@ -1,0 +1,610 @@
+"""join: the ranks of a host find one another by the name of a Unix socket.
+
+The rank that binds the name leads; the others connect and send their cards. A leader hears of the
+failure or the end of one of them before it takes in another connection, so that a rank which tries
+again never gets into the meeting that has failed.
+
+Two jobs may have one name. Ranks of the leader's own start are let in at once; those of another one
+wait (`LocalLeader`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+
+from torch_ring.errors import PeerLostError, RingError, TimeoutError
+from torch_ring.setup.claim import Start
+from torch_ring.setup.failure import Failure, name_ranks, other_size, two_of_a_rank
+from torch_ring.setup.frames import Frame, FrameSocket, Kind
+from torch_ring.setup.network import Deadline, ForeignUserError, close_in_child, require_same_user
+
+__all__ = [
+    "HELLO",
+    "ApartError",
+    "LocalLeader",
+    "LocalMember",
+    "connect",
+    "connect_to",
+    "join",
+    "listen",
+]
+
+_log = logging.getLogger("torch_ring")
+
+HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome; a start comes after it
+_SLICE_S = 60.0  # a wait is made of shorter ones: poll() takes 24 days at most
+
+
+class ApartError(Exception):
+    """The ranks of this start are all here: they meet by themselves, at a name of their own."""
+
+
+class LocalMember:
+    """A rank that is connected to its leader.
+
+    Thread: one at a time. Blocking: `pump` and `send`, for as long as they are told.
+
+    Attributes:
+        data: frames that the leader has passed down.
+        must_serve: whether other hosts need rank 0's store.
+        failure: why this init() has failed, when it has.
+        left: whether the leader has gone in peace.
+        leader: the leader's name in messages; it tells its rank with its welcome.
+        pid: the leader's process; 0: it is not seen from here.
+    """
+
+    def __init__(self, connection: FrameSocket, deadline: Deadline, pid: int = 0) -> None:
+        self.connection = connection
+        self.pid = pid
+        self.leader = _leader()
+        self.data: deque[Frame] = deque()
+        self.must_serve = False
+        self.failure: Failure | None = None
+        self._deadline = deadline
+        self._welcome = False
+        self.left = False
+        self._selector = selectors.PollSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Send a frame to the leader.
+
+        Raises:
+            PeerLostError: the leader is gone.
+        """
+        try:
+            self.connection.send(kind, self._deadline, payload)
+        except OSError as error:
+            self.pump(0.0)  # it may have said why
+            raise PeerLostError(f"{self.leader} has exited during init: {error}") from None
+
+    def pump(self, wait_s: float) -> None:
+        """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
+        if self.left or self.failure is not None:
+            return
+        try:
+            if self._selector.select(wait_s):
+                for frame in self.connection.receive():
+                    self._take(frame)
+        except (OSError, EOFError, ValueError) as error:
+            if self.failure is None and not self.left:
+                lost = PeerLostError(f"{self.leader} has exited during init: {error}")
+                self.failure = Failure.of_all(lost)
+
+    def wait_for_welcome(self, until: Deadline) -> bool:
+        """Return whether the leader has let this rank in; it may not know, or be about to go.
+
+        Raises:
+            RingError: this init() has failed.
+            ApartError: the leader belongs to another start.
+            EOFError: the leader has closed its door.
+        """
+        while not self._welcome and not until.passed():
+            if self._selector.select(min(_SLICE_S, until.left_s())):
+                for frame in self.connection.receive():
+                    self._take(frame)
+            if self.failure is not None:
+                raise self.failure.error()
+        return self._welcome
+
+    def fail(self, failure: Failure) -> None:
+        """Tell the leader, and so everybody, once."""
+        if self.failure is None:
+            self.failure = failure
+            with contextlib.suppress(OSError):
+                self.connection.send(Kind.FAILURE, Deadline(_TELL_S), failure.to_bytes())
+
+    def close(self) -> None:
+        """Close the connection; the leader knows that this end has left in peace."""
+        with contextlib.suppress(OSError):
+            self.connection.send(Kind.BYE, Deadline(_TELL_S))
+        self._selector.close()
+        self.connection.close()
+        while self.data:  # a failure came before anybody asked for it
+            for fd in self.data.popleft().fds:
+                os.close(fd)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.WELCOME:
+            if len(frame.payload) != HELLO.size:
+                raise ValueError("it has sent a broken WELCOME")
+            self.leader = _leader(HELLO.unpack(frame.payload)[0])
+            self._welcome = True
+        elif frame.kind == Kind.DATA:
+            self.data.append(frame)
+        elif frame.kind == Kind.SERVE:
+            self.must_serve = True
+        elif frame.kind == Kind.NOTE:
+            _log.info("%s", frame.payload.decode(errors="replace"))
+        elif frame.kind == Kind.FAILURE:
+            self.failure = self.failure or Failure.from_bytes(frame.payload)
+        elif frame.kind == Kind.BYE:
+            self.left = True
+        elif frame.kind == Kind.APART and not self._welcome:
+            raise ApartError
+        else:
+            raise ValueError(f"it has sent a {frame.kind.name}")
+
+
+def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline) -> LocalMember:
+    """Connect to the rank `leader` that listens at `name`, as its card says.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there.
+        ForeignUserError: the listener is a process of another user.
+        PeerLostError: the leader has gone.
+        TimeoutError: it has not answered before the deadline.
+        RingError: this init() has failed on another rank.
+    """
+    while not deadline.passed():
+        try:
+            member = connect(name, rank, size, deadline, deadline)
+        except BlockingIOError:  # its backlog is full
+            time.sleep(_PAUSE_S)
+            continue
+        except (RingError, ConnectionRefusedError, ForeignUserError):
+            raise
+        except (OSError, EOFError, ValueError) as error:
+            raise PeerLostError(f"{_leader(leader)} has exited during init: {error}") from None
+        if member is not None:
+            return member
+    raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
+
+
+def connect(
+    name: str, rank: int, size: int, deadline: Deadline, until: Deadline, start: str = ""
+) -> LocalMember | None:
+    """Return a connection to the leader that has let this rank in; None: it has not, in time."""
+    connection = close_in_child(socket.socket(socket.AF_UNIX))
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(connection.close)
+        connection.setblocking(False)
+        connection.connect(name)
+        pid = require_same_user(connection)
+        member = LocalMember(FrameSocket(connection), deadline, pid)
+        cleanup.callback(member.close)
+        member.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size) + start.encode())
+        try:
+            if not member.wait_for_welcome(until):
+                return None
+        except (RingError, ApartError, OSError, EOFError, ValueError):
+            raise
+        except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
+            member.fail(Failure.of(error, rank))
+            raise
+        cleanup.pop_all()
+        return member
+
+
+def _leader(rank: int | None = None) -> str:
+    return "the leader of this host" + ("" if rank is None else f", rank {rank},")
+
+
+_BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
+_TELL_S = 2.0  # seconds for telling others of a failure
+
+# Connections that have not told their rank, and how long they may take if others wait.
+_STRANGERS = 1024
+_SILENCE_S = 0.25
+_SHORTAGE_S = 2.0  # seconds for which accept() may lack descriptors
+_ACCEPT_PAUSE_S = 0.02
+_LOOK_S = 0.05  # between two looks for the ranks that others wait for
+
+
+class LocalLeader:
+    """The rank to which others of its host are connected.
+
+    A job that begins at the same time may have the same name. Ranks of another start than the
+    leader's wait as long as a process of either start is on its way: with it, each start may be
+    complete by itself. Then, and not before, they are taken for ranks of this job that were started
+    in another terminal.
+
+    Thread: one at a time. Blocking: `pump` and `send_all`, for as long as they are told.
+
+    Args:
+        listener: where the others find it; None: nobody can.
+        rank, size: this process; the number of ranks of the world.
+        deadline: the deadline of init().
+        start: to which this process belongs.
+
+    Attributes:
+        members: connections to the ranks that were let in, by rank.
+        cards: what they have sent, by rank.
+        failure: why this init() has failed, when it has; everybody connected knows it.
+        told: ranks that know of the failure.
+        lost: ranks that have ended: they need not be told.
+        newest: when the last one was let in.
+        expected: the number of ranks that meet here, if it is known.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        rank: int,
+        size: int,
+        deadline: Deadline,
+        start: Start | None = None,
+    ) -> None:
+        self.members: dict[int, FrameSocket] = {}
+        self.cards: dict[int, bytes] = {}
+        self.failure: Failure | None = None
+        self.told: set[int] = set()
+        self.lost: set[int] = set()
+        self.newest = time.monotonic()
+        self.expected: int | None = size
+        self._rank, self._size, self._deadline = rank, size, deadline
+        self._strangers: dict[FrameSocket, float] = {}  # when each has come: the oldest is first
+        self._short_since: float | None = None  # of descriptors
+        self._start = start or Start()
+        self._waiting: dict[FrameSocket, tuple[int, int, str]] = {}  # rank, size, other start
+        self._looked_at = 0.0
+        self._refused: list[FrameSocket] = []
+        self._selector = selectors.PollSelector()
+        self._listener: socket.socket | None = None
+        if listener is not None:
+            self.open(listener)
+
+    def open(self, listener: socket.socket) -> None:
+        """Let ranks in at `listener`, which the leader owns from now on."""
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def close_door(self) -> None:
+        """Let nobody in any more; whoever is not yet in finds another leader."""
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        for each in [*self._strangers, *self._waiting]:
+            self._drop(each)
+
+    @property
+    def others(self) -> str:
+        """A sentence on the ranks of other starts that wait here; empty: there are none."""
+        if not self._waiting:
+            return ""
+        ranks = name_ranks(sorted(rank for rank, _, _ in self._waiting.values()))
+        return (
+            f"Processes that another one has started wait here, too ({ranks}): another job has the "
+            "same MASTER_ADDR and MASTER_PORT, or a rank of this one is still on its way."
+        )
+
+    def pump(self, wait_s: float) -> None:
+        """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
+        if not self._selector.get_map():
+            time.sleep(wait_s)
+            return
+        if self._waiting:
+            wait_s = min(wait_s, _LOOK_S)
+        ready = [key.fileobj for key, _ in self._selector.select(wait_s)]
+        for connection in ready:
+            if isinstance(connection, FrameSocket):
+                self._receive(connection)
+        if self._listener is not None and self._listener in ready:
+            self._accept(self._listener)
+        if self._waiting:
+            self._judge_waiting()
+
+    def send_all(self, kind: Kind, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """Send a frame to all members.
+
+        Raises:
+            PeerLostError: one is gone, or has taken nothing until the deadline.
+        """
+        for rank, member in self.members.items():
+            try:
+                member.send(kind, self._deadline, payload, fds)
+            except OSError as error:
+                raise PeerLostError(f"rank {rank} has exited during init: {error}") from None
+
+    def note(self, line: str) -> None:
+        """Log a line on rank 0, if that is on this host."""
+        if self._rank == 0:
+            _log.info("%s", line)
+        elif 0 in self.members:
+            with contextlib.suppress(OSError):
+                self.members[0].send(Kind.NOTE, Deadline(_TELL_S), line.encode())
+
+    def fail(self, failure: Failure, teller: FrameSocket | None = None) -> None:
+        """Tell everybody who is connected, but `teller`, once; the first failure counts."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self.told = {self._rank, *self.members}
+        deadline = Deadline(_TELL_S)
+        for member in [*self.members.values(), *self._refused]:
+            if member is not teller:
+                with contextlib.suppress(OSError):
+                    member.send(Kind.FAILURE, deadline, failure.to_bytes())
+
+    def linger(self, expected: int) -> bool:
+        """Wait a moment for ranks that come late, to tell them of the failure.
+
+        Args:
+            expected: the number of ranks that can come.
+
+        Returns:
+            Whether so many know of it, or have ended.
+        """
+        patience = Deadline(_TELL_S)
+        while self._listener is not None and self._reached() < expected and not patience.passed():
+            with contextlib.suppress(OSError):  # of descriptors there may be none: that is known
+                self.pump(min(0.1, patience.left_s()))
+        self.close_door()
+        return self._reached() >= expected
+
+    def _reached(self) -> int:
+        return len(self.told | self.lost)
+
+    def close(self) -> None:
+        """Close all connections; members know that this end has left in peace."""
+        self.close_door()
+        deadline = Deadline(_TELL_S)
+        for member in self.members.values():
+            with contextlib.suppress(OSError):
+                member.send(Kind.BYE, deadline)
+        for connection in [*self.members.values(), *self._refused]:
+            connection.close()
+        self.members.clear()
+        self._refused.clear()
+        self._selector.close()
+
+    # --- what arrives
+
+    def _accept(self, listener: socket.socket) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = min(_STRANGERS, limit // 4) if limit >= 0 else _STRANGERS
+        while len(self._strangers) < room or self._make_room():
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                self._short_since = None
+                return
+            except OSError as error:
+                if self._make_room():
+                    continue
+                self._bear(error)
+                break
+            self._short_since = None
+            try:
+                require_same_user(connection)
+            except OSError as error:
+                _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                connection.close()
+                continue
+            stranger = FrameSocket(connection)
+            self._strangers[stranger] = time.monotonic()
+            self._selector.register(stranger, selectors.EVENT_READ)
+        time.sleep(_ACCEPT_PAUSE_S)  # for others wait, and the selector says so again at once
+
+    def _make_room(self) -> bool:
+        """Drop the newest stranger that has had time to say hello; return whether there was one."""
+        ripe = time.monotonic() - _SILENCE_S
+        newest = next((s for s in reversed(self._strangers) if self._strangers[s] <= ripe), None)
+        if newest is not None:
+            self._drop(newest)
+        return newest is not None
+
+    def _bear(self, error: OSError) -> None:
+        """Raise the error of accept() if it has lasted, for others may give descriptors back."""
+        now = time.monotonic()
+        self._short_since = self._short_since or now
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or now > self._short_since + _SHORTAGE_S:
+            raise error
+
+    def _receive(self, connection: FrameSocket) -> None:
+        rank = next((r for r, member in self.members.items() if member is connection), None)
+        try:
+            for frame in connection.receive():
+                if rank is None:
+                    rank = self._meet(connection, frame)
+                    if rank is None:
+                        return
+                else:
+                    self._take(rank, connection, frame)
+        except (OSError, EOFError, ValueError) as error:
+            if rank is None:
+                _log.debug("rank %d dropped a connection: %s", self._rank, error)
+                self._drop(connection)
+            elif rank in self.members:
+                self._drop(connection)
+                self.lost.add(rank)
+                lost = PeerLostError(f"rank {rank} has exited during init: {error}")
+                self.fail(Failure.of_all(lost))
+
+    def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
+        """Let a rank in that says hello; return it."""
+        if frame.kind != Kind.HELLO or len(frame.payload) < HELLO.size or stranger in self._waiting:
+            raise ValueError(f"{frame.kind.name} is no hello")
+        rank, size = HELLO.unpack_from(frame.payload)
+        start = frame.payload[HELLO.size :].decode("ascii")
+        if rank >= size:
+            raise ValueError(f"rank {rank} is not below {size}")
+        if start != self._start.name:
+            self._strangers.pop(stranger, None)
+            self._waiting[stranger] = (rank, size, start)
+            return None
+        return self._let_in(stranger, rank, size)
+
+    def _judge_waiting(self) -> None:
+        """Let ranks of other starts in, or send them away, when it is clear where they belong."""
+        starts = {start for _, _, start in self._waiting.values()}
+        for start in starts:
+            those = {c: (rank, size) for c, (rank, size, s) in self._waiting.items() if s == start}
+            if len({r for r, _ in those.values()}) == max(size for _, size in those.values()):
+                for connection in those:
+                    with contextlib.suppress(OSError):
+                        connection.send(Kind.APART, self._deadline)
+                    self._drop(connection)
+        now = time.monotonic()
+        is_complete = len(self.members) + 1 == self.expected
+        if not self._waiting or is_complete or now < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = now
+        connected = [*self.members.values(), *self._waiting]
+        here = {os.getpid(), *(require_same_user(each.socket) for each in connected)}
+        if not self._start.lacks({self._start.name, *starts}, here):
+            for connection, (rank, size, _) in list(self._waiting.items()):
+                self._let_in(connection, rank, size)
+
+    def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
+        """Let a rank in, or refuse it; return it if it is in."""
+        if self.failure is not None:
+            if rank not in self.told:  # else it comes to its next world, whose leader it will find
+                self.told.add(rank)
+                stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
+            self._drop(stranger)
+            return None
+        refusal: RingError | None = None
+        if size != self._size:
+            refusal = other_size(rank, size, self._size)
+        elif rank == self._rank or rank in self.members:
+            refusal = two_of_a_rank(rank, size)
+        self._strangers.pop(stranger, None)
+        self._waiting.pop(stranger, None)
+        if refusal is not None:
+            self._selector.unregister(stranger)
+            self._refused.append(stranger)
+            self.fail(Failure.of_all(refusal))
+            return None
+        self.members[rank] = stranger
+        self.newest = time.monotonic()
+        with contextlib.suppress(OSError):  # it is gone: its last words may be here, and say why
+            stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
+        return int(rank)
+
+    def _take(self, rank: int, connection: FrameSocket, frame: Frame) -> None:
+        if frame.kind == Kind.CARD and rank not in self.cards:
+            self.cards[rank] = frame.payload
+        elif frame.kind == Kind.FAILURE:
+            self.fail(Failure.from_bytes(frame.payload), connection)
+        elif frame.kind == Kind.BYE:
+            self._drop(connection)
+        else:
+            raise ValueError(f"it has sent a {frame.kind.name}")
+
+    def _drop(self, connection: FrameSocket) -> None:
+        self._strangers.pop(connection, None)
+        self._waiting.pop(connection, None)
+        for rank in [r for r, member in self.members.items() if member is connection]:
+            del self.members[rank]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+
+def listen(name: str) -> socket.socket:
+    """Listen at the abstract Unix socket `name`. Raises OSError if it is taken."""
+    listener = close_in_child(socket.socket(socket.AF_UNIX))
+    try:
+        listener.bind(name)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+_PAUSE_S = 0.005  # between two attempts to find the leader
+
+
+def join(
+    name: str | None,
+    rank: int,
+    size: int,
+    deadline: Deadline,
+    until: Deadline,
+    start: Start,
+) -> LocalLeader | LocalMember:
+    """Find the other ranks of this host, or be the first.
+
+    Args:
+        name: the socket's name; None: there is none to meet by, the rank leads itself.
+        rank: this process.
+        size: the number of ranks of the world.
+        deadline: the deadline of init().
+        until: when to go on alone if the name is in other hands; `deadline` if that is no use.
+        start: to which this process belongs.
+
+    Raises:
+        TimeoutError: whoever has the name has not let this rank in before the deadline.
+        RingError: this init() has failed on another rank; or a process of another user has the
+            name, and it is no use to go on alone.
+    """
+    if name is None:
+        return LocalLeader(None, rank, size, deadline)
+    while True:
+        listener = _bind(name)
+        if listener is not None:
+            return LocalLeader(listener, rank, size, deadline, start)
+        try:
+            member = connect(name, rank, size, deadline, until, start.name)
+            if member is not None:
+                return member
+        except ApartError:
+            name = f"{name}/{start.name}"
+            continue
+        except RingError:
+            raise  # this init() has failed
+        except ForeignUserError as error:
+            taken = (
+                "the name of the socket at which the ranks of this host meet is in use by a "
+                f"process of user {error.user}"
+            )
+            if until is deadline:
+                raise RingError(
+                    f"{taken}: end it, or start the job with another MASTER_PORT"
+                ) from None
+            _log.warning("%s: rank %d goes on without the others of its host", taken, rank)
+            return LocalLeader(None, rank, size, deadline)
+        except (OSError, EOFError, ValueError) as error:  # its leader is just coming or going
+            _log.debug("rank %d found no leader: %s", rank, error)
+        if deadline.passed():
+            raise TimeoutError(
+                f"the ranks of this host could not meet {deadline}: the process that has their "
+                "socket's name does not answer, or it waits for ranks that another process has "
+                "started: is another job starting with the same MASTER_ADDR and MASTER_PORT?"
+            )
+        if until.passed():
+            return LocalLeader(None, rank, size, deadline)
+        time.sleep(_PAUSE_S)
+
+
+def _bind(name: str) -> socket.socket | None:
+    """Return a listener, or None if somebody else has the name."""
+    try:
+        return listen(name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise

@@ -1,0 +1,164 @@
+"""JobKey, AuthenticatedStore: the values that the ranks of several hosts tell one another, signed.
+
+A store may be open to strangers. With a secret, every value carries an HMAC-SHA256 of the job, the
+key under which it is stored and the value itself: nobody else can make one, and a value moved to
+another key is noticed. Without a secret the same code tells garbage from values, no more.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import os
+import stat
+from typing import Any
+
+from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.setup.store_client import KeyValueStore
+
+__all__ = ["AuthenticatedStore", "JobKey", "read_secret"]
+
+_VARIABLE = "TORCH_RING_SECRET_FILE"
+_MOST_BYTES = 4096
+
+
+def read_secret(path: str) -> str:
+    """Return the secret in a file, without white space around it.
+
+    Only the file's owner, who is this user or root, may read it (mode 0600 or 0400); or its file
+    system is mounted read-only, as Kubernetes mounts secrets.
+
+    Raises:
+        InvalidArgumentError: there is no such file, others may read it, or it has no secret.
+    """
+    try:
+        with open(path, "rb", opener=_open) as file:
+            _require_privacy(path, file.fileno())
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgumentError(f"{_VARIABLE}={path!r}: cannot read it: {error}") from None
+    secret = data.strip()
+    if not secret or len(data) > _MOST_BYTES:
+        raise InvalidArgumentError(
+            f"{_VARIABLE}={path!r}: must have a secret of 1 to {_MOST_BYTES} bytes: make one with "
+            f"`openssl rand -hex 32`"
+        )
+    return os.fsdecode(secret)
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would block
+
+
+def _require_privacy(path: str, fd: int) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidArgumentError(f"{_VARIABLE}={path!r}: must be a regular file")
+    if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+        return
+    if found.st_uid not in (os.getuid(), 0):
+        raise InvalidArgumentError(
+            f"{_VARIABLE}={path!r}: belongs to user {found.st_uid}: must belong to user "
+            f"{os.getuid()} or to root"
+        )
+    if found.st_mode & 0o077:
+        raise InvalidArgumentError(
+            f"{_VARIABLE}={path!r}: other users may use it (mode {stat.S_IMODE(found.st_mode):04o})"
+            f": type `chmod 600 {path}`, or mount it read-only"
+        )
+
+
+_TAG_BYTES = 32
+# Whoever can read the store can try secrets at home: each costs him these rounds, some 20 ms.
+_ROUNDS = 50_000
+
+
+class JobKey:
+    """A key that follows from the secret of a job.
+
+    Args:
+        secret: the ranks' common secret; empty: they have none.
+        job: a name of this start of the job, the same on all ranks.
+
+    Attributes:
+        is_secret: whether only the job's ranks can know it.
+    """
+
+    def __init__(self, secret: str = "", job: str = "") -> None:
+        self.is_secret = bool(secret)
+        self._secret, self._job = secret, job
+
+    def tag(self, name: str, value: bytes) -> bytes:
+        """Return what proves that a rank of the job has stored `value` under `name`."""
+        return self._digest("store", self._job.encode(), name.encode(), value)
+
+    def of_world(self, *told: bytes) -> bytes:
+        """Return the key of a world whose ranks have been told this.
+
+        Ranks that were told different things have different keys, so that no connection is made
+        between them.
+        """
+        return self._digest("world", self._job.encode(), *told)
+
+    def _digest(self, purpose: str, *parts: bytes) -> bytes:
+        code = hmac.new(_stretched(self._secret), purpose.encode() + b"\0", hashlib.sha256)
+        for part in parts:
+            code.update(len(part).to_bytes(8, "big"))
+            code.update(part)
+        return code.digest()
+
+
+@functools.lru_cache(maxsize=2)
+def _stretched(secret: str) -> bytes:
+    if not secret:
+        return b""
+    return hashlib.pbkdf2_hmac("sha256", os.fsencode(secret), b"torch_ring job", _ROUNDS)
+
+
+class AuthenticatedStore:
+    """A store whose values are authenticated. Counters are not: whoever reads one must doubt it.
+
+    Its other methods are the store's own.
+
+    Args:
+        store: where the values are.
+        key: the key of the job.
+    """
+
+    def __init__(self, store: KeyValueStore, key: JobKey) -> None:
+        self._store, self._key = store, key
+
+    def set(self, name: str, value: bytes) -> None:
+        """Store a value, with its tag before it."""
+        self._store.set(name, self._key.tag(name, value) + value)  # type: ignore[arg-type]
+
+    def get(self, name: str) -> bytes:
+        """Return a value that a rank of the job has stored under `name`.
+
+        Raises:
+            RingError: somebody else has.
+        """
+        data: bytes = self._store.get(name)
+        tag, value = data[:_TAG_BYTES], data[_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._key.tag(name, value)):
+            raise RingError(
+                f"the value {name!r} in the store is not from a rank of this job: is "
+                "TORCH_RING_SECRET the same on all ranks? If it is, somebody else writes into the "
+                "store: use another one, or another port"
+            )
+        return value
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter, and return what it is then.
+
+        Raises:
+            RingError: somebody has put something else in its place.
+        """
+        try:
+            return int(self._store.add(name, amount))
+        except (ValueError, IndexError) as error:  # of std::stoll
+            raise RingError(f"the counter {name!r} in the store is damaged: {error}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)

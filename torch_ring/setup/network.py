@@ -1,0 +1,245 @@
+"""Deadline, own_address, close_in_child: the basis on which ranks find one another.
+
+A point in time at which a set-up gives up; this host's addresses, credentials and descriptors of
+peers; and what a child lets go of that another thread forks in the middle of init(): as long as a
+child holds the connections of its parent, no other rank notices the parent's death.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+from weakref import WeakSet
+
+from torch_ring.errors import InvalidArgumentError
+
+__all__ = [
+    "Deadline",
+    "ForeignUserError",
+    "address_of_interface",
+    "close_all_in_child",
+    "close_in_child",
+    "has_loopback",
+    "is_loopback",
+    "is_loopback_name",
+    "own_address",
+    "pauses",
+    "receive_fds",
+    "require_same_user",
+]
+
+_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
+_IFF_UP = 1  # linux/if.h
+_ELSEWHERE = "192.0.2.1"  # a documentation address: reached by the default route, or not at all
+
+
+class ForeignUserError(PermissionError):
+    """The peer of a Unix socket is a process of `user`, who is another one than this process's."""
+
+    def __init__(self, text: str, user: int) -> None:
+        super().__init__(text)
+        self.user = user
+
+
+def own_address(interface: str, towards: str | None, *, one_host: bool = False) -> str:
+    """Return the address of this host at which the other ranks find it.
+
+    Args:
+        interface: TORCH_RING_INTERFACE, which decides if it is not empty.
+        towards: the store's host, if known: the route to it leads to the other ranks, too.
+        one_host: whether all ranks are on this host.
+    """
+    if interface:
+        return address_of_interface(interface)
+    if towards is not None:
+        with contextlib.suppress(OSError):  # its name may come later, or the way to it
+            address = _source_address(towards)
+            # Many hosts resolve their own name to a loopback address, where no other finds them.
+            if one_host or is_loopback_name(towards) or not is_loopback(address):
+                return address
+    if not (towards and is_loopback_name(towards)):
+        with contextlib.suppress(OSError):  # there is no default route
+            return _source_address(_ELSEWHERE)
+        for interface in _interfaces_up():
+            with contextlib.suppress(InvalidArgumentError):  # it has no address
+                if not is_loopback(address := address_of_interface(interface)):
+                    return address
+    return "127.0.0.1"  # this host is its own network
+
+
+def has_loopback() -> bool:
+    """Return whether this host's loopback interface is up."""
+    return "lo" in _interfaces_up()
+
+
+def _interfaces_up() -> list[str]:
+    """Return the names of the network interfaces that are up, in the kernel's order."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has just gone
+                answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", name.encode()))
+                if struct.unpack("=16xH", answer[:18])[0] & _IFF_UP:
+                    found.append(name)
+    return found
+
+
+def address_of_interface(interface: str) -> str:
+    """Return the address of a network interface, given by name or by that address.
+
+    Raises:
+        InvalidArgumentError: there is no such interface, or it has no address.
+    """
+    try:
+        return str(ipaddress.ip_address(interface))
+    except ValueError:
+        pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+        except OSError:
+            pass
+    for line in _ipv6_addresses():
+        digits, _, _, scope, _, name = line.split()
+        if name == interface and scope in ("00", "10"):  # global, or the loopback's
+            return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    raise InvalidArgumentError(
+        f"TORCH_RING_INTERFACE={interface!r}: must be an address of this host, or an interface "
+        f"that has one ({names})"
+    )
+
+
+def _ipv6_addresses() -> list[str]:
+    try:
+        return Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return []
+
+
+def require_same_user(connection: socket.socket) -> int:
+    """Return the process that is the peer of a Unix socket; 0: of another PID namespace.
+
+    Raises:
+        ForeignUserError: it is a process of another user.
+    """
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise ForeignUserError(f"the peer is a process of user {user}", user)
+    return int(pid)
+
+
+def receive_fds(connection: socket.socket, count: int) -> list[int]:
+    """Receive one byte and the descriptors that come with it, `count` at most.
+
+    Child processes do not inherit the descriptors; socket.recv_fds() ignores the flag for that.
+    """
+    received = array.array("i")
+    _, ancillary, _, _ = connection.recvmsg(
+        1, socket.CMSG_LEN(count * received.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+    return list(received)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is one by which a host reaches only itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_loopback_name(host: str) -> bool:
+    """Return whether `host` means the loopback interface on every host that resolves it."""
+    try:
+        return host == "localhost" or is_loopback(host)
+    except ValueError:
+        return False
+
+
+def _source_address(host: str) -> str:
+    """Return the address from which packets to `host` would leave; none is sent."""
+    # Bytes, because for text the first look-up of a process loads the tables of Unicode names.
+    name = host.encode() if host.isascii() else host
+    family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+class Deadline:
+    """The point in time at which init(), or the making of a process set, gives up.
+
+    Args:
+        timeout_s: seconds from now.
+        name: of the setting that says so.
+    """
+
+    def __init__(self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT") -> None:
+        self.timeout_s, self._name = timeout_s, name
+        self._at = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Return the seconds that are left, 0 or more."""
+        return max(0.0, self._at - time.monotonic())
+
+    def passed(self) -> bool:
+        """Return whether it is too late."""
+        return self.left_s() == 0.0
+
+    def end(self) -> None:
+        """Let it be too late now. Thread: any."""
+        self._at = -math.inf
+
+    def __str__(self) -> str:
+        return f"within {self.timeout_s:g} s ({self._name})"
+
+
+def pauses(deadline: Deadline, size: int) -> Iterator[None]:
+    """Yield until the deadline, and sleep in between: little at first, then longer.
+
+    Args:
+        deadline: when to end.
+        size: the number of ranks that may share a processor, and look as often.
+    """
+    pause_s, longest_s = 0.0005, 0.005 + 1e-4 * size
+    while not deadline.passed():
+        yield
+        time.sleep(min(pause_s, deadline.left_s()))
+        pause_s = min(1.5 * pause_s, longest_s)
+
+
+class Closable(Protocol):
+    def close(self) -> None:
+        """Close the descriptor. Does nothing the second time."""
+
+
+Made = TypeVar("Made", bound=Closable)
+
+_made: WeakSet[Closable] = WeakSet()
+
+
+def close_in_child(made: Made) -> Made:
+    """Return `made`, a socket or a file. A forked child closes its copy if it lives by then."""
+    _made.add(made)
+    return made
+
+
+def close_all_in_child() -> None:
+    """Close what the parent had open. Call in a forked child."""
+    for made in list(_made):
+        with contextlib.suppress(OSError):
+            made.close()
+    _made.clear()

@@ -1,0 +1,511 @@
+"""locate_store, StorePlace: finds or serves the store through which the hosts of a job meet.
+
+Under an MPI whose ranks have no address of a store, rank 0 broadcasts one, and a secret, through
+mpi4py. MPI's own waits have no deadline and no signal interrupts them, so these broadcasts do not
+block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from torch_ring._C import StoreCall
+from torch_ring.config import Config
+from torch_ring.errors import (
+    InvalidArgumentError,
+    PeerLostError,
+    RingError,
+    TimeoutError,
+    first_line,
+)
+from torch_ring.setup.launchers import Identity, first_host
+from torch_ring.setup.network import Deadline, is_loopback, is_loopback_name, own_address
+from torch_ring.setup.store_client import (
+    CONNECT_S,
+    KeyValueStore,
+    StoreClient,
+    addresses_of,
+    finish,
+    host_of,
+    without_prefixes,
+)
+
+__all__ = [
+    "StorePlace",
+    "broadcast",
+    "common_secret",
+    "drop_connections",
+    "drop_in_child",
+    "forget",
+    "given_store",
+    "initialized_world",
+    "locate_store",
+    "require_world",
+]
+
+_BUFFER_BYTES = 16_384  # of a broadcast: room for an address, a secret, or the text of an error
+_PAUSE_S = 0.001
+
+_process = os.getpid()  # children that it forks are no ranks of MPI's
+
+_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has told
+# Broadcasts that have not ended: (what, part) -> the request, and what MPI may still write into.
+_begun: dict[tuple[str, tuple[int, ...]], tuple[Any, bytearray]] = {}
+_parts: dict[tuple[int, ...], Any] = {}  # part -> its communicator
+_inherited: list[Any] = []  # a parent's, which its child never destroys
+
+
+def initialized_world(identity: Identity) -> Any:
+    """Return MPI's communicator of the ranks of this world, if the program has initialised MPI.
+
+    None otherwise. MPI is never initialised here: that waits for all ranks without a deadline, and
+    changes what a fork and an exit of the process do, for a program that may not want MPI.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if identity.launcher not in ("Open MPI", "Hydra", "PMI", "srun") or mpi is None:
+        return None
+    if os.getpid() != _process or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return _world_of(mpi, identity)
+
+
+def require_world(identity: Identity, advice: str) -> Any:
+    """Return MPI's communicator of the ranks of this world; initialises MPI.
+
+    Args:
+        identity: this process.
+        advice: what to do where there is none.
+
+    Raises:
+        InvalidArgumentError: there is none; says `advice`.
+    """
+    if identity.launcher not in ("Open MPI", "Hydra", "PMI"):
+        raise InvalidArgumentError(advice)
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:  # not installed; finds no MPI library
+        raise InvalidArgumentError(f"{advice}, or install mpi4py ({first_line(error)})") from None
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        raise InvalidArgumentError(f"{advice}, or initialize mpi4py's MPI before torch_ring")
+    comm = _world_of(mpi, identity)
+    if comm is None:
+        raise InvalidArgumentError(
+            f"{advice}: the MPI library that mpi4py uses is not the one of the launcher"
+        )
+    return comm
+
+
+def common_secret(comm: Any, identity: Identity, deadline: Deadline) -> str:
+    """Return a secret that rank 0 has made. A collective of `comm`, the first time."""
+    if identity.part not in _secrets:
+        own = secrets.token_hex(32) if identity.rank == 0 else None
+        _secrets[identity.part] = broadcast(comm, identity, "secret", own, deadline)
+    return _secrets[identity.part]
+
+
+def broadcast(comm: Any, identity: Identity, what: str, value: Any, deadline: Deadline) -> Any:
+    """Return rank 0's value, which is short, and which JSON can say. A collective of `comm`.
+
+    One that was given up goes on with the next call for the same thing.
+
+    Raises:
+        TimeoutError: MPI has not brought it before the deadline.
+    """
+    key = (what, identity.part)
+    if key not in _begun:
+        buffer = bytearray(json.dumps(value).encode().ljust(_BUFFER_BYTES))
+        _begun[key] = comm.Ibcast(buffer, root=0), buffer
+    request, buffer = _begun[key]
+    while not request.Test():
+        if deadline.passed():
+            raise TimeoutError(f"rank 0's {what} has not arrived over MPI {deadline}")
+        time.sleep(_PAUSE_S)
+    del _begun[key]
+    return json.loads(buffer)
+
+
+def forget() -> None:
+    """Forget what was told, in a forked child."""
+    _secrets.clear()
+    _inherited.extend([dict(_begun), dict(_parts)])
+    _begun.clear()
+    _parts.clear()
+
+
+def _world_of(mpi: Any, identity: Identity) -> Any:
+    comm = mpi.COMM_WORLD
+    if identity.part and identity.part[-1] < comm.Get_size():
+        if identity.part not in _parts:
+            _parts[identity.part] = comm.Create_group(comm.Get_group().Incl(identity.part))
+        comm = _parts[identity.part]
+    same = (comm.Get_rank(), comm.Get_size()) == (identity.rank, identity.size)
+    return comm if same else None
+
+
+_DEFAULT_PORT = 29400
+_LOOPBACK = "127.0.0.1"
+_MOST_TEXT = 1000  # characters of a failure that goes over MPI
+
+Address = tuple[str, int]
+
+
+class StorePlace:
+    """Where the store of a job is. A job that needs none never opens it.
+
+    Args:
+        host: the host that serves the store, if known.
+        serves: whether this process serves the store.
+        find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
+        leave: lets go of the store when all ranks have met. None: the store outlives the meeting.
+        secret: one that the ranks have got over MPI; empty: none.
+
+    Attributes:
+        host, serves, secret: as given.
+        ends: whether the store ends with the meeting.
+        opened: the store, when it has been opened; seen only by the ranks of this start of the job.
+    """
+
+    def __init__(
+        self,
+        host: str | None,
+        serves: bool,
+        find: Callable[[Deadline, Callable[[], None]], KeyValueStore],
+        leave: Callable[[], None] | None = None,
+        secret: str = "",
+    ) -> None:
+        self.host, self.serves, self.secret = host, serves, secret
+        self.ends = leave is not None
+        self.opened: KeyValueStore | None = None
+        self._find, self._leave = find, leave
+
+    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> KeyValueStore:
+        """Return the store. Blocks until its server answers.
+
+        Args:
+            deadline: when to give up.
+            check: called meanwhile; what it raises ends the wait.
+
+        Raises:
+            TimeoutError: the store did not answer before the deadline.
+            RingError: rank 0 cannot serve it.
+        """
+        if self.opened is None:
+            self.opened = self._find(deadline, check)
+        return self.opened
+
+    def leave(self) -> None:
+        """Let go of a store that ends with the meeting. Call on all ranks, when they have met."""
+        if self._leave is not None:
+            self.opened = None
+            self._leave()
+
+
+# Stores, and connections to them, that the next init() uses: those of torchrun's agent and of
+# worlds of some of the ranks, and after a failure. Rank 0's own store ends when all have met:
+# nobody can fill its memory later, or take its descriptors, and its port is free.
+_stores: dict[Address, TCPStore] = {}
+_served: set[Address] = set()  # served by this process
+_mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
+
+
+def locate_store(
+    identity: Identity,
+    config: Config,
+    deadline: Deadline,
+    *,
+    comm: Any = None,
+    environment: Mapping[str, str] = os.environ,
+) -> StorePlace | None:
+    """Return where the store of this job is; None if all ranks are on this host, without one.
+
+    Rank 0 serves the store, unless torchrun's agent does. Parts of the ranks that find it by an
+    address share the store of the launcher's rank 0, which must then be in one of them; other
+    parts have one each. The store is
+
+    1. nowhere, if the ranks are on one host: MASTER_ADDR is a loopback address, or the launcher
+       says so, and there is no secret with which a store would be safe;
+    2. at MASTER_ADDR and MASTER_PORT (default 29400);
+    3. where `comm`, an mpi4py communicator, says;
+    4. under Slurm, on the first host of the step, at MASTER_PORT or one derived from job and step;
+    5. where MPI says, if mpi4py is installed.
+
+    Raises:
+        RingError: rank 0 cannot serve it.
+        InvalidArgumentError: none of these ways is open; says what to set.
+    """
+    host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
+    rank, shared, secret = identity.launched_rank(), bool(identity.part), ""
+    if is_loopback_name(host) or (identity.on_one_node() and not (host and config.secret)):
+        return None
+    world = initialized_world(identity) if comm is None else comm
+    if world is not None:
+        secret = common_secret(world, identity, deadline)
+    if host:
+        address = (host, port or _DEFAULT_PORT)
+    elif comm is not None:
+        address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
+        shared = False
+    elif identity.launcher == "init":
+        return None
+    elif identity.launcher == "srun":
+        address = (_slurm_host(environment), port or _slurm_port(identity))
+    else:
+        if world is None:
+            world = require_world(identity, _advice(identity))
+        secret = common_secret(world, identity, deadline)
+        address, rank = _ask_mpi(world, identity, config, deadline), identity.rank
+        shared = False
+    is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = "torchrun's agent" if is_agents else "rank 0"
+    serves = rank == 0 and not is_agents
+
+    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
+        if serves:
+            store = _serve(address, deadline, check, one_host=identity.on_one_node())
+        else:
+            store = _connect(address, server, deadline, check)
+        view = _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
+        name = f"the job's store at {_text(address)}, which {server} serves,"
+        return StoreClient(view, deadline, name, check)
+
+    def leave() -> None:
+        _stores.pop(address, None)
+        _served.discard(address)
+        _mpi_addresses.clear()  # the next store has another port
+
+    ends = not (is_agents or shared)
+    place = StorePlace(address[0], serves, find, leave if ends else None, secret)
+    if identity.part and serves:
+        place.open(deadline)  # another part may need it, even if this one does not
+    return place
+
+
+def given_store(store: Store, identity: Identity) -> StorePlace:
+    """Return the place of a store that the user has given."""
+    # A later world over the same store may have another size.
+    view = _of_part(PrefixStore(f"torch_ring/{identity.size}", store), identity)
+    served = without_prefixes(store)
+    host = host_of(store)
+    where = f", at {_text((served.host, served.port))}," if isinstance(served, TCPStore) else ""
+
+    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
+        return StoreClient(view, deadline, f"the store that was given to init(){where}", check)
+
+    return StorePlace(host, False, find)
+
+
+def _of_part(store: Store, identity: Identity) -> Store:
+    """Return this part's view of a store that all parts of the ranks share."""
+    return PrefixStore("-".join(map(str, identity.part)), store) if identity.part else store
+
+
+def drop_connections() -> None:
+    """Drop the connections to other processes' stores, which may be gone after a failure."""
+    for address in [a for a in _stores if a not in _served]:
+        del _stores[address]
+    _mpi_addresses.clear()  # all ranks ask anew, or none
+
+
+def drop_in_child() -> None:
+    """Drop the parent's connections and stores in a forked child, without touching them."""
+    for address in _served:
+        # The store is never destroyed: its destructor joins a thread that the child does not have.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_stores[address]))
+    for known in (_stores, _served, _mpi_addresses):
+        known.clear()
+    forget()
+
+
+# --- addresses
+
+
+def _master_port(environment: Mapping[str, str]) -> int:
+    text = environment.get("MASTER_PORT", "").strip()
+    if text and not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise InvalidArgumentError(f"MASTER_PORT={text!r}: must be a port, 1 to 65535")
+    return int(text or 0)
+
+
+def _slurm_host(environment: Mapping[str, str]) -> str:
+    for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environment.get(variable):
+            return first_host(environment[variable])
+    raise InvalidArgumentError(
+        "SLURM_STEP_NODELIST is not set: set MASTER_ADDR (rank 0's host) on all ranks"
+    )
+
+
+def _slurm_port(identity: Identity) -> int:
+    """Return a port: the same on all ranks, another one for another step, not ephemeral."""
+    return 10_000 + zlib.crc32(identity.job.encode()) % 20_000
+
+
+def _advice(identity: Identity) -> str:
+    return (
+        f"the {identity.size} ranks of {identity.source()} may be on several hosts: set "
+        "MASTER_ADDR (rank 0's host; 127.0.0.1 if all are on this one) and MASTER_PORT (a free "
+        f"port there, or {_DEFAULT_PORT}) on all of them"
+    )
+
+
+def _ask_mpi(comm: Any, identity: Identity, config: Config, deadline: Deadline) -> Address:
+    """Return the address of rank 0's store; rank 0 makes it. A collective of `comm`."""
+    if identity.part in _mpi_addresses:
+        return _mpi_addresses[identity.part]
+    answer: Address | str = ""
+    if identity.rank == 0:
+        try:
+            host = own_address(config.interface, _LOOPBACK if identity.on_one_node() else None)
+            listener = socket.create_server((host, 0), family=_family(host))
+            answer = (host, listener.getsockname()[1])
+            _serve(answer, deadline, lambda: None, listener=listener)
+        except (OSError, RingError, InvalidArgumentError) as error:
+            answer = str(error)[:_MOST_TEXT]
+    answer = broadcast(comm, identity, "address", answer, deadline)
+    if isinstance(answer, str):
+        raise RingError(f"rank 0 cannot serve the job's store: {answer}")
+    host, port = answer
+    _mpi_addresses[identity.part] = (host, port)
+    return host, port
+
+
+# --- stores
+
+
+def _serve(
+    address: Address,
+    deadline: Deadline,
+    check: Callable[[], None],
+    *,
+    one_host: bool = False,
+    listener: socket.socket | None = None,
+) -> TCPStore:
+    if address not in _stores:
+        listener = listener or _listen(address, one_host, deadline, check)
+        # The store connects to itself, at the address that the others use.
+        call = StoreCall.serve(
+            *address, deadline.timeout_s, listener.detach() if listener else None
+        )
+        if not finish(call, deadline, check):
+            raise TimeoutError(
+                f"rank 0 cannot reach the job's store, which it serves, at {_text(address)} "
+                f"{deadline}: is that an address of rank 0's host (MASTER_ADDR)?"
+            )
+        try:
+            _stores[address] = call.result()
+        except RuntimeError as error:
+            raise RingError(
+                f"rank 0 cannot serve the job's store at {_text(address)}: {first_line(error)}"
+            ) from None
+        _served.add(address)
+    return _stores[address]
+
+
+def _listen(
+    address: Address, one_host: bool, deadline: Deadline, check: Callable[[], None]
+) -> socket.socket | None:
+    """Listen at the address at which the others look for rank 0, and if possible at no other.
+
+    Returns:
+        None if the port is in use: a store of this process may have it.
+    """
+    host, port = address
+    own = ""
+    with contextlib.suppress(InvalidArgumentError):  # the others may know the name
+        own = addresses_of(host, deadline, check)[0]
+    try:
+        # Other hosts may resolve this host's name to another address than it does itself.
+        if own and (one_host or is_loopback_name(host) or not is_loopback(own)):
+            return socket.create_server((own, port), family=_family(own))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        # Not an address of this host: the others reach it through address translation (NAT).
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise RingError(f"rank 0 cannot listen at port {port}: {error}") from None
+
+
+def _connect(
+    address: Address, server: str, deadline: Deadline, check: Callable[[], None]
+) -> TCPStore:
+    if address not in _stores:
+        _wait_for_server(address, server, deadline, check)
+        call = StoreCall.connect(*address, CONNECT_S)
+        if not finish(call, deadline, check):
+            raise TimeoutError(
+                f"{_text(address)} accepts connections, but has not answered as {server}'s store "
+                f"{deadline}: is {server} stopped, or does another program have its port "
+                "(MASTER_PORT)?"
+            )
+        try:
+            store = call.result()
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"no store answers at {_text(address)}: has {server} exited, or does another "
+                f"program have its port (MASTER_PORT)? {first_line(error)}"
+            ) from None
+        store.set_timeout(timedelta(seconds=deadline.timeout_s))
+        _stores[address] = store
+    return _stores[address]
+
+
+def _wait_for_server(
+    address: Address, server: str, deadline: Deadline, check: Callable[[], None]
+) -> None:
+    """Wait as TCPStore does, but quietly, interruptibly, and until our deadline."""
+    reason: object = "no time was left"
+    hosts: list[str] = []
+    while not deadline.passed():
+        check()
+        hosts = []
+        try:
+            hosts = addresses_of(address[0], deadline, check)
+        except InvalidArgumentError as error:  # its name may come with it
+            reason = error
+        for host in hosts:
+            try:
+                left_s = max(0.01, min(5.0, deadline.left_s()))
+                socket.create_connection((host, address[1]), left_s).close()
+                return
+            except OSError as error:
+                reason = error
+        time.sleep(min(0.05, deadline.left_s()))
+    where = "is that an address of rank 0's host (MASTER_ADDR)?"
+    if hosts and all(map(is_loopback, hosts)):
+        where = (
+            f"{address[0]} is {hosts[0]} here, this host itself: set MASTER_ADDR to an address of "
+            "rank 0's host that the others reach, or correct /etc/hosts"
+        )
+    raise TimeoutError(
+        f"{server} did not arrive {deadline}: nothing answers at {_text(address)} ({reason}): "
+        f"{where}"
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _text(address: Address) -> str:
+    return "{}:{}".format(*address)
