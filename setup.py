@@ -43,7 +43,7 @@ OLDEST_TORCH = (2, 11)
 CORE_MINUTES = 4  # that g++ 12 takes for the sources
 
 # Relative to this file, as setuptools wants them; sorted, so that builds repeat.
-SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*/*.cc"))
+SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cc"))
 
 # A folder with modules for several versions of torch (torch_2_14/_C.*.so), which go into one wheel.
 BUILT_BEFORE = os.environ.get("TORCH_RING_NATIVE_MODULES")

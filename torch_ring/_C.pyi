@@ -219,7 +219,7 @@ class ControlPlane:
         """In a forked child: close the inherited connections, touch nothing else."""
 
 class LaunchOrder:
-    """The order in which a process's sets use its devices (csrc/engine/launch_order.h)."""
+    """The order in which a process's sets use its devices (csrc/engine/device.h)."""
 
     def __init__(self) -> None: ...
     def share(self) -> None:
@@ -328,7 +328,7 @@ class OperationRecord:
     error: str
 
 class MessageRecord:
-    """One message of this rank (csrc/messages/message_recorder.h).
+    """One message of this rank (csrc/messages/message_request.h).
 
     Times are nanoseconds of ``time.monotonic_ns()``; 0: not yet, or there is no such phase.
 
@@ -450,20 +450,6 @@ class Engine:
         """Return `output`, or a new tensor, without a `Work`: the shortest path of a small tensor.
 
         In place, it bumps the tensor's version, so that autograd notices.
-        """
-
-    def launch_allreduce(
-        self, tensor: Tensor, op: int, prescale: float, postscale: float
-    ) -> Launch:
-        """Reduce a tensor on a device in place, at once, without an agreement (`Engine::launch`).
-
-        All ranks launch the same tensors in the same order; the device has reduced something by
-        `allreduce` before. Neither this rank's host nor another one waits. The reduction comes
-        after what is on the current stream.
-
-        Raises:
-            InvalidArgumentError: the tensor is not on a device, or cannot be reduced so.
-            RingError: nothing was reduced on the device before; the fatal cause.
         """
 
     def broadcast(
@@ -601,25 +587,6 @@ class Engine:
         Raises as `send`.
         """
 
-    def finalize_dense(
-        self, finalizer: DenseFinalizer, agreement: PassAgreement, report: bytes, /
-    ) -> bytes | None:
-        """End a backward pass if all gradients are due here and all ranks report the same.
-
-        Returns:
-            None if a gradient is not due; nothing was sent. The reports of all ranks, one after the
-            other, if they differ; nothing was reduced. b"" if all gradients are reduced.
-        """
-
-    def gather_reports(self, agreement: PassAgreement, report: bytes, /) -> bytes:
-        """Return the reports of all ranks, one after the other.
-
-        If an interrupted call has sent a report, that one counts and not this.
-        """
-
-    def run_ahead(self) -> RunAhead:
-        """Return what launches the set's planned passes: the same object for each call."""
-
     def end(self, why: str) -> NoReturn:
         """End the job on all ranks, and raise RingError."""
 
@@ -713,7 +680,7 @@ class _Membership(Protocol):
         """
 
 class RingBackend(Backend):
-    """torch.distributed's backend of one group (csrc/bindings/ring_backend.h).
+    """torch.distributed's backend of one group (csrc/c10d/ring_backend.h).
 
     Args:
         rank, size: of this process in the group, and of the group.
@@ -751,7 +718,7 @@ class BlockPool:
     """Blocks of shared memory for large gradients (csrc/memory/block_pool.h)."""
 
 class PlannedBucket:
-    """One bucket of a plan (csrc/bindings/run_ahead.h)."""
+    """One bucket of a plan (csrc/gradients/run_ahead.h)."""
 
     def __init__(
         self,
@@ -769,9 +736,27 @@ class PlannedBucket:
         `memory` has the size, dtype and device of what is sent; with `cast` it is sent itself.
         """
 
-class RunAhead:
-    """Launches the buckets of planned backward passes (csrc/bindings/run_ahead.h)."""
+def launch_allreduce(
+    engine: Engine, tensor: Tensor, op: int, prescale: float, postscale: float
+) -> Launch:
+    """Reduce a tensor on a device in place, at once, without an agreement (`Engine::launch`).
 
+    All ranks launch the same tensors in the same order; the device has reduced something by
+    `Engine.allreduce` before. Neither this rank's host nor another one waits. The reduction comes
+    after what is on the current stream.
+
+    Raises:
+        InvalidArgumentError: the tensor is not on a device, or cannot be reduced so.
+        RingError: nothing was reduced on the device before; the fatal cause.
+    """
+
+class RunAhead:
+    """Launches the buckets of planned backward passes (csrc/gradients/run_ahead.h).
+
+    A process set has one: `Engine.join` answers the other ranks by it.
+    """
+
+    def __init__(self, engine: Engine) -> None: ...
     def set_plan(self, first: int, passes: Sequence[Sequence[PlannedBucket]]) -> None:
         """Take a plan: a cycle of passes that begins with pass `first`."""
 
@@ -807,7 +792,7 @@ class Due:
     """All; also those that were assigned or written by hand."""
 
 class GradientHooks:
-    """Moves gradients into buckets as autograd produces them (csrc/bindings/gradient_hooks.h).
+    """Moves gradients into buckets as autograd produces them (csrc/gradients/gradient_hooks.h).
 
     In a bitmap, parameter i is bit i % 8 of byte i / 8.
 
@@ -936,7 +921,7 @@ class GradientHooks:
         """Stop the hooks for good, in a forked child."""
 
 class PassAgreement:
-    """The agreements of a process set's optimizers (csrc/bindings/pass_agreement.h)."""
+    """The agreements of a process set's optimizers (csrc/gradients/pass_agreement.h)."""
 
     number: int
     """Of the next agreement, or of the one under way; read-only."""
@@ -948,6 +933,12 @@ class PassAgreement:
     """Whether gradients are being reduced, or an interrupt has ended that; read-only."""
 
     def __init__(self) -> None: ...
+    def gather(self, engine: Engine, report: bytes, /) -> bytes:
+        """Return the reports of all ranks, one after the other.
+
+        If an interrupted call has sent a report, that one counts and not this.
+        """
+
     def begin_reduction(self) -> None:
         """Record that the ranks begin to reduce what they have agreed on."""
 
@@ -963,7 +954,7 @@ class PassAgreement:
     def stop_ending(self) -> None: ...
 
 class DenseFinalizer:
-    """The fast path of backward synchronisation, for one optimizer (`Engine.finalize_dense`).
+    """The fast path of backward synchronisation, for one optimizer.
 
     Args:
         hooks: of the optimizer.
@@ -984,12 +975,19 @@ class DenseFinalizer:
         postscale: float,
         /,
     ) -> None: ...
+    def run(self, engine: Engine, agreement: PassAgreement, report: bytes, /) -> bytes | None:
+        """End a backward pass if all gradients are due here and all ranks report the same.
+
+        Returns:
+            None if a gradient is not due; nothing was sent. The reports of all ranks, one after the
+            other, if they differ; nothing was reduced. b"" if all gradients are reduced.
+        """
 
 def backward_name(number: int, /) -> str:
     """Return the name of the allgather of reports at the end of a backward pass.
 
     `number` counts the agreements of the process set. The fast path in C++ uses the same name
-    (csrc/engine/backward_messages.h).
+    (csrc/engine/request.h).
     """
 
 def bucket_name(optimizer: int, number: int, bucket: int, begin: int, /) -> str:

@@ -1,26 +1,131 @@
 #include "bindings/accelerator.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <limits>
 #include <utility>
 
 #include "bindings/dtypes.h"
-#include "bindings/graph_capture.h"
-#include "bindings/scaling.h"
-#include "bindings/streams.h"
 #include "core/clock.h"
 #include "nccl/loader.h"
 #include "nccl/nccl_communicator.h"
 #include "nccl/rendezvous.h"
 
+namespace py = pybind11;
+
 namespace torch_ring {
+
+namespace {
+
+constexpr const char* kInstead =
+    "Capture the model by torch.cuda.make_graphed_callables(), whose backward is one step of "
+    "autograd, and leave gradients, collectives and step() outside of the graph";
+
+/// torch.cuda.is_current_stream_capturing, or that of another type's module; None without one.
+py::object capture_query(const char* type) {
+  const py::object module = py::module_::import("torch").attr("get_device_module")(type);
+  return py::getattr(module, "is_current_stream_capturing", py::none());
+}
+
+template <c10::DeviceType type>
+bool is_captured() {
+  const py::gil_scoped_acquire gil;
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
+  const py::object& query =
+      storage
+          .call_once_and_store_result(
+              [] { return capture_query(c10::DeviceTypeName(type, /*lower_case=*/true).c_str()); })
+          .get_stored();
+  return !query.is_none() && query().template cast<bool>();
+}
+
+}  // namespace
+
+std::optional<std::string> capture_problem(c10::Device device, Captured what) {
+  const bool captured =
+      device.is_cuda() ? is_captured<c10::DeviceType::CUDA>()
+                       : device.is_privateuseone() && is_captured<c10::DeviceType::PrivateUse1>();
+  if (!captured) return std::nullopt;
+  const char* why = what == Captured::kCollective
+                        ? "a collective cannot be captured into a CUDA graph: the ranks agree on "
+                          "each before they run it, and a replay would agree with nobody. "
+                        : "a backward pass of a DistributedOptimizer's parameters cannot be "
+                          "captured into a CUDA graph: a replay runs no hooks, so its gradients "
+                          "would not be averaged. ";
+  return std::string(why) + kInstead;
+}
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void record_on_stream(const at::Tensor& tensor, c10::Stream stream) {
+  if (!tensor.has_storage()) return;
+  try {
+    c10::impl::VirtualGuardImpl(stream.device_type())
+        .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  } catch (const c10::Error&) {  // not memory of this device's allocator: its owner keeps it alive
+  }
+}
+
+void Producers::add(c10::Stream stream) {
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+void Producers::join(c10::Stream stream) {
+  for (const c10::Stream other : streams_) {
+    if (other == stream) continue;
+    c10::Event made(stream.device_type());
+    made.record(other);
+    made.block(stream);
+  }
+  streams_.clear();
+}
+
+namespace {
+thread_local std::vector<at::Tensor>* kept_now = nullptr;
+}  // namespace
+
+KeepAliveScope::KeepAliveScope(std::vector<at::Tensor>& kept) { kept_now = &kept; }
+KeepAliveScope::~KeepAliveScope() { kept_now = nullptr; }
+
+void keep_for_stream(const at::Tensor& tensor) {
+  if (kept_now) kept_now->push_back(tensor);
+}
+
+OutputEvent::OutputEvent(c10::Device device)
+    : device_(device), event_(std::make_shared<c10::Event>(device.type())) {}
+
+void OutputEvent::follow(Request& request) {
+  const auto ready = std::make_shared<c10::Event>(device_.type());
+  ready->record(current_stream(device_));
+  if (!request.allocate) home_ = current_stream(device_);
+  request.begin = [ready, device = device_, begin = std::move(request.begin)] {
+    if (begin) begin();
+    ready->block(current_stream(device));
+  };
+  request.finish = [event = event_, device = device_, finish = std::move(request.finish)] {
+    if (finish) finish();
+    event->record(current_stream(device));
+  };
+}
+
+void OutputEvent::wait(const at::Tensor& output) const {
+  const c10::Stream stream = current_stream(device_);
+  event_->block(stream);
+  if (home_ != stream) record_on_stream(output, stream);
+}
 
 namespace {
 
@@ -289,6 +394,75 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
   return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
+}
+
+namespace {
+
+/// float64 values as integers: truncated toward zero, clamped to the range of `type`.
+at::Tensor truncated(const at::Tensor& values, at::ScalarType type) {
+  if (type != at::kLong) {
+    const auto range = at::kInt == type     ? std::pair{-0x1p31, 0x1p31 - 1}
+                       : at::kShort == type ? std::pair{-0x1p15, 0x1p15 - 1}
+                       : at::kChar == type  ? std::pair{-0x1p7, 0x1p7 - 1}
+                                            : std::pair{0.0, 0x1p8 - 1};
+    return values.clamp(range.first, range.second).to(type);
+  }
+  using Limits = std::numeric_limits<std::int64_t>;
+  const at::Tensor inside = values.clamp(-0x1p63, 0x1.fffffffffffffp62).to(type);
+  return inside.masked_fill_(values.ge(0x1p63), Limits::max());
+}
+
+bool is_float(const at::Tensor& tensor) {
+  return tensor.is_floating_point() || tensor.is_complex();
+}
+
+}  // namespace
+
+void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& scaling) {
+  if (input.scalar_type() == at::kBool) {
+    output.copy_(input);
+    return;
+  }
+  const double factor = scaling.prescale * scaling.postscale / static_cast<double>(scaling.divisor);
+  if (is_float(input)) {
+    at::Tensor target = output;
+    at::mul_out(target, input, at::native::wrapped_scalar_tensor(factor));
+  } else {
+    output.copy_(truncated(input.to(at::kDouble) * factor, input.scalar_type()));
+  }
+}
+
+at::Tensor widened(const at::Tensor& tensor, const Reduction& reduction) {
+  if (tensor.scalar_type() == at::kInt) return tensor.to(at::kLong);
+  if (tensor.scalar_type() != at::kLong) return tensor.to(at::kInt);
+  const std::int64_t ranks = reduction.scaling.divisor;
+  const at::Tensor quotient = at::div(tensor, at::Scalar(ranks), "trunc");
+  return at::stack({quotient, tensor - quotient * at::Scalar(ranks)}, 1);
+}
+
+void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& reduction) {
+  const Scaling& scaling = reduction.scaling;
+  if (!averages_integers(reduction)) {
+    output.copy_(wide);  // wraps around, as a sum in the dtype itself
+    if (scaling.postscale != 1.0) scale(output, output, {.postscale = scaling.postscale});
+    return;
+  }
+  const at::Scalar ranks(scaling.divisor);
+  const bool is_pair = output.scalar_type() == at::kLong;
+  if (scaling.postscale != 1.0) {
+    const at::Tensor values = wide.to(at::kDouble);
+    const at::Tensor sum = is_pair ? values.select(1, 0) * ranks + values.select(1, 1) : values;
+    output.copy_(truncated(sum * scaling.postscale / static_cast<double>(scaling.divisor),
+                           output.scalar_type()));
+  } else if (!is_pair) {
+    output.copy_(at::div(wide, ranks, "trunc"));
+  } else {
+    // The average rounded down, and what is left of the sum then; toward zero from there.
+    const at::Tensor rest = wide.select(1, 1);
+    const at::Tensor down = wide.select(1, 0) + at::div(rest, ranks, "floor");
+    const at::Tensor is_inexact = at::remainder(rest, ranks).ne(0);
+    output.copy_(down + down.lt(0).logical_and_(is_inexact).to(at::kLong));
+  }
 }
 
 }  // namespace torch_ring

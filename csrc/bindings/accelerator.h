@@ -1,7 +1,9 @@
 // DeviceChoice and make_accelerator(): one of torch's accelerators, with NCCL on it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
 #include <functional>
 #include <memory>
@@ -11,9 +13,77 @@
 #include <vector>
 
 #include "core/config.h"
+#include "core/reduce.h"
 #include "engine/device.h"
+#include "engine/request.h"
 
 namespace torch_ring {
+
+/// What would be captured.
+enum class Captured { kCollective, kBackward };
+
+/// What may not be captured into a CUDA graph. Why `what` must not run now, if this thread's
+/// current stream on `device` is being captured into a graph: a replay runs on the device
+/// alone, so no rank would agree on its collectives, and no hook would see its gradients.
+/// Nothing for the CPU. It takes the GIL: hold no lock. Thread: any.
+/// Blocking: no.
+std::optional<std::string> capture_problem(c10::Device device, Captured what);
+
+/// This thread's current stream on the device.
+c10::Stream current_stream(c10::Device device);
+
+/// Keeps a tensor's memory from being used for others until the stream has done what is on it when
+/// the memory is freed. Does nothing for memory that the device's own allocator does not own.
+void record_on_stream(const at::Tensor& tensor, c10::Stream stream);
+
+/// The streams of one device on which something has been made that one stream will use.
+/// Thread: one at a time.
+class Producers {
+ public:
+  void add(c10::Stream stream);
+
+  /// Makes `stream` wait for what is on the others now, and forgets them.
+  void join(c10::Stream stream);
+
+  void clear() { streams_.clear(); }
+
+ private:
+  std::vector<c10::Stream> streams_;  // each once
+};
+
+/// While this lives, tensors used by device work that this thread enqueues are kept alive in
+/// `kept`.
+class KeepAliveScope {
+ public:
+  explicit KeepAliveScope(std::vector<at::Tensor>& kept);
+  ~KeepAliveScope();
+  KeepAliveScope(const KeepAliveScope&) = delete;
+  KeepAliveScope& operator=(const KeepAliveScope&) = delete;
+};
+
+/// Keeps a tensor in this thread's KeepAliveScope; does nothing without one, as on the host.
+void keep_for_stream(const at::Tensor& tensor);
+
+/// An event on the collectives' stream, recorded when a request's output on a device is written.
+class OutputEvent {
+ public:
+  explicit OutputEvent(c10::Device device);
+
+  /// Makes the request wait for the work that is on the current stream now, and this event for the
+  /// request. The host waits for neither.
+  void follow(Request& request);
+
+  /// Whether the output has been written. Call this and wait() only when the request's work is
+  /// done, which means enqueued.
+  bool query() const { return event_->query(); }
+  /// Makes the current stream wait for the output, and keeps `output` alive for that stream's work.
+  void wait(const at::Tensor& output) const;
+
+ private:
+  c10::Device device_;
+  std::shared_ptr<c10::Event> event_;
+  std::optional<c10::Stream> home_;  // for which the caller allocated the output, if it did
+};
 
 /// The device of this process's tensors: that of the first tensor. Thread: any.
 class DeviceChoice {
@@ -61,5 +131,20 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
                                          const DevicePatience& patience,
                                          const std::vector<std::string>& labels,
                                          const NcclSettings& settings);
+
+/// output = input * scaling.prescale * scaling.postscale / scaling.divisor. Of floating point and
+/// complex: by one factor, 16-bit floats in float32, rounded once. Integers, which have no divisor
+/// here: in float64, truncated toward zero and clamped to the range of the dtype. Booleans are
+/// copied. `output` may be `input`, or another tensor over the same memory.
+void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& scaling);
+
+/// `tensor`, integers of one dimension, for a reduction that would wrap around in its dtype, or for
+/// which NCCL has none: in int32 or int64. An int64 of an Average of n ranks becomes two numbers,
+/// its quotient by n and the remainder, because the sums of n of these fit int64.
+at::Tensor widened(const at::Tensor& tensor, const Reduction& reduction);
+
+/// Writes the reduction to `output`, scaled but for the prescale, which its inputs have. `wide` are
+/// the reduced numbers of widened().
+void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& reduction);
 
 }  // namespace torch_ring

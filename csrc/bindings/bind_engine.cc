@@ -7,12 +7,10 @@
 #include <optional>
 #include <utility>
 
-#include "bindings/py_control_plane.h"
 #include "bindings/py_engine.h"
-#include "bindings/py_host_memory.h"
 #include "bindings/py_messages.h"
 #include "bindings/py_world.h"
-#include "bindings/records.h"
+#include "bindings/spans.h"
 
 namespace py = pybind11;
 
@@ -46,7 +44,6 @@ void bind_engine(py::module_& module) {
       .def("done", &PyWork::done)
       .def("wait", &PyWork::wait)
       .def("received_splits", &PyWork::received_splits);
-  py::class_<Launched>(module, "Launch").def("done", &Launched::done).def("wait", &Launched::wait);
   bind_messages(module);
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
@@ -61,8 +58,6 @@ void bind_engine(py::module_& module) {
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
       .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
-      .def("launch_allreduce", &PyEngine::launch_allreduce, py::arg("tensor"), py::arg("op"),
-           py::arg("prescale"), py::arg("postscale"))
       .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
            py::arg("name"), py::arg("blocking") = false)
       .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
@@ -104,9 +99,6 @@ void bind_engine(py::module_& module) {
           },
           py::arg("tensor"), py::arg("source"), py::arg("tag") = 0,
           py::call_guard<py::gil_scoped_release>())
-      .def("finalize_dense", &PyEngine::finalize_dense)
-      .def("gather_reports", &PyEngine::gather_reports)
-      .def("run_ahead", &PyEngine::run_ahead)
       .def("end", &PyEngine::end, py::arg("why"))
       .def("empty_shared",
            py::overload_cast<const std::vector<std::int64_t>&, py::object>(&PyEngine::empty_shared,

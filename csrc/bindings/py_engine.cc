@@ -6,9 +6,7 @@
 #include <utility>
 
 #include "bindings/blocking_call.h"
-#include "bindings/message_specs.h"
 #include "bindings/requests.h"
-#include "bindings/result_allocator.h"
 #include "bindings/spans.h"
 #include "bindings/text.h"
 #include "collective/make_communicator.h"
@@ -110,18 +108,6 @@ at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<
   return *output;
 }
 
-Launched PyEngine::launch_allreduce(const at::Tensor& tensor, int op, double prescale,
-                                    double postscale) const {
-  device_->use(tensor.device());
-  const Launcher launcher(running(), size_);
-  auto launched = [&] {
-    const BlockingCall no_gil;
-    return launcher.allreduce(tensor, op, prescale, postscale, kCheckSignals);
-  }();
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  return launched;
-}
-
 PyWork PyEngine::broadcast(const at::Tensor& tensor, const at::Tensor& output, int root,
                            std::string name, bool blocking) const {
   device_->use(tensor.device());
@@ -197,7 +183,7 @@ PyWork PyEngine::join() const {
   device_->prefer_current();
   auto result = std::make_shared<Result>();
   Request request = join_request(result);
-  request.allocate = standing_in(run_ahead_);
+  request.allocate = stand_in_;
   return submit(std::move(request), result, at::kCPU, true);
 }
 
@@ -285,29 +271,6 @@ std::shared_ptr<BlockPool> PyEngine::gradient_blocks() {
   return shared_->gradient_blocks();
 }
 
-std::optional<py::bytes> PyEngine::finalize_dense(const DenseFinalizer& finalizer,
-                                                  PassAgreement& agreement,
-                                                  const std::string& report) const {
-  const std::shared_ptr<Engine> engine = running();
-  std::optional<std::string> gathered;
-  {
-    const BlockingCall no_gil;
-    gathered = finalizer.run(*engine, size_, agreement, report, kCheckSignals);
-  }
-  if (!gathered) return std::nullopt;
-  return py::bytes(*gathered);
-}
-
-py::bytes PyEngine::gather_reports(PassAgreement& agreement, const std::string& report) const {
-  const std::shared_ptr<Engine> engine = running();
-  std::string gathered;
-  {
-    const BlockingCall no_gil;
-    gathered = agreement.gather(*engine, report, kCheckSignals);
-  }
-  return {gathered};
-}
-
 std::vector<OperationRecord> PyEngine::records() const {
   const std::shared_ptr<Engine> engine = engine_;
   const py::gil_scoped_release no_gil;
@@ -324,11 +287,6 @@ void PyEngine::observe(std::shared_ptr<RecordStream> stream) const {
   const std::shared_ptr<Engine> engine = running();
   const py::gil_scoped_release no_gil;
   engine->observe(std::move(stream));
-}
-
-std::shared_ptr<RunAhead> PyEngine::run_ahead() {
-  if (!run_ahead_) run_ahead_ = std::make_shared<RunAhead>(engine_, size_);
-  return run_ahead_;
 }
 
 void PyEngine::end(const std::string& why) const {

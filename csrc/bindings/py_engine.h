@@ -8,23 +8,93 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/accelerator.h"
-#include "bindings/finalize_dense.h"
-#include "bindings/launcher.h"
-#include "bindings/py_work.h"
-#include "bindings/run_ahead.h"
-#include "bindings/shared_tensors.h"
+#include "bindings/blocking_call.h"
+#include "bindings/requests.h"
 #include "collective/world.h"
 #include "core/clock.h"
 #include "engine/engine.h"
 #include "messages/point_to_point.h"
 
 namespace torch_ring {
+
+/// Runs Python's signal handlers (Ctrl-C) while a thread waits without the GIL.
+inline void check_signals() {
+  const pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+inline const Engine::Interrupt kCheckSignals = check_signals;
+
+/// Whether Python has other threads than this one: they may yet submit something.
+inline bool has_other_threads() {
+  const pybind11::gil_scoped_acquire gil;
+  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  return PyThreadState_Next(first) != nullptr;
+}
+
+/// A pending result as Python sees it. A work, its engine, and its result.
+class PyWork {
+ public:
+  PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
+      : engine_(std::move(engine)), work_(std::move(work)), result_(std::move(result)) {}
+  PyWork(PyWork&&) = default;
+  PyWork& operator=(PyWork&&) = default;
+
+  /// The caller may have been about to wait, and a signal handler has thrown meanwhile.
+  ~PyWork() {
+    if (work_ && !work_->done()) engine_->tend();
+  }
+
+  bool done() const {
+    return work_->done() &&
+           (!result_->output_event || work_->failed() || result_->output_event->query());
+  }
+
+  /// Waits, and returns the output. On a device the current stream waits for the output; the host
+  /// waits only until it is enqueued.
+  at::Tensor wait() const {
+    {
+      const BlockingCall no_gil;
+      engine_->wait(*work_, kCheckSignals);
+    }
+    if (result_->output_event) {
+      engine_->check();
+      result_->output_event->wait(result_->tensor);
+    }
+    return result_->tensor;
+  }
+
+  std::vector<std::int64_t> received_splits() const { return result_->rows; }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Work> work_;
+  std::shared_ptr<Result> result_;
+};
+
+/// A request and its result: one member of a group.
+struct Member {
+  Request request;
+  std::shared_ptr<Result> result;
+  c10::Device device;
+};
+
+inline std::string member_name(const std::string& group, std::size_t index) {
+  return group.empty() ? group : group + "." + std::to_string(index);
+}
+
+inline std::shared_ptr<Result> result_in(const at::Tensor& output) {
+  return std::make_shared<Result>(Result{output, {}});
+}
 
 /// The engine of a process set, its communicator, and what lives as long as they do: Python's
 /// `Engine` (torch_ring/_C.pyi documents the methods), which other bindings hold as well.
@@ -48,9 +118,6 @@ class PyEngine {
   /// output, which is a new tensor if none is given.
   at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
                                 std::string name, int op, double prescale, double postscale) const;
-
-  Launched launch_allreduce(const at::Tensor& tensor, int op, double prescale,
-                            double postscale) const;
 
   PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
                    bool blocking) const;
@@ -77,6 +144,10 @@ class PyEngine {
   PyWork barrier(std::string name, bool blocking, bool reset) const;
 
   PyWork join() const;
+
+  /// join() answers the other ranks' questions by this function (Request::allocate).
+  using StandIn = std::function<void*(std::span<const std::int64_t>)>;
+  void stand_in_by(StandIn answer) { stand_in_ = std::move(answer); }
 
   std::vector<PyWork> grouped_allreduce(const std::vector<at::Tensor>& tensors,
                                         const std::vector<at::Tensor>& outputs,
@@ -114,14 +185,6 @@ class PyEngine {
 
   bool has_shared_memory() const { return size_ > hosts_; }
   bool overlaps() const { return hosts_ > 1; }
-
-  std::optional<pybind11::bytes> finalize_dense(const DenseFinalizer& finalizer,
-                                                PassAgreement& agreement,
-                                                const std::string& report) const;
-
-  pybind11::bytes gather_reports(PassAgreement& agreement, const std::string& report) const;
-
-  std::shared_ptr<RunAhead> run_ahead();
 
   void end(const std::string& why) const;
 
@@ -176,7 +239,7 @@ class PyEngine {
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Engine> engine_;
   std::optional<SharedTensors> shared_;
-  std::shared_ptr<RunAhead> run_ahead_;
+  StandIn stand_in_ = [](std::span<const std::int64_t>) -> void* { return nullptr; };
 };
 
 void bind_engine(pybind11::module_& module);

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bindings/blocking_call.h"
-#include "bindings/py_work.h"
+#include "bindings/py_engine.h"
 
 namespace py = pybind11;
 

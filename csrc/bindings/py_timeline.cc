@@ -8,7 +8,7 @@
 #include <numeric>
 #include <utility>
 
-#include "bindings/py_control_plane.h"
+#include "bindings/py_world.h"
 
 namespace py = pybind11;
 

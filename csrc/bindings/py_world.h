@@ -1,17 +1,120 @@
 // world_of() and engine_config_of(): what an engine is made from, of Python's arguments.
 #pragma once
 
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "bindings/py_control_plane.h"
-#include "bindings/py_host_memory.h"
 #include "collective/world.h"
+#include "control/control_plane.h"
 #include "core/config.h"
 
+namespace pybind11 {
+class module_;
+}
+
+namespace pybind11 {
+class function;
+class module_;
+}  // namespace pybind11
+
 namespace torch_ring {
+
+/// The memory of this process's host, as Python holds it. The memory of a host and this rank's
+/// arena in it, for all process sets.
+///
+/// Thread: any. Blocking: while the system looks for memory.
+class PyHostMemory {
+ public:
+  /// `ranks`: those of this host, ascending; `rank`: this one. Errors: Error(kInternal) if `memory`
+  /// is not that of such a host.
+  PyHostMemory(Fd memory, std::vector<int> ranks, int rank);
+
+  /// In a forked child: HostMemory::leave_to_parent().
+  void abandon() const noexcept { host_->leave_to_parent(); }
+
+  std::int64_t reserve_slot() { return static_cast<std::int64_t>(arena_->reserve()); }
+  std::size_t used_bytes() const { return arena_->used_bytes(); }
+  void release_slot(std::int64_t offset) { arena_->release(static_cast<std::size_t>(offset)); }
+
+  /// Gives a set's `world` its slots and the arena. `members`: the set's ranks in the world, by
+  /// rank in the set; `offsets`: of their slots. Errors: Error(kInternal) if another rank's offset
+  /// cannot be one.
+  void use(World& world, std::span<const int> members, std::span<const std::int64_t> offsets) const;
+
+ private:
+  const std::vector<int> ranks_;
+  const std::shared_ptr<HostMemory> host_;
+  std::vector<std::shared_ptr<const SharedMemory>> memories_;  // by index in the host
+  std::shared_ptr<SharedArena> arena_;
+};
+
+void bind_host_memory(pybind11::module_& module);
+
+/// The control plane of a process, as Python holds it. Owns the plane together with the engines
+/// that use it. In a forked child it lets go of the parent's plane.
+///
+/// Thread: any, with the GIL.
+class PyControlPlane {
+ public:
+  explicit PyControlPlane(ControlPlane::Options options);
+  ~PyControlPlane() { stop(); }
+  PyControlPlane(const PyControlPlane&) = delete;
+  PyControlPlane& operator=(const PyControlPlane&) = delete;
+
+  std::vector<int> missing() const { return plane_->missing(); }
+  std::string trouble() const { return plane_->trouble(); }
+  /// Tells the other members of a set that this rank cannot take part in it.
+  void fail(std::uint64_t set, const std::string& why);
+  /// Closes the data connections of a set that no engine has taken, and refuses later ones.
+  void close_set(std::uint64_t set);
+  /// Tells the others that this rank has left a set of so many members, which it has not used.
+  void leave_unused(std::uint64_t set, int members);
+  /// Whether all its members have left a set: then none of them uses its memory.
+  bool has_ended(std::uint64_t set) const { return plane_ && plane_->has_ended(set); }
+  /// Why this process leaves, for the other ranks' errors.
+  void give_reason(std::string why);
+  /// The ranks that are lost.
+  std::vector<int> lost() const { return plane_->lost(); }
+  std::uint64_t ask(int rank) { return plane_ ? plane_->ask(rank) : 0; }
+  void answer(int rank, std::uint64_t number, std::string text) {
+    if (plane_) plane_->answer(rank, number, std::move(text));
+  }
+  /// See ControlPlane. The reader takes a letter's is_question, from, number and text.
+  void read_letters(pybind11::function reader);
+  /// The data connections that have been made so far.
+  std::uint64_t connections() const { return plane_->connections(); }
+  void stop(std::chrono::milliseconds patience = kPartingPatience);
+
+  /// Takes note of the descriptors that a child is about to inherit.
+  void before_fork();
+  /// In a forked child: closes the parent's connections, and leaks its thread and memory.
+  void abandon();
+
+  const std::shared_ptr<ControlPlane>& get() const { return plane_; }
+
+ private:
+  const pid_t pid_;
+  std::vector<std::pair<int, ino_t>> inherited_;
+  std::shared_ptr<ControlPlane> plane_;
+};
+
+/// The sockets of a set, which keep the plane alive.
+std::unique_ptr<SocketSource> sockets_of(std::shared_ptr<ControlPlane> plane, std::uint64_t set,
+                                         std::vector<int> members, int width);
+
+/// The wait-for graph of a set, which keeps the plane alive.
+std::shared_ptr<WaitGraph> waits_of(const std::shared_ptr<ControlPlane>& plane, std::uint64_t set,
+                                    std::vector<int> members, std::chrono::milliseconds patience);
+
+void bind_control_plane(pybind11::module_& module);
 
 /// The settings, from seconds; a timeout is rounded up to milliseconds.
 EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double stall_warning_s,

@@ -1,17 +1,206 @@
 #include "bindings/requests.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/strides.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <bit>
+#include <memory>
 #include <numeric>
+#include <string>
+#include <utility>
 
+#include "bindings/accelerator.h"
 #include "bindings/dtypes.h"
-#include "bindings/result_allocator.h"
-#include "bindings/streams.h"
-#include "bindings/tensor_memory.h"
+#include "memory/page_pool.h"
 
 namespace torch_ring {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
+
+void require_memory(const at::Tensor& tensor, const std::string& what) {
+  if (const auto why = lack_of_memory(tensor)) refuse(what + ": the tensor " + *why);
+}
+
+}  // namespace
+
+std::optional<std::string> lack_of_memory(const at::Tensor& tensor) {
+  const bool has_storage = tensor.has_storage();
+  if (has_storage && tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()) {
+    return std::nullopt;
+  }
+  if (tensor.layout() != at::kStrided || tensor._is_zerotensor()) return std::nullopt;
+  if (has_storage && tensor.sym_numel().maybe_as_int() == 0) return std::nullopt;
+  if (has_storage && tensor.storage().sym_nbytes().maybe_as_int() == 0) {
+    return "has no memory: its storage was resized to nothing";
+  }
+  const pybind11::gil_scoped_acquire gil;
+  const auto object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+  const std::string type = object ? Py_TYPE(object.ptr())->tp_name : "Tensor";
+  if (!tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    return "has no memory: is this in vmap, jvp, functionalize or a trace?";
+  }
+  return "is a " + type + ", which has no memory of its own: give the tensor that it wraps " +
+         "(to_local() of a DTensor), or leave the mode that made it";
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& what) {
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) {
+    refuse(what + ": the tensor is not dense: use to_dense(), or sparse_allreduce_async()");
+  }
+  if (!tensor.is_cpu() && !tensor.is_cuda() && !tensor.is_privateuseone()) {
+    refuse(what + ": tensors on " + tensor.device().str() + " are not supported: use cpu or cuda");
+  }
+  if (tensor._fw_grad(0).defined()) refuse(what + ": forward-mode derivatives are not supported");
+  if (tensor._is_zerotensor()) return;  // zeros without memory
+  require_memory(tensor, what);
+  const std::size_t needed =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                       static_cast<std::size_t>(tensor.storage_offset()));
+  if (tensor.numel() > 0 && tensor.storage().nbytes() < needed) {
+    refuse(what + ": the tensor's storage was resized and is too small for it");
+  }
+}
+
+void check_writable(const at::Tensor& tensor, const std::string& what) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    refuse(what +
+           ": cannot write into an expanded tensor, of which several elements are one "
+           "place in memory: clone() it");
+  }
+  if (tensor._is_zerotensor()) refuse(what + ": cannot write into a ZeroTensor: clone() it");
+  require_memory(tensor, what);
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj() &&
+         !tensor._is_zerotensor();
+}
+
+at::Tensor values_of(const at::Tensor& tensor) {
+  if (is_plain(tensor)) return tensor;  // the usual case, with no other check
+  const at::Tensor detached = tensor.detach();
+  if (detached._is_zerotensor()) return at::zeros(detached.sizes(), detached.options());
+  return detached.resolve_conj().resolve_neg().contiguous();
+}
+
+namespace {
+
+// Bytes from which results lie in pooled pages. malloc() keeps the pages of smaller blocks.
+constexpr std::size_t kLarge = 4u << 20;
+
+class ResultAllocator final : public c10::Allocator {
+ public:
+  /// Never destroyed: tensors may outlive everything else.
+  static ResultAllocator& instance() {
+    static auto* const allocator = new ResultAllocator;
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    // A tensor of this allocator may have been resized to a small one.
+    void* const data = bytes >= kLarge ? pages_.take(bytes) : nullptr;
+    if (data == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
+    c10::DataPtr owner{data, data, &give_back, c10::kCPU};
+    c10::profiledCPUMemoryReporter().New(data, PagePool::bytes_of(data));
+    return owner;
+  }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  PagePool& pages() { return pages_; }
+
+ private:
+  static void give_back(void* data) {
+    c10::profiledCPUMemoryReporter().Delete(data);
+    instance().pages_.give_back(data);
+  }
+
+  PagePool pages_{0};
+};
+
+/// Whether a result of `numel` elements lies in kept pages. All others than plain tensors on the
+/// host are made by torch.
+bool is_kept(const at::Tensor& like, std::int64_t numel) {
+  return like.is_cpu() && like.layout() == at::kStrided && !like.is_nested() &&
+         like.has_storage() && !like.unsafeGetTensorImpl()->is_python_dispatch() &&
+         static_cast<std::size_t>(numel) * like.element_size() >= kLarge;
+}
+
+at::Tensor from_kept_pages(const at::Tensor& like, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  return at::Tensor(at::detail::empty_strided_generic(sizes, strides, &ResultAllocator::instance(),
+                                                      c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                      like.scalar_type()));
+}
+
+}  // namespace
+
+at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes) {
+  if (!is_kept(like, c10::multiply_integers(sizes))) return at::empty(sizes, like.options());
+  return from_kept_pages(like, sizes, c10::contiguous_strides(sizes));
+}
+
+at::Tensor empty_result_like(const at::Tensor& like) {
+  if (lack_of_memory(like)) return like;  // for the request, which refuses it
+  if (!is_kept(like, like.numel()) || !like.is_non_overlapping_and_dense()) {
+    return at::empty_like(like);
+  }
+  return from_kept_pages(like, like.sizes(), like.strides());
+}
+
+void keep_results(std::size_t most_bytes) { ResultAllocator::instance().pages().limit(most_bytes); }
+
+std::size_t kept_result_bytes() { return ResultAllocator::instance().pages().kept_bytes(); }
+
+at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
+                                at::TensorOptions options) const {
+  const auto communicator = communicator_.lock();
+  SharedBuffers* const shared = communicator ? communicator->shared_buffers() : nullptr;
+  if (!shared) return at::empty(shape, options);
+  const std::size_t bytes =
+      static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
+  std::shared_ptr<void> memory = shared->allocate(bytes);
+  if (!memory) {
+    if (!is_full_.exchange(true)) {
+      log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
+           std::to_string(bytes) +
+           " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
+           "TORCH_RING_ADDRESS_SPACE and `ulimit -v`");
+    }
+    return at::empty(shape, options);
+  }
+  void* data = memory.get();
+  // A resize takes other memory, as it would of a tensor of torch's own: batched_powerSGD_hook()
+  // resizes DDP's buckets.
+  return at::for_blob(data, shape)
+      .deleter([memory = std::move(memory)](void*) {})
+      .options(options)
+      .allocator(c10::GetAllocator(c10::DeviceType::CPU))
+      .resizeable_storage()
+      .make_tensor();
+}
+
+std::shared_ptr<BlockPool> SharedTensors::gradient_blocks() {
+  if (!blocks_) {
+    blocks_ = BlockPool::make([communicator = communicator_](std::size_t bytes) {
+      const auto alive = communicator.lock();
+      return alive ? alive->shared_buffers()->allocate(bytes) : nullptr;
+    });
+  }
+  return blocks_;
+}
 
 namespace {
 
@@ -314,6 +503,61 @@ Request join_request(const std::shared_ptr<Result>& result) {
   request.output = result->tensor.mutable_data_ptr();
   request.finish = [result] {};  // keeps it alive
   return request;
+}
+
+namespace {
+
+void check(const at::Tensor& tensor, const std::string& what) {
+  if (!tensor.is_cpu()) {
+    throw Error(ErrorKind::kInvalidArgument,
+                what + ": messages are of tensors on the CPU, and this one is on " +
+                    tensor.device().str() + ": copy it");
+  }
+  check_tensor(tensor, what);
+}
+
+/// A message of the contiguous `memory`, which it keeps.
+MessageSpec spec_of(const at::Tensor& memory, std::optional<int> peer, int tag) {
+  MessageSpec spec;
+  spec.peer = peer;
+  spec.tag = tag;
+  spec.dtype = dtype_of(memory);
+  spec.owner = std::make_shared<at::Tensor>(memory);
+  return spec;
+}
+
+std::span<std::byte> bytes_of(const void* begin, std::size_t bytes) {
+  // A send only reads: the same span serves both ends of a message.
+  return {static_cast<std::byte*>(const_cast<void*>(begin)), bytes};
+}
+
+}  // namespace
+
+MessageSpec send_spec(const at::Tensor& tensor, int destination, int tag) {
+  check(tensor, "send");
+  const at::Tensor values = values_of(tensor);
+  MessageSpec spec = spec_of(values, destination, tag);
+  spec.memory = bytes_of(values.const_data_ptr(), values.nbytes());
+  return spec;
+}
+
+MessageSpec receive_spec(const at::Tensor& tensor, std::optional<int> source, int tag) {
+  check(tensor, "receive");
+  check_writable(tensor, "receive");
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  const at::Tensor target = tensor.detach();
+  // A clone has the values that a shorter message leaves as they are.
+  const at::Tensor memory = is_plain(target) ? target : target.clone(at::MemoryFormat::Contiguous);
+  MessageSpec spec = spec_of(memory, source, tag);
+  spec.is_send = false;
+  spec.memory = bytes_of(memory.mutable_data_ptr(), memory.nbytes());
+  if (!memory.is_same(target)) {
+    spec.received = [target, memory] {
+      const ForCaller for_caller(target.is_inference());
+      torch_call([&] { target.copy_(memory); });
+    };
+  }
+  return spec;
 }
 
 }  // namespace torch_ring

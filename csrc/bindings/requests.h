@@ -2,17 +2,116 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "bindings/streams.h"
+#include "bindings/accelerator.h"
+#include "collective/communicator.h"
+#include "core/error.h"
 #include "engine/request.h"
+#include "memory/block_pool.h"
+#include "messages/message_request.h"
 
 namespace torch_ring {
+
+/// Refuses a tensor without memory of its own, or on a device that is not known. `what` begins the
+/// message, here and below. Errors: Error(kInvalidArgument).
+void check_tensor(const at::Tensor& tensor, const std::string& what);
+
+/// Why the tensor's values are not in its memory, if they are not: "is a DTensor, which has no
+/// ...". Tensors that wrap others, or that stand for others in a trace, have a storage without
+/// memory.
+std::optional<std::string> lack_of_memory(const at::Tensor& tensor);
+
+/// Refuses a tensor of which several elements share a place in memory, or that has none.
+/// Errors: Error(kInvalidArgument).
+void check_writable(const at::Tensor& tensor, const std::string& what);
+
+/// Whether the tensor's memory holds its values, one after the other.
+bool is_plain(const at::Tensor& tensor);
+
+/// The values of `tensor` in memory, one after the other. Values that torch only flags as negated,
+/// as conjugated or as all zero become so in memory.
+at::Tensor values_of(const at::Tensor& tensor);
+
+/// Has torch work for the caller of an operation in any thread: whoever waits makes progress for
+/// all, in the modes of its own program. While this lives, the thread is in none of them but, if so
+/// asked, in inference mode: where the caller was, if it gets a new tensor, or where a tensor was
+/// made that is written to.
+class ForCaller {
+ public:
+  explicit ForCaller(bool in_inference_mode) : inference_(in_inference_mode) {}
+
+ private:
+  c10::impl::ForceDispatchKeyGuard no_modes_{c10::default_included_set, c10::default_excluded_set};
+  c10::InferenceMode inference_;
+  at::NoGradGuard no_grad_;
+};
+
+/// Calls `function`; an error of torch's becomes Error(kInternal), without its C++ stack.
+template <typename Function>
+auto torch_call(const Function& function) {
+  try {
+    return function();
+  } catch (const c10::Error& error) {
+    throw Error(ErrorKind::kInternal, error.what_without_backtrace());
+  }
+}
+
+/// Memory for the results of collectives. An uninitialised contiguous tensor of this shape,
+/// with the dtype and device of `like`. On the host, from 4 MiB on, its memory comes from a
+/// pool of pages, and returns there with the tensor (memory/page_pool.h).
+at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes);
+
+/// The same with the shape and the layout of `like`, as at::empty_like(). A tensor with holes does
+/// not come from the pool.
+at::Tensor empty_result_like(const at::Tensor& like);
+
+/// Keeps at most `most_bytes` in this process's pool; none before the first call.
+void keep_results(std::size_t most_bytes);
+
+/// The bytes that the pool keeps now.
+std::size_t kept_result_bytes();
+
+/// Tensors and gradients' blocks in the memory that the ranks of a host share. What one process
+/// set's communicator has of that memory.
+/// Thread: any; of gradient_blocks() and vacant_bytes() one at a time (the GIL's).
+class SharedTensors {
+ public:
+  using Log = std::function<void(const std::string&)>;
+
+  /// `communicator`: null after shutdown. `log` takes a warning.
+  SharedTensors(int rank, std::weak_ptr<HostCommunicator> communicator, Log log)
+      : rank_(rank), communicator_(std::move(communicator)), log_(std::move(log)) {}
+
+  /// A tensor whose allreduce copies nothing; an ordinary one where the ranks share no memory, and
+  /// where it has no room, of which the log is told once.
+  at::Tensor empty(const std::vector<std::int64_t>& shape, at::TensorOptions options) const;
+
+  /// Blocks for large gradients of all optimizers of the set.
+  std::shared_ptr<BlockPool> gradient_blocks();
+
+  /// Of these, those that wait for their next gradients.
+  std::size_t vacant_bytes() const { return blocks_ ? blocks_->vacant_bytes() : 0; }
+
+ private:
+  const int rank_;
+  const std::weak_ptr<HostCommunicator> communicator_;
+  const Log log_;
+  std::shared_ptr<BlockPool> blocks_;
+  mutable std::atomic<bool> is_full_{false};  // and the log says so
+};
 
 /// The result of a request, valid when its work is done.
 struct Result {
@@ -59,5 +158,12 @@ Request scatter_request(const at::Tensor& tensor, const at::Tensor& output, int 
 Request barrier_request(std::string name, bool resets_numbering);
 /// `result` becomes an int64 scalar: the last rank that joined.
 Request join_request(const std::shared_ptr<Result>& result);
+
+/// Both check the tensor, keep it until the request has ended, and copy where its memory is not
+/// contiguous. Without a deadline. A received tensor's version is bumped, so that autograd notices.
+/// Thread: any, with or without the GIL. Errors: Error(kInvalidArgument); the tensor must be on the
+/// CPU.
+MessageSpec send_spec(const at::Tensor& tensor, int destination, int tag);
+MessageSpec receive_spec(const at::Tensor& tensor, std::optional<int> source, int tag);
 
 }  // namespace torch_ring

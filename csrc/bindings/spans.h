@@ -1,9 +1,12 @@
 // follow_with_span(): the spans of collectives in torch.profiler.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
 #include <string>
 
+#include "engine/recorder.h"
 #include "engine/request.h"
 
 namespace torch_ring {
@@ -23,5 +26,11 @@ struct SpanGroup {
 /// of the agreement, which is the same on all ranks. Without a profiler: costs a look whether there
 /// is one. Thread: the one that submits the request; the progress thread closes the spans.
 void follow_with_span(Request& request, const SpanGroup& group);
+
+/// The sums as Python sees them: Engine.totals().
+pybind11::dict totals_of(const OperationTotals& totals);
+
+/// Adds OperationRecord and RecordStream (torch_ring/_C.pyi documents them).
+void bind_records(pybind11::module_& module);
 
 }  // namespace torch_ring

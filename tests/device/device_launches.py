@@ -10,6 +10,7 @@ from closed_form import reduced, stacked_tensors, tensor_of
 from device_operations import busy
 
 import torch_ring as hvd
+from torch_ring._C import launch_allreduce
 from torch_ring.world import current
 
 
@@ -18,7 +19,7 @@ def check_launches(device: str) -> None:
     engine = current.engine()
     mine = torch.ones(3, device=device)
     with pytest.raises(hvd.RingError, match="a launch needs an agreed operation on the device"):
-        engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0)
+        launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0)
     hvd.allreduce(mine)
     size = hvd.size()
     for dtype in (torch.float32, torch.float16, torch.int64):
@@ -27,7 +28,7 @@ def check_launches(device: str) -> None:
                 tensor = torch.zeros(shape, dtype=dtype, device=device)
                 busy(device, 1)
                 tensor.copy_(tensor_of(hvd.rank(), shape, dtype, size))  # on a stream that is late
-                launched = engine.launch_allreduce(tensor, op, 1.0, 1.0)
+                launched = launch_allreduce(engine, tensor, op, 1.0, 1.0)
                 assert launched.wait() is tensor
                 assert launched.done() in (False, True)
                 want = reduced(stacked_tensors(shape, dtype), op)
@@ -42,13 +43,13 @@ def check_arguments(device: str) -> None:
     grid = torch.ones(4, 6, device=device)
     version = grid._version
     columns = grid[:, 1:3]  # not contiguous
-    engine.launch_allreduce(columns, hvd.Sum, 0.5, 3.0).wait()
+    launch_allreduce(engine, columns, hvd.Sum, 0.5, 3.0).wait()
     assert grid._version > version
     assert grid.cpu().tolist() == [[1, 1.5 * size, 1.5 * size, 1, 1, 1]] * 4
     with pytest.raises(ValueError, match="only reductions on a device are launched"):
-        engine.launch_allreduce(torch.ones(3), hvd.Sum, 1.0, 1.0)
+        launch_allreduce(engine, torch.ones(3), hvd.Sum, 1.0, 1.0)
     with pytest.raises(ValueError, match="unknown op 9"):
-        engine.launch_allreduce(grid, 9, 1.0, 1.0)
+        launch_allreduce(engine, grid, 9, 1.0, 1.0)
     hvd.allreduce(grid)  # what was refused counts as no launch
 
 
@@ -58,13 +59,13 @@ def close_with_launches_outstanding(device: str) -> None:
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
     busy(device, 100)
-    launched = engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0)
+    launched = launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0)
     size = hvd.size()
     hvd.shutdown()
     assert launched.done()
     assert launched.wait().tolist() == [size] * 3
     with pytest.raises(hvd.RingError, match="shut down"):
-        engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0)
+        launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0)
     hvd.init()
 
 

@@ -16,6 +16,7 @@ from device_runs import call_on_double, run_on_double
 from pool import error_of
 
 import torch_ring as hvd
+from torch_ring._C import launch_allreduce
 from torch_ring.world import current
 
 pytestmark = device_double.needed
@@ -142,12 +143,12 @@ def lose_a_rank_that_has_not_launched(device: str) -> tuple[str, str]:
     if hvd.rank() == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    launched = engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0)
+    launched = launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0)
     mine.cpu()  # the current stream waits for nothing
     while not launched.done():
         time.sleep(0.01)  # for ever, if the device were not aborted
     assert error_of(launched.wait)[0] == "PeerLostError"
-    return error_of(lambda: engine.launch_allreduce(mine, hvd.Sum, 1.0, 1.0))
+    return error_of(lambda: launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("lose", [lose_a_rank, lose_a_rank_that_has_not_launched])

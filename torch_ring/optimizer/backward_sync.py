@@ -222,7 +222,7 @@ class BackwardSync:
         number, nothing_pending = self.number, participant.nothing_pending
         participant.nothing_pending = False
         try:
-            differing = self.engine.finalize_dense(finalizer, self.agreement, own)
+            differing = finalizer.run(self.engine, self.agreement, own)
         except RingError as error:
             self._raise_explained(error)
             raise
@@ -295,7 +295,7 @@ class BackwardSync:
         own = report.encode()
         goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
         try:
-            gathered = self.engine.gather_reports(self.agreement, own)
+            gathered = self.agreement.gather(self.engine, own)
         except RingError as error:
             self._raise_explained(error)
             raise

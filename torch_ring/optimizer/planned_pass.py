@@ -45,7 +45,7 @@ Special cases:
   it reads them, and the next agreed pass raises it again. A rank may have left for it meanwhile: a
   pass that fails reads the reports that have come before it says that a rank is missing.
 - *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
-  that pass (csrc/bindings/run_ahead.h). The others see that it is gone, as of any other change.
+  that pass (csrc/gradients/run_ahead.h). The others see that it is gone, as of any other change.
 - *New optimizers, other process sets, moved models* change the next pass to an agreed one. All
   ranks do these together, between the same passes.
 - *Ctrl-C* waits for the end of a planned pass.
@@ -68,7 +68,7 @@ from typing import TypeVar
 
 import torch
 
-from torch_ring._C import Due, Engine, PassAgreement, Work, backward_name
+from torch_ring._C import Due, Engine, GradientHooks, PassAgreement, Work, backward_name
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, require_same_steps
@@ -280,7 +280,7 @@ class RunAhead:
         weights: WeightReports,
         explain: Callable[[RingError, str], None],
     ) -> None:
-        self._native = engine.run_ahead()
+        self._native = NativeRunAhead(engine)
         self._engine = engine
         self._agreement = agreement
         self._size = size
@@ -302,6 +302,13 @@ class RunAhead:
     def hooks(self) -> NativeRunAhead | None:
         """What the hooks of an optimizer need; None: no pass will ever be planned."""
         return None if self._world is None else self._native
+
+    def add(self, optimizer: int, hooks: GradientHooks) -> None:
+        """Take note of an optimizer, of whose gradients this rank gives copies once it has joined.
+
+        Other ranks ask for them that have added to those.
+        """
+        self._native.add(optimizer, hooks)
 
     @property
     def is_planned(self) -> bool:

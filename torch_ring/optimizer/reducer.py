@@ -197,7 +197,7 @@ class Reducer:
         )
         self.hooks.set_base_scale(sync.base_scale)
         sync.share(self)
-        sync.engine.run_ahead().add(self.index, self.hooks)
+        sync.run_ahead.add(self.index, self.hooks)
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass

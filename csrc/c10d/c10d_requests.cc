@@ -1,0 +1,575 @@
+#include "c10d/c10d_requests.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/trunc.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "bindings/accelerator.h"
+#include "bindings/dtypes.h"
+#include "bindings/requests.h"
+
+namespace torch_ring {
+
+void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
+
+void refuse_in_child_of(::pid_t process) {
+  if (::getpid() != process) refuse("a forked process has no part in the groups of its parent");
+}
+
+void require_as_many(const char* what, std::size_t outputs, std::size_t inputs) {
+  if (outputs == inputs) return;
+  refuse(std::string(what) + ": " + std::to_string(outputs) + " outputs for " +
+         std::to_string(inputs) + " inputs");
+}
+
+void require_size(const char* what, std::size_t parts, int size) {
+  if (parts == static_cast<std::size_t>(size)) return;
+  refuse(std::string(what) + ": a list has " + std::to_string(parts) + " tensors for " +
+         std::to_string(size) + " ranks");
+}
+
+void require_like(const char* what, const at::Tensor& part, const at::Tensor& whole) {
+  if (part.scalar_type() == whole.scalar_type() && part.device() == whole.device()) return;
+  refuse(std::string(what) + ": the output differs from the input in dtype or device");
+}
+
+void require_parts(const char* what, const Tensors& parts, const at::Tensor& own, int size) {
+  require_size(what, parts.size(), size);
+  for (const at::Tensor& part : parts) {
+    require_like(what, part, own);
+    if (part.numel() == own.numel()) continue;
+    refuse(std::string(what) + ": a tensor of the list has " + std::to_string(part.numel()) +
+           " elements, and the other one " + std::to_string(own.numel()));
+  }
+}
+
+void group(std::vector<Request>& requests) {
+  if (requests.size() < 2) return;
+  for (Request& request : requests) {
+    request.fingerprint.group = static_cast<std::uint32_t>(requests.size());
+  }
+}
+
+namespace {
+
+std::int64_t elements_of(const std::vector<at::Tensor>& tensors) {
+  std::int64_t count = 0;
+  for (const at::Tensor& tensor : tensors) count += tensor.numel();
+  return count;
+}
+
+/// The memory of tensors that lie one after the other in one storage; undefined if they do not.
+at::Tensor flat_over(const std::vector<at::Tensor>& tensors) {
+  const at::Tensor& first = tensors.front();
+  std::int64_t offset = first.storage_offset();
+  for (const at::Tensor& tensor : tensors) {
+    if (!is_plain(tensor) || tensor.storage_offset() != offset || !tensor.is_alias_of(first)) {
+      return {};
+    }
+    offset += tensor.numel();
+  }
+  return first.detach().as_strided({elements_of(tensors)}, {1}, first.storage_offset());
+}
+
+void copy(const at::Tensor& to, const at::Tensor& from) {
+  // Not by torch's copy_(): its threads would compete with the program's, and these copies run on
+  // the progress thread.
+  if (to.is_cpu() && from.is_cpu() && is_plain(to) && is_plain(from)) {
+    if (to.nbytes() > 0) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  } else {
+    to.copy_(from.view(to.sizes()));
+  }
+}
+
+}  // namespace
+
+JoinedTensors::JoinedTensors(std::vector<at::Tensor> tensors, const char* what)
+    : tensors_(std::move(tensors)) {
+  if (tensors_.empty()) refuse(std::string(what) + ": the list of tensors is empty");
+  const at::Tensor& first = tensors_.front();
+  for (const at::Tensor& tensor : tensors_) {
+    check_tensor(tensor, what);
+    if (tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device()) {
+      refuse(std::string(what) + ": the tensors of a list differ in dtype or device");
+    }
+  }
+}
+
+JoinedTensors JoinedTensors::inputs(const std::vector<at::Tensor>& tensors, const char* what) {
+  const at::NoGradGuard no_grad;
+  JoinedTensors joined(tensors, what);
+  joined.flat_ = flat_over(joined.tensors_);
+  joined.is_new_ = !joined.flat_.defined();
+  if (!joined.is_new_) return joined;
+  joined.flat_ = empty_result(tensors.front(), {elements_of(tensors)});
+  std::int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor values = values_of(tensor.detach());
+    copy(joined.flat_.narrow(0, offset, values.numel()), values.view({values.numel()}));
+    offset += values.numel();
+  }
+  joined.tensors_.clear();
+  return joined;
+}
+
+JoinedTensors JoinedTensors::outputs(const std::vector<at::Tensor>& tensors, const char* what,
+                                     const at::Tensor* overlaps) {
+  const at::NoGradGuard no_grad;
+  JoinedTensors joined(tensors, what);
+  for (at::Tensor& tensor : joined.tensors_) {
+    check_writable(tensor, what);
+    tensor = tensor.detach();
+  }
+  joined.flat_ = flat_over(joined.tensors_);
+  joined.is_new_ = !joined.flat_.defined() || (overlaps && may_overlap(joined.flat_, *overlaps));
+  if (joined.is_new_) joined.flat_ = empty_result(tensors.front(), {elements_of(tensors)});
+  return joined;
+}
+
+void JoinedTensors::write_back() const {
+  if (!is_new_) return;
+  const ForCaller for_caller(tensors_.front().is_inference());
+  std::int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors_) {
+    copy(tensor, flat_.narrow(0, offset, tensor.numel()));
+    offset += tensor.numel();
+  }
+}
+
+bool may_overlap(const at::Tensor& one, const at::Tensor& other) {
+  if (one.numel() == 0 || other.numel() == 0 || !one.is_alias_of(other)) return false;
+  if (!one.is_contiguous() || !other.is_contiguous()) return true;
+  const auto begin = [](const at::Tensor& t) {
+    return static_cast<const char*>(t.const_data_ptr());
+  };
+  return begin(one) < begin(other) + other.nbytes() && begin(other) < begin(one) + one.nbytes();
+}
+
+namespace {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;  // its name before torch 2.13
+#else
+using c10d::PreMulSumSupplement;
+#endif
+using RedOp = c10d::ReduceOp::RedOpType;
+
+/// An operator of torch.distributed as the engine has it, for tensors of a dtype.
+ReduceOp operator_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
+  switch (op.op_) {
+    case RedOp::SUM:  // of bools, as NCCL and gloo have it: whether one of them is true
+      return dtype == at::kBool ? ReduceOp::kMax : ReduceOp::kSum;
+    case RedOp::AVG:
+      return ReduceOp::kAverage;
+    case RedOp::PRODUCT:
+      return ReduceOp::kProduct;
+    case RedOp::MIN:
+      return ReduceOp::kMin;
+    case RedOp::MAX:
+      return ReduceOp::kMax;
+    case RedOp::BAND:
+      return ReduceOp::kBand;
+    case RedOp::BOR:
+      return ReduceOp::kBor;
+    case RedOp::BXOR:
+      return ReduceOp::kBxor;
+    case RedOp::PREMUL_SUM:
+      return ReduceOp::kSum;
+    default:
+      refuse("unknown operator " + std::to_string(op.op_));
+  }
+}
+
+/// This rank's part of a reduction: for PREMUL_SUM a copy, multiplied by the factor, of which each
+/// rank may have one of its own. So it is not part of the request.
+at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what) {
+  if (op.op_ != RedOp::PREMUL_SUM) return tensor;
+  const auto* const supplement = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) refuse("PREMUL_SUM has no factor");
+  const bool is_tensor = supplement->tensor_factor.defined();
+  const double factor =
+      is_tensor ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  check_tensor(tensor, what);
+  check_op(dtype_of(tensor), ReduceOp::kSum, what, 1);
+  const at::NoGradGuard no_grad;
+  const bool is_whole = at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+  if (!is_whole) return tensor.detach().mul(factor);
+  return tensor.detach().to(at::kDouble).mul_(factor).trunc_().to(tensor.scalar_type());
+}
+
+void set_operator(Request& request, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                  const char* what, int size) {
+  const ReduceOp kind = operator_of(op, tensor.scalar_type());
+  check_op(request.fingerprint.dtype, kind, what, size);
+  request.fingerprint.op = kind;
+}
+
+void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin(), from.end()); }
+
+/// Sets the functions of a request that reads `input` and writes `output`.
+void set_lifetime(Request& request, const at::Tensor& input, const JoinedTensors& output) {
+  if (!input.is_cpu()) request.begin = keeper({input, output.flat()});
+  request.finish = [input, output] { output.write_back(); };
+}
+
+/// Copies the output to the tensors when the request is done.
+void write_back_after(Request& request, const JoinedTensors& output) {
+  request.finish = [finish = std::move(request.finish), output] {
+    finish();
+    output.write_back();
+  };
+}
+
+/// A flat tensor as one part for each rank.
+at::Tensor parts_of(const at::Tensor& flat, const at::Tensor& part, int size) {
+  std::vector<std::int64_t> shape = part.sizes().vec();
+  shape.insert(shape.begin(), size);
+  return flat.view(shape);
+}
+
+/// The request of an allgather of one tensor, whole: a "row" is the whole tensor, so that its shape
+/// is what the ranks agree on.
+Request gather_request(const at::Tensor& input, const JoinedTensors& output) {
+  const at::Tensor values = values_of(input.detach());
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kAllgather, input, "");
+  request.rows = {1};
+  request.input = values.const_data_ptr();
+  request.allocate = [memory = output.flat()](std::span<const std::int64_t>) {
+    return memory.mutable_data_ptr();
+  };
+  set_lifetime(request, values, output);
+  return request;
+}
+
+Request reduce_scatter_request(const JoinedTensors& output, const at::Tensor& input,
+                               const c10d::ReduceOp& op, GroupPlace place) {
+  constexpr const char* kWhat = "reduce_scatter";
+  const at::Tensor parts = input.view({place.size, input.numel() / place.size});
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kReducescatter, parts, "");
+  set_operator(request, op, input, kWhat, place.size);
+  request.input = input.const_data_ptr();
+  request.output = output.flat().mutable_data_ptr();
+  set_lifetime(request, input, output);
+  return request;
+}
+
+}  // namespace
+
+C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, int size) {
+  C10dOperation operation{{}, tensors};
+  for (const at::Tensor& tensor : tensors) {
+    const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
+    const at::Tensor part = part_for(op, tensor, "all_reduce");
+    operation.requests.push_back(allreduce_request(part, tensor, "", kind, 1.0, 1.0, size));
+  }
+  group(operation.requests);
+  return operation;
+}
+
+C10dOperation broadcast_operation(const Tensors& tensors, int root, int size) {
+  C10dOperation operation{{}, tensors};
+  for (const at::Tensor& tensor : tensors) {
+    operation.requests.push_back(broadcast_request(tensor, tensor, root, size, ""));
+  }
+  group(operation.requests);
+  return operation;
+}
+
+C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
+                               GroupPlace place) {
+  const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
+  const at::Tensor part = part_for(op, tensor, "reduce");
+  const at::Tensor output = place.rank == root ? tensor : at::Tensor();
+  return {{reduce_request(part, output, root, "", kind, 1.0, 1.0, place.size)}, {tensor}};
+}
+
+C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
+                               GroupPlace place) {
+  constexpr const char* kWhat = "gather";
+  if (place.rank != root) {
+    if (!outputs.empty()) refuse("gather: only the root has outputs");
+    return {{gather_request(input, {}, root, "", place.size)}, {}};
+  }
+  check_tensor(input, kWhat);
+  require_parts(kWhat, outputs, input, place.size);
+  const JoinedTensors output = JoinedTensors::outputs(outputs, kWhat, &input);
+  C10dOperation operation{
+      {gather_request(input, parts_of(output.flat(), input, place.size), root, "", place.size)},
+      outputs};
+  write_back_after(operation.requests.front(), output);
+  return operation;
+}
+
+C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
+                                GroupPlace place) {
+  constexpr const char* kWhat = "scatter";
+  if (place.rank != root) {
+    if (!inputs.empty()) refuse("scatter: only the root has inputs");
+    return {{scatter_request({}, output, root, "", place.size)}, {output}};
+  }
+  check_tensor(output, kWhat);
+  require_parts(kWhat, inputs, output, place.size);
+  const at::Tensor input = JoinedTensors::inputs(inputs, kWhat).flat();
+  const JoinedTensors target = JoinedTensors::outputs({output}, kWhat, &input);
+  C10dOperation operation{
+      {scatter_request(parts_of(input, output, place.size), target.flat().view(output.sizes()),
+                       root, "", place.size)},
+      {output}};
+  write_back_after(operation.requests.front(), target);
+  return operation;
+}
+
+C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, int size) {
+  constexpr const char* kWhat = "all_gather";
+  require_as_many(kWhat, outputs.size(), inputs.size());
+  C10dOperation operation;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(inputs[i], kWhat);
+    require_parts(kWhat, outputs[i], inputs[i], size);
+    operation.requests.push_back(
+        gather_request(inputs[i], JoinedTensors::outputs(outputs[i], kWhat, &inputs[i])));
+    append(operation.outputs, outputs[i]);
+  }
+  group(operation.requests);
+  return operation;
+}
+
+C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, int size) {
+  constexpr const char* kWhat = "all_gather_into_tensor";
+  require_as_many(kWhat, outputs.size(), inputs.size());
+  C10dOperation operation{{}, outputs};
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(inputs[i], kWhat);
+    require_like(kWhat, outputs[i], inputs[i]);
+    if (outputs[i].numel() != inputs[i].numel() * size) {
+      refuse(std::string(kWhat) + ": the output has " + std::to_string(outputs[i].numel()) +
+             " elements, and the inputs of the " + std::to_string(size) + " ranks " +
+             std::to_string(inputs[i].numel() * size));
+    }
+    operation.requests.push_back(
+        gather_request(inputs[i], JoinedTensors::outputs({outputs[i]}, kWhat, &inputs[i])));
+  }
+  group(operation.requests);
+  return operation;
+}
+
+C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
+                                       const c10d::ReduceOp& op, GroupPlace place) {
+  constexpr const char* kWhat = "reduce_scatter";
+  require_as_many(kWhat, outputs.size(), inputs.size());
+  C10dOperation operation{{}, outputs};
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(outputs[i], kWhat);
+    require_parts(kWhat, inputs[i], outputs[i], place.size);
+    const at::Tensor input = part_for(op, JoinedTensors::inputs(inputs[i], kWhat).flat(), kWhat);
+    operation.requests.push_back(reduce_scatter_request(
+        JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, op, place));
+  }
+  group(operation.requests);
+  return operation;
+}
+
+C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
+                                            const c10d::ReduceOp& op, GroupPlace place) {
+  constexpr const char* kWhat = "reduce_scatter_tensor";
+  require_as_many(kWhat, outputs.size(), inputs.size());
+  C10dOperation operation{{}, outputs};
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    require_like(kWhat, outputs[i], inputs[i]);
+    if (inputs[i].numel() != outputs[i].numel() * place.size) {
+      refuse(std::string(kWhat) + ": the input has " + std::to_string(inputs[i].numel()) +
+             " elements, not the output's " + std::to_string(outputs[i].numel()) +
+             " for each of the " + std::to_string(place.size) + " ranks");
+    }
+    const at::Tensor input = part_for(op, JoinedTensors::inputs({inputs[i]}, kWhat).flat(), kWhat);
+    operation.requests.push_back(reduce_scatter_request(
+        JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, op, place));
+  }
+  group(operation.requests);
+  return operation;
+}
+
+C10dOperation barrier_operation() {
+  C10dOperation operation;
+  operation.requests.emplace_back().fingerprint.collective = Collective::kFence;
+  return operation;
+}
+
+namespace {
+
+/// The request of an alltoall of `input`, whose rows have `row` elements each.
+Request scattered_rows_request(const JoinedTensors& output, const at::Tensor& input,
+                               std::vector<std::int64_t> row,
+                               const std::vector<std::int64_t>& output_rows,
+                               std::vector<std::int64_t> input_rows) {
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kAlltoall, input, "");
+  request.fingerprint.shape = std::move(row);
+  request.fingerprint.tells_expected = true;  // so that the output has room
+  request.rows = std::move(input_rows);
+  request.rows.insert(request.rows.end(), output_rows.begin(), output_rows.end());
+  request.input = input.const_data_ptr();
+  request.allocate = [memory = output.flat()](std::span<const std::int64_t>) {
+    return memory.mutable_data_ptr();
+  };
+  if (!input.is_cpu()) request.begin = keeper({input, output.flat()});
+  request.finish = [input, output] { output.write_back(); };
+  return request;
+}
+
+std::vector<std::int64_t> rows_of(const at::Tensor& tensor, std::vector<std::int64_t> splits,
+                                  const char* which, int size) {
+  const std::string what = std::string("all_to_all_single: the ") + which;
+  if (tensor.dim() == 0) refuse(what + " is a scalar, which has no first dimension to split");
+  if (splits.empty()) {
+    if (tensor.size(0) % size != 0) {
+      refuse(what + "'s first dimension, " + std::to_string(tensor.size(0)) +
+             ", is not divisible by the " + std::to_string(size) + " ranks: give split sizes");
+    }
+    return std::vector<std::int64_t>(static_cast<std::size_t>(size), tensor.size(0) / size);
+  }
+  if (splits.size() != static_cast<std::size_t>(size)) {
+    refuse(what + " has " + std::to_string(splits.size()) + " split sizes for " +
+           std::to_string(size) + " ranks");
+  }
+  std::int64_t rows = 0;
+  for (const std::int64_t split : splits) {
+    if (split < 0) refuse(what + " has a negative split size");
+    rows += split;
+  }
+  if (rows != tensor.size(0)) {
+    refuse(what + "'s split sizes do not sum up to its first dimension: " + std::to_string(rows) +
+           " and " + std::to_string(tensor.size(0)));
+  }
+  return splits;
+}
+
+}  // namespace
+
+C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size) {
+  constexpr const char* kWhat = "all_to_all";
+  require_size(kWhat, outputs.size(), size);
+  require_size(kWhat, inputs.size(), size);
+  require_like(kWhat, outputs.front(), inputs.front());
+  const auto counts = [](const Tensors& tensors) {
+    std::vector<std::int64_t> rows;
+    for (const at::Tensor& tensor : tensors) rows.push_back(tensor.numel());
+    return rows;
+  };
+  const at::Tensor input = JoinedTensors::inputs(inputs, kWhat).flat();
+  C10dOperation operation{{}, outputs};
+  operation.requests.push_back(scattered_rows_request(
+      JoinedTensors::outputs(outputs, kWhat, &input), input, {}, counts(outputs), counts(inputs)));
+  return operation;
+}
+
+C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
+                                      std::vector<std::int64_t> output_splits,
+                                      std::vector<std::int64_t> input_splits, int size) {
+  constexpr const char* kWhat = "all_to_all_single";
+  require_like(kWhat, output, input);
+  const std::vector<std::int64_t> output_rows =
+      rows_of(output, std::move(output_splits), "output", size);
+  std::vector<std::int64_t> input_rows = rows_of(input, std::move(input_splits), "input", size);
+  const std::vector<std::int64_t> row = input.sizes().slice(1).vec();
+  if (output.sizes().slice(1).vec() != row) {
+    refuse(std::string(kWhat) + ": the rows of the output and of the input differ in shape");
+  }
+  const at::Tensor values = JoinedTensors::inputs({input}, kWhat).flat();
+  C10dOperation operation{{}, {output}};
+  operation.requests.push_back(
+      scattered_rows_request(JoinedTensors::outputs({output}, kWhat, &values), values, row,
+                             output_rows, std::move(input_rows)));
+  return operation;
+}
+
+namespace {
+
+std::string text_of(const at::Tensor& shape) {
+  std::string text;
+  for (std::int64_t i = 0; i < shape.numel(); ++i) {
+    text += (i > 0 ? ", " : "[") + std::to_string(shape[i].item<std::int64_t>());
+  }
+  return text + "]";
+}
+
+/// The sum of the ranks' sparse tensors: all indices and values in one tensor, coalesced.
+class SparseSum {
+ public:
+  explicit SparseSum(const at::Tensor& tensor)
+      : tensor_(tensor), own_(tensor.detach().coalesce()) {}
+
+  /// Two allgathers, a row for each entry. Before its indices a rank sends the shape.
+  std::vector<Request> requests() {
+    shape_ = at::tensor(own_.sizes().slice(0, static_cast<std::size_t>(own_.sparse_dim())),
+                        own_.indices().options());
+    const at::Tensor indices = at::cat({shape_.unsqueeze(0), own_.indices().t()});
+    return {allgather_request(indices, indices_, "", false),
+            allgather_request(own_.values().contiguous(), values_, "", false)};
+  }
+
+  /// One of the two is done.
+  void gathered(LateError& error) {
+    if (++gathered_ < 2) return;
+    const ForCaller for_caller(tensor_.is_inference());
+    Tensors indices;
+    std::int64_t first = 0;
+    for (std::size_t rank = 0; rank < indices_->rows.size(); ++rank) {
+      const std::int64_t rows = indices_->rows[rank];
+      const at::Tensor shape = indices_->tensor.select(0, first);
+      if (!shape.equal(shape_)) {
+        error.set(
+            Error(ErrorKind::kMismatch, "allreduce of a sparse tensor: its sparse dimensions are " +
+                                            text_of(shape_) + " here, and " + text_of(shape) +
+                                            " on rank " + std::to_string(rank)));
+        return;
+      }
+      indices.push_back(indices_->tensor.narrow(0, first + 1, rows - 1));
+      first += rows;
+    }
+    tensor_.copy_(
+        at::sparse_coo_tensor(at::cat(indices).t(), values_->tensor, own_.sizes()).coalesce());
+  }
+
+ private:
+  at::Tensor tensor_;
+  at::Tensor own_;
+  at::Tensor shape_;  // of the sparse dimensions
+  std::shared_ptr<Result> indices_ = std::make_shared<Result>();
+  std::shared_ptr<Result> values_ = std::make_shared<Result>();
+  int gathered_ = 0;  // by the progress thread
+};
+
+}  // namespace
+
+C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const std::string what = "allreduce of a sparse tensor";
+  if (tensor.layout() != at::kSparse) refuse(what + ": the tensor is not sparse COO");
+  if (op.op_ != c10d::ReduceOp::SUM) refuse(what + ": the operator must be SUM");
+  const at::NoGradGuard no_grad;
+  const auto sum = std::make_shared<SparseSum>(tensor);
+  C10dOperation operation{{}, {tensor}, std::make_shared<LateError>()};
+  operation.requests = sum->requests();
+  for (Request& request : operation.requests) {
+    request.finish = [sum, late_error = operation.late_error] { sum->gathered(*late_error); };
+  }
+  group(operation.requests);
+  return operation;
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,216 @@
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/py_engine.h"
+#include "engine/request.h"
+#include "gradients/finalize_dense.h"
+#include "gradients/gradient_hooks.h"
+#include "gradients/run_ahead.h"
+
+namespace torch_ring {
+namespace {
+
+namespace py = pybind11;
+
+/// A Python function for autograd's threads: autograd rethrows its exception from backward().
+template <class Result, class... Args>
+std::function<Result(Args...)> callback(py::object function) {
+  const std::shared_ptr<py::object> callable(
+      new py::object(std::move(function)), [](py::object* it) {
+        const py::gil_scoped_acquire gil;  // the last reference may be an autograd thread's
+        delete it;
+      });
+  return [callable](Args... args) -> Result {
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*callable)(args...).template cast<Result>();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      python_error for_autograd;
+      for_autograd.persist();
+      throw for_autograd;
+    }
+  };
+}
+
+Launched launch_allreduce(const PyEngine& engine, const at::Tensor& tensor, int op, double prescale,
+                          double postscale) {
+  DeviceChoice::of_process()->use(tensor.device());
+  const Launcher launcher(engine.running(), engine.size());
+  auto launched = [&] {
+    const BlockingCall no_gil;
+    return launcher.allreduce(tensor, op, prescale, postscale, kCheckSignals);
+  }();
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  return launched;
+}
+
+std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
+  auto run_ahead = std::make_shared<RunAhead>(engine.running(), engine.size());
+  engine.stand_in_by(standing_in(run_ahead));
+  return run_ahead;
+}
+
+std::optional<py::bytes> finalize(const DenseFinalizer& finalizer, const PyEngine& engine,
+                                  PassAgreement& agreement, const std::string& report) {
+  const std::shared_ptr<Engine> running = engine.running();
+  std::optional<std::string> gathered;
+  {
+    const BlockingCall no_gil;
+    gathered = finalizer.run(*running, engine.size(), agreement, report, kCheckSignals);
+  }
+  if (!gathered) return std::nullopt;
+  return py::bytes(*gathered);
+}
+
+py::bytes gather(PassAgreement& agreement, const PyEngine& engine, const std::string& report) {
+  const std::shared_ptr<Engine> running = engine.running();
+  std::string gathered;
+  {
+    const BlockingCall no_gil;
+    gathered = agreement.gather(*running, report, kCheckSignals);
+  }
+  return {gathered};
+}
+
+}  // namespace
+
+void bind_gradients(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<PlannedBucket>(module, "PlannedBucket")
+      .def(py::init([](const std::shared_ptr<GradientHooks>& hooks, std::size_t bucket,
+                       std::vector<std::pair<std::int64_t, std::int64_t>> runs, at::Tensor memory,
+                       bool cast, int op, double prescale, double postscale) {
+             return PlannedBucket{hooks, bucket, std::move(runs), std::move(memory),
+                                  cast,  op,     prescale,        postscale};
+           }),
+           py::arg("hooks"), py::arg("bucket"), py::arg("runs"), py::arg("memory"), py::arg("cast"),
+           py::arg("op"), py::arg("prescale"), py::arg("postscale"));
+  py::class_<Launched>(module, "Launch").def("done", &Launched::done).def("wait", &Launched::wait);
+  module.def("launch_allreduce", &launch_allreduce, py::arg("engine"), py::arg("tensor"),
+             py::arg("op"), py::arg("prescale"), py::arg("postscale"));
+  py::class_<RunAhead, std::shared_ptr<RunAhead>>(module, "RunAhead")
+      .def(py::init(&make_run_ahead), py::arg("engine"))
+      .def("set_plan", &RunAhead::set_plan, py::arg("first"), py::arg("passes"), Release())
+      .def("open", &RunAhead::open, py::arg("number"), Release())
+      .def("close", &RunAhead::close, Release())
+      .def("has_launched", &RunAhead::has_launched, Release())
+      .def(
+          "add",
+          [](RunAhead& run_ahead, std::int64_t optimizer,
+             const std::shared_ptr<GradientHooks>& hooks) { run_ahead.add(optimizer, hooks); },
+          py::arg("optimizer"), py::arg("hooks"), Release())
+      .def("launch_rest", &RunAhead::launch_rest, Release())
+      .def("wait", &RunAhead::wait, Release());
+  py::enum_<GradientHooks::Due>(module, "Due")
+      .value("now", GradientHooks::Due::kNow)
+      .value("started", GradientHooks::Due::kStarted)
+      .value("everything", GradientHooks::Due::kEverything);
+  py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
+      .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                       double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
+                       py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
+                       std::shared_ptr<PassAgreement> agreement,
+                       std::shared_ptr<RunAhead> run_ahead) {
+             return GradientHooks::make(
+                 std::move(parameters), std::move(names),
+                 {reduced_scale, callback<void>(std::move(on_backward_end)),
+                  callback<void, std::size_t>(std::move(on_bucket_full)),
+                  callback<at::Tensor, std::size_t>(std::move(new_memory)),
+                  callback<void, const std::string&>(std::move(fail)), std::move(blocks),
+                  std::move(agreement), std::move(run_ahead)});
+           }),
+           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
+           py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),
+           py::arg("fail"), py::arg("blocks"), py::arg("agreement"), py::arg("run_ahead"))
+      .def(
+          "set_buckets",
+          [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
+             const std::vector<std::pair<std::size_t, std::int64_t>>& slots,
+             std::vector<bool> early) {
+            std::vector<GradientHooks::Slot> parts;
+            for (const auto& [bucket, offset] : slots) parts.push_back({bucket, offset});
+            hooks.set_buckets(buckets, parts, std::move(early));
+          },
+          py::arg("buckets"), py::arg("slots"), py::arg("early"), Release())
+      .def(
+          "pending",
+          [](GradientHooks& hooks, GradientHooks::Due which) {
+            GradientHooks::Pending pending;
+            {
+              const py::gil_scoped_release release;
+              pending = hooks.pending(which);
+            }
+            return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
+                              pending.accumulating, pending.unready, pending.complete,
+                              pending.again);
+          },
+          py::arg("which"))
+      .def("set_by_hand", &GradientHooks::set_by_hand, Release())
+      .def("share", &GradientHooks::share, py::arg("other"), Release())
+      .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
+      .def("parameters_moved", &GradientHooks::parameters_moved, Release())
+      .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
+      .def("memory", &GradientHooks::memory, py::arg("bucket"), Release())
+      .def("bucket_view", &GradientHooks::bucket_view, py::arg("index"), Release())
+      .def(
+          "local_gradient",
+          [](GradientHooks& hooks, std::size_t index) -> std::optional<at::Tensor> {
+            const py::gil_scoped_release release;
+            at::Tensor gradient = hooks.local_gradient(index);
+            if (!gradient.defined()) return std::nullopt;
+            return gradient;
+          },
+          py::arg("index"))
+      .def("set_sparse_result", &GradientHooks::set_sparse_result, py::arg("index"),
+           py::arg("gradient"), Release())
+      .def("mark_reduced", &GradientHooks::mark_reduced, py::arg("touched"), Release())
+      .def("expect", &GradientHooks::expect, py::arg("planned"), Release())
+      .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), Release())
+      .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
+      .def("put_aside", &GradientHooks::put_aside, py::arg("extra"), Release())
+      .def("take_up_aside", &GradientHooks::take_up_aside, py::arg("again"), Release())
+      .def("ready_order", &GradientHooks::ready_order, Release())
+      .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
+      .def("restart_passes", &GradientHooks::restart_passes, Release())
+      .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))
+      .def("has_base", &GradientHooks::has_base, Release())
+      .def("bases", &GradientHooks::bases, Release())
+      .def("keep_scale", &GradientHooks::keep_scale, py::arg("index"), Release())
+      .def("add", &GradientHooks::add, py::arg("index"), py::arg("value"), Release())
+      .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
+      .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
+           Release())
+      .def("disable", &GradientHooks::disable);
+
+  py::class_<PassAgreement, std::shared_ptr<PassAgreement>>(module, "PassAgreement")
+      .def(py::init())
+      .def("gather", &gather)
+      .def_property_readonly("number", &PassAgreement::number)
+      .def_property_readonly("is_open", &PassAgreement::is_open)
+      .def_property_readonly("is_reducing", &PassAgreement::is_reducing)
+      .def("begin_reduction", &PassAgreement::begin_reduction)
+      .def("finish", &PassAgreement::finish)
+      .def("restart", &PassAgreement::restart, py::arg("number"))
+      .def("begin_ending", &PassAgreement::begin_ending)
+      .def("stop_ending", &PassAgreement::stop_ending);
+
+  py::class_<DenseFinalizer>(module, "DenseFinalizer")
+      .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, GradientHooks::Bitmap,
+                    std::vector<std::size_t>, int, double, double>())
+      .def("run", &finalize);
+
+  module.def("backward_name", &backward_name);
+  module.def("bucket_name", &bucket_name);
+  module.def("in_words", &in_words);
+  module.def("all_sent", &all_sent);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,64 @@
+#include "gradients/finalize_dense.h"
+
+#include <utility>
+
+#include "bindings/requests.h"
+#include "engine/request.h"
+
+namespace torch_ring {
+
+DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
+                               GradientHooks::Bitmap everything, std::vector<std::size_t> buckets,
+                               int op, double prescale, double postscale)
+    : hooks_(std::move(hooks)),
+      optimizer_(optimizer),
+      everything_(std::move(everything)),
+      buckets_(std::move(buckets)),
+      op_(op),
+      prescale_(prescale),
+      postscale_(postscale) {}
+
+std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgreement& agreement,
+                                               const std::string& report,
+                                               const Engine::Interrupt& interrupt) const {
+  const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
+  const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
+  if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {
+    return std::nullopt;
+  }
+  std::string gathered = agreement.gather(engine, report, interrupt);
+  const bool all_are_here = gathered.size() == report.size() * static_cast<std::size_t>(size);
+  if (!all_are_here || !all_sent(gathered, report)) return gathered;
+
+  DeferredInterrupt deferred(interrupt);
+  agreement.begin_reduction();
+  try {
+    reduce(engine, size, agreement.number(), deferred);
+  } catch (const Error&) {  // an error on all ranks, after which they may go on
+    agreement.finish();
+    throw;
+  } catch (const c10::Error&) {
+    agreement.finish();
+    throw;
+  }
+  agreement.finish();
+  deferred.rethrow();
+  return std::string();
+}
+
+void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,
+                            DeferredInterrupt& deferred) const {
+  hooks_->move_into_buckets(everything_);
+  std::vector<Request> requests;
+  for (const std::size_t bucket : buckets_) {
+    const at::Tensor memory = hooks_->memory(bucket);
+    requests.push_back(allreduce_request(memory, memory, bucket_name(optimizer_, number, bucket, 0),
+                                         op_, prescale_, postscale_, size));
+  }
+  for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kBlocking)) {
+    engine.wait(*work, deferred.function());
+  }
+  hooks_->mark_reduced(everything_);
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,903 @@
+#include "gradients/gradient_hooks.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+#include <limits>
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/accelerator.h"
+
+namespace torch_ring {
+
+namespace {
+
+constexpr const char* kTwoThreads =
+    "two threads run backward passes of wrapped optimizers at the same time, and the ranks cannot "
+    "know which pass of theirs belongs to which: run backward() to step() of all optimizers in one "
+    "thread, or one after the other, in the same order on all ranks";
+
+constexpr std::size_t kSent = std::numeric_limits<std::size_t>::max();
+
+constexpr const char* kCameAgain =
+    "got another gradient in a backward pass that had already sent its first one, and which hosts "
+    "run ahead of: wrap the optimizer with run_ahead=False (or unset TORCH_RING_RUN_AHEAD), or use "
+    "torch.utils.checkpoint with use_reentrant=False";
+
+constexpr const char* kSentInVain =
+    "a backward pass failed or was interrupted after part of its gradients had been sent, which "
+    "only shutdown() and init() can mend";
+
+// C++ exceptions that autograd turns into Python's.
+struct AssertionError final : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  PyObject* python_type() override { return PyExc_AssertionError; }
+};
+struct ValueError final : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  PyObject* python_type() override { return PyExc_ValueError; }
+};
+struct RuntimeError final : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  PyObject* python_type() override { return PyExc_RuntimeError; }
+};
+
+void set(std::string& bitmap, std::size_t i) {
+  bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
+}
+
+/// Throws if a parameter has another shape than when it was wrapped: the next pass would fail in
+/// autograd's words.
+void require_shape(const HookedParameter& parameter) {
+  const at::IntArrayRef wrapped(parameter.view.sizes);
+  TORCH_CHECK_VALUE(parameter.variable.sizes() == wrapped, "parameter '", parameter.name,
+                    "' has changed its shape from ", wrapped, " to ", parameter.variable.sizes(),
+                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+}
+
+/// Refuses a gradient with a graph: the reduced one would have none, and what a program makes of it
+/// (a penalty) would count as a constant.
+void require_no_graph(const HookedParameter& parameter) {
+  if (!at::GradMode::is_enabled() || !parameter.variable.grad().requires_grad()) return;
+  throw RuntimeError(c10::str(
+      "backward(create_graph=True): the gradient of '", parameter.name, "' would lose its graph ",
+      "when the ranks average it. For a penalty, compute the gradients with ",
+      "torch.autograd.grad(loss, parameters, create_graph=True), average them with ",
+      "hvd.grouped_allreduce(), and call backward() of the whole loss without create_graph"));
+}
+
+}  // namespace
+
+/// Ends the backward pass in which it was made: when autograd calls it, or when autograd drops it
+/// because the pass has failed, here or before. In the latter case Python is not called. A nested
+/// pass does not end the one around it: when autograd drops the nested graph, whose callback this
+/// is, the graph around it is the current one again, and gets a callback of its own.
+class GradientHooks::PassEnd {
+ public:
+  /// `number`: of the pass.
+  PassEnd(std::weak_ptr<GradientHooks> hooks, std::uint64_t number)
+      : hooks_(std::move(hooks)), number_(number) {}
+  PassEnd(const PassEnd&) = delete;
+  PassEnd& operator=(const PassEnd&) = delete;
+  ~PassEnd() {
+    const auto hooks = goes_on_ ? std::exchange(hooks_, {}).lock() : nullptr;
+    hooks ? hooks->go_on(number_) : close(true);
+  }
+
+  void run() {
+    goes_on_ = is_nested();
+    if (goes_on_) return;
+    if (const auto hooks = hooks_.lock()) {
+      hooks->options_.on_backward_end();
+      hooks->settle();
+    }
+    close(false);
+  }
+
+ private:
+  void close(bool failed) {
+    if (const auto hooks = std::exchange(hooks_, {}).lock()) hooks->close_pass(number_, failed);
+  }
+
+  std::weak_ptr<GradientHooks> hooks_;
+  const std::uint64_t number_;
+  bool goes_on_ = false;
+};
+
+std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> parameters,
+                                                   std::vector<std::string> names,
+                                                   Options options) {
+  std::shared_ptr<GradientHooks> hooks(
+      new GradientHooks(std::move(parameters), std::move(names), std::move(options)));
+  for (std::size_t i = 0; i < hooks->parameters_.size(); ++i) {
+    const HookedParameter& parameter = hooks->parameters_[i];
+    hook_parameter(hooks, i, parameter.variable, *parameter.accumulator);
+  }
+  return hooks;
+}
+
+GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                             Options options)
+    : options_(std::move(options)), present_(parameters.size()) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    parameters_.emplace_back(std::move(parameters[i]), std::move(names.at(i)));
+  }
+}
+
+void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
+                                const std::vector<Slot>& slots, std::vector<bool> early) {
+  const std::scoped_lock lock(mutex_);
+  buckets_ = buckets;
+  early_ = std::move(early);
+  members_.assign(buckets.size(), {});
+  producers_.assign(buckets.size(), {});
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    HookedParameter& parameter = parameters_[i];
+    const auto [bucket, offset] = slots.at(i);
+    parameter.bucket = bucket;
+    members_.at(bucket).push_back(i);
+    parameter.refresh();
+    const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
+    if (in_block && parameter.in_block()) continue;
+    if (parameter.has_moved()) parameter.arrived = false;  // in this pass, but not in a bucket
+    parameter.device = in_block ? c10::Device(c10::kCPU) : buckets[bucket].device();
+    if (in_block) {
+      parameter.view = GradientView::in(buckets[bucket], offset, parameter.variable);
+      parameter.bucket_view.reset();
+      expect_in_block(parameter);
+    } else {
+      parameter.direct.reset();
+      parameter.lie_in(GradientView::in(buckets[bucket], offset, parameter.variable));
+    }
+  }
+  count_missing();
+}
+
+void GradientHooks::expect_in_block(HookedParameter& parameter) {
+  parameter.direct = std::make_unique<DirectGradient>(options_.blocks, parameter.accumulator.get(),
+                                                      parameter.view.bytes());
+}
+
+bool GradientHooks::follow(std::size_t index, const Accumulator& accumulator) {
+  if (disabled_) return false;
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_[index];
+  hook_accumulator(weak_from_this(), index, *accumulator);
+  parameter.follow(accumulator);
+  if (parameter.in_block()) expect_in_block(parameter);
+  return true;
+}
+
+void GradientHooks::before_accumulation(std::size_t index) {
+  const at::Tensor& grad = parameters_[index].variable.grad();
+  present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
+                        std::memory_order_relaxed);
+  HookedParameter& parameter = parameters_[index];
+  if (parameter.given && parameter.is_given()) {
+    parameter.was_zero = parameter.is_given_zero();
+  } else if (parameter.base_reduced && parameter.version) {
+    const std::scoped_lock lock(mutex_);
+    parameter.refresh();
+    parameter.was_zero = parameter.was_written_with_zeros();
+  }
+  if (parameter.arrived && !disabled_) keep_sent(index);
+  if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
+  std::vector<Sharer> told;
+  bool is_on_base = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    parameter.refresh();
+    keep_base(index);
+    const bool was_reduced = parameter.base_reduced;
+    rescale_reduced(parameter);
+    const auto shared = sharers_.find(index);
+    const bool is_scaled = was_reduced && !parameter.base_reduced;
+    if (is_scaled && shared != sharers_.end()) told = shared->second;
+    is_on_base = parameter.on_base;
+  }
+  for (const Sharer& sharer : told) {  // which would scale it again
+    const auto hooks = sharer.hooks.lock();
+    if (!hooks) continue;
+    const std::scoped_lock lock(hooks->mutex_);
+    HookedParameter& theirs = hooks->parameters_[sharer.index];
+    theirs.base_reduced = false;
+    theirs.on_base = is_on_base;
+  }
+}
+
+void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
+  if (disabled_) return;
+  bool bucket_full = false;
+  bool is_planned = false;
+  std::size_t bucket = 0;
+  std::vector<Sharer> told;
+  {
+    std::unique_lock lock(mutex_);
+    HookedParameter& parameter = parameters_[index];
+    const at::Tensor& grad = parameter.variable.mutable_grad();
+    if (!grad.defined()) return;  // another hook has taken it
+    require_no_graph(parameter);
+    const bool is_new =
+        present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
+    enter_pass(lock, parameter.variable.device());
+    if (parameter.sent.defined()) {
+      if (!planned_) return put_aside_again(index);
+      lock.unlock();
+      options_.fail("'" + parameter.name + "' " + kCameAgain);
+    }
+    parameter.refresh();
+    bucket = parameter.bucket;
+    if (!parameter.on_device()) {
+      BatchedCopy none;
+      spare_kept(lock, index, none);
+    } else if (!parameter.has_moved()) {
+      producers_[bucket].add(current_stream(parameter.device));
+    }
+    bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new), gradient);
+    if (bucket_full) complete(lock, bucket);
+    sent_ = sent_ || bucket_full;
+    is_planned = planned_.has_value();
+    const auto shared = sharers_.find(index);
+    if (shared != sharers_.end() && grad.is_same(parameter.bucket_view)) told = shared->second;
+  }
+  for (const Sharer& sharer : told) {  // `grad` is not the program's
+    const auto hooks = sharer.hooks.lock();
+    if (!hooks) continue;
+    const std::scoped_lock lock(hooks->mutex_);
+    HookedParameter& theirs = hooks->parameters_[sharer.index];
+    theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
+  }
+  if (!bucket_full) return;
+  is_planned ? options_.run_ahead->bucket_full(*this, bucket) : options_.on_bucket_full(bucket);
+}
+
+/// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
+/// would meet another pass's, in another thread or in a bucket that is in flight. Throws if the
+/// pass is captured into a graph.
+void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device) {
+  const BackwardPass current = BackwardPass::current();
+  if (!pass_) {
+    lock.unlock();
+    if (const auto problem = capture_problem(device, Captured::kBackward)) {
+      throw ValueError(*problem);
+    }
+    lock.lock();
+  }
+  if (!pass_) {
+    pass_ = current;
+    const std::uint64_t number = ++passes_;
+    lock.unlock();
+    queue_end(number);
+    lock.lock();
+  }
+  pass_->has_nested = pass_->has_nested || is_nested();
+  const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
+  if (!two_threads && !sent_in_vain_) return;
+  lock.unlock();
+  options_.fail(two_threads ? kTwoThreads : kSentInVain);
+}
+
+/// Makes autograd end pass `number` when the graph that it runs in this thread ends.
+void GradientHooks::queue_end(std::uint64_t number) {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end = std::make_shared<PassEnd>(weak_from_this(), number)] { end->run(); });
+}
+
+/// After a nested graph: the pass goes on in the one around it. If that cannot be, the gradients
+/// are reduced in step().
+void GradientHooks::go_on(std::uint64_t number) {
+  const int task = BackwardPass::current().task;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!pass_ || number != passes_) return;
+    if (task >= 0) pass_->task = task;
+  }
+  if (task < 0) return close_pass(number, /*failed=*/true);
+  try {
+    queue_end(number);
+  } catch (...) {  // in a destructor
+    close_pass(number, /*failed=*/true);
+  }
+}
+
+/// Before a parameter of a bucket that has been sent gets another gradient, in a nested graph or in
+/// that around it: makes autograd leave the bucket alone.
+void GradientHooks::keep_sent(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_[index];
+  if (missing_[parameter.bucket] != kSent) return;
+  parameter.sent = std::exchange(parameter.variable.mutable_grad(), {});
+}
+
+/// Takes such a gradient aside, to be reduced when the bucket is.
+void GradientHooks::put_aside_again(std::size_t index) {
+  const at::NoGradGuard no_grad;
+  HookedParameter& parameter = parameters_[index];
+  at::Tensor mine =
+      std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.sent, {}));
+  if (mine.is_sparse()) mine = mine.to_dense();
+  at::Tensor& kept = aside_[index];
+  kept = kept.defined() ? kept.add(mine) : mine;
+  again_ = true;
+  repeated_.insert(index);
+}
+
+/// Returns whether the bucket has become full and on_bucket_full is due.
+bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
+  HookedParameter& parameter = parameters_[index];
+  if (fresh && passes_per_step_ > 1 && sharers_.count(index) > 0 && !gradient.is_sparse()) {
+    fresh = parameter.has_value(gradient);  // else other hooks have left the earlier one elsewhere
+  }
+  if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
+  fresh ? parameter.forget_base() : parameter.note_base();
+  parameter.unreduced = parameter.unreduced || parameter.arrived;
+  if (parameter.arrived) {  // two nested graphs, or one and that around it, have computed it
+    repeated_.insert(index);
+    parameter.passes = std::max(parameter.passes, 1);
+    return false;
+  }
+  const bool too_many = passes_per_step_ > 1 && due(parameter) && !parameter.unreduced;
+  if (too_many && parameter.has_value(gradient)) {
+    parameter.passes = 0;  // the earlier gradient was zeroed, after a step that GradScaler skipped
+  } else if (too_many) {
+    throw AssertionError(c10::str(
+        "the gradient of '", parameter.name, "' was computed more than backward_passes_per_step=",
+        passes_per_step_, " times before step(): raise backward_passes_per_step, or call step() ",
+        "or zero_grad() in between"));
+  }
+  ++parameter.passes;
+  parameter.unreduced = true;
+  if (planned_ && !get(*planned_, index)) return false;
+  parameter.arrived = true;
+  arrived_.push_back(index);
+  if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
+  if (parameter.has_moved() || (!planned_ && !aside_.empty())) return false;
+  if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
+  std::size_t& missing = missing_[parameter.bucket];
+  if (--missing > 0 || !early_.at(parameter.bucket)) return false;
+  if (pass_->has_nested || is_shared(parameter.bucket) || is_held(parameter.bucket)) return false;
+  missing = kSent;
+  return true;
+}
+
+/// Whether other hooks may still copy a gradient of the bucket from there.
+bool GradientHooks::is_shared(std::size_t bucket) const {
+  if (sharers_.empty()) return false;
+  const auto& members = members_[bucket];
+  return std::any_of(members.begin(), members.end(), [&](std::size_t i) {
+    const auto found = sharers_.find(i);
+    return found != sharers_.end() &&
+           std::any_of(found->second.begin(), found->second.end(),
+                       [](const Sharer& sharer) { return !sharer.hooks.expired(); });
+  });
+}
+
+/// Whether a parameter of the bucket may get another gradient in this pass, as it did in one
+/// before.
+bool GradientHooks::is_held(std::size_t bucket) const {
+  if (repeated_.empty()) return false;
+  const auto& members = members_[bucket];
+  return std::any_of(members.begin(), members.end(),
+                     [&](std::size_t i) { return repeated_.contains(i); });
+}
+
+void GradientHooks::share(const std::shared_ptr<GradientHooks>& other) {
+  std::unordered_map<const c10::TensorImpl*, std::size_t> own;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    own.emplace(parameters_[i].variable.unsafeGetTensorImpl(), i);
+  }
+  std::vector<std::pair<std::size_t, std::size_t>> shared;  // the parameter here and there
+  for (std::size_t i = 0; i < other->parameters_.size(); ++i) {
+    const auto found = own.find(other->parameters_[i].variable.unsafeGetTensorImpl());
+    if (found != own.end()) shared.emplace_back(found->second, i);
+  }
+  for (const auto& [here, there] : shared) {
+    {
+      const std::scoped_lock lock(mutex_);
+      sharers_[here].push_back({other, there});
+    }
+    const std::scoped_lock lock(other->mutex_);
+    other->sharers_[there].push_back({weak_from_this(), here});
+  }
+}
+
+/// Tells other hooks of the same parameters that `grad` is reduced now.
+void GradientHooks::tell_sharers(const Bitmap& reduced) {
+  std::vector<std::pair<Sharer, bool>> told;  // and whether `grad` is in a bucket here
+  {
+    const std::scoped_lock lock(mutex_);
+    for (const auto& [index, sharers] : sharers_) {
+      if (!get(reduced, index)) continue;
+      HookedParameter& parameter = parameters_[index];
+      parameter.refresh();
+      const bool is_here = parameter.variable.grad().is_same(parameter.bucket_view);
+      for (const Sharer& sharer : sharers) told.emplace_back(sharer, is_here);
+      parameter.release_to_grad();
+    }
+  }
+  for (const auto& [sharer, is_here] : told) {
+    const auto hooks = sharer.hooks.lock();
+    if (!hooks) continue;
+    hooks->reduced_elsewhere(sharer.index);
+    if (!is_here) continue;
+    const std::scoped_lock lock(hooks->mutex_);
+    HookedParameter& theirs = hooks->parameters_[sharer.index];
+    theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
+  }
+}
+
+void GradientHooks::reduced_elsewhere(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.unreduced = false;
+  parameter.reduced = true;
+  parameter.outside.reset();
+  parameter.version.reset();
+}
+
+void GradientHooks::close_pass(std::uint64_t number, bool failed) {
+  const std::scoped_lock lock(mutex_);
+  if (pass_ && number == passes_) close(failed);
+}
+
+/// Closes a pass that has failed, and that autograd has not dropped yet: a thread of a device may
+/// hold it for a while when backward() has raised. The caller, outside of backward passes, is about
+/// to step or to drop the gradients: so none that would bring some is under way.
+void GradientHooks::close_failed() {
+  const BackwardPass current = BackwardPass::current();
+  if (pass_ && current.task < 0 && !pass_->is_beside(current)) close(true);
+}
+
+void GradientHooks::close(bool failed) {
+  sent_in_vain_ = sent_in_vain_ || (failed && sent_);
+  sent_ = false;
+  pass_.reset();
+  arrived_.clear();
+  for (Producers& producers : producers_) producers.clear();
+  if (failed && std::exchange(again_, false)) aside_.clear();
+  for (HookedParameter& parameter : parameters_) {
+    parameter.arrived = parameter.made = false;
+    if (parameter.sent.defined()) {  // autograd has failed to make the other one
+      parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
+    }
+  }
+  count_missing();
+}
+
+/// Before a gradient is written into its bucket where an earlier one lies that the program keeps:
+/// gives the bucket other memory. The lock is released meanwhile. `copies`: those that have been
+/// collected for the earlier memory.
+void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index,
+                               BatchedCopy& copies) {
+  if (!parameters_[index].would_overwrite_kept()) return;
+  copies.run();
+  const std::size_t bucket = parameters_[index].bucket;
+  lock.unlock();
+  if (options_.run_ahead) options_.run_ahead->wait_for(*this, bucket);
+  const at::Tensor memory = options_.new_memory(bucket);
+  lock.lock();
+  auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
+  const auto* const before = static_cast<const std::byte*>(buckets_[bucket].const_data_ptr());
+  for (HookedParameter& parameter : parameters_) {
+    if (parameter.bucket != bucket) continue;
+    parameter.refresh();
+    GradientView view = parameter.view;
+    view.data = begin + (view.data - before);
+    view.bucket = memory;
+    parameter.lie_in(std::move(view));
+  }
+  buckets_[bucket] = memory;
+}
+
+void GradientHooks::refuse_others_pass() {
+  bool is_beside = false;
+  bool sent_in_vain = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    sent_in_vain = sent_in_vain_;
+  }
+  if (is_beside || sent_in_vain) options_.fail(is_beside ? kTwoThreads : kSentInVain);
+}
+
+bool GradientHooks::parameters_moved() {
+  const std::scoped_lock lock(mutex_);
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const HookedParameter& parameter) { return parameter.has_moved(); });
+}
+
+GradientHooks::Pending GradientHooks::pending(Due which) {
+  const std::scoped_lock lock(mutex_);
+  const bool everything = which == Due::kEverything;
+  if (everything) close_failed();
+  const Bitmap none((parameters_.size() + 7) / 8, '\0');
+  const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+  const bool unready = is_beside || (everything && sent_in_vain_);
+  Pending pending{none, none, false, true, again_, unready};
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    HookedParameter& parameter = parameters_[i];
+    const at::Tensor& grad = parameter.variable.mutable_grad();
+    parameter.refresh();
+    pending.unready = pending.unready || parameter.has_moved();
+    if (!grad.defined()) {  // by the model's zero_grad(), not the optimizer's
+      parameter.unreduced = false;
+      parameter.reduced = false;  // the next one is another one
+      parameter.outside.reset();
+      pending.complete = false;
+      continue;
+    }
+    if (everything && parameter.written_by_hand()) {
+      parameter.unreduced = true;
+      parameter.base_reduced = false;
+    }
+    if (!parameter.unreduced && !(everything && parameter.may_be_by_hand())) {
+      pending.complete = pending.complete && parameter.reduced;
+      continue;
+    }
+    const bool started = which == Due::kStarted;
+    if (everything || (synchronizing_ && (started || due(parameter)))) {
+      set(pending.due, i);
+      if (grad.is_sparse()) set(pending.sparse, i);
+    } else {
+      pending.accumulating = true;
+    }
+  }
+  return pending;
+}
+
+std::vector<std::size_t> GradientHooks::set_by_hand() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::size_t> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    if (parameter.unreduced || parameter.reduced || !parameter.variable.grad().defined()) continue;
+    if (aside_.contains(i)) continue;  // as it was before the pass whose gradient is kept
+    if (!parameter.has_known() || parameter.written_by_hand()) found.push_back(i);
+  }
+  return found;
+}
+
+at::Tensor GradientHooks::memory(std::size_t bucket) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& first = parameters_.at(members_.at(bucket).front());
+  if (!first.in_block()) return buckets_[bucket];
+  if (!first.view.bucket.defined()) first.view.bucket = flat(first.bucket_view);
+  return first.view.bucket;
+}
+
+at::Tensor GradientHooks::bucket_view(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  return parameters_.at(index).view.tensor();
+}
+
+at::Tensor GradientHooks::local_gradient(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  if (!parameter.unreduced) rescale_reduced(parameter);
+  return parameter.variable.mutable_grad();
+}
+
+void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
+  {
+    const std::scoped_lock lock(mutex_);
+    HookedParameter& parameter = parameters_.at(index);
+    parameter.variable.mutable_grad() = parameter.sparse = gradient;
+    parameter.outside.reset();
+    parameter.be_reduced();
+    if (sharers_.empty()) return;
+  }
+  Bitmap reduced((parameters_.size() + 7) / 8, '\0');
+  set(reduced, index);
+  tell_sharers(reduced);
+}
+
+void GradientHooks::mark_reduced(const Bitmap& touched) {
+  {
+    const std::scoped_lock lock(mutex_);
+    sent_ = false;
+    BatchedCopy copies;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (!get(touched, i)) continue;
+      parameters_[i].write_back(copies);
+      parameters_[i].be_reduced();
+      parameters_[i].release_to_grad();
+    }
+    copies.run();
+    if (sharers_.empty()) return;
+  }
+  tell_sharers(touched);
+}
+
+std::vector<std::size_t> GradientHooks::ready_order() {
+  const std::scoped_lock lock(mutex_);
+  return arrived_;
+}
+
+void GradientHooks::reset(bool gradients) {
+  const std::scoped_lock lock(mutex_);
+  if (gradients) close_failed();
+  for (HookedParameter& parameter : parameters_) {
+    parameter.passes = 0;
+    parameter.refresh();
+    parameter.version.reset();
+    if (parameter.bucket_view.defined() || parameter.is_given()) {
+      parameter.version = parameter.current_version();
+    }
+    parameter.release_to_grad();
+    parameter.reduced = false;
+    parameter.is_zero = gradients;
+    if (!gradients) continue;
+    require_shape(parameter);
+    // Zeros that stay where only this rank had a gradient: the others must get them too.
+    parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
+    parameter.forget_base();
+    parameter.sparse.reset();
+    parameter.outside.reset();
+  }
+  if (gradients) bases_.clear();
+  if (gradients && std::exchange(again_, false)) aside_.clear();
+}
+
+bool GradientHooks::has_base() {
+  const std::scoped_lock lock(mutex_);
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const HookedParameter& parameter) { return parameter.on_base; });
+}
+
+std::vector<std::uint8_t> GradientHooks::bases() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::uint8_t> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool is_certain = !parameters_[i].base_changed && !sharers_.contains(i);
+    found.push_back(!parameters_[i].on_base ? 0 : is_certain ? 1 : 2);
+  }
+  return found;
+}
+
+const void* GradientHooks::kept(std::int64_t number, std::size_t index, std::size_t bytes) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  const bool is_next = static_cast<std::int64_t>(options_.agreement->number()) == number;
+  if (!is_next || disabled_ || index >= parameters_.size()) return nullptr;
+  HookedParameter& parameter = parameters_[index];
+  parameter.refresh();
+  if (!parameter.has_unchanged_base()) return nullptr;
+  const at::Tensor& grad = parameter.variable.grad();
+  at::Tensor elements = flat(grad.contiguous());
+  // The sum of what several ranks give must fit it.
+  if (at::isReducedFloatingType(elements.scalar_type())) elements = elements.to(at::kFloat);
+  kept_ = at::cat({elements, at::ones({1}, elements.options())});
+  return kept_.nbytes() == bytes ? kept_.const_data_ptr() : nullptr;
+}
+
+void GradientHooks::keep_scale(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  if (parameter.unreduced) return;
+  rescale_reduced(parameter);
+  parameter.forget_base();
+}
+
+void GradientHooks::add(std::size_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  at::Tensor& grad = parameter.variable.mutable_grad();
+  grad.add_(grad.is_complex() ? value.view(grad.scalar_type()).view(grad.sizes())
+                              : value.view(grad.sizes()));
+  if (parameter.unreduced) return;
+  parameter.note_reduced_version();
+  parameter.release_to_grad();
+}
+
+void GradientHooks::restart_passes() {
+  const std::scoped_lock lock(mutex_);
+  for (HookedParameter& parameter : parameters_) parameter.passes = 0;
+}
+
+void GradientHooks::set_passes_per_step(int passes) {
+  const std::scoped_lock lock(mutex_);
+  passes_per_step_ = passes;
+}
+
+void GradientHooks::set_synchronizing(bool synchronizing) {
+  const std::scoped_lock lock(mutex_);
+  synchronizing_ = synchronizing;
+}
+
+void GradientHooks::disable() { disabled_ = true; }
+
+/// Completes a bucket all of whose gradients have arrived: those that were left outside are copied
+/// now.
+void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
+  const c10::Device device = parameters_[members_[bucket].front()].device;
+  if (!device.is_cpu()) producers_[bucket].join(current_stream(device));
+  BatchedCopy copies;
+  for (const std::size_t i : members_[bucket]) {
+    if (!parameters_[i].outside.defined()) continue;
+    parameters_[i].refresh();
+    spare_kept(lock, i, copies);
+    parameters_[i].bring_in(copies);
+  }
+  copies.run();
+}
+
+void GradientHooks::move_into_buckets(const Bitmap& touched) {
+  std::unique_lock lock(mutex_);
+  BatchedCopy copies;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!get(touched, i)) continue;
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
+    at::Tensor& grad = parameter.variable.mutable_grad();
+    const bool is_in_view = parameter.bucket_view.defined() || parameter.outside.defined();
+    if (parameter.arrived && is_in_view && !parameter.sparse.defined()) {
+      // Its bucket may be in flight already, whatever `grad` was set to since.
+      parameter.bring_in(copies);
+      if (!parameter.is_given()) grad = parameter.bucket_view;
+    } else if (!grad.defined()) {
+      parameter.make_zero(copies);
+    } else {
+      if (!parameter.unreduced) rescale_reduced(parameter);
+      parameter.copy_in(copies);
+    }
+  }
+  copies.run();
+}
+
+/// Copies the gradients that this pass leaves outside their buckets, as they are not due yet, so
+/// that only the buckets' memory is in use until they are. The pass has ended, and autograd has
+/// made the current stream follow all others of the pass.
+void GradientHooks::settle() {
+  std::unique_lock lock(mutex_);
+  BatchedCopy copies;
+  for (const std::size_t i : arrived_) {
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    if (!parameter.outside.defined() || parameter.has_moved()) continue;
+    if (!parameter.is_given() && parameter.variable.mutable_grad().is_same(parameter.outside)) {
+      spare_kept(lock, i, copies);
+      parameter.bring_in(copies);
+    }
+    parameter.outside.reset();
+  }
+  copies.run();
+}
+
+void GradientHooks::expect(std::optional<Bitmap> planned) {
+  const std::scoped_lock lock(mutex_);
+  planned_ = std::move(planned);
+  has_plan_ = planned_.has_value();
+  count_missing();
+}
+
+/// Counts the gradients that each bucket still waits for, at the begin of a pass.
+void GradientHooks::count_missing() {
+  missing_.assign(buckets_.size(), 0);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!planned_ || get(*planned_, i)) ++missing_[parameters_[i].bucket];
+  }
+}
+
+GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& grad = parameter.variable.grad();
+  const bool in_bucket = grad.defined() && grad.is_same(parameter.bucket_view);
+  std::optional<std::uint32_t> writes;
+  if ((in_bucket || parameter.is_given()) && parameter.version)
+    writes = parameter.current_version() - *parameter.version;
+  return {grad,
+          grad.defined() ? grad.clone() : grad,
+          in_bucket,
+          parameter.unreduced,
+          parameter.base_reduced,
+          parameter.reduced,
+          writes};
+}
+
+void GradientHooks::give_back(HookedParameter& parameter, const Before& before) {
+  const at::NoGradGuard no_grad;
+  parameter.unreduced = before.unreduced;
+  parameter.base_reduced = before.base_reduced;
+  parameter.reduced = before.reduced;
+  at::Tensor& grad = parameter.variable.mutable_grad();
+  grad = before.in_bucket ? parameter.bucket_view : before.grad;  // the bucket may have moved
+  parameter.outside.reset();
+  if (!grad.defined()) return;
+  grad.copy_(before.value);
+  if (before.writes) parameter.version = parameter.current_version() - *before.writes;
+}
+
+/// Before autograd adds an unplanned gradient to an earlier value: keeps that for put_aside().
+void GradientHooks::keep_base(std::size_t index) {
+  if (!planned_ || get(*planned_, index)) return;
+  const HookedParameter& parameter = parameters_[index];
+  if (!parameter.variable.grad().defined()) {
+    bases_.erase(index);
+  } else if (!parameter.unreduced) {
+    bases_.insert_or_assign(index, before(parameter));
+  }
+}
+
+void GradientHooks::fill(const Bitmap& planned, const Bitmap& due) {
+  {
+    const std::scoped_lock lock(mutex_);
+    filled_.clear();
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (!get(planned, i) || get(due, i)) continue;
+      parameters_[i].refresh();
+      filled_.emplace(i, before(parameters_[i]));
+    }
+  }
+  move_into_buckets(planned);
+}
+
+void GradientHooks::restore(const Bitmap& nowhere) {
+  const std::scoped_lock lock(mutex_);
+  for (const auto& [index, before] : filled_) {
+    if (get(nowhere, index)) give_back(parameters_[index], before);
+  }
+  filled_.clear();
+}
+
+void GradientHooks::put_aside(const Bitmap& extra) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!get(extra, i)) continue;
+    HookedParameter& parameter = parameters_[i];
+    parameter.refresh();
+    at::Tensor& grad = parameter.variable.mutable_grad();
+    if (!grad.defined()) continue;
+    at::Tensor mine = grad.is_sparse() ? grad.to_dense() : grad.clone();
+    const auto base = bases_.find(i);
+    if (base != bases_.end()) {
+      const Before& before = base->second;
+      mine.sub_(before.value, before.base_reduced ? scale() : 1.0);
+      give_back(parameter, before);
+      bases_.erase(base);
+    } else {
+      grad.reset();
+      parameter.unreduced = parameter.base_reduced = false;
+    }
+    parameter.passes = 0;
+    parameter.sparse.reset();
+    parameter.outside.reset();
+    at::Tensor& kept = aside_[i];
+    kept = kept.defined() ? kept.to(mine.device()).add_(mine) : mine;
+  }
+}
+
+void GradientHooks::take_up_aside(bool again) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  if (again != again_) return;
+  again_ = false;
+  for (auto& [index, kept] : std::exchange(aside_, {})) {
+    HookedParameter& parameter = parameters_[index];
+    parameter.refresh();
+    at::Tensor& grad = parameter.variable.mutable_grad();
+    if (!grad.defined()) {
+      parameter.outside = grad = kept.to(parameter.variable.device());
+      parameter.outside_stream.reset();
+      parameter.base_reduced = false;
+    } else {
+      if (!parameter.unreduced) rescale_reduced(parameter);
+      if (grad.is_sparse()) grad = grad.to_dense();
+      grad.add_(kept.to(grad.device()));
+    }
+    parameter.unreduced = true;
+    parameter.passes = std::max(parameter.passes, passes_per_step_);
+  }
+}
+
+}  // namespace torch_ring

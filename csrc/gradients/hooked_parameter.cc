@@ -1,0 +1,472 @@
+#include "gradients/hooked_parameter.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/strides.h>
+
+#include <cstring>
+#include <utility>
+
+#include "bindings/accelerator.h"
+#include "bindings/requests.h"
+
+namespace torch_ring {
+
+GradientView GradientView::in(const at::Tensor& bucket, std::int64_t offset,
+                              const at::Tensor& variable) {
+  GradientView view;
+  view.bucket = bucket;
+  view.data = static_cast<std::byte*>(bucket.data_ptr()) + offset * bucket.element_size();
+  view.sizes = at::DimVector(variable.sizes());
+  view.strides = variable.is_non_overlapping_and_dense()
+                     ? at::DimVector(variable.strides())
+                     : c10::contiguous_strides(variable.sizes());
+  view.dtype =
+      variable.is_complex() ? c10::toComplexType(bucket.scalar_type()) : bucket.scalar_type();
+  return view;
+}
+
+std::size_t GradientView::bytes() const {
+  return static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+}
+
+void GradientView::move_to(std::shared_ptr<void> memory) {
+  const auto options = at::TensorOptions().dtype(dtype);
+  void* const block = memory.get();
+  bucket =
+      block == nullptr
+          ? at::empty_strided(sizes, strides, options)
+          : at::from_blob(block, sizes, strides, [memory = std::move(memory)](void*) {}, options);
+  data = static_cast<std::byte*>(bucket.mutable_data_ptr());
+  bucket = flat(bucket);
+}
+
+at::Tensor GradientView::tensor() const {
+  return at::from_blob(
+      data, sizes, strides, [owner = bucket](void*) {}, bucket.options().dtype(dtype),
+      bucket.device());
+}
+
+at::Tensor flat(const at::Tensor& tensor) {
+  const c10::ScalarType real = c10::toRealValueType(tensor.scalar_type());
+  const auto numel = static_cast<std::int64_t>(tensor.nbytes() / c10::elementSize(real));
+  return at::from_blob(
+      tensor.mutable_data_ptr(), {numel}, [owner = tensor.storage()](void*) {},
+      tensor.options().dtype(real));
+}
+
+void copy_into(const at::Tensor& to, const at::Tensor& from) {
+  if (from.is_sparse()) return copy_into(to, from.detach().to_dense());
+  const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
+                           from.strides() == to.strides() && !from.is_neg() && !from.is_conj() &&
+                           !from._is_zerotensor();
+  if (same_layout) {
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;  // with create_graph=True the gradient has a graph
+    to.copy_(from);
+  }
+}
+
+namespace {
+
+/// Whether the elements of two tensors of one shape lie in the same order: strides of dimensions
+/// of one element do not count. Autograd's gradients may differ from their parameter there.
+bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return false;
+  for (std::int64_t i = 0; i < a.dim(); ++i) {
+    if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;
+  }
+  return true;
+}
+
+/// Whether torch copies the gradient together with others. One that does not fit would make it copy
+/// all of them one by one.
+bool fits_batch(const at::Tensor& to, const at::Tensor& from) {
+  return from.layout() == at::kStrided && from.device() == to.device() &&
+         from.scalar_type() == to.scalar_type() && have_same_layout(to, from) && !from.is_neg() &&
+         !from.is_conj() && !from._is_zerotensor() &&
+         !from.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+}  // namespace
+
+void BatchedCopy::copy(const at::Tensor& to, const at::Tensor& from,
+                       const std::optional<c10::Stream>& stream) {
+  if (to.is_cpu()) return copy_into(to, from);
+  if (stream && *stream != current_stream(to.device())) {
+    record_on_stream(from, current_stream(to.device()));
+  }
+  if (!fits_batch(to, from)) return copy_into(to, from);
+  const at::NoGradGuard no_grad;  // with create_graph=True the gradient has a graph
+  Batch& batch = batch_of(to);
+  batch.to.push_back(to);
+  batch.from.push_back(from.strides() == to.strides() ? from
+                                                      : from.as_strided(to.sizes(), to.strides()));
+}
+
+void BatchedCopy::zero(const at::Tensor& view) {
+  if (view.is_cpu()) {
+    view.zero_();
+  } else {
+    batch_of(view).zero.push_back(view);
+  }
+}
+
+void BatchedCopy::run() {
+  const at::NoGradGuard no_grad;
+  for (const Batch& batch : std::exchange(batches_, {})) {
+    if (!batch.to.empty()) at::_foreach_copy_(batch.to, batch.from);
+    if (!batch.zero.empty()) at::_foreach_zero_(batch.zero);
+  }
+}
+
+BatchedCopy::Batch& BatchedCopy::batch_of(const at::Tensor& view) {
+  for (Batch& batch : batches_) {
+    const at::Tensor& other = batch.to.empty() ? batch.zero.front() : batch.to.front();
+    if (other.device() == view.device() && other.scalar_type() == view.scalar_type()) return batch;
+  }
+  return batches_.emplace_back();
+}
+
+}  // namespace torch_ring
+namespace older_torch {
+
+/// For a torch without this function, where an idle Python object holds no reference.
+template <class Tensor>
+bool is_tensor_stealable(const Tensor& tensor, std::size_t expected = 1) {
+  return tensor.use_count() <= expected;
+}
+
+}  // namespace older_torch
+
+namespace torch_ring {
+
+namespace {
+
+using namespace ::older_torch;
+using namespace torch::autograd::impl;  // torch's own, if any, wins: it is no template
+
+bool has_one_owner(const at::Tensor& tensor) { return is_tensor_stealable(tensor); }
+
+/// The number of known references to the memory of `grad`: its own, and those of `gradient` if
+/// autograd has stolen that. While hooks run, autograd keeps `gradient`; a view (of the transposed
+/// gradient, say) keeps its base. 0: somebody else holds a reference.
+std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
+  const at::Storage& storage = grad.storage();
+  if (!gradient.has_storage() || !gradient.storage().is_alias_of(storage)) return 1;
+  if (!has_one_owner(gradient)) return 0;
+  if (!gradient.is_view()) return 2;
+  const at::Tensor base(gradient._base());
+  const bool only_here = is_tensor_stealable(base, 2);  // `base` here is one reference more
+  return only_here && base.storage().is_alias_of(storage) ? 3 : 0;
+}
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
+/// Whether a gradient can be written to, each element at a place of its own: an expanded one, say,
+/// cannot.
+bool is_writable(const at::Tensor& grad) {
+  return grad.layout() == at::kStrided && !grad.is_inference() && !grad.is_neg() &&
+         !grad.is_conj() && !grad._is_zerotensor() &&
+         !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
+         at::has_internal_overlap(grad) != at::MemOverlap::Yes;
+}
+
+}  // namespace
+
+HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
+    : variable(std::move(of)), name(std::move(its_name)), dtype(variable.scalar_type()) {
+  const bool frozen = !variable.requires_grad();
+  if (frozen) variable.set_requires_grad(true);  // else it has no accumulator
+  accumulator = torch::autograd::impl::grad_accumulator(variable);
+  if (frozen) variable.set_requires_grad(false);
+}
+
+void HookedParameter::refresh() {
+  if (in_block() && !bucket_view.defined()) {
+    const at::Tensor& grad = variable.mutable_grad();
+    const bool is_known =
+        known && grad.defined() && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+    if (is_known && grad.const_data_ptr() == view.data) bucket_view = grad;
+  } else if (bucket_view.defined() && bucket_view.numel() > 0 &&
+             bucket_view.const_data_ptr() != view.data) {
+    bucket_view.reset();
+    if (in_block()) {
+      view.bucket.reset();
+    } else {
+      bucket_view = view.tensor();
+    }
+  }
+}
+
+bool HookedParameter::on_gradient(const at::Tensor& gradient, bool is_new) {
+  const at::Tensor& grad = variable.mutable_grad();
+  made = made || is_new;
+  if (has_moved()) return !converted;  // it is copied when it has memory there
+  const bool was_given = is_given();
+  if (!made) note_given();
+  if (in_block() && !grad.is_same(bucket_view) && !is_given() && computed_in_block(gradient)) {
+    require_unchanged();
+    view.bucket.reset();
+    view.data = static_cast<std::byte*>(grad.mutable_data_ptr());
+    bucket_view = grad;
+    sparse.reset();
+    converted = false;
+    return true;
+  }
+  BatchedCopy at_once;  // as all copies on the host are
+  if (!grad.is_sparse()) {
+    const bool unknown = on_device() || is_given() ? leave_outside() : copy_in(at_once);
+    return unknown && !was_given;
+  }
+  require_unchanged();
+  const bool fresh = !grad.is_same(sparse);
+  sparse = grad;
+  outside.reset();
+  return fresh;
+}
+
+/// Whether `grad`, which autograd has just made of `gradient`, can be reduced where it lies: in a
+/// block to which nobody else has a reference.
+bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
+  const at::Tensor& grad = variable.grad();
+  return grad.layout() == at::kStrided && grad.is_cpu() && grad.scalar_type() == view.dtype &&
+         grad.sizes() == view.sizes && grad.strides() == view.strides && !grad.requires_grad() &&
+         !grad.is_neg() && !grad.is_conj() && !grad._is_zerotensor() &&
+         !grad.unsafeGetTensorImpl()->is_python_dispatch() && grad.storage_offset() == 0 &&
+         grad.storage().nbytes() == view.bytes() && has_one_owner(grad) &&
+         grad.storage().use_count() == known_owners(grad, gradient) &&
+         direct->got(grad.const_data_ptr());
+}
+
+void HookedParameter::follow(const Accumulator& other) {
+  accumulator = other;
+  const at::Tensor& grad = variable.mutable_grad();
+  if (!grad.defined()) return;
+  const bool is_left = known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  converted = is_left || was_given || grad.is_same(bucket_view);
+}
+
+void HookedParameter::lie_in(GradientView other) {
+  view = std::move(other);
+  const at::Tensor before = std::exchange(bucket_view, view.tensor());
+  at::Tensor& grad = variable.mutable_grad();
+  const bool is_in_view = before.defined() && grad.is_same(before);
+  const bool is_copied = before.defined() && !has_moved() && (arrived || is_given());
+  if (is_in_view || is_copied) copy_into(bucket_view, before);
+  if (is_in_view) grad = bucket_view;
+  if (is_given()) return;
+  const std::uint32_t last = before.defined() ? version_of(before) : reduced_version;
+  reduced_version = current_version() - (last - reduced_version);
+  if (!version) return;
+  // As many writes since the step began as before.
+  *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
+}
+
+bool HookedParameter::would_overwrite_kept() const {
+  if (in_block() || !bucket_view.defined() || bucket_view.numel() == 0) return false;
+  const at::Tensor& grad = variable.grad();
+  if (grad.is_same(bucket_view) || has_moved()) return false;
+  return !has_one_owner(bucket_view) || bucket_view.storage().use_count() != 1;
+}
+
+bool HookedParameter::has_value(const at::Tensor& gradient) const {
+  const at::Tensor& grad = variable.grad();
+  if (grad.layout() != at::kStrided || gradient.layout() != at::kStrided) return false;
+  const at::NoGradGuard no_grad;
+  return at::isclose(grad, gradient, 0.0, 0.0, /*equal_nan=*/true).all().item<bool>();
+}
+
+bool HookedParameter::copy_in(BatchedCopy& copies) {
+  at::Tensor& grad = variable.mutable_grad();
+  const bool known_outside = grad.is_same(std::exchange(outside, {}));
+  const auto stream = std::exchange(outside_stream, std::nullopt);
+  sparse.reset();
+  if (grad.is_same(bucket_view)) return false;
+  require_reducible();
+  if (!made && !known_outside) note_given();
+  ensure_memory();
+  copies.copy(bucket_view, grad, known_outside ? stream : std::nullopt);
+  if (!is_given()) grad = bucket_view;
+  return !std::exchange(converted, false) && !known_outside;
+}
+
+/// Leaves a gradient where it is until its bucket is full; returns whether the hook did not know
+/// it.
+bool HookedParameter::leave_outside() {
+  const at::Tensor& grad = variable.grad();
+  sparse.reset();
+  if (grad.is_same(bucket_view)) {
+    outside.reset();
+    return false;
+  }
+  if (grad.is_same(outside)) return false;
+  require_reducible();
+  outside = grad;
+  outside_stream.reset();
+  if (on_device()) outside_stream = current_stream(device);
+  return !std::exchange(converted, false);
+}
+
+/// Takes note that `grad` is the program's, if it is none of ours. Call if it was there before the
+/// pass.
+void HookedParameter::note_given() {
+  const at::Tensor& grad = variable.grad();
+  if (grad.is_same(bucket_view) || grad.is_same(outside) || !is_writable(grad)) return;
+  if (known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl()) return;
+  const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  if (converted && !was_given) return;
+  given.emplace(grad.getIntrusivePtr());
+  given_data = grad.const_data_ptr();
+}
+
+bool HookedParameter::is_given() const {
+  const at::Tensor& grad = variable.grad();
+  return given && grad.defined() && given->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
+         grad.const_data_ptr() == given_data;
+}
+
+void HookedParameter::write_back(BatchedCopy& copies) {
+  if (!is_given()) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor& grad = variable.mutable_grad();
+  on_device() ? copies.copy(grad, bucket_view) : void(grad.copy_(bucket_view));
+}
+
+void HookedParameter::bring_in(BatchedCopy& copies) {
+  const at::Tensor gradient = std::exchange(outside, {});
+  if (!gradient.defined()) return;
+  ensure_memory();
+  copies.copy(bucket_view, gradient, std::exchange(outside_stream, std::nullopt));
+  if (at::Tensor& grad = variable.mutable_grad(); grad.is_same(gradient) && !is_given()) {
+    grad = bucket_view;
+  }
+}
+
+void HookedParameter::make_zero(BatchedCopy& copies) {
+  ensure_memory();
+  copies.zero(bucket_view);
+  sparse.reset();
+  outside.reset();
+  variable.mutable_grad() = bucket_view;
+}
+
+void HookedParameter::ensure_memory() {
+  if (bucket_view.defined()) return;
+  view.move_to(direct->blocks().take(view.bytes()));
+  bucket_view = view.tensor();
+}
+
+void HookedParameter::release_to_grad() {
+  if (!variable.grad().defined()) version.reset();  // the step begins without a gradient
+  if (!in_block() || !bucket_view.defined() || is_given()) return;
+  known.emplace(bucket_view.getIntrusivePtr());
+  bucket_view.reset();
+  view.bucket.reset();
+}
+
+void HookedParameter::require_reducible() const {
+  const at::Tensor& grad = variable.grad();
+  TORCH_CHECK_VALUE(grad.layout() == at::kStrided || grad.is_sparse(), "the gradient of '", name,
+                    "' has layout ", grad.layout(), ", which cannot be reduced");
+  const auto lack = lack_of_memory(grad);
+  TORCH_CHECK_VALUE(!lack, "the gradient of '", name, "' ", *lack);
+  require_unchanged();
+}
+
+/// Throws if the gradient does not fit its view: the parameter's shape or dtype has changed.
+void HookedParameter::require_unchanged() const {
+  const at::Tensor& grad = variable.grad();
+  TORCH_CHECK_VALUE(grad.sizes() == view.sizes, "parameter '", name,
+                    "' has changed its shape from ", at::IntArrayRef(view.sizes), " to ",
+                    grad.sizes(),
+                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+  TORCH_CHECK_VALUE(variable.scalar_type() == dtype, "parameter '", name,
+                    "' has changed its dtype from ", dtype, " to ", variable.scalar_type(),
+                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+}
+
+void HookedParameter::be_reduced() {
+  unreduced = is_zero = on_base = arrived = false;
+  reduced = base_reduced = true;
+  version.reset();
+  note_reduced_version();
+}
+
+void HookedParameter::note_reduced_version() {
+  if (bucket_view.defined()) reduced_version = current_version();
+}
+
+bool HookedParameter::was_written_with_zeros() const {
+  const bool is_written = variable.grad().is_same(bucket_view) && bucket_view.defined() &&
+                          *version != current_version();
+  return is_written && (on_device() || has_zeros());
+}
+
+bool HookedParameter::has_unchanged_base() const {
+  const at::Tensor& grad = variable.grad();
+  return base_reduced && !unreduced && !on_device() && grad.defined() && bucket_view.defined() &&
+         (grad.is_same(bucket_view) || is_given()) && current_version() == reduced_version;
+}
+
+bool HookedParameter::has_known() const {
+  const at::Tensor& grad = variable.grad();
+  return grad.is_same(bucket_view) || grad.is_same(sparse) || is_given();
+}
+
+bool HookedParameter::written_by_hand() const {
+  if (unreduced || !version || *version == current_version()) return false;
+  const at::Tensor& grad = variable.grad();
+  // All views of one tensor have one version, so that of a given one tells too much.
+  return (grad.is_same(bucket_view) || (is_given() && !at::equal(grad, bucket_view))) &&
+         !has_zeros();
+}
+
+bool HookedParameter::may_be_by_hand() const {
+  const at::Tensor& grad = variable.grad();
+  if (unreduced || reduced || !grad.defined()) return false;
+  if (!has_known()) return true;
+  const bool has_version = version && !grad.is_same(sparse);
+  const bool is_written = has_version && *version != current_version();
+  return (is_zero && version) || is_written ? !has_zeros() : base_reduced;
+}
+
+/// Whether `grad` is zero everywhere.
+bool HookedParameter::has_zeros() const {
+  const at::NoGradGuard no_grad;
+  return !at::any(variable.grad()).item<bool>();
+}
+
+std::uint32_t HookedParameter::current_version() const {
+  return version_of(is_given() ? variable.grad() : bucket_view);
+}
+
+void HookedParameter::note_base() {
+  if (unreduced || !base_reduced) return;
+  base_changed = !bucket_view.defined() || current_version() - reduced_version != 1;
+  const bool in_place = version && variable.grad().is_same(bucket_view);
+  const bool is_written =
+      in_place && current_version() - *version > 1;  // and not by autograd alone
+  on_base = !(is_given() ? was_zero : is_written && was_zero);
+}
+
+void HookedParameter::rescale_reduced(double scale) {
+  if (scale == 1.0 || unreduced || !base_reduced) return;
+  at::Tensor& grad = variable.mutable_grad();
+  if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
+  if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
+  const at::NoGradGuard no_grad;
+  const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();
+  base_changed = !bucket_view.defined() || current_version() != reduced_version;
+  grad.mul_(scale);
+  base_reduced = false;
+  on_base = !(is_given() ? was_zero : is_written && was_zero);
+}
+
+}  // namespace torch_ring
+namespace torch_ring {}  // namespace torch_ring

@@ -1,0 +1,231 @@
+#pragma once
+
+#include <ATen/core/DimVector.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradients/accumulator_hooks.h"
+#include "gradients/gradient_allocator.h"
+
+namespace torch_ring {
+
+/// One gradient's part of a bucket. A part of a bucket and the layout of a gradient in it (DDP:
+/// gradient_as_bucket_view).
+struct GradientView {
+  at::Tensor bucket;
+  std::byte* data = nullptr;
+  at::DimVector sizes;
+  at::DimVector strides;
+  at::ScalarType dtype{};
+
+  /// The view from element `offset` of `bucket` on, with the shape and, if they leave no holes,
+  /// the strides of `variable`.
+  static GradientView in(const at::Tensor& bucket, std::int64_t offset, const at::Tensor& variable);
+
+  std::size_t bytes() const;
+
+  /// Moves the view to `memory`, or to memory from torch if that is null.
+  void move_to(std::shared_ptr<void> memory);
+
+  /// A new tensor over the view, to be a `grad`. To autograd it is no view; saving or copying it
+  /// takes its own elements only.
+  at::Tensor tensor() const;
+};
+
+/// The memory of a tensor without holes, in one dimension; a complex number is two real ones.
+at::Tensor flat(const at::Tensor& tensor);
+
+/// Copies values between layouts, dtypes and devices; `from` may be sparse.
+void copy_into(const at::Tensor& to, const at::Tensor& from);
+
+/// Gradients that are copied into their buckets together. Copies into the views of gradients.
+/// On the host each is made at once; those on a device are collected and made by run(), as one
+/// operator for each device and dtype. On CUDA that is a kernel for every 64 gradients.
+///
+/// Thread: one at a time; the copies are enqueued on its current streams. Blocking: no.
+class BatchedCopy {
+ public:
+  /// Copies a gradient into its view, from any layout, dtype or device. It is kept until run(), and
+  /// its memory until the copy has been made, if `stream` is the one that it belongs to. Without
+  /// one, it belongs to the current stream.
+  void copy(const at::Tensor& to, const at::Tensor& from,
+            const std::optional<c10::Stream>& stream = std::nullopt);
+
+  /// Makes a view zero.
+  void zero(const at::Tensor& view);
+
+  /// Enqueues what has been collected.
+  void run();
+
+ private:
+  /// Tensors on one device, of one dtype.
+  struct Batch {
+    std::vector<at::Tensor> to;
+    std::vector<at::Tensor> from;
+    std::vector<at::Tensor> zero;
+  };
+
+  Batch& batch_of(const at::Tensor& view);
+
+  std::vector<Batch> batches_;
+};
+
+/// A parameter with hooks, and the memory of its gradient. One parameter of a GradientHooks.
+/// Its gradient lies in a part of a bucket or, if it fills a bucket alone, in a block of shared
+/// memory. If autograd has computed it in the block, nothing is copied, and `bucket_view` is
+/// the tensor that autograd has made. Between two steps the block belongs to `grad`, and is
+/// freed with it.
+///
+/// A gradient on a device stays where autograd has made it (`outside`) until bring_in() or
+/// copy_in() copies it together with others of its bucket.
+///
+/// `grad` stays the program's if the program has given it (`p.grad = flat[a:b]`), as with DDP's
+/// gradient_as_bucket_view=False: its value is copied into the view, and the result back.
+///
+/// Every use begins with refresh().
+/// Thread: one at a time.
+struct HookedParameter {
+  HookedParameter(at::Tensor variable, std::string name);
+
+  /// Drops `bucket_view` if it no longer lies in the view: the program may have given it other
+  /// memory (`grad.data = ...`, or a module's double(), to() or share_memory()). Takes it up again
+  /// if `grad` still is the tensor that release_to_grad() left.
+  void refresh();
+
+  /// Handles a gradient that autograd has accumulated, `gradient` into `grad`; returns whether
+  /// `grad` is another tensor than before. `is_new`: autograd has made `grad` just now.
+  bool on_gradient(const at::Tensor& gradient, bool is_new);
+
+  /// Moves the gradient to another view, outside of blocks. Whoever holds a tensor over the earlier
+  /// one keeps that.
+  void lie_in(GradientView other);
+
+  /// Whether copy_in() or make_zero() would overwrite a gradient that the program has kept.
+  bool would_overwrite_kept() const;
+
+  /// Takes another accumulator, which torch has made because the parameter was converted. Its
+  /// gradient may have been converted with it.
+  void follow(const Accumulator& other);
+
+  /// Whether `grad`, into which autograd has accumulated `gradient`, was zero before.
+  bool has_value(const at::Tensor& gradient) const;
+
+  /// Whether the parameter is on another device than the memory of its gradient.
+  bool has_moved() const { return variable.device() != device; }
+
+  /// Copies `grad` into the view, and makes `grad` a tensor over it unless it is the program's;
+  /// returns whether the hook did not know it.
+  bool copy_in(BatchedCopy& copies);
+
+  /// Copies the gradient that on_gradient() has left outside, if any, whatever `grad` was set to
+  /// since.
+  void bring_in(BatchedCopy& copies);
+
+  /// Makes `grad` a tensor of zeros over the view.
+  void make_zero(BatchedCopy& copies);
+
+  /// Whether `grad` is the program's, and known as such.
+  bool is_given() const;
+
+  /// Whether `grad` is the program's, on the host, and zero: its version, that of all views of one
+  /// memory, does not tell.
+  bool is_given_zero() const { return is_given() && !on_device() && has_zeros(); }
+
+  /// Whether the program has written to a reduced gradient that it keeps over a step, and that is
+  /// zero; on a device, where asking would wait, zeros are taken for granted.
+  bool was_written_with_zeros() const;
+
+  /// Copies the reduced gradient into the program's `grad`.
+  void write_back(BatchedCopy& copies);
+
+  /// Drops this object's references to a block, so that `grad` alone owns it.
+  void release_to_grad();
+
+  /// Takes note that `grad` holds the reduced gradient.
+  void be_reduced();
+
+  /// Takes note that `grad` has not been written since it was reduced.
+  void note_reduced_version();
+
+  /// Whether `grad` is the reduced gradient, on the host, and nobody has written to it since.
+  bool has_unchanged_base() const;
+
+  /// Whether `grad` is a tensor that was left here, and not the program's own.
+  bool has_known() const;
+
+  /// Whether the program, and no backward pass, has written to the gradient in this step. Writes to
+  /// a gradient that was reduced in this step do not count: it is clipped, say. Nor do zeros.
+  bool written_by_hand() const;
+
+  /// Whether the program may have set or written the gradient, and no pass has reduced it since the
+  /// step began: for a write through `.data` or NumPy leaves no trace.
+  bool may_be_by_hand() const;
+
+  /// Takes note that autograd has accumulated into the gradient that was there, in this place.
+  void note_base();
+
+  /// Takes note that the gradient contains none that was reduced before.
+  void forget_base() { base_reduced = on_base = false; }
+
+  /// Multiplies an already reduced gradient by `scale`, before autograd accumulates into it.
+  void rescale_reduced(double scale);
+
+  bool in_block() const { return direct != nullptr; }
+  bool on_device() const { return !device.is_cpu(); }
+  std::uint32_t current_version() const;  // of the gradient
+
+  at::Tensor variable;
+  // Keeps the accumulator alive: a tensor has only a weak reference to it.
+  Accumulator accumulator;
+  std::string name;
+  at::ScalarType dtype{};  // the variable's when it was wrapped
+  std::size_t bucket = 0;
+  c10::Device device = c10::kCPU;  // the bucket's
+  GradientView view;               // where the gradient lies
+  at::Tensor bucket_view;          // a tensor over `view`, for `grad`; undefined without a block
+  at::Tensor sparse;               // the gradient as last left here, if sparse
+  at::Tensor outside;              // the gradient as last left here, if it waits for its bucket
+  std::optional<c10::Stream> outside_stream;  // to which its memory belongs
+  std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
+  // `grad` while autograd makes another one, because this one's bucket has been sent in this pass.
+  at::Tensor sent;
+  // The program's `grad`, and where its memory was: `grad.data = ...` gives it other memory.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
+  // is_given_zero() or was_written_with_zeros() before autograd added to it; by the thread that
+  // does.
+  bool was_zero = false;
+  const void* given_data = nullptr;
+  // `bucket_view` as it was when release_to_grad() left the block to `grad`.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
+  int passes = 0;             // since the step began
+  bool unreduced = false;     // this rank's gradient is not reduced yet
+  bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
+  bool on_base = false;       // the gradient that is not reduced yet contains a reduced one
+  bool base_changed = false;  // ... which the program may have changed
+  bool reduced = false;       // the gradient was reduced since the step began, here or by sharers
+  bool is_zero = false;       // the step began with a gradient of zeros, if any
+  bool arrived = false;       // in the current pass
+  bool made = false;          // `grad` was made by autograd, in the current pass
+  bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
+  // The gradient's version when the step began; none once it has been reduced.
+  std::optional<std::uint32_t> version;
+  std::uint32_t reduced_version = 0;  // the gradient's when it had been reduced
+
+ private:
+  bool has_zeros() const;
+  bool computed_in_block(const at::Tensor& gradient) const;
+  bool leave_outside();
+  void note_given();
+  void require_reducible() const;
+  void ensure_memory();
+  void require_unchanged() const;
+};
+
+}  // namespace torch_ring

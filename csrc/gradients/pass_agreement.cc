@@ -1,0 +1,61 @@
+#include "gradients/pass_agreement.h"
+
+#include <numeric>
+#include <utility>
+
+#include "engine/request.h"
+
+namespace torch_ring {
+
+std::string PassAgreement::gather(Engine& engine, const std::string& report,
+                                  const Engine::Interrupt& interrupt) {
+  if (reducing_) {
+    engine.end(Error(ErrorKind::kInternal,
+                     "a backward pass was interrupted while its gradients were being reduced"));
+  }
+  if (!open_) {
+    const auto reports = std::make_shared<Reports>(Reports{report, {}});
+    Request request;
+    request.fingerprint.collective = Collective::kAllgather;
+    request.fingerprint.dtype = DType::kUInt8;
+    request.fingerprint.name = backward_name(number_);
+    request.fingerprint.joinable = true;
+    request.rows = {static_cast<std::int64_t>(report.size())};
+    request.input = reports->mine.data();
+    request.allocate = [reports](std::span<const std::int64_t> rows) {
+      reports->all.resize(
+          static_cast<std::size_t>(std::accumulate(rows.begin(), rows.end(), std::int64_t{0})));
+      return static_cast<void*>(reports->all.data());
+    };
+    open_ = engine.submit(std::move(request), Engine::Mode::kBlocking);
+    reports_ = reports;
+  }
+  // Copies: the interrupt is Python's, which may end this agreement.
+  const auto open = open_;
+  const auto reports = reports_;
+  try {
+    engine.wait(*open, interrupt);
+  } catch (const Error&) {
+    restart(number_);
+    throw;
+  }
+  return reports->all;
+}
+
+void PassAgreement::restart(std::uint64_t number) {
+  number_ = number;
+  open_.reset();
+  reports_.reset();
+  reducing_ = false;
+}
+
+void DeferredInterrupt::call() {
+  if (!interrupt_) return;
+  try {
+    interrupt_();
+  } catch (...) {
+    if (std::exchange(deferred_, std::current_exception())) throw;
+  }
+}
+
+}  // namespace torch_ring

@@ -1,0 +1,98 @@
+// The native module, torch_ring._C. torch_ring/_C.pyi documents its functions.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <string>
+#include <system_error>
+
+#include "bindings/accelerator.h"
+#include "bindings/blocking_call.h"
+#include "bindings/py_engine.h"
+#include "bindings/py_timeline.h"
+#include "bindings/py_world.h"
+#include "bindings/requests.h"
+#include "bindings/store_call.h"
+#include "c10d/bind_ring_backend.h"
+#include "core/failpoint.h"
+#include "core/limits.h"
+#include "engine/device.h"
+#include "gradients/gradient_hooks.h"
+#include "nccl/loader.h"
+
+namespace py = pybind11;
+
+namespace torch_ring {
+
+namespace {
+
+const char* python_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kInvalidArgument:
+      return "InvalidArgumentError";
+    case ErrorKind::kMismatch:
+      return "MismatchError";
+    case ErrorKind::kPeerLost:
+      return "PeerLostError";
+    case ErrorKind::kTimeout:
+      return "TimeoutError";
+    case ErrorKind::kInternal:
+      break;
+  }
+  return "RingError";
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const auto errors = py::module_::import("torch_ring.errors");
+    std::string text = error.what();
+    // Python may have more to say of a failed collective: where its last operations are written.
+    if (error.kind() != ErrorKind::kInvalidArgument) {
+      text += errors.attr("note_for_error")().cast<std::string>();
+    }
+    PyErr_SetString(py::object(errors.attr(python_name(error.kind()))).ptr(), text.c_str());
+  } catch (const std::system_error& error) {  // a thread that could not be started
+    const auto text = "cannot start a thread: " + std::string(error.what());
+    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), text).ptr());
+  }
+}
+
+}  // namespace
+
+}  // namespace torch_ring
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace torch_ring;
+  py::register_exception_translator(&translate);
+  module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
+  module.def(
+      "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
+      py::arg("library"));
+  module.def("device_in_use", [] { return DeviceChoice::of_process()->chosen(); });
+  module.def("empty_result", &empty_result, py::arg("like"), py::arg("shape"));
+  module.def("empty_result_like", &empty_result_like, py::arg("like"));
+  module.def("keep_results", &keep_results, py::arg("most_bytes"));
+  module.def("kept_result_bytes", &kept_result_bytes);
+  module.def(
+      "await_calls",
+      [](double patience_s) {
+        return CountedCall::await_all(
+            std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));
+      },
+      py::arg("patience_s"));
+  module.def("forget_calls", &CountedCall::forget_all);
+  module.def("arm_failpoints", &arm_failpoints, py::arg("spec"));
+  module.def("limit_to_raise", &limit_to_raise, py::arg("error"));
+  bind_control_plane(module);
+  bind_host_memory(module);
+  py::class_<LaunchOrder, std::shared_ptr<LaunchOrder>>(module, "LaunchOrder")
+      .def(py::init<>())
+      .def("share", &LaunchOrder::share);
+  bind_timeline(module);
+  bind_engine(module);
+  bind_gradients(module);
+  bind_store_call(module);
+  bind_ring_backend(module);
+}
