@@ -1,55 +1,165 @@
 #include "control/control_plane.h"
 
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <csignal>
 #include <utility>
 
-#include "control/loop.h"
 #include "core/at.h"
+#include "core/failpoint.h"
 
 namespace torch_ring {
 
-namespace {
+void LauncherWatch::add_to(PollSet& polls) {
+  slot_ = pidfd_ ? polls.add(pidfd_.get(), POLLIN) : PollSet::kNone;
+}
 
-class PlaneSockets : public SocketSource {
+Clock::time_point LauncherWatch::due() const {
+  return deadline_.value_or(Clock::time_point::max());
+}
+
+void LauncherWatch::look(const PollSet& polls, Clock::time_point now) {
+  if (deadline_ && now >= *deadline_) ::kill(::getpid(), SIGKILL);
+  if (!polls.ready(slot_)) return;
+  pidfd_.reset();
+  deadline_ = now + kPatience;
+  const std::string line = text_ + '\n';
+  // There is nobody to tell if this fails.
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+  ::kill(::getpid(), SIGTERM);
+}
+
+void part(std::list<ControlLink>& links, std::chrono::milliseconds patience) {
+  const auto deadline = Clock::now() + patience;
+  while (true) {
+    PollSet polls;
+    const auto now = Clock::now();
+    links.remove_if([&](ControlLink& link) {
+      link.flush(now);
+      if (!link.pending()) link.end_sending();
+      link.drain();
+      if (link.ended()) return true;
+      link.add_to(polls);
+      return false;
+    });
+    if (links.empty() || now >= deadline) break;
+    polls.wait(deadline);
+  }
+  links.clear();
+}
+
+ControlPlane::ControlPlane(Options options)
+    : options_((check(options), Options{options.rank,
+                                        std::move(options.host_of),
+                                        std::move(options.labels),
+                                        std::move(options.addresses),
+                                        options.key,
+                                        {},
+                                        {},
+                                        options.heartbeat_timeout,
+                                        {},
+                                        {},
+                                        {}})),
+      rank_(options_.rank),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      subscriptions_(rank_, options_.labels),
+      news_(options_.size()),
+      neighbourhood_(rank_, options_.host_of),
+      entrance_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
+                std::move(options.tcp_listener)),
+      launcher_(std::move(options.launcher), std::move(options.launcher_died)),
+      claim_(std::move(options.claim)),
+      bids_(options_),
+      data_(options_),
+      next_heartbeat_(Clock::now()) {
+  if (!wake_) throw_errno("eventfd");
+  for (const int peer : neighbourhood_.neighbours()) awaited_.insert(peer);
+  if (options_.size() > 1) thread_ = std::thread([this] { run(); });
+}
+
+std::vector<int> ControlPlane::missing() const {
+  const std::scoped_lock lock(mutex_);
+  if (setup_error_) throw *setup_error_;
+  return {awaited_.begin(), awaited_.end()};
+}
+
+std::string ControlPlane::trouble() const {
+  const std::scoped_lock lock(mutex_);
+  const auto trouble = entrance_.trouble(Clock::now());
+  return trouble ? trouble->what() : bids_.trouble();
+}
+
+void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!farewell_) patience_ = patience;
+    if (!farewell_) farewell_ = farewell;
+  }
+  ::eventfd_write(wake_.get(), 1);
+  letters_.close();
+  if (thread_.joinable()) thread_.join();
+  const std::scoped_lock lock(mutex_);
+  links_.clear();
+  bids_.close();
+  data_.close_all();
+  entrance_.close();
+  claim_.close();
+}
+
+class ControlPlane::Sockets : public SocketSource {
  public:
-  PlaneSockets(ControlLoop& loop, std::uint64_t set, std::vector<int> members, int width)
-      : loop_(loop), set_(set), members_(std::move(members)), width_(width) {}
+  Sockets(ControlPlane& plane, std::uint64_t set, std::vector<int> members, int width)
+      : plane_(plane), set_(set), members_(std::move(members)), width_(width) {}
 
   std::vector<Fd> take(int peer, bool needed) override {
-    return loop_.take(set_, at(members_, peer), width_, needed);
+    return plane_.take(set_, at(members_, peer), width_, needed);
   }
 
  private:
-  ControlLoop& loop_;
+  ControlPlane& plane_;
   const std::uint64_t set_;
   const std::vector<int> members_;
   const int width_;
 };
 
-class PlaneWaits : public WaitGraph {
+class ControlPlane::Waits : public WaitGraph {
  public:
-  PlaneWaits(ControlLoop& loop, std::uint64_t set, std::vector<int> members,
-             std::chrono::milliseconds patience)
-      : loop_(loop), set_(set), members_(std::move(members)), patience_(patience) {}
+  Waits(ControlPlane& plane, std::uint64_t set, std::vector<int> members,
+        std::chrono::milliseconds patience)
+      : plane_(plane), set_(set), members_(std::move(members)), patience_(patience) {}
 
   std::chrono::milliseconds patience() const override { return patience_; }
-  void tell(std::span<const int> ranks) override { loop_.tell_wait(set_, in_world(ranks)); }
-  void ask(std::span<const int> ranks) override {
-    for (const int rank : in_world(ranks)) loop_.ask(rank);
+  void tell(std::span<const int> ranks) override {
+    plane_.tell([&] {
+      return Message::waits(plane_.rank_, set_, {++plane_.waits_told_, in_world(ranks)});
+    });
   }
-  bool is_told() const override { return loop_.somebody_waits(set_); }
-  const std::string& label(int rank) const override { return loop_.label(at(members_, rank)); }
+  void ask(std::span<const int> ranks) override {
+    for (const int rank : in_world(ranks)) plane_.ask(rank);
+  }
+  bool is_told() const override {
+    const std::scoped_lock lock(plane_.mutex_);
+    return plane_.news_.waits().any(set_);
+  }
+  const std::string& label(int rank) const override {
+    return at(plane_.options_.labels, at(members_, rank));
+  }
   std::optional<int> departed(std::span<const int> ranks) const override {
-    const std::optional<std::size_t> place = loop_.first_departed(in_world(ranks));
+    const std::scoped_lock lock(plane_.mutex_);
+    const std::optional<std::size_t> place = plane_.news_.first_departed(in_world(ranks));
     return place ? std::optional(ranks[*place]) : std::nullopt;
   }
   std::chrono::milliseconds patience_with_departed() const override {
-    return loop_.heartbeat_timeout();
+    return plane_.options_.heartbeat_timeout;
   }
 
   std::vector<int> ends(std::span<const int> ranks) const override {
     std::vector<int> ends;
-    for (const int rank : loop_.ends_of_waits(set_, in_world(ranks))) {
+    const std::scoped_lock lock(plane_.mutex_);
+    for (const int rank : plane_.news_.waits().ends(set_, in_world(ranks))) {
       const auto member = std::ranges::find(members_, rank);
       if (member != members_.end()) ends.push_back(static_cast<int>(member - members_.begin()));
     }
@@ -63,77 +173,418 @@ class PlaneWaits : public WaitGraph {
     return members;
   }
 
-  ControlLoop& loop_;
+  ControlPlane& plane_;
   const std::uint64_t set_;
   const std::vector<int> members_;
   const std::chrono::milliseconds patience_;
 };
 
-}  // namespace
-
-ControlPlane::ControlPlane(Options options)
-    : loop_(std::make_unique<ControlLoop>(std::move(options))) {}
-
-ControlPlane::~ControlPlane() { stop(); }
-
-std::vector<int> ControlPlane::missing() const { return loop_->missing(); }
-
-std::string ControlPlane::trouble() const { return loop_->trouble(); }
-
-void ControlPlane::give_reason(std::string why) { loop_->give_reason(std::move(why)); }
-
-void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members) {
-  loop_->leave(set, rounds, members);
-}
-
-bool ControlPlane::has_ended(std::uint64_t set) const { return loop_->has_ended(set); }
-
-std::vector<int> ControlPlane::lost() const { return loop_->lost(); }
-
-std::uint64_t ControlPlane::connections() const { return loop_->connections(); }
-
-void ControlPlane::stop(std::chrono::milliseconds patience) {
-  loop_->stop(ControlLoop::Farewell::kGoodbye, patience);
-}
-
-void ControlPlane::die() { loop_->stop(ControlLoop::Farewell::kNone); }
-
 void ControlPlane::subscribe(std::uint64_t set, std::vector<int> members,
                              ControlObserver& observer) {
-  loop_->subscriptions().add(set, std::move(members), observer);
+  subscriptions_.add(set, std::move(members), observer);
 }
 
 void ControlPlane::unsubscribe(std::uint64_t set) {
-  loop_->subscriptions().remove(set);
-  loop_->close(set);
+  subscriptions_.remove(set);
+  const std::scoped_lock lock(mutex_);
+  data_.close(set);
+  if (news_.has_ended(set_of(set))) data_.forget_closed(set);
 }
-
-void ControlPlane::fail(std::uint64_t set, const Error& cause) { loop_->fail(set, cause); }
 
 std::unique_ptr<SocketSource> ControlPlane::sockets(std::uint64_t set, std::vector<int> members,
                                                     int width) {
-  return std::make_unique<PlaneSockets>(*loop_, set, std::move(members), width);
+  return std::make_unique<Sockets>(*this, set, std::move(members), width);
 }
 
 std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<int> members,
                                                std::chrono::milliseconds patience) {
-  return std::make_unique<PlaneWaits>(*loop_, set, std::move(members), patience);
+  return std::make_unique<Waits>(*this, set, std::move(members), patience);
 }
 
-std::uint64_t ControlPlane::ask(int rank) { return loop_->ask(rank); }
+bool ControlPlane::has_ended(std::uint64_t set) const {
+  const std::scoped_lock lock(mutex_);
+  if (news_.has_ended(set)) return true;
+  // Of one that ended long ago nothing is known any more, not even that this rank has left it.
+  return !news_.is_left_by_some(set) && std::ranges::none_of(own_news_, [&](const Message& news) {
+    return news.kind == Message::Kind::kLeft && news.set == set;
+  });
+}
 
-std::uint64_t ControlPlane::probe(int rank) { return loop_->probe(rank); }
+void ControlPlane::fail(std::uint64_t set, const Error& cause) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (farewell_ || news_.has_failed(set)) return;  // one that leaves tells nothing more
+    own_news_.push_back(Message::failed(rank_, set, cause));
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
 
-bool ControlPlane::has_answered(std::uint64_t probe) const { return loop_->has_answered(probe); }
+void ControlPlane::give_reason(std::string why) {
+  const std::scoped_lock lock(mutex_);
+  why_ = std::move(why);
+}
+
+template <class Make>
+void ControlPlane::tell(Make&& make) {
+  {
+    const std::scoped_lock lock(mutex_);
+    own_news_.push_back(make());
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members) {
+  tell([&] { return Message::left(rank_, set, rounds, members, why_); });
+}
+
+std::uint64_t ControlPlane::ask(int rank) {
+  std::uint64_t number = 0;
+  tell([&] { return Message::asks(rank_, rank, number = ++asked_); });
+  return number;
+}
+
+std::uint64_t ControlPlane::probe(int rank) {
+  std::uint64_t number = 0;
+  tell([&] {
+    probes_.insert(number = ++asked_);
+    return Message::asks(rank_, rank, number, kProbe);
+  });
+  return number;
+}
 
 void ControlPlane::answer(int rank, std::uint64_t number, std::string text) {
-  loop_->answer(rank, number, std::move(text));
+  tell([&] { return Message::answers(rank_, rank, number, std::move(text)); });
 }
 
-void ControlPlane::read_letters(Letters::Reader reader) {
-  loop_->letters().read_by(std::move(reader));
+std::vector<Fd> ControlPlane::take(std::uint64_t set, int peer, int width, bool needed) {
+  const std::scoped_lock lock(mutex_);
+  if (farewell_) throw Error(ErrorKind::kInternal, "the control plane has been stopped");
+  auto sockets = data_.take(set, peer, width);
+  if (!sockets.empty() || !needed) return sockets;
+  if (news_.departed(peer) && !data_.is_connecting(set, peer)) {
+    throw Error(ErrorKind::kPeerLost,
+                "no connection to " + at(options_.labels, peer) + ": it has left");
+  }
+  if (!news_.alive(peer)) return {};
+  if (!connects(set, rank_, peer)) {
+    if (const auto trouble = entrance_.trouble(Clock::now())) throw *trouble;
+  } else if (data_.connect(set, peer, width)) {
+    ::eventfd_write(wake_.get(), 1);
+  }
+  return {};
 }
 
-std::vector<int> ControlPlane::descriptors() const { return loop_->descriptors(); }
+std::vector<int> ControlPlane::descriptors() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<int> fds{wake_.get()};
+  fds.push_back(launcher_.fd());
+  fds.push_back(claim_.fd());
+  entrance_.append_descriptors(fds);
+  for (const ControlLink& link : links_) fds.push_back(link.fd());
+  bids_.append_descriptors(fds);
+  data_.append_descriptors(fds);
+  std::erase(fds, -1);
+  return fds;
+}
+
+namespace {
+
+constexpr std::chrono::milliseconds kGather{10};  // departures on their way wait for others
+
+}  // namespace
+
+void ControlPlane::run() {
+  while (true) {
+    PollSet polls;
+    std::unique_lock lock(mutex_);
+    const auto due = prepare(polls);
+    lock.unlock();
+
+    const auto slept = Clock::now();
+    polls.wait(due);
+
+    lock.lock();
+    turn(polls, slept, Clock::now());
+    const auto untold = std::exchange(untold_, {});
+    const auto ended = std::exchange(ended_, {});
+    const auto presumed = std::exchange(presumed_, {});
+    const auto connected = std::exchange(connected_, {});
+    const auto found = std::exchange(found_, {});
+    const auto farewell = farewell_;
+    std::list<ControlLink> parting;
+    if (farewell == Farewell::kGoodbye) parting = say_goodbye();
+    lock.unlock();
+
+    for (const Message& news : untold) subscriptions_.tell(news);
+    for (const std::uint64_t set : ended) subscriptions_.forget(set);
+    for (const int rank : presumed) subscriptions_.tell_presumed(rank);
+    for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
+    if (!found.empty()) {  // what the ranks told before has been told on now
+      lock.lock();
+      for (const std::uint64_t probe : found) probes_.erase(probe);
+      lock.unlock();
+    }
+    if (!farewell) continue;
+    part(parting, patience_);
+    return;
+  }
+}
+
+/// Fills the set of descriptors; returns when the next turn is due at the latest.
+Clock::time_point ControlPlane::prepare(PollSet& polls) {
+  polls.add(wake_.get(), POLLIN);
+  launcher_.add_to(polls);
+  claim_.add_to(polls);
+  entrance_.add_to(polls, Clock::now());
+  bids_.add_to(polls);
+  data_.add_to(polls);
+  auto due = std::min({next_heartbeat_, launcher_.due(), neighbourhood_.next_change(),
+                       entrance_.due(), bids_.due(in_setup()), data_.due()});
+  for (ControlLink& link : links_) {
+    link.add_to(polls);
+    due = std::min(due, link.due());
+    if (judges() && news_.alive(link.peer())) {
+      due = std::min(due, link.heard() + options_.heartbeat_timeout);
+    }
+  }
+  return due;
+}
+
+/// `slept`: when the thread went to sleep: what had arrived by then is received now.
+void ControlPlane::turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now) {
+  eventfd_t rings = 0;
+  ::eventfd_read(wake_.get(), &rings);
+  launcher_.look(polls, now);
+  if (const auto pid = claim_.look(polls)) leave_mixed(*pid, now);
+  receive(polls, now);
+  admit(polls, now);
+  connect(polls, now);
+  judge_silence(slept, now);
+  send_own_news(now);
+  seek_neighbours(now);
+  send(now);
+}
+
+/// This world may have ranks of two jobs, since process `pid` has come as the same rank: it ends.
+void ControlPlane::leave_mixed(pid_t pid, Clock::time_point now) {
+  const std::string why =
+      "may be in the wrong job: process " + std::to_string(pid) +
+      " has come as the same rank. Two jobs of one name that start together cannot be told apart: "
+      "give each its own MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host";
+  if (in_setup())
+    give_setup_up(Error(ErrorKind::kPeerLost, at(options_.labels, rank_) + ' ' + why));
+  learn(Message::departed(rank_, "it " + why), nullptr, now);
+  untold_.push_back(Message::lost(rank_, rank_, why));  // for this rank's own sets
+}
+
+void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
+  for (ControlLink& link : links_) {
+    if (!link.ready(polls) || failpoint("control.receive", rank_)) continue;
+    try {
+      for (const Message& message : link.receive(now)) {
+        // A rank that was taken for lost, and goes on, takes those who dropped it for lost.
+        const bool revenge = message.kind == Message::Kind::kLost && news_.lost(link.peer());
+        if (!revenge) learn(message, &link, now);
+      }
+    } catch (const Error& error) {
+      link.close();
+      lose(link.peer(), error.what(), now);
+    }
+    if (link.ended()) lose(link.peer(), "died: its connection closed; see its output", now);
+  }
+}
+
+void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
+  for (auto& [hello, socket, unix] : entrance_.admit(polls, now)) {
+    // The handshake has shown that it knows the key, and that it means this rank.
+    const auto peer = static_cast<int>(hello.from);
+    if (hello.from >= options_.host_of.size() || !connects(hello.set, peer, rank_)) continue;
+    // A rank of this host comes over the Unix socket, as a process of this user: where strangers
+    // can read the key, none of them passes for it.
+    if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
+    if (hello.channel == Hello::kControl) {
+      add_link(peer, std::move(socket), now);
+    } else if (!news_.has_ended(set_of(hello.set)) && data_.accept(hello, std::move(socket))) {
+      connected_.insert(hello.set);
+    }
+  }
+  if (!in_setup()) return;
+  if (const auto trouble = entrance_.trouble(now)) give_setup_up(*trouble);
+}
+
+void ControlPlane::connect(const PollSet& polls, Clock::time_point now) {
+  auto outcome = bids_.advance(polls, now, in_setup());
+  for (auto& [peer, socket] : outcome.connected) add_link(peer, std::move(socket), now);
+  if (outcome.error && in_setup()) {
+    const auto& [peer, error] = *outcome.error;
+    give_setup_up(
+        Error(error.kind(), "no connection to " + at(options_.labels, peer) + ": " + error.what()));
+  }
+  for (const int peer : outcome.refused) {
+    if (in_setup()) {
+      give_setup_up(Error(ErrorKind::kPeerLost, at(options_.labels, peer) +
+                                                    " has exited during init: nobody "
+                                                    "listens at its address any more"));
+    } else if (neighbourhood_.behind_departed(peer)) {
+      presume_departed(peer);
+    } else {
+      lose(peer, "died: nobody listens at its address any more; see its output", now);
+    }
+  }
+  for (const int peer : outcome.silent) lose(peer, silence(), now);
+  for (const std::uint64_t set : data_.advance(polls, now)) connected_.insert(set);
+}
+
+void ControlPlane::judge_silence(Clock::time_point slept, Clock::time_point now) {
+  for (ControlLink& link : links_) {
+    if (link.overflown()) {
+      link.close();
+      lose(link.peer(), "does not read its control connection: it is stopped", now);
+    } else if (slept - link.heard() > options_.heartbeat_timeout) {
+      lose(link.peer(), silence(), now);
+    }
+  }
+  // No turn takes that long: this process itself was stopped.
+  if (now - slept > options_.heartbeat_timeout / 2) bids_.excuse(now);
+}
+
+void ControlPlane::send_own_news(Clock::time_point now) {
+  for (const Message& news : std::exchange(own_news_, {})) {
+    const bool failure = news.kind == Message::Kind::kFailed;
+    if (!failure || !news_.has_failed(news.set)) learn(news, nullptr, now);
+  }
+}
+
+/// Bids for connections to the neighbours that this rank lacks.
+void ControlPlane::seek_neighbours(Clock::time_point now) {
+  if (now >= neighbourhood_.next_change()) {
+    neighbourhood_.settle(now);
+    moved_ = true;
+  }
+  if (!std::exchange(moved_, false) || !judges()) return;
+  for (const int peer : neighbourhood_.neighbours()) {
+    if (news_.alive(peer) && !link_to(peer)) bids_.add(peer, now, in_setup());
+  }
+}
+
+void ControlPlane::send(Clock::time_point now) {
+  if (now >= next_heartbeat_) {
+    next_heartbeat_ = now + options_.heartbeat_timeout / 4;
+    for (ControlLink& link : links_) {
+      if (news_.alive(link.peer())) link.queue(Message::heartbeat(rank_), now);
+    }
+  }
+  for (ControlLink& link : links_) link.flush(now);
+  links_.remove_if([](const ControlLink& link) { return link.ended(); });
+}
+
+/// Takes the links to be parted from, with this rank's departure in their queues. A rank that is
+/// lost is not waited for.
+std::list<ControlLink> ControlPlane::say_goodbye() {
+  if (failpoint("departure", rank_)) return {};
+  const auto now = Clock::now();
+  links_.remove_if([&](const ControlLink& link) { return news_.lost(link.peer()); });
+  for (ControlLink& link : links_) {
+    link.queue(Message::departed(rank_, why_), now);
+    link.flush(now);
+  }
+  if (failpoint("departed", rank_)) return {};
+  return std::exchange(links_, {});
+}
+
+void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
+  if (!news_.alive(peer)) return;
+  // A peer that connects once more has given the former connection up.
+  links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
+  ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
+  for (const Message& news : news_.known()) link.queue(news, now);
+  bids_.remove(peer);
+  awaited_.erase(peer);
+}
+
+ControlLink* ControlPlane::link_to(int peer) {
+  const auto found = std::ranges::find(links_, peer, &ControlLink::peer);
+  return found == links_.end() ? nullptr : &*found;
+}
+
+/// This rank has noticed that `peer` is gone.
+void ControlPlane::lose(int peer, const std::string& how, Clock::time_point now) {
+  if (news_.alive(peer) && judges()) learn(Message::lost(peer, rank_, how), nullptr, now);
+}
+
+/// All between this rank and `peer` have left, and now nobody listens there, so the word of its
+/// departure was lost with them. If it has died after all, others will say so.
+void ControlPlane::presume_departed(int peer) {
+  news_.presume_departed(peer);
+  presumed_.push_back(peer);
+  neighbourhood_.vacate(peer);
+  moved_ = true;
+  bids_.remove(peer);
+  data_.forget(peer);
+}
+
+void ControlPlane::learn(const Message& message, const ControlLink* from, Clock::time_point now) {
+  if (!news_.learn(message)) return;
+  const bool departed = message.kind == Message::Kind::kDeparted;
+  const bool lost = message.kind == Message::Kind::kLost;
+  const bool left = message.kind == Message::Kind::kLeft;
+  const bool own_left = left && message.rank == rank_;
+  if (left && news_.has_ended(message.set)) {
+    ended_.push_back(message.set);
+    for (const std::uint64_t number : numbers_of(message.set)) {
+      data_.close(number);  // this rank may have told that it left, and not have closed it yet
+      data_.forget_closed(number);
+    }
+  }
+  const bool asks = message.kind == Message::Kind::kAsks;
+  if (asks || message.kind == Message::Kind::kAnswers) {
+    if (message.recipient() != rank_) {
+      // It is on its way to another rank.
+    } else if (asks && message.text == kProbe) {
+      own_news_.push_back(Message::answers(rank_, message.rank, message.set, {}));
+    } else if (!asks && probes_.contains(message.set)) {
+      found_.push_back(message.set);
+    } else {
+      letters_.put({asks, message.rank, message.set, message.text});
+    }
+  } else if (message.kind != Message::Kind::kWaits && !own_left) {
+    untold_.push_back(message);
+  }
+  if ((departed || lost) && message.rank != rank_) {
+    if (departed) {
+      neighbourhood_.depart(message.rank, now);
+    } else {
+      neighbourhood_.lose(message.rank);
+      moved_ = true;
+    }
+    bids_.remove(message.rank);
+    data_.forget(message.rank);
+  }
+  if (!judges()) bids_.close();
+  if (in_setup() && lost) {
+    give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
+  } else if (departed && awaited_.contains(message.rank)) {
+    give_setup_up(
+        Error(ErrorKind::kPeerLost, at(options_.labels, message.rank) + " has exited during init"));
+  }
+  for (ControlLink& link : links_) {
+    if (&link != from && !news_.departed(link.peer())) {
+      link.queue(message, departed || left ? now + kGather : now);
+    }
+  }
+}
+
+void ControlPlane::give_setup_up(const Error& error) {
+  if (setup_error_) return;
+  // What this process lacks is told to all ranks.
+  const bool own = error.kind() == ErrorKind::kInternal;
+  const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
+  setup_error_ = Error(error.kind(), who + error.what());
+}
+
+std::string ControlPlane::silence() const {
+  return "has not been heard for " + in_seconds(options_.heartbeat_timeout) +
+         " (TORCH_RING_HEARTBEAT_TIMEOUT): it is stopped, or its host is cut off";
+}
 
 }  // namespace torch_ring

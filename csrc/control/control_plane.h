@@ -4,21 +4,73 @@
 
 #include <chrono>
 #include <cstdint>
+#include <list>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
+#include "control/entrance.h"
+#include "control/graph.h"
 #include "control/letters.h"
-#include "control/loop.h"
+#include "control/link.h"
 #include "control/news.h"
 #include "control/options.h"
+#include "control/outgoing.h"
+#include "control/rank_claim.h"
+#include "control/subscriptions.h"
+#include "core/clock.h"
 #include "core/error.h"
+#include "core/fd.h"
 #include "transport/socket_source.h"
 #include "transport/wait_graph.h"
 
 namespace torch_ring {
 
-class ControlLoop;
+/// Ends this process after its launcher has died. A launcher ends its ranks before it ends
+/// itself, unless it is killed. Ranks that are left behind would hold their processors and
+/// devices until somebody finds them. So they end as a launcher ends them: by SIGTERM, which
+/// the program may handle, and by SIGKILL after kPatience.
+///
+/// Thread: one at a time. Blocking: no.
+class LauncherWatch {
+ public:
+  static constexpr std::chrono::seconds kPatience{30};  // torchrun's
+
+  /// `pidfd`: of the launcher; none: nothing is watched. `text`: the line for stderr.
+  LauncherWatch(Fd pidfd, std::string text) : pidfd_(std::move(pidfd)), text_(std::move(text)) {}
+
+  void add_to(PollSet& polls);
+  /// When to call look() although nothing is ready.
+  Clock::time_point due() const;
+  /// Does what is due.
+  void look(const PollSet& polls, Clock::time_point now);
+
+  int fd() const noexcept { return pidfd_.get(); }
+
+ private:
+  Fd pidfd_;
+  const std::string text_;
+  std::optional<Clock::time_point> deadline_;  // of this process, whose launcher has died
+  std::size_t slot_ = PollSet::kNone;
+};
+
+/// For so long a rank that leaves waits for peers that neither read its goodbye nor close: TCP
+/// sends a segment that is lost five times again in 6 s, and six times in 13 s.
+inline constexpr std::chrono::milliseconds kPartingPatience{10'000};
+
+/// The end of the control connections of a rank that leaves. Sends what the links have queued,
+/// ends their sending sides, and drops what still arrives, until the peers have closed theirs:
+/// they have read all of it then. A socket that is closed earlier may be reset by what arrives,
+/// and take unsent bytes with it. `links` is empty afterwards.
+///
+/// Blocking: until all peers have closed, `patience` at most.
+void part(std::list<ControlLink>& links, std::chrono::milliseconds patience);
 
 /// One per process, for all of its process sets. It has one thread, which sleeps in poll(); a world
 /// of one rank has none.
@@ -30,6 +82,11 @@ class ControlLoop;
 /// living ones, and tell them all they know, so the survivors stay connected and nobody misses
 /// anything.
 ///
+/// The thread sleeps in poll(), then takes a turn under the lock, then notifies the observers
+/// without it. A loss or a failure is sent on in the turn in which it is heard. Departures wait for
+/// kGather in the links' queues, since usually all ranks leave together; what comes after it in a
+/// queue takes it along, so the order stays.
+///
 /// Thread: any, but stop() and die() one at a time. Blocking: these; subscribe() and unsubscribe(),
 /// while an observer is called.
 class ControlPlane {
@@ -40,7 +97,7 @@ class ControlPlane {
   /// Starts the thread, which begins to connect to the neighbours. Errors: Error(kInvalidArgument)
   /// if the options do not fit together.
   explicit ControlPlane(Options options);
-  ~ControlPlane();
+  ~ControlPlane() { stop(); }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;
 
@@ -65,18 +122,26 @@ class ControlPlane {
   bool has_ended(std::uint64_t set) const;
 
   /// The ranks that have died or were silent for too long, as far as this one knows.
-  std::vector<int> lost() const;
+  std::vector<int> lost() const {
+    const std::scoped_lock lock(mutex_);
+    return news_.lost();
+  }
 
   /// The data connections that this rank has made or accepted so far, and that a SocketSource has
   /// taken.
-  std::uint64_t connections() const;
+  std::uint64_t connections() const {
+    const std::scoped_lock lock(mutex_);
+    return data_.taken();
+  }
 
   /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
   /// and closes all connections, also those that a SocketSource has not taken.
-  void stop(std::chrono::milliseconds patience = kPartingPatience);
+  void stop(std::chrono::milliseconds patience = kPartingPatience) {
+    end(Farewell::kGoodbye, patience);
+  }
 
   /// Like stop(), but without a goodbye: the other ranks take this one for dead.
-  void die();
+  void die() { end(Farewell::kNone, kPartingPatience); }
 
   /// Tells `observer` of the ranks `members`, until unsubscribe() returns. What happened before is
   /// told at once. `set`: the set's number, the same on all ranks, never used twice; or that of its
@@ -106,17 +171,88 @@ class ControlPlane {
   /// Asks a rank of the world for a sign of life. When it has answered, the observers know all that
   /// it told or passed on before. Returns the question's number, which is not 0. Blocking: no.
   std::uint64_t probe(int rank);
-  bool has_answered(std::uint64_t probe) const;
+  bool has_answered(std::uint64_t probe) const {
+    const std::scoped_lock lock(mutex_);
+    return !probes_.contains(probe);
+  }
   /// `reader` gets the questions and answers for this rank, one at a time, until stop(). An answer
   /// may never come: the rank is lost, or has no reader, or news on its way was lost with others.
-  void read_letters(Letters::Reader reader);
+  void read_letters(Letters::Reader reader) { letters_.read_by(std::move(reader)); }
 
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
   /// death while the child lives. Call it before the fork: the child may find its lock taken.
   std::vector<int> descriptors() const;
 
  private:
-  std::unique_ptr<ControlLoop> loop_;
+  enum class Farewell { kGoodbye, kNone };
+  class Sockets;
+  class Waits;
+
+  void end(Farewell farewell, std::chrono::milliseconds patience);
+  /// The sockets to a peer of a set, as SocketSource::take() has them.
+  std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
+  /// Has news of this rank sent, which is made under the lock.
+  template <class Make>
+  void tell(Make&& make);
+  void run();
+  Clock::time_point prepare(PollSet& polls);
+  void turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now);
+
+  void leave_mixed(pid_t pid, Clock::time_point now);
+  void receive(const PollSet& polls, Clock::time_point now);
+  void admit(const PollSet& polls, Clock::time_point now);
+  void connect(const PollSet& polls, Clock::time_point now);
+  void judge_silence(Clock::time_point slept, Clock::time_point now);
+  void send_own_news(Clock::time_point now);
+  void seek_neighbours(Clock::time_point now);
+  void send(Clock::time_point now);
+  std::list<ControlLink> say_goodbye();
+
+  void add_link(int peer, Fd socket, Clock::time_point now);
+  ControlLink* link_to(int peer);
+  void lose(int peer, const std::string& how, Clock::time_point now);
+  void presume_departed(int peer);
+  void learn(const Message& message, const ControlLink* from, Clock::time_point now);
+  void give_setup_up(const Error& error);
+  std::string silence() const;
+  bool in_setup() const { return !awaited_.empty(); }
+  /// Who is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks no
+  /// other rank any more.
+  bool judges() const { return news_.alive(rank_); }
+
+  const Options options_;  // without the listeners
+  const int rank_;
+  const Fd wake_;
+  Subscriptions subscriptions_;
+  Letters letters_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  News news_;
+  Neighbourhood neighbourhood_;
+  bool moved_ = true;  // neighbourhood_ has changed
+  Entrance entrance_;
+  LauncherWatch launcher_;
+  RankClaim claim_;
+  std::list<ControlLink> links_;
+  Bids bids_;
+  DataConnections data_;
+  std::set<int> awaited_;  // first neighbours without a connection so far
+  std::optional<Error> setup_error_;
+  std::vector<Message> own_news_;      // what this rank tells and has not sent yet
+  std::string why_;                    // this rank leaves
+  std::uint64_t waits_told_ = 0;       // by this rank
+  std::uint64_t asked_ = 0;            // questions, likewise
+  std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn
+  std::vector<std::uint64_t> found_;   // probes answered in this turn
+  std::vector<Message> untold_;        // for the observers
+  std::vector<std::uint64_t> ended_;   // sets, of which they need no news any more
+  std::vector<int> presumed_;          // departed ranks, likewise
+  std::set<std::uint64_t> connected_;  // sets whose observers are to be told
+  std::optional<Farewell> farewell_;
+  std::chrono::milliseconds patience_{};  // with peers that do not hear it; as fixed as farewell_
+  Clock::time_point next_heartbeat_;
+
+  std::thread thread_;  // the last member: the thread uses all of the above
 };
 
 }  // namespace torch_ring
