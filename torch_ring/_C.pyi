@@ -199,11 +199,11 @@ class ControlPlane:
     def answer(self, rank: int, number: int, text: str) -> None:
         """Answer a rank's question, by 4096 bytes at most: the rest is cut."""
 
-    def read_letters(self, reader: Callable[[bool, int, int, str], None]) -> None:
-        """Call `reader` with each letter to this rank until stop(), in another thread.
+    def read_queries(self, reader: Callable[[bool, int, int, str], None]) -> None:
+        """Call `reader` with each query to this rank until stop(), in another thread.
 
         It gets whether it is a question, from which rank, the question's number, and the
-        answer; "" of a question, which asks what this rank does.
+        answer: "" of a question, which is for the operations of this rank.
         """
 
     def connections(self) -> int:

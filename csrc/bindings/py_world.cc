@@ -153,19 +153,19 @@ void PyControlPlane::give_reason(std::string why) {
   if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
 
-void PyControlPlane::read_letters(py::function reader) {
+void PyControlPlane::read_queries(py::function reader) {
   if (!plane_) return;
   const std::shared_ptr<py::function> shared(new py::function(std::move(reader)),
                                              [](py::function* function) {
                                                const py::gil_scoped_acquire gil;
                                                delete function;
                                              });
-  plane_->read_letters([shared](const Letter& letter) {
+  plane_->read_queries([shared](const Query& query) {
     const py::gil_scoped_acquire gil;
     try {
-      (*shared)(letter.is_question, letter.from, letter.number, as_text(letter.text));
+      (*shared)(query.is_question, query.from, query.number, as_text(query.text));
     } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("torch_ring: a letter of another rank");
+      error.discard_as_unraisable("torch_ring: a query of another rank");
     }
   });
 }
@@ -225,7 +225,7 @@ void bind_control_plane(py::module_& module) {
       .def("lost", &PyControlPlane::lost)
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
-      .def("read_letters", &PyControlPlane::read_letters, py::arg("reader"))
+      .def("read_queries", &PyControlPlane::read_queries, py::arg("reader"))
       .def("connections", &PyControlPlane::connections)
       .def(
           "stop",

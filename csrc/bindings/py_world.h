@@ -87,11 +87,11 @@ class PyControlPlane {
   void answer(int rank, std::uint64_t number, std::string text) {
     if (plane_) plane_->answer(rank, number, std::move(text));
   }
-  /// See ControlPlane. The reader takes a letter's is_question, from, number and text.
-  void read_letters(pybind11::function reader);
+  /// See ControlPlane. The reader takes a query's is_question, from, number and text.
+  void read_queries(pybind11::function reader);
   /// The data connections that have been made so far.
   std::uint64_t connections() const { return plane_->connections(); }
-  void stop(std::chrono::milliseconds patience = kPartingPatience);
+  void stop(std::chrono::milliseconds patience = kGoodbyePatience);
 
   /// Takes note of the descriptors that a child is about to inherit.
   void before_fork();

@@ -21,7 +21,7 @@ Clock::time_point LauncherWatch::due() const {
   return deadline_.value_or(Clock::time_point::max());
 }
 
-void LauncherWatch::look(const PollSet& polls, Clock::time_point now) {
+void LauncherWatch::check(const PollSet& polls, Clock::time_point now) {
   if (deadline_ && now >= *deadline_) ::kill(::getpid(), SIGKILL);
   if (!polls.ready(slot_)) return;
   pidfd_.reset();
@@ -32,7 +32,7 @@ void LauncherWatch::look(const PollSet& polls, Clock::time_point now) {
   ::kill(::getpid(), SIGTERM);
 }
 
-void part(std::list<ControlLink>& links, std::chrono::milliseconds patience) {
+void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds patience) {
   const auto deadline = Clock::now() + patience;
   while (true) {
     PollSet polls;
@@ -68,11 +68,11 @@ ControlPlane::ControlPlane(Options options)
       subscriptions_(rank_, options_.labels),
       news_(options_.size()),
       neighbourhood_(rank_, options_.host_of),
-      entrance_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
+      acceptor_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
                 std::move(options.tcp_listener)),
       launcher_(std::move(options.launcher), std::move(options.launcher_died)),
       claim_(std::move(options.claim)),
-      bids_(options_),
+      dials_(options_),
       data_(options_),
       next_heartbeat_(Clock::now()) {
   if (!wake_) throw_errno("eventfd");
@@ -88,8 +88,8 @@ std::vector<int> ControlPlane::missing() const {
 
 std::string ControlPlane::trouble() const {
   const std::scoped_lock lock(mutex_);
-  const auto trouble = entrance_.trouble(Clock::now());
-  return trouble ? trouble->what() : bids_.trouble();
+  const auto trouble = acceptor_.trouble(Clock::now());
+  return trouble ? trouble->what() : dials_.trouble();
 }
 
 void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience) {
@@ -99,13 +99,13 @@ void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience) {
     if (!farewell_) farewell_ = farewell;
   }
   ::eventfd_write(wake_.get(), 1);
-  letters_.close();
+  queries_.close();
   if (thread_.joinable()) thread_.join();
   const std::scoped_lock lock(mutex_);
   links_.clear();
-  bids_.close();
+  dials_.close();
   data_.close_all();
-  entrance_.close();
+  acceptor_.close();
   claim_.close();
 }
 
@@ -267,7 +267,7 @@ std::vector<Fd> ControlPlane::take(std::uint64_t set, int peer, int width, bool 
   }
   if (!news_.alive(peer)) return {};
   if (!connects(set, rank_, peer)) {
-    if (const auto trouble = entrance_.trouble(Clock::now())) throw *trouble;
+    if (const auto trouble = acceptor_.trouble(Clock::now())) throw *trouble;
   } else if (data_.connect(set, peer, width)) {
     ::eventfd_write(wake_.get(), 1);
   }
@@ -279,9 +279,9 @@ std::vector<int> ControlPlane::descriptors() const {
   std::vector<int> fds{wake_.get()};
   fds.push_back(launcher_.fd());
   fds.push_back(claim_.fd());
-  entrance_.append_descriptors(fds);
+  acceptor_.append_descriptors(fds);
   for (const ControlLink& link : links_) fds.push_back(link.fd());
-  bids_.append_descriptors(fds);
+  dials_.append_descriptors(fds);
   data_.append_descriptors(fds);
   std::erase(fds, -1);
   return fds;
@@ -311,8 +311,8 @@ void ControlPlane::run() {
     const auto connected = std::exchange(connected_, {});
     const auto found = std::exchange(found_, {});
     const auto farewell = farewell_;
-    std::list<ControlLink> parting;
-    if (farewell == Farewell::kGoodbye) parting = say_goodbye();
+    std::list<ControlLink> leaving;
+    if (farewell == Farewell::kGoodbye) leaving = say_goodbye();
     lock.unlock();
 
     for (const Message& news : untold) subscriptions_.tell(news);
@@ -325,7 +325,7 @@ void ControlPlane::run() {
       lock.unlock();
     }
     if (!farewell) continue;
-    part(parting, patience_);
+    finish_goodbyes(leaving, patience_);
     return;
   }
 }
@@ -335,11 +335,11 @@ Clock::time_point ControlPlane::prepare(PollSet& polls) {
   polls.add(wake_.get(), POLLIN);
   launcher_.add_to(polls);
   claim_.add_to(polls);
-  entrance_.add_to(polls, Clock::now());
-  bids_.add_to(polls);
+  acceptor_.add_to(polls, Clock::now());
+  dials_.add_to(polls);
   data_.add_to(polls);
   auto due = std::min({next_heartbeat_, launcher_.due(), neighbourhood_.next_change(),
-                       entrance_.due(), bids_.due(in_setup()), data_.due()});
+                       acceptor_.due(), dials_.due(in_setup()), data_.due()});
   for (ControlLink& link : links_) {
     link.add_to(polls);
     due = std::min(due, link.due());
@@ -354,8 +354,8 @@ Clock::time_point ControlPlane::prepare(PollSet& polls) {
 void ControlPlane::turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now) {
   eventfd_t rings = 0;
   ::eventfd_read(wake_.get(), &rings);
-  launcher_.look(polls, now);
-  if (const auto pid = claim_.look(polls)) leave_mixed(*pid, now);
+  launcher_.check(polls, now);
+  if (const auto pid = claim_.check(polls)) leave_mixed(*pid, now);
   receive(polls, now);
   admit(polls, now);
   connect(polls, now);
@@ -395,7 +395,7 @@ void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
 }
 
 void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
-  for (auto& [hello, socket, unix] : entrance_.admit(polls, now)) {
+  for (auto& [hello, socket, unix] : acceptor_.admit(polls, now)) {
     // The handshake has shown that it knows the key, and that it means this rank.
     const auto peer = static_cast<int>(hello.from);
     if (hello.from >= options_.host_of.size() || !connects(hello.set, peer, rank_)) continue;
@@ -409,11 +409,11 @@ void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
     }
   }
   if (!in_setup()) return;
-  if (const auto trouble = entrance_.trouble(now)) give_setup_up(*trouble);
+  if (const auto trouble = acceptor_.trouble(now)) give_setup_up(*trouble);
 }
 
 void ControlPlane::connect(const PollSet& polls, Clock::time_point now) {
-  auto outcome = bids_.advance(polls, now, in_setup());
+  auto outcome = dials_.advance(polls, now, in_setup());
   for (auto& [peer, socket] : outcome.connected) add_link(peer, std::move(socket), now);
   if (outcome.error && in_setup()) {
     const auto& [peer, error] = *outcome.error;
@@ -445,7 +445,7 @@ void ControlPlane::judge_silence(Clock::time_point slept, Clock::time_point now)
     }
   }
   // No turn takes that long: this process itself was stopped.
-  if (now - slept > options_.heartbeat_timeout / 2) bids_.excuse(now);
+  if (now - slept > options_.heartbeat_timeout / 2) dials_.excuse(now);
 }
 
 void ControlPlane::send_own_news(Clock::time_point now) {
@@ -455,7 +455,7 @@ void ControlPlane::send_own_news(Clock::time_point now) {
   }
 }
 
-/// Bids for connections to the neighbours that this rank lacks.
+/// DialRequests for connections to the neighbours that this rank lacks.
 void ControlPlane::seek_neighbours(Clock::time_point now) {
   if (now >= neighbourhood_.next_change()) {
     neighbourhood_.settle(now);
@@ -463,7 +463,7 @@ void ControlPlane::seek_neighbours(Clock::time_point now) {
   }
   if (!std::exchange(moved_, false) || !judges()) return;
   for (const int peer : neighbourhood_.neighbours()) {
-    if (news_.alive(peer) && !link_to(peer)) bids_.add(peer, now, in_setup());
+    if (news_.alive(peer) && !link_to(peer)) dials_.add(peer, now, in_setup());
   }
 }
 
@@ -498,7 +498,7 @@ void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
   links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
   ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
   for (const Message& news : news_.known()) link.queue(news, now);
-  bids_.remove(peer);
+  dials_.remove(peer);
   awaited_.erase(peer);
 }
 
@@ -519,7 +519,7 @@ void ControlPlane::presume_departed(int peer) {
   presumed_.push_back(peer);
   neighbourhood_.vacate(peer);
   moved_ = true;
-  bids_.remove(peer);
+  dials_.remove(peer);
   data_.forget(peer);
 }
 
@@ -545,7 +545,7 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
     } else if (!asks && probes_.contains(message.set)) {
       found_.push_back(message.set);
     } else {
-      letters_.put({asks, message.rank, message.set, message.text});
+      queries_.put({asks, message.rank, message.set, message.text});
     }
   } else if (message.kind != Message::Kind::kWaits && !own_left) {
     untold_.push_back(message);
@@ -557,10 +557,10 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
       neighbourhood_.lose(message.rank);
       moved_ = true;
     }
-    bids_.remove(message.rank);
+    dials_.remove(message.rank);
     data_.forget(message.rank);
   }
-  if (!judges()) bids_.close();
+  if (!judges()) dials_.close();
   if (in_setup() && lost) {
     give_setup_up(Error(ErrorKind::kPeerLost, subscriptions_.describe(message)));
   } else if (departed && awaited_.contains(message.rank)) {

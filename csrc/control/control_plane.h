@@ -15,13 +15,13 @@
 #include <utility>
 #include <vector>
 
-#include "control/entrance.h"
+#include "control/acceptor.h"
 #include "control/graph.h"
-#include "control/letters.h"
 #include "control/link.h"
 #include "control/news.h"
 #include "control/options.h"
 #include "control/outgoing.h"
+#include "control/queries.h"
 #include "control/rank_claim.h"
 #include "control/subscriptions.h"
 #include "core/clock.h"
@@ -46,10 +46,10 @@ class LauncherWatch {
   LauncherWatch(Fd pidfd, std::string text) : pidfd_(std::move(pidfd)), text_(std::move(text)) {}
 
   void add_to(PollSet& polls);
-  /// When to call look() although nothing is ready.
+  /// When to call check() although nothing is ready.
   Clock::time_point due() const;
   /// Does what is due.
-  void look(const PollSet& polls, Clock::time_point now);
+  void check(const PollSet& polls, Clock::time_point now);
 
   int fd() const noexcept { return pidfd_.get(); }
 
@@ -62,7 +62,7 @@ class LauncherWatch {
 
 /// For so long a rank that leaves waits for peers that neither read its goodbye nor close: TCP
 /// sends a segment that is lost five times again in 6 s, and six times in 13 s.
-inline constexpr std::chrono::milliseconds kPartingPatience{10'000};
+inline constexpr std::chrono::milliseconds kGoodbyePatience{10'000};
 
 /// The end of the control connections of a rank that leaves. Sends what the links have queued,
 /// ends their sending sides, and drops what still arrives, until the peers have closed theirs:
@@ -70,7 +70,7 @@ inline constexpr std::chrono::milliseconds kPartingPatience{10'000};
 /// and take unsent bytes with it. `links` is empty afterwards.
 ///
 /// Blocking: until all peers have closed, `patience` at most.
-void part(std::list<ControlLink>& links, std::chrono::milliseconds patience);
+void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds patience);
 
 /// One per process, for all of its process sets. It has one thread, which sleeps in poll(); a world
 /// of one rank has none.
@@ -136,12 +136,12 @@ class ControlPlane {
 
   /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
   /// and closes all connections, also those that a SocketSource has not taken.
-  void stop(std::chrono::milliseconds patience = kPartingPatience) {
+  void stop(std::chrono::milliseconds patience = kGoodbyePatience) {
     end(Farewell::kGoodbye, patience);
   }
 
   /// Like stop(), but without a goodbye: the other ranks take this one for dead.
-  void die() { end(Farewell::kNone, kPartingPatience); }
+  void die() { end(Farewell::kNone, kGoodbyePatience); }
 
   /// Tells `observer` of the ranks `members`, until unsubscribe() returns. What happened before is
   /// told at once. `set`: the set's number, the same on all ranks, never used twice; or that of its
@@ -177,7 +177,7 @@ class ControlPlane {
   }
   /// `reader` gets the questions and answers for this rank, one at a time, until stop(). An answer
   /// may never come: the rank is lost, or has no reader, or news on its way was lost with others.
-  void read_letters(Letters::Reader reader) { letters_.read_by(std::move(reader)); }
+  void read_queries(Queries::Reader reader) { queries_.read_by(std::move(reader)); }
 
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
   /// death while the child lives. Call it before the fork: the child may find its lock taken.
@@ -224,17 +224,17 @@ class ControlPlane {
   const int rank_;
   const Fd wake_;
   Subscriptions subscriptions_;
-  Letters letters_;
+  Queries queries_;
 
   mutable std::mutex mutex_;  // guards what follows
   News news_;
   Neighbourhood neighbourhood_;
   bool moved_ = true;  // neighbourhood_ has changed
-  Entrance entrance_;
+  Acceptor acceptor_;
   LauncherWatch launcher_;
   RankClaim claim_;
   std::list<ControlLink> links_;
-  Bids bids_;
+  DialRequests dials_;
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;

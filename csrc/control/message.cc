@@ -152,9 +152,9 @@ std::optional<Message> MessageParser::next() {
       }
     }
   }
-  const bool is_letter =
+  const bool is_query =
       message.kind == Message::Kind::kAsks || message.kind == Message::Kind::kAnswers;
-  if (is_letter && message.rounds >= size) {
+  if (is_query && message.rounds >= size) {
     throw Error(ErrorKind::kPeerLost, "writes to a rank that there is not");
   }
   done_ += Message::kHeaderBytes + text_bytes;

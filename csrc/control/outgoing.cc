@@ -115,24 +115,25 @@ bool is_local(int error) {
          error == EACCES || error == EPERM;
 }
 
-void Bids::add(int peer, Clock::time_point now, bool setup) {
-  if (bids_.contains(peer)) return;
+void DialRequests::add(int peer, Clock::time_point now, bool setup) {
+  if (dials_.contains(peer)) return;
   const int rank = options_.rank;
   const Address& address = at(options_.addresses, peer);
   const bool unix = at(options_.host_of, peer) == at(options_.host_of, rank);
   if (rank > peer) {
     const Hello hello{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(peer), 0,
                       Hello::kControl};
-    bids_.try_emplace(peer, now, Outgoing(address, unix, options_.key, hello));
+    dials_.try_emplace(peer, now, Outgoing(address, unix, options_.key, hello));
   } else {
-    bids_.try_emplace(peer, now, Outgoing(address, unix, setup ? kSetupProbe : kProbe, now));
+    dials_.try_emplace(peer, now, Outgoing(address, unix, setup ? kSetupProbe : kProbe, now));
   }
 }
 
-Bids::Outcome Bids::advance(const PollSet& polls, Clock::time_point now, bool setup) {
+DialRequests::Outcome DialRequests::advance(const PollSet& polls, Clock::time_point now,
+                                            bool setup) {
   Outcome outcome;
-  for (auto bid = bids_.begin(); bid != bids_.end();) {
-    auto& [peer, it] = *bid;
+  for (auto dial = dials_.begin(); dial != dials_.end();) {
+    auto& [peer, it] = *dial;
     auto state = Outgoing::State::kPending;
     try {
       state = it.outgoing.advance(polls, now);
@@ -149,7 +150,7 @@ Bids::Outcome Bids::advance(const PollSet& polls, Clock::time_point now, bool se
     if (state == Outgoing::State::kDone) it.refused_since.reset();
     if (state == Outgoing::State::kDone && options_.rank > peer) {
       outcome.connected.emplace_back(peer, it.outgoing.take());
-      bid = bids_.erase(bid);
+      dial = dials_.erase(dial);
       continue;
     }
     if (it.refused_since && (setup || now >= *it.refused_since + kGrace)) {
@@ -157,35 +158,35 @@ Bids::Outcome Bids::advance(const PollSet& polls, Clock::time_point now, bool se
     } else if (!setup && now >= it.since + options_.heartbeat_timeout) {
       outcome.silent.push_back(peer);
     }
-    ++bid;
+    ++dial;
   }
   return outcome;
 }
 
-void Bids::excuse(Clock::time_point now) {
-  for (auto& [peer, bid] : bids_) {
-    bid.since = now;
-    bid.refused_since.reset();
+void DialRequests::excuse(Clock::time_point now) {
+  for (auto& [peer, dial] : dials_) {
+    dial.since = now;
+    dial.refused_since.reset();
   }
 }
 
-void Bids::add_to(PollSet& polls) {
-  for (auto& [peer, bid] : bids_) bid.outgoing.add_to(polls);
+void DialRequests::add_to(PollSet& polls) {
+  for (auto& [peer, dial] : dials_) dial.outgoing.add_to(polls);
 }
 
-Clock::time_point Bids::due(bool setup) const {
+Clock::time_point DialRequests::due(bool setup) const {
   auto due = Clock::time_point::max();
-  for (const auto& [peer, bid] : bids_) {
-    due = std::min(due, bid.outgoing.due());
+  for (const auto& [peer, dial] : dials_) {
+    due = std::min(due, dial.outgoing.due());
     if (setup) continue;
-    due = std::min(due, bid.since + options_.heartbeat_timeout);
-    if (bid.refused_since) due = std::min(due, *bid.refused_since + kGrace);
+    due = std::min(due, dial.since + options_.heartbeat_timeout);
+    if (dial.refused_since) due = std::min(due, *dial.refused_since + kGrace);
   }
   return due;
 }
 
-void Bids::append_descriptors(std::vector<int>& fds) const {
-  for (const auto& [peer, bid] : bids_) fds.push_back(bid.outgoing.fd());
+void DialRequests::append_descriptors(std::vector<int>& fds) const {
+  for (const auto& [peer, dial] : dials_) fds.push_back(dial.outgoing.fd());
 }
 
 bool DataConnections::connect(std::uint64_t set, int peer, int width) {

@@ -78,7 +78,7 @@ bool is_local(int error);
 /// might notice its death.
 ///
 /// Thread: one at a time. Blocking: no.
-class Bids {
+class DialRequests {
  public:
   /// For so long a rank whose listener is gone may still have left in peace: the word of it may be
   /// on its way.
@@ -94,11 +94,11 @@ class Bids {
   };
 
   /// `options` must outlive it.
-  explicit Bids(const ControlOptions& options) : options_(options) {}
+  explicit DialRequests(const ControlOptions& options) : options_(options) {}
 
-  /// Begins to bid for a connection to `peer` unless it does.
+  /// Begins to ask for a connection to `peer`, unless it does already.
   void add(int peer, Clock::time_point now, bool setup);
-  void remove(int peer) { bids_.erase(peer); }
+  void remove(int peer) { dials_.erase(peer); }
 
   /// `setup`: all ranks listened a moment ago and none has been used, so a refusal counts at once;
   /// and its owner decides how long it waits.
@@ -112,18 +112,18 @@ class Bids {
   void add_to(PollSet& polls);
   Clock::time_point due(bool setup) const;
   void append_descriptors(std::vector<int>& fds) const;
-  void close() { bids_.clear(); }
+  void close() { dials_.clear(); }
 
  private:
-  struct Bid {
-    Bid(Clock::time_point now, Outgoing first) : since(now), outgoing(std::move(first)) {}
+  struct DialRequest {
+    DialRequest(Clock::time_point now, Outgoing first) : since(now), outgoing(std::move(first)) {}
     Clock::time_point since;
     std::optional<Clock::time_point> refused_since;
     Outgoing outgoing;
   };
 
   const ControlOptions& options_;
-  std::map<int, Bid> bids_;  // by rank
+  std::map<int, DialRequest> dials_;  // by rank
   std::string trouble_;
 };
 

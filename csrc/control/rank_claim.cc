@@ -45,7 +45,7 @@ void RankClaim::add_to(PollSet& polls) {
   slot_ = listener_ ? polls.add(listener_.get(), POLLIN) : PollSet::kNone;
 }
 
-std::optional<pid_t> RankClaim::look(const PollSet& polls) {
+std::optional<pid_t> RankClaim::check(const PollSet& polls) {
   std::optional<pid_t> same;
   if (!polls.ready(slot_)) return same;
   while (true) {

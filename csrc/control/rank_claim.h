@@ -27,7 +27,7 @@ class RankClaim {
 
   void add_to(PollSet& polls);
   /// Answers processes that ask. Returns one that ends this world: it may have been meant for it.
-  std::optional<pid_t> look(const PollSet& polls);
+  std::optional<pid_t> check(const PollSet& polls);
   void close() { listener_.reset(); }
 
   int fd() const noexcept { return listener_.get(); }

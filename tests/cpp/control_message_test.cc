@@ -27,7 +27,7 @@ std::vector<Message> samples() {
           Message::waits(2, 7, {0x0123456789abcdef, {0, 3}}),
           Message::waits(2, 7, {0x0123456789abcdf0, {}}),
           Message::asks(1, 3, 0x0123456789abcdef),
-          Message::asks(1, 3, 0x0123456789abcdf0, "look"),
+          Message::asks(1, 3, 0x0123456789abcdf0, "probe"),
           Message::answers(3, 1, 0x0123456789abcdef, "in train.py:41"),
           Message::failed(3, 0, Error(ErrorKind::kInternal, std::string(5000, 'x')))};
 }

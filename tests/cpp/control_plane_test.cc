@@ -255,42 +255,42 @@ TEST(control_plane_tells_a_late_observer_what_happened) {
 
 TEST(control_plane_carries_questions_and_answers) {
   Watched world(host_of(7, 2));
-  std::promise<Letter> question;
-  std::promise<Letter> answer;
-  std::promise<Letter> own;
-  world.planes[5]->read_letters([&](const Letter& letter) { question.set_value(letter); });
-  world.planes[2]->read_letters([&](const Letter& letter) {
-    if (letter.is_question) return world.planes[2]->answer(letter.from, letter.number, "mine");
-    (letter.from == 2 ? own : answer).set_value(letter);
+  std::promise<Query> question;
+  std::promise<Query> answer;
+  std::promise<Query> own;
+  world.planes[5]->read_queries([&](const Query& query) { question.set_value(query); });
+  world.planes[2]->read_queries([&](const Query& query) {
+    if (query.is_question) return world.planes[2]->answer(query.from, query.number, "mine");
+    (query.from == 2 ? own : answer).set_value(query);
   });
   CHECK_EQ(world.planes[2]->ask(6), 1u);  // which has no reader
   CHECK_EQ(world.planes[2]->ask(5), 2u);
-  const Letter asked = question.get_future().get();
+  const Query asked = question.get_future().get();
   CHECK(asked.is_question && asked.from == 2 && asked.number == 2);
   world.planes[5]->answer(2, asked.number, "in load");
-  const Letter answered = answer.get_future().get();
+  const Query answered = answer.get_future().get();
   CHECK(!answered.is_question && answered.from == 5 && answered.text == "in load");
   CHECK_EQ(world.planes[2]->ask(2), 3u);  // itself
   CHECK(own.get_future().get().text == "mine");
   for (const auto& plane : world.planes) plane->stop();  // before the promises end
 }
 
-TEST(letters_that_nobody_can_read_are_lost_and_close_waits_for_the_reader) {
-  Letters letters;
-  letters.put({true, 1, 1, {}});
+TEST(queries_that_nobody_can_read_are_lost_and_close_waits_for_the_reader) {
+  Queries queries;
+  queries.put({true, 1, 1, {}});
   std::promise<void> begun;
   std::atomic<int> read{0};
-  letters.read_by([&](const Letter& letter) {
-    if (letter.number == 2) begun.set_value();
+  queries.read_by([&](const Query& query) {
+    if (query.number == 2) begun.set_value();
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     ++read;
   });
-  letters.put({true, 1, 2, {}});
+  queries.put({true, 1, 2, {}});
   begun.get_future().wait();
-  letters.put({true, 1, 3, {}});
-  letters.close();
+  queries.put({true, 1, 3, {}});
+  queries.close();
   CHECK(read == 1);
-  letters.put({true, 1, 4, {}});
+  queries.put({true, 1, 4, {}});
   CHECK(read == 1);
 }
 

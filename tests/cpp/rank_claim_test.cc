@@ -56,7 +56,7 @@ Answer ask(milliseconds after, milliseconds overlap) {
   PollSet polls;
   claim.add_to(polls);
   polls.wait(Clock::now() + std::chrono::seconds(10));
-  const auto same = claim.look(polls);
+  const auto same = claim.check(polls);
   Answer answer{'?', same.has_value()};
   CHECK_EQ(::recv(asking.get(), &answer.text, 1, 0), 1);
   if (same) CHECK_EQ(*same, ::getpid());

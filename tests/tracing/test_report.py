@@ -141,8 +141,8 @@ class Garbled:
 
 
 def report_of_no_text() -> list[str | None]:
-    inquiries: Any = current.world().inquiries
-    inquiries._plane = Garbled(inquiries._plane)
+    queries: Any = current.world().queries
+    queries._plane = Garbled(queries._plane)
     hvd.barrier()
     said = tracing.report() if hvd.rank() == 0 else []
     hvd.barrier()

@@ -54,7 +54,7 @@ from torch_ring.setup.peer_info import PeerInfo, parse_table
 __all__ = [
     "FAREWELL_S",
     "Connections",
-    "Inquiries",
+    "Queries",
     "abandon_all_in_child",
     "abandon_in_child",
     "answer_with",
@@ -82,7 +82,7 @@ def answer_with(answer: Callable[[], str]) -> None:
     _answer = answer
 
 
-class Inquiries:
+class Queries:
     """Answers the questions of other ranks, and asks them. Logs an answer that nobody awaits.
 
     The engine asks the ranks for which it has waited long. Another thread answers than the one that
@@ -97,7 +97,7 @@ class Inquiries:
         self._plane, self._labels = plane, labels
         self._changed = threading.Condition()
         self._awaited: dict[int, str | None] = {}  # by number of the question
-        plane.read_letters(self._read)
+        plane.read_queries(self._read)
 
     def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Return what ranks do, of those that answer within `timeout_s` seconds."""
@@ -154,7 +154,7 @@ class Connections:
         token: the same on the ranks of this world, and of no other; anybody may know it.
         plane: who lives and who has left, and connections for data; None in a world of one.
         is_private: whether nobody but the ranks can know the key with which they connect.
-        inquiries: what the ranks ask one another; None in a world of one.
+        queries: what the ranks ask one another; None in a world of one.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
         launch_order: in which the process sets use this process's devices.
         farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
@@ -168,7 +168,7 @@ class Connections:
     labels: Sequence[str] = field(default_factory=lambda: [f"rank 0 (pid {os.getpid()})"])
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     plane: ControlPlane | None = None
-    inquiries: Inquiries | None = None
+    queries: Queries | None = None
     memory: HostMemory | None = None
     is_private: bool = True
     launch_order: LaunchOrder = field(default_factory=LaunchOrder)
@@ -192,7 +192,7 @@ class Connections:
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
             plane.stop(self.farewell_s)
-        self.inquiries = None
+        self.queries = None
 
     def abandon(self) -> None:
         """Let go of the parent's connections and memory in a forked child.
@@ -300,7 +300,7 @@ def connect(
                 held.detach() if held else -1,
             )
             _wait_for_neighbours(connections, connections.plane, meeting)
-            connections.inquiries = Inquiries(connections.plane, connections.labels)
+            connections.queries = Queries(connections.plane, connections.labels)
             unless_connected.pop_all()
     return connections
 

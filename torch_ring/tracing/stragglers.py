@@ -172,7 +172,7 @@ def report(timeout_s: float = 5.0) -> list[RankReport]:
     """
     world, names = asked_world()
     ranks = [rank for rank in range(world.size) if rank != world.rank]
-    answers = world.inquiries.ask(ranks, timeout_s) if world.inquiries is not None else {}
+    answers = world.queries.ask(ranks, timeout_s) if world.queries is not None else {}
     answers[world.rank] = what_it_does()
     return [RankReport(names[rank], answers.get(rank)) for rank in range(world.size)]
 

@@ -17,7 +17,7 @@ from torch_ring._C import Engine
 from torch_ring.config import Config, threads_are_chosen
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.setup.claim import Claim, Start, start_of
-from torch_ring.setup.connect import Connections, Inquiries, connect
+from torch_ring.setup.connect import Connections, Queries, connect
 from torch_ring.setup.control_groups import usable_cpus
 from torch_ring.setup.exchange import Meeting, Missed, failing_together, lacking
 from torch_ring.setup.host_exchange import meeting_name, meeting_name_by_store
@@ -66,7 +66,7 @@ class World:
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
         timelines: what this rank writes of its operations.
-        inquiries: what the ranks ask one another; None in a world of one.
+        queries: what the ranks ask one another; None in a world of one.
         on_rejoin: called when the collective join() returns, on all ranks alike.
         on_leave: called by shutdown() first, unless the program has failed.
         on_end: called, with whether the program has failed, before the engines end: by what has
@@ -85,7 +85,7 @@ class World:
     engine: Engine
     process_sets: ProcessSetTable
     timelines: Timelines
-    inquiries: Inquiries | None = None
+    queries: Queries | None = None
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     on_end: list[Callable[[bool], None]] = field(default_factory=list)
@@ -360,7 +360,7 @@ def _world_of(connections: Connections, config: Config, table: ProcessSetTable) 
         table.everyone.engine(),
         table,
         timelines,
-        connections.inquiries,
+        connections.queries,
         on_end=[timelines.stop],
     )
 

@@ -1,4 +1,4 @@
-#include "control/entrance.h"
+#include "control/acceptor.h"
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -32,12 +32,12 @@ bool is_this_users(int fd) {
 std::size_t room() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 8;
-  return std::clamp<std::size_t>(limit.rlim_cur / 4, 8, Entrance::kStrangers);
+  return std::clamp<std::size_t>(limit.rlim_cur / 4, 8, Acceptor::kStrangers);
 }
 
 }  // namespace
 
-Entrance::Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener)
+Acceptor::Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener)
     : rank_(rank), key_(key), room_(room()) {
   if (unix_listener) listeners_.push_back({std::move(unix_listener), true});
   if (tcp_listener) listeners_.push_back({std::move(tcp_listener), false});
@@ -49,7 +49,7 @@ Entrance::Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_
   }
 }
 
-std::vector<Entrance::Arrival> Entrance::admit(const PollSet& polls, Clock::time_point now) {
+std::vector<Acceptor::Arrival> Acceptor::admit(const PollSet& polls, Clock::time_point now) {
   std::vector<Arrival> arrivals;
   std::erase_if(strangers_, [&](Stranger& stranger) {
     return (polls.ready(stranger.slot) && advance(stranger, arrivals)) ||
@@ -61,7 +61,7 @@ std::vector<Entrance::Arrival> Entrance::admit(const PollSet& polls, Clock::time
   return arrivals;
 }
 
-void Entrance::accept(Listener& listener, Clock::time_point now) {
+void Acceptor::accept(Listener& listener, Clock::time_point now) {
   while (strangers_.size() < room_ || make_room(now)) {
     Fd socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
@@ -87,7 +87,7 @@ void Entrance::accept(Listener& listener, Clock::time_point now) {
   }
 }
 
-bool Entrance::make_room(Clock::time_point now) {
+bool Acceptor::make_room(Clock::time_point now) {
   const auto newest =
       std::find_if(strangers_.rbegin(), strangers_.rend(),
                    [&](const Stranger& stranger) { return now >= stranger.yields(); });
@@ -96,7 +96,7 @@ bool Entrance::make_room(Clock::time_point now) {
   return true;
 }
 
-bool Entrance::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
+bool Acceptor::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
   try {
     if (advance_handshake(stranger.handshake, stranger.socket.get()) != 0) return true;
   } catch (const Error&) {
@@ -108,7 +108,7 @@ bool Entrance::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
   return true;
 }
 
-void Entrance::add_to(PollSet& polls, Clock::time_point now) {
+void Acceptor::add_to(PollSet& polls, Clock::time_point now) {
   const auto yields = [&](const Stranger& stranger) { return now >= stranger.yields(); };
   listens_ =
       now >= pause_ && (strangers_.size() < room_ || std::ranges::any_of(strangers_, yields));
@@ -121,7 +121,7 @@ void Entrance::add_to(PollSet& polls, Clock::time_point now) {
   }
 }
 
-Clock::time_point Entrance::due() const {
+Clock::time_point Acceptor::due() const {
   auto due = Clock::time_point::max();
   if (!strangers_.empty()) due = strangers_.front().since + kPatience;
   if (listens_) return due;
@@ -130,18 +130,18 @@ Clock::time_point Entrance::due() const {
   return due;
 }
 
-std::optional<Error> Entrance::trouble(Clock::time_point now) const {
+std::optional<Error> Acceptor::trouble(Clock::time_point now) const {
   if (!trouble_ || now < troubled_ + kTrouble) return std::nullopt;
   // Not a copy: copies of an exception share their text, and it may be read when trouble_ ends.
   return Error(trouble_->kind(), std::string(trouble_->what()));
 }
 
-void Entrance::append_descriptors(std::vector<int>& fds) const {
+void Acceptor::append_descriptors(std::vector<int>& fds) const {
   for (const Listener& listener : listeners_) fds.push_back(listener.socket.get());
   for (const Stranger& stranger : strangers_) fds.push_back(stranger.socket.get());
 }
 
-void Entrance::close() {
+void Acceptor::close() {
   listeners_.clear();
   strangers_.clear();
 }

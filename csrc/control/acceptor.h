@@ -1,4 +1,4 @@
-// Entrance: the listeners, and the connections that must still authenticate themselves.
+// Acceptor: the listeners, and the connections that must still authenticate themselves.
 #pragma once
 
 #include <list>
@@ -22,7 +22,7 @@ namespace torch_ring {
 /// not drive out a peer that came before it.
 ///
 /// Thread: one at a time. Blocking: no.
-class Entrance {
+class Acceptor {
  public:
   static constexpr std::size_t kStrangers = 1024;
   static constexpr std::chrono::seconds kPatience{5};
@@ -37,7 +37,7 @@ class Entrance {
     bool unix;  // it has come over the Unix socket, from a process of this user
   };
 
-  Entrance(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener);
+  Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener);
 
   /// Accepts and authenticates as far as possible now; the connections that are done.
   std::vector<Arrival> admit(const PollSet& polls, Clock::time_point now);

@@ -1,19 +1,19 @@
-#include "control/letters.h"
+#include "control/queries.h"
 
 #include <system_error>
 #include <utility>
 
 namespace torch_ring {
 
-void Letters::read_by(Reader reader) {
+void Queries::read_by(Reader reader) {
   const std::scoped_lock lock(mutex_);
   if (!closed_) reader_ = std::move(reader);
 }
 
-void Letters::put(Letter letter) {
+void Queries::put(Query query) {
   const std::scoped_lock lock(mutex_);
-  if (closed_ || !reader_ || letters_.size() == kMost) return;
-  letters_.push_back(std::move(letter));
+  if (closed_ || !reader_ || queries_.size() == kMost) return;
+  queries_.push_back(std::move(query));
   if (is_handing_out_) return;
   if (thread_.joinable())
     thread_.join();  // it has seen that nothing was left, without the lock now
@@ -21,30 +21,30 @@ void Letters::put(Letter letter) {
     thread_ = std::thread([this] { hand_out(); });
     is_handing_out_ = true;
   } catch (const std::system_error&) {
-    letters_.clear();
+    queries_.clear();
   }
 }
 
-void Letters::hand_out() {
+void Queries::hand_out() {
   std::unique_lock lock(mutex_);
-  while (!letters_.empty()) {
-    const Letter letter = std::move(letters_.front());
-    letters_.pop_front();
+  while (!queries_.empty()) {
+    const Query query = std::move(queries_.front());
+    queries_.pop_front();
     const Reader reader = reader_;
     lock.unlock();
-    reader(letter);
+    reader(query);
     lock.lock();
   }
   is_handing_out_ = false;
 }
 
-void Letters::close() {
+void Queries::close() {
   Reader reader;  // destroyed without the lock
   std::thread thread;
   {
     const std::scoped_lock lock(mutex_);
     closed_ = true;
-    letters_.clear();
+    queries_.clear();
     reader = std::exchange(reader_, nullptr);
     thread = std::move(thread_);
   }
