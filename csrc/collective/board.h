@@ -1,6 +1,7 @@
 // Board: the bulletin board on which ranks announce their requests to one another.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -12,16 +13,20 @@ namespace torch_ring {
 
 using ByteSpan = std::span<const std::byte>;
 
-/// Who has waited least in a round, which is who posted last to it: the others waited for that rank
-/// at least. Needs no clock that two ranks share.
+/// The rank that has waited least in a round, which posted last to it: the others waited for that
+/// rank at least; and how long the others waited at most. Needs no clock that two ranks share.
 struct LeastWait {
   static constexpr std::uint32_t kNone = 0xffffffff;
 
   std::uint32_t us = kNone;
   std::uint32_t rank = 0;
+  std::uint32_t most_us = 0;
 
   void include(const LeastWait& other) {
-    if (other.us < us) *this = other;
+    most_us = std::max(most_us, other.most_us);
+    if (other.us >= us) return;
+    us = other.us;
+    rank = other.rank;
   }
   /// The rank, or -1.
   int last() const { return us == kNone ? -1 : static_cast<int>(rank); }
@@ -35,6 +40,9 @@ struct Post {
   // For how long this rank waited in the round before. LeastWait::kNone if it had only answered
   // others there: who answers posts after the last, and waits for nobody.
   std::uint32_t waited_us = LeastWait::kNone;
+  // Of the waits of this rank for operations on which the ranks agreed there, the longest that is
+  // notable (Lateness); 0: none.
+  std::uint32_t most_us = 0;
 };
 
 /// Consecutive ranks that posted equal entries.
@@ -51,6 +59,7 @@ struct Round {
   std::span<const ByteSpan> locals;  // the local parts, by index within this rank's host
   std::span<const int> host_ranks;   // the ranks of this host, ascending: whose parts these are
   int last_of_previous = -1;         // the rank that posted last to the round before; -1: unknown
+  std::uint32_t most_us = 0;         // the longest Post::most_us of a rank
 };
 
 /// An all-to-all exchange of small entries, in rounds. In each round every rank posts one entry.

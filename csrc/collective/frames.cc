@@ -105,7 +105,7 @@ void Frames::make_frame() {
     return;
   }
   const Runs sent = runs_.part(0, ranks_of(member_, steps_[due_].count));
-  const Header header{round_, least_wait_, 0, encoded_bytes(sent)};
+  const Header header{round_, least_wait_, encoded_bytes(sent)};
   std::vector<std::byte>& frame = outgoing_[due_];
   frame.resize(sizeof header + header.bytes);
   std::memcpy(frame.data(), &header, sizeof header);

@@ -14,10 +14,11 @@ namespace torch_ring {
 /// the leader of a host, for several. A frame has the runs of all ranks that its members stand for
 /// (runs.h), so that it is as long as one entry while all entries are equal:
 ///
-///   frame:  u32 round, modulo 2^32 | u32 us | u32 rank | u32 0 | u64 bytes of the runs | runs
+///   frame:  u32 round, modulo 2^32 | u32 us | u32 rank | u32 most_us | u64 bytes of the runs |
+///   runs
 ///
-/// The second and third are the LeastWait of the round before, among the same ranks: that of all
-/// members is the least one of the frames, however often one of them is counted.
+/// The second to fourth are the LeastWait of the round before, among the same ranks: that of all
+/// members has the least and the most of the frames, however often one of them is counted.
 ///
 /// Cost of a round: ceil(log2(members)) frames. Time: of a received frame, O(its bytes + runs).
 ///
@@ -63,7 +64,6 @@ class Frames {
   struct Header {
     std::uint32_t round = 0;
     LeastWait least_wait;
-    std::uint32_t zero = 0;
     std::uint64_t bytes = 0;
   };
 

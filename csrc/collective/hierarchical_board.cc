@@ -75,6 +75,7 @@ void HierarchicalBoard::publish() {
   write_slot(world_slot(host_.own_slot(), local_.round_number()), leaders_->runs());
   // Relaxed: published before the counter, whose store releases it.
   host_.own().last_of_previous.store(leaders_->least_wait().last(), std::memory_order_relaxed);
+  host_.own().most_us.store(leaders_->least_wait().most_us, std::memory_order_relaxed);
   host_.publish(host_.own().published, local_.round_number());
 }
 
@@ -89,7 +90,8 @@ Round HierarchicalBoard::round() {
   const Round local = local_.round();
   entries_.assign(runs_, order_);
   return {entries_.runs(), local.locals, local.host_ranks,
-          host_.header(0).last_of_previous.load(std::memory_order_relaxed)};
+          host_.header(0).last_of_previous.load(std::memory_order_relaxed),
+          host_.header(0).most_us.load(std::memory_order_relaxed)};
 }
 
 std::vector<int> HierarchicalBoard::missing() const {

@@ -13,6 +13,8 @@ struct SlotHeader {
   std::uint32_t own_bytes;
   std::uint32_t local_bytes;
   std::uint32_t waited_us;
+  std::uint32_t most_us;
+  std::uint32_t zero;
 };
 static_assert(sizeof(SlotHeader) + Slot::kEntryBytes <= Slot::kEntrySlotBytes);
 
@@ -38,7 +40,10 @@ void ShmBoard::post(const Post& entry) {
   std::byte* to = host_.own_slot().entry(round_);
   const SlotHeader header{static_cast<std::uint32_t>(entry.common.size()),
                           static_cast<std::uint32_t>(entry.own.size()),
-                          static_cast<std::uint32_t>(entry.local.size()), entry.waited_us};
+                          static_cast<std::uint32_t>(entry.local.size()),
+                          entry.waited_us,
+                          entry.most_us,
+                          0};
   std::memcpy(to, &header, sizeof header);
   put(put(put(to + sizeof header, entry.common), entry.own), entry.local);
   open_ = true;
@@ -62,8 +67,8 @@ Round ShmBoard::round() {
   runs_.clear();
   least_wait_ = {};
   for (int index = 0; index < host_.size(); ++index) {
-    const auto [common, own, local, waited_us] = entry(index);
-    least_wait_.include({waited_us, static_cast<std::uint32_t>(at(ranks_, index))});
+    const auto [common, own, local, waited_us, most_us] = entry(index);
+    least_wait_.include({waited_us, static_cast<std::uint32_t>(at(ranks_, index)), most_us});
     at(locals_, index) = local;
     // Own parts are not compared here: usually they are empty, or differ.
     if (own.empty() && !runs_.empty() && runs_.back().own.empty() &&
@@ -74,7 +79,7 @@ Round ShmBoard::round() {
       runs_.push_back({index, 1, common, own});
     }
   }
-  return {runs_, locals_, ranks_, least_wait_.last()};
+  return {runs_, locals_, ranks_, least_wait_.last(), least_wait_.most_us};
 }
 
 /// The entry of one rank of this host. Checks the sizes in its slot.
@@ -93,7 +98,8 @@ Post ShmBoard::entry(int index) const {
   return {{from, header.common_bytes},
           {from + common, header.own_bytes},
           {from + common + own, header.local_bytes},
-          header.waited_us};
+          header.waited_us,
+          header.most_us};
 }
 
 std::vector<int> ShmBoard::missing() const {

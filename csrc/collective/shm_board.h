@@ -13,8 +13,9 @@ namespace torch_ring {
 /// round r + 1 is complete: every rank has posted r + 1, and so has read round r. Two slots are
 /// enough, with no second barrier. Cost of a round: one barrier.
 ///
-///   slot:  u32 bytes of common | u32 of own | u32 of local | u32 us waited | the parts, each
-///          padded to 8
+///   slot:  u32 bytes of common | u32 of own | u32 of local | u32 us waited | u32 us at most | u32
+///   0 |
+///          the parts, each padded to 8
 ///
 /// The board of one host of several gives entries by index within the host.
 class ShmBoard : public Board {

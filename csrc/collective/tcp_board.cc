@@ -24,7 +24,7 @@ void TcpBoard::post(const Post& entry) {
   local_part_ = local_;
   Runs own;
   own.append({1, entry.common, entry.own});
-  post_runs(own, {entry.waited_us, static_cast<std::uint32_t>(rank_)});
+  post_runs(own, {entry.waited_us, static_cast<std::uint32_t>(rank_), entry.most_us});
 }
 
 void TcpBoard::post_runs(const Runs& entries, const LeastWait& least_wait) {
@@ -55,7 +55,8 @@ bool TcpBoard::peer_posted() {
 
 Round TcpBoard::round() {
   entries_.assign(frames_.runs());
-  return {entries_.runs(), {&local_part_, 1}, {&rank_, 1}, least_wait().last()};
+  return {
+      entries_.runs(), {&local_part_, 1}, {&rank_, 1}, least_wait().last(), least_wait().most_us};
 }
 
 std::vector<int> TcpBoard::missing() const {

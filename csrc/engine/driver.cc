@@ -60,8 +60,8 @@ void give_kept(const auto& pending, const StandIn& stand_in) {
   if (found != nullptr) std::memcpy(stand_in.data.get(), found, bytes);
 }
 
-/// Which of these ranks (empty: any) came last in the round in which `last` posted last; -1:
-/// unknown. Who posted last may have announced only other operations there.
+/// The one of these ranks (empty: any) that came last in the round in which `last` posted last; -1:
+/// unknown. The rank that posted last may have announced only other operations there.
 int last_of(const std::vector<int>& candidates, int last) {
   if (candidates.size() == 1) return candidates.front();
   const bool is_one = candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
@@ -169,6 +169,7 @@ void Driver::announce_outbox(bool blocked) {
   }
   Post post = entry_.post();
   post.waited_us = answered_ ? LeastWait::kNone : waited_us(lag_);
+  post.most_us = std::exchange(notable_us_, 0);
   answered_ = entry_.count() == 0;
   board_.post(post);
   round_open_ = true;
@@ -180,8 +181,9 @@ void Driver::finish_round() {
   wait_.end();
   agreed_ = Clock::now();
   const Round round = board_.round();
-  settle(round.last_of_previous);
+  settle(round);
   lag_ = waits_since_ ? agreed_ - *waits_since_ : Clock::duration::zero();
+  if (lag_ >= Lateness::kNotable) notable_us_ = waited_us(lag_);
   waits_since_.reset();
   watchdog_.begin_data(round_number());
   run_round(round);
@@ -190,14 +192,13 @@ void Driver::finish_round() {
   round_number_.store(round_number() + 1, std::memory_order_relaxed);
 }
 
-/// Writes down for whom this rank has waited in the round before, in which `last` posted last (-1:
-/// unknown).
-void Driver::settle(int last) {
-  if (std::max(lag_, awaited_.lag) >= Lateness::kNotable) {
+/// Writes down for which rank this one and the others have waited in the round before `round`.
+void Driver::settle(const Round& round) {
+  const int last = round.last_of_previous;
+  if (round.most_us > 0) {
     const int late = last_of(awaited_.candidates, last);
-    const auto summary = awaited_.lag > lag_ && late >= 0
-                             ? lateness_.note(late, awaited_.lag, agreed_)
-                             : lateness_.note(last, lag_, agreed_);
+    const auto summary = lateness_.note(awaited_.lag > lag_ && late >= 0 ? late : last,
+                                        microseconds(round.most_us), agreed_);
     if (summary && log_) log_(*summary);
     awaited_ = {};
   }
@@ -226,6 +227,7 @@ void Driver::write_down(Work& work, const Decision& decision) {
   // Only who has announced it in this round can have come last.
   if (waited && lag >= Lateness::kNotable && !decision.last.empty()) {
     awaited_ = {lag, decision.last};
+    notable_us_ = std::max(notable_us_, waited_us(lag));
   }
   if (decision.last.size() == 1) {
     times.last_rank.store(decision.last.front(), std::memory_order_relaxed);

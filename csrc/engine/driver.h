@@ -133,7 +133,7 @@ class Driver {
   bool round_is_complete() { return round_open_ && board_.complete(); }
   void finish_round();
   void write_down(Work& work, const Decision& decision);
-  void settle(int last);
+  void settle(const Round& round);
   void run_round(const Round& round);
   void run_on_device(const Round& round, std::span<const Decision* const> decisions);
   const Fingerprint& fingerprint_of(const Decision& decision) const;
@@ -196,6 +196,7 @@ class Driver {
     std::chrono::nanoseconds lag{0};
     std::vector<int> candidates;
   } awaited_;
+  std::uint32_t notable_us_ = 0;  // of the last round: the longest notable wait, for the next post
   Clock::time_point idle_since_;  // the end of the last round that left something pending
   Lateness lateness_;
   LongWait wait_;                      // for the round's other entries

@@ -16,11 +16,11 @@
 
 namespace torch_ring {
 
-/// For which rank this one waits in agreements, summed up once a minute. Takes note of the
-/// agreements for which this rank has waited, and says which rank was last in most of them.
-/// Pure: the times are given.
+/// The rank for which the others wait in agreements, summed up once a minute. Takes note of the
+/// agreements for which any rank has waited, and says which rank was last in most of them. Pure:
+/// the times are given.
 ///
-/// All ranks but the late one would say the same. So only rank 0 speaks, or rank 1 of rank 0.
+/// All ranks would say the same, so only rank 0 does.
 ///
 /// Thread: one at a time. Blocking: no. Cost of a wait that is not notable: a comparison.
 class Lateness {
@@ -30,13 +30,12 @@ class Lateness {
   static constexpr std::chrono::seconds kPeriod{60};
   static constexpr std::size_t kFewest = 10;  // waits in a period before anything is said of them
 
-  Lateness(int rank, int size) : rank_(rank), waits_(static_cast<std::size_t>(size)) {}
+  Lateness(int rank, int size) : waits_(rank == 0 ? static_cast<std::size_t>(size) : 0) {}
 
-  /// This rank has waited `lag` for an agreement, for `last` at the end (-1: unknown). Returns what
-  /// to log of a period in which one rank was last in most of the notable waits, which is seldom
-  /// anything.
+  /// A rank has waited `lag` for an agreement, for `last` at the end (-1: unknown). Returns the
+  /// line to log of a period in which one rank was last in most of the notable waits.
   std::optional<std::string> note(int last, std::chrono::nanoseconds lag, Clock::time_point now) {
-    if (lag < kNotable) return std::nullopt;
+    if (lag < kNotable || waits_.empty()) return std::nullopt;
     return note_notable(last, lag, now);
   }
 
@@ -45,9 +44,9 @@ class Lateness {
                                           Clock::time_point now);
   std::optional<std::string> sum_up() const;
 
-  const int rank_;
-  std::vector<std::vector<std::chrono::nanoseconds>> waits_;  // of this period, by the last rank
-  std::optional<Clock::time_point> begin_;                    // of the period
+  // Of this period, by the last rank; none of a rank that says nothing.
+  std::vector<std::vector<std::chrono::nanoseconds>> waits_;
+  std::optional<Clock::time_point> begin_;  // of the period
 };
 
 /// One engine's part in the control plane of its process. A rank of the set that is lost, or that

@@ -15,7 +15,8 @@ struct SegmentHeader {
   // Each counter has a cache line of its own: only its rank writes it, and the others poll it.
   alignas(64) std::atomic<std::uint64_t> posted;     // board rounds this rank has posted to
   alignas(64) std::atomic<std::uint64_t> published;  // world rounds written to kWorldEntries
-  std::atomic<std::int32_t> last_of_previous;        // Round::last_of_previous, of that round
+  std::atomic<std::int32_t> last_of_previous;        // Round's, of that round
+  std::atomic<std::uint32_t> most_us;                // likewise
   alignas(64) std::atomic<std::uint64_t> staged;     // segments this rank has made readable
   alignas(64) std::atomic<std::uint64_t> reduced;    // segments with this rank's part reduced
   alignas(64) std::atomic<std::uint64_t> barriers;   // barriers this rank has reached

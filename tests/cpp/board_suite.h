@@ -149,7 +149,8 @@ inline void board_names_the_missing(const Layout& layout, int size) {
   });
 }
 
-/// Who has waited least in the round before was the last there. Who has only answered is nobody.
+/// The rank that has waited least in the round before was the last there; one that has only
+/// answered does not count. All ranks learn the longest wait.
 inline void board_knows_who_was_last(const Layout& layout, int size) {
   run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {
     Board& board = communicator.board();
@@ -161,10 +162,13 @@ inline void board_knows_who_was_last(const Layout& layout, int size) {
       };
       Post post;
       post.waited_us = waited(communicator.rank());
+      post.most_us = static_cast<std::uint32_t>(100 * round + communicator.rank());
       board.post(post);
       wait_complete(board);
       const bool is_known = size > 1 && round < 2 * size;
       if (size > 1) CHECK_EQ(board.round().last_of_previous, is_known ? last : -1);
+      if (size > 1)
+        CHECK_EQ(board.round().most_us, static_cast<std::uint32_t>(100 * round + size - 1));
     }
   });
 }
