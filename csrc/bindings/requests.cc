@@ -24,9 +24,9 @@
 
 namespace torch_ring {
 
-namespace {
+void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
 
-[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
+namespace {
 
 void require_memory(const at::Tensor& tensor, const std::string& what) {
   if (const auto why = lack_of_memory(tensor)) refuse(what + ": the tensor " + *why);
@@ -203,8 +203,6 @@ std::shared_ptr<BlockPool> SharedTensors::gradient_blocks() {
 }
 
 namespace {
-
-[[noreturn]] void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
 
 std::string quoted(const std::string& collective, const std::string& name) {
   return name.empty() ? collective : collective + " '" + name + "'";

@@ -25,6 +25,9 @@
 
 namespace torch_ring {
 
+/// Throws Error(kInvalidArgument).
+[[noreturn]] void refuse(const std::string& why);
+
 /// Refuses a tensor without memory of its own, or on a device that is not known. `what` begins the
 /// message, here and below. Errors: Error(kInvalidArgument).
 void check_tensor(const at::Tensor& tensor, const std::string& what);

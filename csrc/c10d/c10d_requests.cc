@@ -19,11 +19,8 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/dtypes.h"
-#include "bindings/requests.h"
 
 namespace torch_ring {
-
-void refuse(const std::string& why) { throw Error(ErrorKind::kInvalidArgument, why); }
 
 void refuse_in_child_of(::pid_t process) {
   if (::getpid() != process) refuse("a forked process has no part in the groups of its parent");

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/requests.h"
 #include "engine/request.h"
 
 namespace torch_ring {
@@ -19,8 +20,6 @@ namespace torch_ring {
 using Tensors = std::vector<at::Tensor>;
 
 /// `what` begins the message of each. Errors: Error(kInvalidArgument).
-
-[[noreturn]] void refuse(const std::string& why);
 
 /// Refuses to go on in another process than `process`.
 void refuse_in_child_of(::pid_t process);

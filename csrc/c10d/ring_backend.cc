@@ -49,9 +49,9 @@ std::string listed(const std::vector<int>& ranks) {
 /// The values of one barrier in the store. Each side tells the other a random number, and believes
 /// a value only if it has its own: what an earlier barrier or group of the same name has left, of
 /// which the store may be full, is never taken for this one's.
-class Board {
+class BarrierStore {
  public:
-  Board(c10d::Store& store, std::uint64_t number)
+  BarrierStore(c10d::Store& store, std::uint64_t number)
       : store_(store), number_(std::to_string(number)) {}
 
   void write(const std::string& key, const std::string& value) {
@@ -96,8 +96,8 @@ std::string answer(int rank) { return "answer/" + std::to_string(rank); }
 std::string seen(int rank) { return "seen/" + std::to_string(rank); }
 
 /// Rank 0: returns the ranks that have not come.
-std::vector<int> gather(Board& board, int size, Clock::time_point deadline, bool wait_for_all_ranks,
-                        const std::function<void()>& check) {
+std::vector<int> gather(BarrierStore& board, int size, Clock::time_point deadline,
+                        bool wait_for_all_ranks, const std::function<void()>& check) {
   const std::string call = nonce();
   board.write("call", call);
   std::vector<int> missing;
@@ -121,7 +121,8 @@ std::vector<int> gather(Board& board, int size, Clock::time_point deadline, bool
 }
 
 /// Another rank: returns whether rank 0 has answered.
-bool come(Board& board, int rank, Clock::time_point deadline, const std::function<void()>& check) {
+bool come(BarrierStore& board, int rank, Clock::time_point deadline,
+          const std::function<void()>& check) {
   const std::string own = nonce();
   std::string call;
   const auto is_answered = [&] {
@@ -143,7 +144,7 @@ void monitored_barrier(c10d::Store& store, int rank, int size, std::uint64_t num
   const std::string self = "Rank " + std::to_string(rank);
   if (timeout.count() <= 0) fail(self + " timed out in monitoredBarrier: its timeout is 0");
   const auto deadline = Clock::now() + timeout;
-  Board board(store, number);
+  BarrierStore board(store, number);
   if (rank == 0) {
     const std::vector<int> missing = gather(board, size, deadline, wait_for_all_ranks, check);
     if (missing.empty()) return;
