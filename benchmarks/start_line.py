@@ -133,7 +133,7 @@ class Ranks:
                 missing.discard(report["rank"])
             if time.monotonic() - checked > CHECK_S:
                 checked = time.monotonic()
-                # What a rank has reported before its death is in the pipe by now.
+                # The report of a rank before its death is in the pipe by now.
                 if (death := self.obituary(missing)) and not self._readable(0):
                     raise WorldError(death)
         return found, time.monotonic() - began

@@ -27,7 +27,7 @@ MOST_RANKS = 1 << 30  # whose limits are searched
 
 @dataclass(frozen=True)
 class Needs:
-    """What a world needs.
+    """The needs of a world.
 
     Attributes:
         control: control connections of a rank, at most: a Chord ring and its fingers.

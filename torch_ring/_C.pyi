@@ -656,7 +656,7 @@ class Message:
         """
 
 class _Membership(Protocol):
-    """What RingBackend asks of its group (torch_ring/c10d/groups.py)."""
+    """The methods of a group that RingBackend calls (torch_ring/c10d/groups.py)."""
 
     def connect(self) -> Engine:
         """Return the group's engine.
@@ -782,7 +782,7 @@ class RunAhead:
         """
 
 class Due:
-    """Which gradients `GradientHooks.pending` calls due."""
+    """The gradients that `GradientHooks.pending` calls due."""
 
     now: Due
     """Those after backward_passes_per_step passes, outside of no_sync()."""

@@ -74,7 +74,7 @@ class ProcessSetLostError(RingError):
 
 
 class StateDamagedError(RingError):
-    """What ranks have taken from another one is not what it has sent."""
+    """State that ranks have taken from another one is not the state that it has sent."""
 
 
 class TimeoutError(RingError, builtins.TimeoutError):

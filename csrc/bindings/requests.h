@@ -126,7 +126,7 @@ struct Result {
 /// Refuses an op that the dtype does not have on `size` ranks. Errors: Error(kInvalidArgument).
 void check_op(DType dtype, ReduceOp op, const std::string& what, int size);
 
-/// What the ranks agree on of an operation of this tensor.
+/// The part of an operation of this tensor on which the ranks agree.
 Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std::string name);
 
 /// A Request::begin that keeps tensors for the stream that uses them.

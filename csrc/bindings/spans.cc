@@ -19,7 +19,7 @@ namespace torch_ring {
 
 namespace {
 
-/// What torch calls a collective in `record_param_comms`.
+/// Torch's name of a collective in `record_param_comms`.
 const char* torchs_name(Collective collective) {
   switch (collective) {
     case Collective::kAllreduce:

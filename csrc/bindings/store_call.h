@@ -35,7 +35,7 @@ class StoreCall {
   /// Whether the call has ended; waits for that at most so long.
   bool wait(std::chrono::duration<double> time) const;
 
-  /// What it has returned, to be called once, after it has ended. Errors: what it has thrown.
+  /// Its result, to be called once, after it has ended. Errors: those of the call.
   Result result();
 
  private:

@@ -7,7 +7,7 @@
 
 namespace torch_ring {
 
-/// What is no UTF-8 is replaced. Needs the GIL.
+/// Bytes that are no UTF-8 are replaced. Needs the GIL.
 inline pybind11::str as_text(std::string_view bytes) {
   PyObject* const text =
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");

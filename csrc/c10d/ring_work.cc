@@ -142,7 +142,7 @@ using std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kInterrupts{50};
 
-/// What an interrupt throws when the operation's deadline has passed.
+/// The exception of an interrupt when the operation's deadline has passed.
 struct DeadlinePassed {};
 
 [[noreturn]] void fail_wait(const std::string& operation) {
@@ -300,7 +300,7 @@ bool RingWork::isCompleted() {
 bool RingWork::isSuccess() const { return operation_->done() && !exception(); }
 
 std::exception_ptr RingWork::exception() const {
-  // What is done has its error, of which the base class is told when somebody asks.
+  // A work that is done has its error; the base class is told of it when somebody asks.
   if (operation_->done()) const_cast<RingWork*>(this)->await();
   return c10d::Work::exception();
 }

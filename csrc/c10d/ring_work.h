@@ -63,8 +63,8 @@ class FuturePool {
 /// A point in time at which an operation has failed; none: its own timeout counts alone.
 using OperationDeadline = std::optional<std::chrono::steady_clock::time_point>;
 
-/// What a thread that waits calls: it runs Python's signal handlers, in a thread that Python knows,
-/// and watches the deadline.
+/// The function that a waiting thread calls: it runs Python's signal handlers, in a thread that
+/// Python knows, and watches the deadline.
 Engine::Interrupt interrupt_at(OperationDeadline deadline);
 
 /// An operation that has been asked for: a collective, or a message.

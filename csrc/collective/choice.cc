@@ -15,7 +15,7 @@ std::uint64_t doublings(std::uint64_t ranks) {
   return static_cast<std::uint64_t>(std::bit_width(ranks - 1));
 }
 
-/// What is left to reduce when the last byte of a step arrives, at most.
+/// The most bytes that are left to reduce when the last byte of a step arrives.
 std::uint64_t last_segment(std::uint64_t bytes) {
   return std::min<std::uint64_t>(bytes, kSegmentBytes);
 }

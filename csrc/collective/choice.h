@@ -7,7 +7,7 @@
 
 namespace torch_ring {
 
-/// What a network costs, in picoseconds. Integers: all ranks must choose the same algorithm, also
+/// The costs of a network, in picoseconds. Integers: all ranks must choose the same algorithm, also
 /// on processors that round differently.
 struct NetworkCost {
   std::uint64_t latency_ps;    // of a step: an empty message

@@ -36,7 +36,7 @@ inline constexpr int kSectionRanks = 16;
 /// the sections' results are reduced in the same way, and so on. Up to kSectionRanks are one
 /// section.
 ///
-/// Which ranks add to one another, and in which order, depends on `size` alone: not on the place of
+/// The order in which ranks are added depends on `size` alone: not on the place of
 /// an element in a buffer. So the bits of a sum do not depend on what travels with it.
 std::vector<std::vector<int>> sections_of(int size);
 

@@ -14,8 +14,8 @@ namespace torch_ring {
 
 namespace {
 
-// What a rank packs at once, about: it lies in the caches, and in memory that the C library keeps.
-// New pages would cost more than all copies.
+// Bytes that a rank packs at once, about: they lie in the caches, and in memory that the C library
+// keeps. New pages would cost more than all copies.
 constexpr std::size_t kPacked = 4 << 20;
 
 /// How many bytes of each part to move at once; 0 if there are none. The same on all ranks.

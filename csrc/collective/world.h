@@ -15,7 +15,7 @@
 
 namespace torch_ring {
 
-/// Which ranks share a host, and which are on one lane. The layout of the ranks, from the view
+/// The hosts and the lanes of the ranks. The layout of the ranks, from the view
 /// of one of them.
 struct Topology {
   int rank = 0;              // this process

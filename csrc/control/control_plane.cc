@@ -576,7 +576,7 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
 
 void ControlPlane::give_setup_up(const Error& error) {
   if (setup_error_) return;
-  // What this process lacks is told to all ranks.
+  // A lack of this process is told to all ranks.
   const bool own = error.kind() == ErrorKind::kInternal;
   const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
   setup_error_ = Error(error.kind(), who + error.what());

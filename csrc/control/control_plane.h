@@ -216,8 +216,8 @@ class ControlPlane {
   void give_setup_up(const Error& error);
   std::string silence() const;
   bool in_setup() const { return !awaited_.empty(); }
-  /// Who is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks no
-  /// other rank any more.
+  /// A rank that is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks
+  /// no other rank any more.
   bool judges() const { return news_.alive(rank_); }
 
   const Options options_;  // without the listeners

@@ -46,7 +46,7 @@ class PollSet {
 };
 
 /// Sends and receives messages over an authenticated non-blocking socket, each direction in order.
-/// What the socket does not take at once waits in a queue, so nothing is dropped.
+/// Bytes that the socket does not take at once wait in a queue, so nothing is dropped.
 ///
 /// Thread: one at a time. Blocking: no.
 class ControlLink {
@@ -73,7 +73,8 @@ class ControlLink {
   /// Whether kQueueBytes have been passed: the peer does not read.
   bool overflown() const noexcept { return outgoing_.size() > kQueueBytes; }
 
-  /// What has arrived, to be called when ready(). Errors: Error(kPeerLost) if it is no message.
+  /// The messages that have arrived; call it when ready(). Errors: Error(kPeerLost) if it is no
+  /// message.
   std::vector<Message> receive(Clock::time_point now);
   /// Whether the stream has ended: the peer has closed it.
   bool ended() const noexcept { return ended_; }

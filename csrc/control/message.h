@@ -48,8 +48,8 @@ struct Message {
   static Message lost(int rank, int reporter, std::string how);
   static Message failed(int rank, std::uint64_t set, const Error& cause);
 
-  /// What a kWaits tells: its number, which grows with each one of its rank, and for which ranks
-  /// its rank waits; none if it waits no longer. In `text`: u64 number | u32 rank...
+  /// The content of a kWaits: its number, which grows with each one of its rank, and for which
+  /// ranks its rank waits; none if it waits no longer. In `text`: u64 number | u32 rank...
   struct Wait {
     static constexpr std::size_t kMostRanks = 64;  // of many, others of which tell the same
 

@@ -112,7 +112,7 @@ class ControlObserver {
   virtual void on_connected() = 0;
 };
 
-/// Who waits for whom, as the ranks have told. The wait-for graphs of all process sets
+/// The waits of all ranks, as they have told. The wait-for graphs of all process sets
 /// (transport/wait_graph.h). Ranks are those of the world.
 ///
 /// Each rank numbers its messages, so that one which comes a second time, or after a later one of
@@ -185,7 +185,8 @@ class News {
 
   const Waits& waits() const { return waits_; }
 
-  /// What a new neighbour must be told: all that was new, in order, and the waits that last.
+  /// The messages that a new neighbour must get: all that was new, in order, and the waits that
+  /// last.
   std::vector<Message> known() const;
 
  private:

@@ -16,8 +16,8 @@ struct EngineConfig {
   std::chrono::milliseconds stall_warning{60'000};  // 0: never
   std::chrono::microseconds fusion_window{1'000};   // how long requests are collected
   std::size_t fusion_threshold_bytes = 64u << 20;   // requests fused into one collective
-  // What all ranks wait for in vain is a mismatch after this, if they have threads that may yet
-  // submit something.
+  // An operation for which all ranks wait in vain is a mismatch after this, if they have threads
+  // that may yet submit something.
   std::chrono::milliseconds other_threads_grace{10'000};
   std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
 

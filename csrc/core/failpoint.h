@@ -11,7 +11,7 @@ namespace torch_ring {
 /// Thread: any. Errors: Error(kInvalidArgument) that names TORCH_RING_FAIL.
 void arm_failpoints(const std::string& spec);
 
-/// What failpoint() does when something is armed.
+/// The part of failpoint() when something is armed.
 class Failpoints {
  public:
   static bool armed() noexcept { return armed_.load(std::memory_order_relaxed); }

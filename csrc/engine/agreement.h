@@ -25,8 +25,8 @@ struct Misfit {
   std::int64_t expected;
 };
 
-/// What the ranks of an alltoall expect, compared with what the others send. Takes what the
-/// ranks expect off `rows`, which then has what each sends to each. Returns the first two ranks
+/// Compares the rows that ranks of an alltoall expect with those that the others send. Takes what
+/// the ranks expect off `rows`, which then has what each sends to each. Returns the first two ranks
 /// that differ. `rows`: of each rank those that it sends to each, and then those that it
 /// expects of each. If these are not so many, they stay: whoever needs rows refuses them.
 std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size);
@@ -36,7 +36,7 @@ std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size);
 std::optional<Error> misfit_of(const Fingerprint& fingerprint, std::vector<std::int64_t>& rows,
                                int size, const std::function<std::string(int)>& name_of);
 
-/// What the ranks have agreed on. A request that every rank has announced, and that now runs,
+/// The decision of the ranks on a request: one that every rank has announced, and that now runs,
 /// or fails if `mismatch` is set.
 struct Decision {
   std::string key;
@@ -163,7 +163,7 @@ std::string name_in(const std::string& label);
 /// The key by which the ranks match a request: "<collective>.<name>", or its number.
 std::string key_of(const Fingerprint& fingerprint);
 
-/// What the keys of a group's members begin with; empty for a request that is in no group.
+/// The begin of the keys of a group's members; empty for a request that is in no group.
 std::string group_of(const Fingerprint& fingerprint);
 
 }  // namespace torch_ring

@@ -167,7 +167,7 @@ class Device {
   virtual void abort() noexcept = 0;
 };
 
-/// What a launch enqueues (Engine::launch), on the device's stream.
+/// The work that a launch enqueues (Engine::launch) on the device's stream.
 using Enqueue = std::function<void(Communicator&, Buffers&)>;
 
 /// Runs jobs on a device, and launches. It makes the device when the first job comes, so a rank

@@ -215,8 +215,8 @@ void Driver::settle(const Round& round) {
 /// Writes down that the ranks have agreed on the next operation, which is this rank's work.
 void Driver::write_down(Work& work, const Decision& decision) {
   OperationTimes& times = work.times_;
-  // What this rank announced in an earlier round has waited for others since then, but for the time
-  // in which data moved.
+  // An operation that this rank announced in an earlier round has waited since then, but for the
+  // time in which data moved.
   const bool waited = times.round.load(std::memory_order_relaxed) != round_number();
   const std::chrono::nanoseconds lag = waited ? agreed_ - idle_since_ : lag_;
   times.agreed.store(agreed_, std::memory_order_relaxed);

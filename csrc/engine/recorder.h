@@ -15,7 +15,7 @@
 
 namespace torch_ring {
 
-/// What carries the data of an engine's operations.
+/// The transport of the data of an engine's operations.
 enum class Transport : std::uint8_t {
   kLocal,         // there is one rank
   kShared,        // shared memory: all ranks are on one host

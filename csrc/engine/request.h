@@ -54,7 +54,7 @@ constexpr bool has_root(Collective collective) {
          collective == Collective::kGather || collective == Collective::kScatter;
 }
 
-/// What to do about ranks that disagree, or that have left: the end of such errors.
+/// The advice on ranks that disagree, or that have left: the end of such errors.
 inline constexpr const char* kAllRanksMustCall =
     "All ranks must call the same collectives, in the same order";
 
@@ -246,8 +246,9 @@ std::optional<KeptGradient> kept_gradient(std::string_view name);
 std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
                         std::int64_t begin);
 
-/// What the operation of such a name is for: "averaging the gradients of backward pass 3". Nothing
-/// for a name of another kind. Python adds to these names: ".weights" to that of an agreement,
+/// The purpose of an operation of such a name: "averaging the gradients of backward pass 3".
+/// Nothing for a name of another kind. Python adds to these names: ".weights" to that of an
+/// agreement,
 /// ".ahead" if nobody waits for it; in
 /// the place of the bucket "sparse.", a parameter and a number, "loss", or "kept"; to a bucket's,
 /// what a compressor's rounds are called.

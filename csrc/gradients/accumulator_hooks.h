@@ -10,7 +10,8 @@
 
 namespace torch_ring {
 
-/// What accumulates the gradient of a parameter. The kind of pointer depends on torch's version.
+/// The node that accumulates the gradient of a parameter. The kind of pointer depends on torch's
+/// version.
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
 
 /// Parameters whose gradients autograd accumulates. They are known by their index.

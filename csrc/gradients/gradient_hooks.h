@@ -142,7 +142,7 @@ class GradientHooks final : public AccumulationObserver,
   void set_buckets(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
                    std::vector<bool> early);
 
-  /// Which gradients pending() calls due.
+  /// The gradients that pending() calls due.
   enum class Due {
     kNow,         // those after `passes_per_step` passes, outside of no_sync()
     kStarted,     // all outside of no_sync()

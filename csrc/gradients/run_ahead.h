@@ -131,7 +131,7 @@ class RunAhead {
   /// Takes note of an optimizer, whose gradients kept() gives.
   void add(std::int64_t optimizer, std::weak_ptr<BucketMemory> memory);
 
-  /// What BucketMemory::kept() gives, on a rank that has joined.
+  /// The result of BucketMemory::kept(), on a rank that has joined.
   const void* kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
                    std::size_t bytes);
 
@@ -159,7 +159,7 @@ class RunAhead {
   std::exception_ptr error_;   // of a launch during the pass: the end of the pass throws it
 };
 
-/// What a join is told of the passes that the other ranks enter meanwhile, and asked for
+/// The answer of a join to the other ranks, which tell it of the passes that they enter, and ask
 /// (Request::allocate): launches zeros for passes that are planned. `run_ahead` may be null.
 std::function<void*(std::span<const std::int64_t>)> standing_in(
     std::shared_ptr<RunAhead> run_ahead);

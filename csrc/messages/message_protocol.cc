@@ -268,7 +268,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
       for (const Request& send : it.sends.stream->take_unsent()) fail(send, cause(it.sends));
     }
   }
-  // What it has sent before is still on its way, if it has connected.
+  // Messages that it has sent before are still on their way, if it has connected.
   const bool is_silent = it.receives.stream && !it.receives.stream->is_open(false);
   if (is_over(it.receives) || (it.departure && is_silent)) {
     it.receives.failed = true;

@@ -28,7 +28,7 @@ struct Arrival {
   std::vector<std::byte> bytes;  // of a kWhole
 };
 
-/// Which message goes to which receive. Matches as MPI and gloo do: a message goes to the first
+/// Matches messages and receives, as MPI and gloo do: a message goes to the first
 /// receive of its tag that takes its source's messages, a receive gets the first message to
 /// have arrived. A rank's messages with one tag arrive in the order in which they were sent, so
 /// they are matched in that order.
@@ -61,7 +61,7 @@ class Mailbox {
   std::list<Arrival> arrivals_;
 };
 
-/// What a rank's messages are made from.
+/// The settings of a rank's messages.
 struct MessagesWorld {
   int rank = 0;                     // of the set
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
@@ -107,7 +107,7 @@ class MessageProtocol {
   /// Moves what goes now; returns whether there was anything.
   bool advance(Clock::time_point now);
 
-  /// What to poll before the next advance(), and when that is due at the latest.
+  /// The descriptors to poll before the next advance(), and when that is due at the latest.
   void add_to(std::vector<pollfd>& fds) const;
   Clock::time_point due() const;
 

@@ -90,7 +90,7 @@ class MessageCounters {
   MessageTotals totals_;
 };
 
-/// What a rank asks for: to send or to receive one message.
+/// The wish of a rank to send or to receive one message.
 struct MessageSpec {
   bool is_send = true;
   std::optional<int> peer;  // the other rank of the set; a receive may take anybody's
@@ -136,7 +136,7 @@ class MessageRequest {
   /// "receive of float32, 16 bytes, tag 3"
   std::string describe() const;
 
-  /// What has become of it so far.
+  /// Its state.
   MessageRecord record() const;
 
   /// Gives it its number, from 1, and tells `counters` how it ends. Precondition: nobody else knows

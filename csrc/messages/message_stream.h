@@ -17,7 +17,7 @@
 
 namespace torch_ring {
 
-/// What a frame begins with, in the byte order of the machine.
+/// The begin of a frame, in the byte order of the machine.
 ///
 /// A short message is a kWhole, with its bytes. A long one is a kOffer; the receiver answers with a
 /// kAccept when it has memory for it, and then comes a kData, with the bytes. A receiver that has

@@ -52,7 +52,7 @@ class PointToPoint final : private ControlObserver {
   void close();
 
  private:
-  /// What the thread has to take note of.
+  /// The changes that the thread has to note.
   struct Inbox {
     std::vector<Request> posted;
     std::vector<std::pair<int, std::string>> departures;  // rank of the set, why

@@ -18,7 +18,7 @@
 
 namespace torch_ring {
 
-/// What a rank's timeline is made from.
+/// The settings of a rank's timeline.
 struct TimelineOptions {
   int rank = 0;
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"

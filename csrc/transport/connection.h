@@ -86,7 +86,7 @@ class Connection {
   Position incoming_;
 };
 
-/// What one of several peers gets, or gives, in an exchange.
+/// The bytes of one of several peers in an exchange.
 struct OutgoingBytes {
   Connection* to;
   std::span<const std::byte> bytes;

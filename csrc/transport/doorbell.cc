@@ -80,7 +80,8 @@ void Doorbell::ring_sleeper(Word& peer) {
 
 void Doorbell::wake_owner() noexcept {
   const std::uint32_t sleeps = sleeps_.load(std::memory_order_seq_cst);
-  // What a ringer took from the word, or takes now, may be of the next sleep: wake that, too.
+  // The value that a ringer took from the word, or takes now, may be of the next sleep: wake that,
+  // too.
   const std::uint32_t state = word_.state.exchange(kAwake, std::memory_order_seq_cst);
   if (sleeps == kInFutex || state == kInFutex) wake_futex(word_.state);
   if (sleeps == kInPoll || state == kInPoll) {

@@ -45,7 +45,7 @@ class Doorbell {
   // One for each step of an exchange among 2^31 hosts, and one for the step that is due.
   static constexpr std::size_t kMostFds = 32;
 
-  /// What ringers must find. All zeros: awake, and without a socket.
+  /// The state that ringers must find. All zeros: awake, and without a socket.
   struct Word {
     std::atomic<std::uint32_t> state{kAwake};
     std::atomic<std::uint64_t> name{0};  // of the datagram socket: the characters after its zero

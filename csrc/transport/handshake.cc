@@ -47,7 +47,7 @@ constexpr std::byte kRefusal{'N'};
 
 static_assert(std::endian::native == std::endian::little, "the wire's integers are little endian");
 
-// What the sides' proofs begin with. Neither is the begin of the other.
+// The begins of the sides' proofs. Neither is the begin of the other.
 constexpr const char* kConnects = "connect";
 constexpr const char* kAccepts = "accept";
 

@@ -22,7 +22,7 @@ constexpr std::uint64_t kMagic = 0x676e69725f686374;  // "tch_ring"
 constexpr std::uint32_t kVersion = 1;
 constexpr std::size_t kTable = 4096;  // where the table begins
 
-/// What the first page begins with.
+/// The begin of the first page.
 struct Header {
   std::uint64_t magic;
   std::uint32_t version;

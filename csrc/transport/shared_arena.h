@@ -42,8 +42,8 @@ class SharedArena {
   /// Releases a slot, when no rank touches it any more.
   void release(std::size_t slot) noexcept;
 
-  /// What is allocated and reserved now: whole pages, also those of slots that nobody has touched.
-  /// Cost: a look at each allocation.
+  /// Bytes that are allocated and reserved now: whole pages, also those of slots that nobody has
+  /// touched. Cost: a look at each allocation.
   std::size_t used_bytes() const;
 
   /// The offset of [data, data + bytes) from the beginning of the memory, or -1 if it lies

@@ -270,7 +270,7 @@ def test_published_efficiencies(steps: dict[str, Step]) -> None:
     for cell in cells:
         assert abs(cell.fitted - cell.published) < 0.03, cell
         assert abs(cell.held_out - cell.published) < 0.03, cell
-    # What was found is possible: less than the line has, more than a microsecond.
+    # The result is possible: less than the line has, more than a microsecond.
     assert 2.0e9 < fitted.link.bandwidth < 25e9 / 8
     assert 5e-6 < fitted.link.latency_s < 50e-6
     assert 0 < fitted.slowdown < 0.04

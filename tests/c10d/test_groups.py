@@ -525,7 +525,7 @@ def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
         if made % 5 == 0:  # one that is not used
             dist.destroy_process_group(dist.new_group(everyone))
         if made in look_at:
-            # What all have left is freed when the next group is made, if the news have come.
+            # A group that all have left is freed when the next one is made, if the news have come.
             dist.barrier()
             assert eventually(all_have_left, DEADLINE_S / 3)
             last = dist.new_group(everyone)

@@ -174,7 +174,7 @@ class Program:
 
 
 class Draw:
-    """What is drawn for one operation: the same on all ranks, whether or not they are members."""
+    """The draw for one operation: the same on all ranks, whether or not they are members."""
 
     def __init__(self, seed: int, number: int, own: random.Random) -> None:
         self.random, self.own = random.Random(seed), own

@@ -77,7 +77,7 @@ def premul(factor: float | Tensor) -> Any:
     return dist._make_nccl_premul_sum(factor)
 
 
-# What an operator does to the stack of all ranks' values, and the dtypes that have it.
+# The function of an operator on the stack of all ranks' values, and its dtypes.
 OPERATORS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor], list[torch.dtype]]] = {
     "SUM": (lambda: Op.SUM, lambda stack: stack.sum(0), [*SUMS, torch.bool]),
     "AVG": (lambda: Op.AVG, mean, SUMS),

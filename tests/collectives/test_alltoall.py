@@ -74,7 +74,7 @@ def check_gradients() -> None:
     x = torch.ones(2 * size + 1, requires_grad=True)
     received = hvd.alltoall(x, [2] * size)[0]
     (received * torch.arange(2 * size)).sum().backward()
-    # What went to rank r as rows 2 rank, 2 rank + 1 comes back.
+    # The rows 2 rank, 2 rank + 1 that went to rank r come back.
     assert x.grad is not None
     assert x.grad.tolist() == [2.0 * rank, 2.0 * rank + 1] * size + [0.0]
 

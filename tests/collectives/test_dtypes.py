@@ -44,7 +44,7 @@ def test_dtypes_in_other_uses(check, transport):
 
 
 def check_refusals() -> None:
-    """What has no arithmetic is refused on this rank, and the message lists what has."""
+    """A dtype without arithmetic is refused on this rank, by a list of those that have it."""
     lists = (
         "reductions take uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64 and "
         "bool, and Sum and Average also complex64 and complex128; uint16, uint32, uint64, "

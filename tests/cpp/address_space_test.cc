@@ -25,7 +25,7 @@ TEST(host_memory_of_many_ranks_fits_the_address_space) {
       const auto count = static_cast<std::size_t>(ranks);
       const std::size_t all = count * (Slot::kBytes + arena);
       CHECK(all <= HostMemory::kMostAddressSpace);
-      // What a program needs, and no more: a few times the memory, and slots.
+      // The needs of a program, and no more: a few times the memory, and slots.
       CHECK(all <=
             4 * machine + count * (HostMemory::kMostSlots + 1) * Slot::kBytes + count * kHugePage);
       if (all + count * kHugePage < HostMemory::kMostAddressSpace) {

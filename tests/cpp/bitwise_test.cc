@@ -115,7 +115,7 @@ TEST(bitwise_operators_are_of_whole_numbers_and_bools) {
     const bool whole = std::find(kWholes.begin(), kWholes.end(), dtype) != kWholes.end();
     for (const ReduceOp op : kBitwise) {
       CHECK_EQ(can_reduce(dtype, op), whole);
-      // What a rank announces is checked, too.
+      // The announcement of a rank is checked, too.
       Fingerprint fingerprint;
       fingerprint.dtype = dtype;
       fingerprint.op = op;

@@ -22,7 +22,7 @@ std::vector<Fd> take_all(SocketSource& source, int peer, bool needed) {
   return sockets;
 }
 
-/// What arrives on each of the sockets when the other ends send their number.
+/// The bytes that arrive on each of the sockets when the other ends send their number.
 void check_same_order(const std::vector<Fd>& one, const std::vector<Fd>& other) {
   CHECK_EQ(one.size(), other.size());
   for (std::size_t i = 0; i < one.size(); ++i) {

@@ -251,7 +251,7 @@ TEST(news_survives_the_death_of_its_messengers) {
       for (int peer = 0; peer < size; ++peer) {
         CHECK_EQ(count(heard, Message::Kind::kLost, peer), simulation.alive(peer) ? 0 : 1);
       }
-      // Who has told it lives, so all know; or has died, then all survivors know it or none.
+      // The rank that has told it lives, so all know; or has died: all survivors know it or none.
       for (std::size_t i = 0; i < failing.size(); ++i) {
         const int times = count(heard, Message::Kind::kFailed, failing[i], 1);
         if (simulation.alive(failing[i])) CHECK_EQ(times, 1);

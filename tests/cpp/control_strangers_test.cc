@@ -127,7 +127,8 @@ TEST(control_plane_drops_strangers) {
   CHECK(rank0.recorder.events().empty());
 }
 
-/// Whoever knows the key, because it could be read in a store, is still no rank of this host.
+/// A process that knows the key, because it could be read in a store, is still no rank of this
+/// host.
 TEST(control_plane_takes_ranks_of_its_host_over_the_unix_socket_only) {
   auto all = make_plane_options({0, 0, 1});
   const Address address = all[0].addresses[0];

@@ -1,4 +1,4 @@
-// What comes from the wire, broken in many ways: it is refused or read, never trusted.
+// Bytes from the wire, broken in many ways: they are refused or read, never trusted.
 #include "fuzz.h"
 
 #include <functional>
@@ -139,9 +139,9 @@ Message random_message(Rng& rng) {
 
 using Messages = std::vector<Bytes>;
 
-/// What the two ends send in a handshake, in turn, if `change(i, message)` may change each message
-/// on its way. A message is given in parts of random sizes. Returns when an end has refused, or has
-/// taken no more and has nothing to send.
+/// The messages of the two ends of a handshake, in turn, if `change(i, message)` may change each
+/// message on its way. A message is given in parts of random sizes. Returns when an end has
+/// refused, or has taken no more and has nothing to send.
 struct Exchange {
   HandshakePair pair;
   bool is_intact = true;  // whether each message arrived as it was, as far as it was asked for

@@ -8,7 +8,8 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// What rank `self` of four says after two minutes of a wait a second, each for a rank of `last`.
+/// The lines of rank `self` of four after two minutes of a wait a second, each for a rank of
+/// `last`.
 std::vector<std::string> lines(int self, const std::vector<int>& last, milliseconds lag) {
   Lateness lateness(self, 4);
   std::vector<std::string> lines;

@@ -11,7 +11,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// What a device would have run by then, if it did not wait for ever.
+/// The work that a device would have run by then, if it did not wait for ever.
 constexpr milliseconds kLong{200};
 
 TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {

@@ -144,7 +144,7 @@ TEST(a_rank_that_leaves_ends_the_requests_that_need_it_and_no_others) {
         posted.arrive_and_wait();
         CHECK_THROWS(receive->wait(), ErrorKind::kPeerLost, "left: ValueError: bad data");
         CHECK_THROWS(send->wait(), ErrorKind::kPeerLost, "left: ValueError: bad data");
-        // What it has sent before is there, to whoever asks for it now.
+        // Messages that it has sent before are there for a receive that comes now.
         std::vector<std::byte> received(8);
         self.receive(received, leaver, 9)->wait();
         CHECK(received == last);

@@ -26,7 +26,7 @@ inline void receive(Frames& frames, ByteSpan bytes) {
 
 class SimulatedMembers {
  public:
-  /// What one member has sent in one round.
+  /// The bytes that one member has sent in one round.
   struct Sent {
     std::size_t frames = 0;
     std::size_t bytes = 0;

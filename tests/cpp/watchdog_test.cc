@@ -96,7 +96,7 @@ TEST(watchdog_does_not_hear_of_another_set_s_failure) {
   Watched there(planes[1].get(), kSet, {0, 1});
   there.watchdog.announce(Error(ErrorKind::kInternal, "gave up"));
   first.wait_for_abort();
-  // What is told later arrives later.
+  // Later news arrives later.
   Watched other_there(planes[1].get(), kSet + 1, {0, 1});
   other_there.watchdog.announce(Error(ErrorKind::kTimeout, "gave up, too"));
   second.wait_for_abort();

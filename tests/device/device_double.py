@@ -105,7 +105,7 @@ def faults() -> Iterator[Faults]:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a GPU was asked for by this process: Counts in tests/doubles/counts.h."""
+    """Requests of this process to a GPU: Counts in tests/doubles/counts.h."""
 
     kernels: int = 0
     copies: int = 0

@@ -1,4 +1,4 @@
-"""What a random program must leave behind: the rule of averaging, played by one process.
+"""The expected result of a random program: the rule of averaging, played by one process.
 
 A gradient that exists on any rank is averaged over all of them, where a rank without one counts as
 zero; a gradient that exists on none stays as it is. It knows nothing of torch_ring.

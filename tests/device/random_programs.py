@@ -22,7 +22,7 @@ STEADY, LATE, WILD = "steady", "late", "wild"
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (7, 3), (40,), (16, 8), (300,)]
 FIRST_GROUPS = 4  # in which every gradient of a steady program exists on some rank
 LAST_GROUPS = 12  # of other programs, in which every gradient exists on every rank
-# What the user calls on the side, and waits for. After the passes only where all ranks have ended
+# Calls of the user on the side. After the passes only where all ranks have ended
 # one: if a rank has skipped it, the others wait for its step.
 BEFORE = ["host allreduce", "device allreduce", "device allgather", "evaluate", "host async"]
 AFTER = ["host allreduce", "evaluate", "broadcast object"]

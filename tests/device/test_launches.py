@@ -1,4 +1,4 @@
-"""What a backward pass asks of a device: launches, events and host waits, by bucket."""
+"""Requests of a backward pass to a device: launches, events and host waits, by bucket."""
 
 from __future__ import annotations
 

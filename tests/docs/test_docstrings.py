@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
 import re
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import ROOT
 
 import torch_ring as hvd
 from torch_ring.compression.int8 import Int8Compressor
@@ -103,3 +105,36 @@ def test_arguments_are_found_in_a_docstring():
         "b": "numbers,\n        or not.",
         "c": "None: none.",
     }
+
+
+NO_SUBJECT = r"(What|Who|Which|Whoever)\b"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FOLDERS = ("torch_ring", "csrc", "tests", "benchmarks", "examples")
+
+
+def first_words() -> Iterator[tuple[str, str]]:
+    """Return the place and the text of every docstring, and of comments from their begin."""
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")):
+        where = str(path.relative_to(ROOT))
+        if path.suffix in (".py", ".pyi"):
+            text = path.read_text()
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, DOCUMENTED):
+                    yield (
+                        f"{where}: {getattr(node, 'name', 'module')}",
+                        ast.get_docstring(node) or "",
+                    )
+        elif path.suffix in (".h", ".cc", ".inc"):
+            text = path.read_text()
+        else:
+            continue
+        mark = r"\s# " if path.suffix.startswith(".py") else r"//+ "
+        for number, line in enumerate(text.split("\n"), 1):
+            comment = re.search(mark + rf"(?={NO_SUBJECT})", " " + line)
+            if comment is not None:
+                yield f"{where}:{number}", line[comment.end() - 1 :]
+
+
+def test_no_docstring_or_comment_begins_without_a_subject():
+    found = [f"{where}: {text[:60]}" for where, text in first_words() if re.match(NO_SUBJECT, text)]
+    assert found == []

@@ -6,7 +6,7 @@
 
 namespace device_double {
 
-/// What a GPU would have been asked for in this process, on all streams. What the double does
+/// Requests of this process to a GPU, on all streams. What the double does
 /// besides, such as waiting for a stream before it runs an operator on the CPU, is not counted.
 /// Thread: any.
 struct Counts {

@@ -230,7 +230,7 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-/// What has been counted in this process: the members of Counts, and the launches of NCCL.
+/// The counts of this process: the members of Counts, and the launches of NCCL.
 std::vector<std::int64_t> all_counts() {
   return {counts.kernels, counts.copies,     counts.recorded,
           counts.awaited, counts.host_waits, nccl_double_launches()};

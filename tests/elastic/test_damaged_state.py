@@ -157,7 +157,7 @@ def test_the_state_of_any_program_is_compared() -> None:
 
 
 def take_what_the_root_has() -> None:
-    """What a rank has besides is no damage: a setting that a scheduler has added there, say."""
+    """Additional state of a rank is no damage: a setting that a scheduler has added there, say."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.elastic.TorchState(model, optimizer, step=0)

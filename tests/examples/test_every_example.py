@@ -1,4 +1,4 @@
-"""What all examples have in common: names of checkpoints, what they resume from, Ctrl-C, plots."""
+"""The common parts of all examples: names of checkpoints, what they resume from, Ctrl-C, plots."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from scripts import ROOT
 DEADLINE_S = 60
 HIDE_PACKAGES = "import sys; sys.path = [p for p in sys.path if not p.endswith('site-packages')]"
 HOOKS = "import setuptools.build_meta as backend"
-# What an environment's torch needs for this: its version, and the classes that setup.py uses.
+# The parts of torch that this needs: its version, and the classes that setup.py uses.
 TORCH = """
 __version__ = "{}"
 """

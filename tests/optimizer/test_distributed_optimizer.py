@@ -259,7 +259,7 @@ def test_closure_returns_the_loss_of_all_ranks():
 
 
 def return_losses() -> None:
-    """What a closure returns is a loss, whatever its type, or refused."""
+    """The result of a closure is a loss, whatever its type, or refused."""
     weight = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0))
     mine, mean = hvd.rank() + 3, (hvd.size() - 1) / 2 + 3

@@ -170,7 +170,7 @@ def test_values_written_over_those_of_the_step_before(transport, set_gradient):
 
 
 def change_reduced_gradients(op: hvd.ReduceOp) -> None:
-    """What the program does with reduced gradients is left alone, though step() has to agree."""
+    """Changes of reduced gradients by the program are left alone, though step() has to agree."""
     used, by_hand, unused = parameters = doubles(0, 0, 0)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), op=op)
     mean = sum(range(1, hvd.size() + 1)) / (1 if op == hvd.Sum else hvd.size())

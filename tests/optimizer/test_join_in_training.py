@@ -271,7 +271,7 @@ def test_a_rank_joins_while_gradients_are_kept_on_two_hosts(hosts, how):
 
 
 def join_with_other_gradients(how: str) -> str:
-    """What is averaged already is not on the rank that joins as the others have it."""
+    """Averaged gradients of the rank that joins differ from those of the others."""
     a, b = weights(1, 2)
     optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=1.0), [("a", a), ("b", b)])
     (a + b).backward()

@@ -58,7 +58,7 @@ def train_in_a_world(kind: str) -> None:
 
 
 def end_worlds_without_collection(kind: str) -> None:
-    """What a world holds goes with it, also where a program has switched garbage collection off."""
+    """The memory of a world goes with it, also without garbage collection."""
     hvd.shutdown()
     gc.collect()
     gc.disable()

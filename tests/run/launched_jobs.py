@@ -56,7 +56,7 @@ class LaunchedJob:
         if self.pid == 0:
             code = 99
             try:
-                # What is garbage in the parent is not the child's to free: of a store that serves,
+                # Garbage of the parent is not the child's to free: of a store that serves,
                 # torch wakes the thread, through a descriptor that is closed below, and aborts.
                 gc.freeze()
                 os.setsid()

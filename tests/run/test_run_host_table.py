@@ -1,4 +1,4 @@
-"""Which slots of which hosts get a process, and when: without processes, and without a clock."""
+"""Slots of hosts that get a process, and their times: without processes, and without a clock."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.mark.slow
 def test_in_words_and_without_the_secret() -> None:
-    # What a shell inside another job may have: the ranks of the self-test are none of that job's.
+    # Variables of a shell inside another job: the ranks of the self-test are none of that job's.
     job = {"MASTER_ADDR": "192.0.2.77", "RANK": "0", "WORLD_SIZE": "64"}
     secrets = {"TORCH_RING_SECRET": SECRET, "TORCH_RING_SERCET": SECRET}
     settings = {"TORCH_RING_CONNECTIONS": "2", "HOROVOD_SECRET_KEY": SECRET}

@@ -90,7 +90,7 @@ def test_numbers_for_people() -> None:
 
 
 def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not known is no limit, and no error; a kernel without IPv6 has no list of it."""
+    """An unknown value is no limit, and no error; a kernel without IPv6 has no list of it."""
 
     def refuse(*args: Any, **options: Any) -> str:
         raise FileNotFoundError("there is no /proc")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Bell(BaseException):
-    """What the handler raises."""
+    """The exception of the handler."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the exchange between hosts costs: operations of the store, and bytes."""
+"""The cost of the exchange between hosts: operations of the store, and bytes."""
 
 import pytest
 import world_limits

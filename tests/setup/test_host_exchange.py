@@ -143,7 +143,7 @@ def test_the_first_cause_wins():
     "ranks", slow_after(1, [[0, 1, 1, 2], [1, 1, 2, 0], [0, 1, 2, 2], [2, 1, 1, 0]])
 )
 def test_two_processes_of_one_rank_are_refused_on_all(ranks):
-    """Whoever is too many waits in the next world, and hears of it there."""
+    """A rank too many waits in the next world, and hears of it there."""
     store = HashStore()
 
     def on_process(index):

@@ -145,7 +145,7 @@ def test_a_store_that_meddles_is_noticed_under_a_secret(change):
 
 
 def test_the_own_card_is_checked_even_without_a_secret():
-    """Whoever knows how can forge a table then; a rank whose card it changes still sees that."""
+    """A stranger can forge a table then; a rank whose card it changes still sees that."""
 
     def change(key, value, values):
         if "/table/" not in key or value[32:33] != b"T":

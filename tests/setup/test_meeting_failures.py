@@ -1,4 +1,4 @@
-"""What the ranks say who wait for others in vain, and how they hear of an interrupt."""
+"""Errors of ranks that wait for others in vain, and the news of an interrupt."""
 
 import contextlib
 import os

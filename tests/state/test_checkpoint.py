@@ -170,7 +170,7 @@ class Twice(torch.Tensor):
 
 
 def refused(path: Path) -> None:
-    """What load() would refuse is refused by save(), on all ranks, with its place."""
+    """A value that load() would refuse is refused by save(), on all ranks, with its place."""
     save(path, {"epoch": 1})
     cases = [
         ({"a": {"b": [1, Own()]}}, "state['a']['b'][1] is test_checkpoint.Own"),

@@ -1,4 +1,4 @@
-"""What torch_ring logs."""
+"""The log of torch_ring."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FORKS = "forks"
 that have had autograd threads of other tests."""
 
 _context = multiprocessing.get_context("forkserver")
-# What takes seconds to import. The first optimizer of a process imports torch._dynamo.
+# Modules that take seconds to import. The first optimizer of a process imports torch._dynamo.
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch_ring.api", "numpy", "pytest"])
 _runs = itertools.count()
 

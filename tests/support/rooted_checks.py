@@ -1,4 +1,4 @@
-"""What the engine's reduce, gather and scatter give in any world."""
+"""Results of the engine's reduce, gather and scatter in any world."""
 
 from __future__ import annotations
 

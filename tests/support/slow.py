@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` leaves to `make test-all`: the mark `slow`."""
+"""The mark `slow`: cases of a test that `make test` leaves to `make test-all`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page says about a recording: who is late, how fast, how long a step takes."""
+"""The results of a recording on the page: late ranks, bandwidths, times of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page reads: timelines, also unfinished ones, dumps, and what is neither."""
+"""The files that the page reads: timelines, also unfinished ones, dumps, and others."""
 
 from __future__ import annotations
 

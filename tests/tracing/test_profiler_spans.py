@@ -1,4 +1,4 @@
-"""What torch.profiler shows of collectives: torch's own fields, and our names."""
+"""The spans of collectives in torch.profiler: torch's own fields, and our names."""
 
 from __future__ import annotations
 

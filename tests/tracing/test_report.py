@@ -1,4 +1,4 @@
-"""What the ranks do now: report(), and the log of a rank that waits long."""
+"""The present operations of the ranks: report(), and the log of a rank that waits long."""
 
 from __future__ import annotations
 

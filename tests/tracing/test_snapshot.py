@@ -1,4 +1,4 @@
-"""What snapshot() knows beside the operations: rounds, connections and memory."""
+"""The values of snapshot() beside the operations: rounds, connections and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may join, and whose objects are taken: on one host, and with and without a secret."""
+"""Processes that may join, and objects that are taken: on one host, with and without a secret."""
 
 import collections
 import logging

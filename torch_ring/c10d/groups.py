@@ -92,7 +92,7 @@ class _SharedWorld:
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others of a process set."""
+    """The description of a process set that a rank sends to the others."""
 
     slot: int = -1  # the offset of the rank's memory for it
     nonce: int = 0  # those of all ranks make the set's number

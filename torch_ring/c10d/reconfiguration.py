@@ -24,7 +24,7 @@ __all__ = ["MeetingPoint", "ReconfigureHandle", "in_order"]
 
 @dataclass(frozen=True)
 class ReconfigureHandle:
-    """What a rank tells the others before they are a group: ``get_reconfigure_handle()``.
+    """The address of a rank before the ranks are a group: ``get_reconfigure_handle()``.
 
     Attributes:
         name: random; no other rank has it.

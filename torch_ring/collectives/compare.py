@@ -402,7 +402,7 @@ def _gather(own: bytes, engine: Engine, name: str = "") -> list[bytes]:
 
 
 class Difference(NamedTuple):
-    """What ranks do not have alike.
+    """A thing that differs between ranks.
 
     Attributes:
         names: of all things that differ; the rest is about the first one.

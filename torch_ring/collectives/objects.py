@@ -200,7 +200,7 @@ def _unpickled(
     here, host_of = world.current.world(), world.current.world().host_of
     ranks = process_set.ranks or []
     if not here.is_guarded or len({host_of[rank] for rank in ranks}) == 1:
-        # Whoever is connected has proved that he knows a secret, or is a process of this user.
+        # A connected process has proved that it knows a secret, or belongs to this user.
         return {rank: pickle.loads(data.numpy().data) for rank, data in payloads.items()}
     objects: dict[int, Any] = {}
     refusal: Exception | None = None

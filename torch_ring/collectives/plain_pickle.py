@@ -293,7 +293,7 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
     (__name__, "_storage"): _storage,
 }
-# What it may name and not call: values, and what makes the missing values of a defaultdict.
+# Names that it may use and not call: values, and makers of a defaultdict's missing values.
 _NAMED: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
     **{

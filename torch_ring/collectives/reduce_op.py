@@ -57,7 +57,7 @@ Bor = ReduceOp.Bor
 Bxor = ReduceOp.Bxor
 
 
-# What other libraries call the operators: torch.distributed, NumPy, MPI.
+# Names of the operators in other libraries: torch.distributed, NumPy, MPI.
 _OTHER_NAMES = {
     "add": Sum,
     "avg": Average,

@@ -45,7 +45,7 @@ _is_regrouping = False
 
 
 class ElasticJob:
-    """What a process keeps while worlds end: its listener, and the processes of the last world.
+    """The part of a process that outlives worlds: its listener, the last world's processes.
 
     Making one is collective, but for a newcomer, and for the first one of a job of torch_ring.run:
     its processes have told one another where they listen in init(), so that one which has died

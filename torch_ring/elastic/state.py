@@ -501,7 +501,7 @@ class StateLostError(RingError):
 
 
 class _Saved(NamedTuple):
-    """What is known of a whole saved state."""
+    """The description of a whole saved state."""
 
     at: tuple[int, int]  # steps and changes
     taken: dict[str, int]
@@ -518,7 +518,7 @@ class _BegunStep(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its state."""
+    """The description of its state that a rank sends to the others."""
 
     progress: tuple[bool, int, int, int]  # whole; steps; less those the state does not say; changes
     taken: dict[str, int]

@@ -95,7 +95,7 @@ class BackwardSync:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.process_set)
         self.size = self._active = self.process_set.size()
-        # What this has made must not keep it: a world ends also where Python collects no garbage.
+        # Its objects must not keep it: a world ends also where Python collects no garbage.
         self._participants = Participants(self._rank, _weakly(self.fail))
         self._record = membership(self.process_set)
 
@@ -418,8 +418,8 @@ class BackwardSync:
             is_here = touched.get(index, 0)
             if is_here:
                 dense[index] |= is_here & report.due & ~report.sparse
-            # What only ranks that step have waits for the step of those that are in a pass: their
-            # programs may set the same gradient by hand after it.
+            # Gradients that only stepping ranks have wait for the step of those that are in a pass:
+            # their programs may set the same gradient by hand after it.
             if report.accumulating or report.again or report.due & ~is_here:
                 accumulating.add(index)
         # A rank that has joined does not hear of an order, and must keep the same plan.

@@ -300,7 +300,7 @@ class RunAhead:
 
     @property
     def hooks(self) -> NativeRunAhead | None:
-        """What the hooks of an optimizer need; None: no pass will ever be planned."""
+        """The launcher that the hooks of an optimizer need; None: no pass will ever be planned."""
         return None if self._world is None else self._native
 
     def add(self, optimizer: int, hooks: GradientHooks) -> None:

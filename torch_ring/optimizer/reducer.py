@@ -168,7 +168,7 @@ class Reducer:
         self._settings = settings
         self._groups = groups
         self._specs = [spec_of(name, parameter) for name, parameter in named]
-        # What may refuse comes before the hooks: a refused optimizer must leave no trace.
+        # Checks come before the hooks: a refused optimizer must leave no trace.
         self._make_wire = wire_maker(settings, sync.engine, sync.size, named)
         self._is_plain = settings.compression is Compression.none
         direct = settings.direct_bytes > 0 and self._is_plain

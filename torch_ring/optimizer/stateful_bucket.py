@@ -131,7 +131,7 @@ class Line(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What one rank asks for in a round, or why it failed."""
+    """The request of one rank in a round, or the reason of its failure."""
 
     lines: Sequence[Line]
     failure: str | None = None

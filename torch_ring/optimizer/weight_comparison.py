@@ -74,7 +74,7 @@ class Snapshot:
 
 @dataclass
 class WeightComparison:
-    """What the ranks know of each other's weights of one optimizer.
+    """The ranks' knowledge of each other's weights of one optimizer.
 
     All ranks draw the same conclusions from the same reports.
 

@@ -39,7 +39,7 @@ class _Place:
 
 @dataclass
 class _Record:
-    """What speaks against a host."""
+    """The failures of a host."""
 
     young_ends: int = 0  # in a row
     times_out: int = 0

@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a job runs.
+    """The program of a job, and its processes.
 
     Attributes:
         slots: of the ranks with which it begins, by rank.
@@ -84,7 +84,7 @@ _OF_HOST = re.compile(
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What all ranks of a job have in common.
+    """Values that all ranks of a job have in common.
 
     Attributes:
         run_id: names this start of the job.

@@ -55,7 +55,7 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """What becomes of a job when ranks fail, and when hosts come and go.
+    """Settings of a job whose ranks may fail, and whose hosts may come and go.
 
     Attributes:
         least: the fewest ranks that go on when others have failed; None: none may fail.
@@ -254,7 +254,7 @@ _DEFAULT_START_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wants.
+    """The options of a command line.
 
     Attributes:
         command: of each rank.

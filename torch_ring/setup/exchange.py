@@ -422,7 +422,7 @@ class Meeting:
             self._report()
         if self._place is not None:
             leader.close_door()  # whoever is late leads a group of his own
-        # Who was let in will send a card: he makes his memory and his listeners first.
+        # A rank that was let in will send a card: it makes its memory and its listeners first.
         while not leader.members.keys() <= leader.cards.keys():
             if self.deadline.passed():
                 break

@@ -28,7 +28,7 @@ _MOST_READS = 64  # at a time: nobody who sends without end keeps the others wai
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1  # to the leader: rank, size and start
     WELCOME = 2  # from the leader: its rank and size; this meeting takes the rank in

@@ -129,7 +129,7 @@ _TOO_MANY = twice("two processes have the same rank")
 
 @dataclass(frozen=True)
 class Question:
-    """What rank 0's leader asks instead of writing the table.
+    """A question of rank 0's leader, in place of the table.
 
     Attributes:
         place: of the group that is asked.

@@ -70,7 +70,7 @@ def _require_privacy(path: str, fd: int) -> None:
 
 
 _TAG_BYTES = 32
-# Whoever can read the store can try secrets at home: each costs him these rounds, some 20 ms.
+# A reader of the store can try secrets at home: each costs these rounds, some 20 ms.
 _ROUNDS = 50_000
 
 

@@ -145,7 +145,7 @@ class GroupCard:
 
     @property
     def machine(self) -> Any:
-        """What the ranks have in common that can meet at a Unix socket."""
+        """A name that only ranks have in common which can meet at a Unix socket."""
         return self.columns["machine"][0]
 
     def apart(self) -> GroupCard:
@@ -234,7 +234,7 @@ def require_agreement(texts: Mapping[int, str]) -> None:
 
 
 class Table(NamedTuple):
-    """What the ranks of a world know of one another.
+    """The descriptions of all ranks of a world.
 
     Attributes:
         groups: the cards of all groups.
@@ -351,7 +351,7 @@ class PeerInfo:
 
 
 class PeerTable(NamedTuple):
-    """What every rank gets from the meeting.
+    """The result of the exchange, the same on every rank.
 
     Attributes:
         peers: all ranks, in order.

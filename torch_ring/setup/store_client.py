@@ -31,7 +31,7 @@ _GRACE_S = 0.5  # seconds in which an interrupted call must end, for another one
 
 
 class KeyValueStore(Protocol):
-    """What ranks meet in: a store of torch, or a client of one."""
+    """A key-value store: one of torch, or a client of one."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number, 0 at first; return the sum."""

@@ -27,7 +27,7 @@ _ADDRESS = "127.0.0.1"
 _RANK = "{rank}"
 _PATIENCE_S = 5.0  # with a thread that is about to end; a file system may hang
 
-# What this process has written last, its inode, and the process: it is removed when that gets
+# The file that this process has written last, its inode, and the process: removed when that gets
 # another rank, but not by a forked child.
 _written: tuple[Path, int, int] | None = None
 

@@ -175,7 +175,7 @@ def _entry(
         "timeout_ms": 0,
         "is_p2p": False,
         "frames": list(frames),
-        # What torch does not have:
+        # Fields that torch does not have:
         "ring": {
             "name": record.name,
             "description": record.description,

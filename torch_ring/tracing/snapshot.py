@@ -75,7 +75,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class SetMetrics:
-    """What this rank has done in one process set.
+    """Counts of the operations of this rank in one process set.
 
     Attributes:
         ranks: the members, ranks of the world.
@@ -116,7 +116,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank has done since init().
+    """Counts of the operations of this rank since init().
 
     Attributes:
         rank, size: of this process; of the world. In a program that has only groups: its rank in

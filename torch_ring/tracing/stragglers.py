@@ -138,7 +138,7 @@ _MOST_IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank does.
+    """The operations of one rank, and the place of its main thread.
 
     Attributes:
         rank: its rank in the world.

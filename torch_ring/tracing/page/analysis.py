@@ -1,4 +1,4 @@
-"""What a recording says: who is late, how fast sizes move, how long steps take."""
+"""Results of a recording: late ranks, bandwidths by size, times of steps."""
 
 from __future__ import annotations
 
