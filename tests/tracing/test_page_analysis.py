@@ -1,4 +1,4 @@
-"""The results of a recording on the page: late ranks, bandwidths, times of steps."""
+"""The results of a recording on the page: late ranks, and times of steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from recordings import MILLISECOND, timeline_events, write_timeline
 from torch_ring.tracing.page.analysis import (
     arrivals,
     lateness,
-    size_classes,
     step_times,
 )
-from torch_ring.tracing.page.lanes import MOST_LANES, lanes_of
-from torch_ring.tracing.page.operation import Operation, Recording
-from torch_ring.tracing.page.recording import read_recording
+from torch_ring.tracing.page.charts import MOST_LANES, lanes_of
+from torch_ring.tracing.page.recording import Operation, Recording, read_recording
 
 
 def read(tmp_path: Path, steps: int, ranks: int = 3, late_rank: int = 2) -> Recording:
@@ -42,15 +40,6 @@ def test_nobody_is_late_by_less_than_asked_for(tmp_path: Path) -> None:
 def test_one_rank_alone_is_not_late(tmp_path: Path) -> None:
     recording = read(tmp_path, steps=2, ranks=1)
     assert set(arrivals(recording)) == {None}
-
-
-def test_bytes_and_bandwidth_by_size(tmp_path: Path) -> None:
-    recording = read(tmp_path, steps=5)
-    by_size = {(each.kind, each.bytes): each for each in size_classes(recording.operations)}
-    assert set(by_size) == {("allgather", 64), ("allreduce", 1 << 20), ("allreduce", 4 << 20)}
-    large = by_size["allreduce", 4 << 20]
-    assert (large.count, large.total_bytes) == (15, 15 * (4 << 20))
-    assert large.bandwidth == pytest.approx(4 << 30)
 
 
 def test_step_times(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import pytest
 from recordings import MILLISECOND, dump_of, timeline_events, write_timeline
 
 from torch_ring.tracing.page.document import draw_page
-from torch_ring.tracing.page.operation import step_of
-from torch_ring.tracing.page.recording import NothingToShowError, read_recording
-from torch_ring.tracing.page.timeline_reader import events_of
+from torch_ring.tracing.page.recording import NothingToShowError, events_of, read_recording, step_of
 
 
 def test_a_timeline_has_its_waits_and_its_transfers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Results of a recording: late ranks, bandwidths by size, times of steps."""
+"""Results of a recording: late ranks, and times of steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from torch_ring.tracing.page.operation import Operation, Recording, step_of
+from torch_ring.tracing.page.recording import Operation, Recording, step_of
 
-__all__ = ["Arrival", "Lateness", "SizeClass", "arrivals", "lateness", "size_classes", "step_times"]
-
-_MOVED = {"allreduce", "broadcast", "allgather", "alltoall", "reducescatter", "reduce", "gather"}
+__all__ = ["Arrival", "Lateness", "arrivals", "lateness", "step_times"]
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,6 @@ class Lateness:
     times_last: int
     of: int
     median_lag: float  # microseconds, of those times
-
-
-@dataclass(frozen=True)
-class SizeClass:
-    """The operations of a kind with between `bytes` and twice as many."""
-
-    kind: str
-    bytes: int
-    count: int
-    total_bytes: int
-    bandwidth: float  # median, bytes a second of input, while data moved
 
 
 def arrivals(recording: Recording) -> list[Arrival | None]:
@@ -76,25 +63,6 @@ def lateness(recording: Recording, arrived: list[Arrival | None], late_us: float
         Lateness(rank, len(lags[rank]), of[rank], median(lags[rank]) if lags[rank] else 0.0)
         for rank in recording.ranks
     ]
-
-
-def size_classes(operations: list[Operation]) -> list[SizeClass]:
-    """Return the operations that move data, by kind and power of two of their bytes."""
-    classes: defaultdict[tuple[str, int], list[Operation]] = defaultdict(list)
-    for each in operations:
-        if each.kind in _MOVED and each.bytes > 0:
-            classes[each.kind, 1 << (each.bytes.bit_length() - 1)].append(each)
-    result = []
-    for (kind, size), members in sorted(classes.items()):
-        rates = [
-            each.bytes / (each.finished - each.started) * 1e6
-            for each in members
-            if each.finished > each.started and each.state == "completed"
-        ]
-        total = sum(each.bytes for each in members)
-        rate = median(rates) if rates else 0.0
-        result.append(SizeClass(kind, size, len(members), total, rate))
-    return result
 
 
 def step_times(recording: Recording) -> dict[int, list[tuple[int, float]]]:

@@ -1,108 +1,314 @@
-"""The charts of sizes, bandwidth and steps."""
+"""The charts of a recording: all operations in time, and the times of steps."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
+from bokeh.layouts import column
 from bokeh.models import (
-    AdaptiveTicker,
+    BoxZoomTool,
     ColumnDataSource,
+    CustomJSHover,
     CustomJSTickFormatter,
-    FactorRange,
     HoverTool,
-    LogTicker,
+    PanTool,
+    Range1d,
+    RangeTool,
+    ResetTool,
+    WheelZoomTool,
 )
+from bokeh.plotting import figure
 
-from torch_ring.tracing.page.analysis import SizeClass
-from torch_ring.tracing.page.look import (
-    BYTES_IN_WORDS,
-    COLORS,
-    OTHER_COLOR,
-    RANK_COLORS,
-    new_chart,
-    put_legend_above,
-    size_in_words,
-)
+from torch_ring.tracing.page.analysis import Arrival
+from torch_ring.tracing.page.recording import Operation, Recording
 
-__all__ = ["draw_bandwidth", "draw_sizes", "draw_steps"]
+__all__ = [
+    "BYTES_IN_WORDS",
+    "COLORS",
+    "LATE_COLOR",
+    "LOOK",
+    "MICROSECONDS_IN_WORDS",
+    "MOST_LANES",
+    "OTHER_COLOR",
+    "RANK_COLORS",
+    "TICK_IN_WORDS",
+    "draw_steps",
+    "draw_timeline",
+    "lanes_of",
+    "new_chart",
+    "put_legend_above",
+]
+
+# One color a kind, told apart also by those who see no red or no green, on white and on black.
+COLORS = {
+    "allreduce": "#3b82f6",
+    "broadcast": "#e69f00",
+    "allgather": "#10a37f",
+    "alltoall": "#a855f7",
+    "reducescatter": "#22b8cf",
+    "reduce": "#7c83fd",
+    "gather": "#84a834",
+    "scatter": "#c98f65",
+    "barrier": "#8793a6",
+    "fence": "#8793a6",
+    "join": "#8793a6",
+}
+OTHER_COLOR = "#8793a6"
+LATE_COLOR = "#e5484d"
+RANK_COLORS = ("#3b82f6", "#e69f00", "#10a37f", "#a855f7", "#22b8cf", "#c98f65", "#84a834")
+
+LOOK: dict[str, Any] = {
+    "sizing_mode": "stretch_width",
+    "min_border_left": 76,
+    "background_fill_alpha": 0.0,
+    "border_fill_alpha": 0.0,
+    "outline_line_alpha": 0.0,
+}
+
+BYTES_IN_WORDS = """
+const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+let unit = 0;
+let number = value;
+while (number >= 1024 && unit < 4) { number /= 1024; unit += 1; }
+const digits = unit && number < 100 && number % 1 ? 1 : 0;
+return number.toFixed(digits) + " " + units[unit];
+"""
+MICROSECONDS_IN_WORDS = """
+if (!(value >= 0)) return "an unknown time";
+if (value < 1000) return value.toFixed(0) + " µs";
+if (value < 1e6) return (value / 1e3).toFixed(2) + " ms";
+return (value / 1e6).toFixed(3) + " s";
+"""
+
+TICK_IN_WORDS = """
+const far = Math.max(...ticks);
+if (far < 1) return (tick * 1e3).toFixed(0) + " µs";
+if (far < 1e4) return +tick.toFixed(3) + " ms";
+return +(tick / 1e3).toFixed(4) + " s";
+"""
 
 
-def draw_sizes(classes: list[SizeClass]) -> Any:
-    """Return the chart of the bytes that each size of operation moved, by kind."""
-    labels = [size_in_words(size) for size in sorted({each.bytes for each in classes})]
-    chart = new_chart(
-        height=300,
-        x_range=FactorRange(*labels),
-        x_axis_label="bytes of an operation, from",
-        y_axis_label="bytes in all",
-        name="sizes",
+def new_chart(**options: Any) -> Any:
+    """Return an empty chart, as wide as the page, whose wheel zooms in time."""
+    wheel = WheelZoomTool(dimensions="width")
+    chart = figure(
+        tools=[PanTool(), wheel, BoxZoomTool(dimensions="width"), ResetTool()],
+        active_scroll=wheel,
+        toolbar_location="right",
+        **LOOK,
+        **options,
     )
-    kinds = sorted({each.kind for each in classes})
-    columns: dict[str, Any] = {"size": labels}
-    for kind in kinds:
-        columns[kind] = [0.0] * len(labels)
-        columns[f"{kind} count"] = [0] * len(labels)
-    for each in classes:
-        place = labels.index(size_in_words(each.bytes))
-        columns[each.kind][place] = float(each.total_bytes)
-        columns[f"{each.kind} count"][place] = each.count
-    chart.vbar_stack(
-        kinds,
-        x="size",
-        width=0.8,
-        source=ColumnDataSource(columns),
-        color=[COLORS.get(kind, OTHER_COLOR) for kind in kinds],
-        legend_label=kinds,
-    )
-    hover = "".join(f"<span>{k}: @{{{k} count}}, @{{{k}}}{{0.0b}}</span>" for k in kinds)
-    chart.add_tools(HoverTool(tooltips=f'<div class="hover"><b>from @size</b>{hover}</div>'))
-    chart.yaxis.ticker = AdaptiveTicker(base=1024, mantissas=[2**i for i in range(10)])
-    chart.yaxis.formatter = CustomJSTickFormatter(code=f"const value = tick;{BYTES_IN_WORDS}")
-    chart.xaxis.major_label_orientation = 0.9
-    put_legend_above(chart)
+    chart.toolbar.logo = None
+    chart.toolbar.autohide = True
     return chart
 
 
-def draw_bandwidth(classes: list[SizeClass]) -> Any:
-    """Return the chart of the median bandwidth of each size of operation, by kind."""
+def put_legend_above(chart: Any) -> None:
+    """Put the legend over the chart; a click on an entry hides what it stands for."""
+    chart.legend.click_policy = "hide"
+    chart.legend.orientation = "horizontal"
+    chart.legend.location = "left"
+    chart.add_layout(chart.legend[0], "above")
+
+
+MOST_LANES = 8  # or a hundred broadcasts at the start would leave a pixel for each later bar
+
+
+def lanes_of(operations: list[Operation]) -> tuple[list[int], dict[int, int]]:
+    """Return the lane of each operation, and the number of lanes of each rank.
+
+    Operations come in the order of their submission; each takes the lowest lane that is free, so
+    a rank has as many lanes as it had operations in flight at once, up to MOST_LANES, which later
+    ones share: O(n log n).
+    """
+    busy: dict[int, list[tuple[float, int]]] = {}
+    free: dict[int, list[int]] = {}
+    count: dict[int, int] = {}
+    lanes = []
+    for each in operations:
+        ends, unused = busy.setdefault(each.rank, []), free.setdefault(each.rank, [])
+        while ends and ends[0][0] <= each.submitted:
+            heappush(unused, heappop(ends)[1])
+        if unused:
+            lane = heappop(unused)
+        else:
+            lane = count.get(each.rank, 0)
+            count[each.rank] = lane + 1
+        heappush(ends, (each.finished, lane))
+        lanes.append(lane)
+    shown = {rank: min(lanes_of_rank, MOST_LANES) for rank, lanes_of_rank in count.items()}
+    return [lane % MOST_LANES for lane in lanes], shown
+
+
+_FIRST_BARS = 2000  # that the chart shows at first
+_OVERVIEW_BINS = 600  # of the strip
+_TIMELINE_HOVER = """
+<div class="hover">
+  <b>@name</b>
+  <span>@kind on rank @rank, set @set, number @sequence @state</span>
+  <span>@bytes{custom} @dtype @shape</span>
+  <span>waited @waited{custom}, moved data for @moved{custom}</span>
+  <span>last of the ranks: @last, @lag{custom} behind the first</span>
+  <span class="error">@error</span>
+</div>
+"""
+
+
+def draw_timeline(recording: Recording, arrived: list[Arrival | None], late_us: float) -> Any:
+    """Return the chart of all operations: ranks as rows, a bar for each, the late ones marked."""
+    operations = recording.operations
+    lanes, lane_counts = lanes_of(operations)
+    # A rank's row is one high; its lanes share it. The first rank is on top.
+    rows = {rank: index for index, rank in enumerate(recording.ranks)}
+    end = max(1.0, *(each.finished for each in operations))
     chart = new_chart(
-        height=300,
-        x_axis_type="log",
-        y_axis_type="log",
-        x_axis_label="bytes of an operation",
-        y_axis_label="a second",
-        name="bandwidth",
+        height=max(220, min(60 * len(rows) + 90, 900)),
+        x_range=Range1d(0, _first_window(operations, end), bounds=(-end * 2e-5, end * 1.02e-3)),
+        y_range=Range1d(len(rows), -0.15),
+        output_backend="webgl",
+        name="timeline",
     )
+    chart.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS)
+    chart.yaxis.ticker = [index + 0.45 for index in rows.values()]
+    chart.yaxis.major_label_overrides = {
+        index + 0.45: f"rank {rank}" for rank, index in rows.items()
+    }
+    by_kind: defaultdict[str, list[int]] = defaultdict(list)
+    for index, each in enumerate(operations):
+        by_kind[each.kind].append(index)
     hovered = []
-    for kind in sorted({each.kind for each in classes}):
-        points = [each for each in classes if each.kind == kind and each.bandwidth > 0]
-        if not points:
-            continue
-        columns = {
-            "bytes": [each.bytes for each in points],
-            "from": [size_in_words(each.bytes) for each in points],
-            "rate": [each.bandwidth for each in points],
-            "count": [each.count for each in points],
-        }
-        source = ColumnDataSource(columns)
+    for kind, indices in sorted(by_kind.items(), key=lambda item: -len(item[1])):
+        columns = _columns(recording, arrived, indices, lanes, lane_counts, rows)
+        source = ColumnDataSource(columns, name=f"operations {kind}")
         color = COLORS.get(kind, OTHER_COLOR)
-        chart.line("bytes", "rate", source=source, color=color, line_width=2, legend_label=kind)
-        hovered.append(
-            chart.scatter("bytes", "rate", source=source, color=color, size=8, legend_label=kind)
-        )
+        # Lines as thin as a pixel keep bars visible that are narrower than one.
+        look = {"source": source, "bottom": "bottom", "top": "top", "color": color}
+        waiting = chart.quad("submitted", "started", fill_alpha=0.25, line_alpha=0.35, **look)
+        moving = chart.quad("started", "finished", legend_label=kind, name=f"bars {kind}", **look)
+        hovered += [waiting, moving]
+    _mark_late(chart, recording, arrived, late_us, rows)
     chart.add_tools(
         HoverTool(
             renderers=hovered,
-            tooltips='<div class="hover"><b>from @from</b><span>@rate{0.0b}/s, the median of '
-            "@count</span></div>",
+            tooltips=_TIMELINE_HOVER,
+            formatters={
+                "@bytes": CustomJSHover(code=BYTES_IN_WORDS),
+                "@waited": CustomJSHover(code=MICROSECONDS_IN_WORDS),
+                "@moved": CustomJSHover(code=MICROSECONDS_IN_WORDS),
+                "@lag": CustomJSHover(code=MICROSECONDS_IN_WORDS),
+            },
         )
     )
-    for axis in (chart.xaxis, chart.yaxis):
-        axis.ticker = LogTicker(base=1024, mantissas=[1, 4, 16, 64, 256])
-        axis.formatter = CustomJSTickFormatter(code=f"const value = tick;{BYTES_IN_WORDS}")
-    if hovered:
-        put_legend_above(chart)
-    return chart
+    chart.ygrid.visible = False
+    put_legend_above(chart)
+    overview = _overview(chart, recording, arrived, end)
+    return column(chart, overview, sizing_mode="stretch_width")
+
+
+def _first_window(operations: list[Operation], end: float) -> float:
+    """Return until when the chart shows at first, in milliseconds: few enough bars to see them."""
+    if len(operations) <= 2 * _FIRST_BARS:
+        return end / 1e3
+    return max(operations[_FIRST_BARS].submitted, 1.0) / 1e3
+
+
+def _overview(chart: Any, recording: Recording, arrived: list[Arrival | None], end: float) -> Any:
+    """Return the strip of the whole time: how late the last rank came; its frame is the chart's."""
+    longest = np.zeros(_OVERVIEW_BINS)
+    for operation, arrival in zip(recording.operations, arrived, strict=True):
+        if arrival is not None and arrival.last == operation.rank:
+            place = min(int(operation.submitted / end * _OVERVIEW_BINS), _OVERVIEW_BINS - 1)
+            longest[place] = max(longest[place], arrival.lag / 1e3)
+    edges = np.linspace(0, end / 1e3, _OVERVIEW_BINS + 1)
+    strip = figure(
+        height=96,
+        x_range=Range1d(0, end / 1e3),
+        y_range=Range1d(0, max(float(longest.max()) * 1.1, 1.0)),
+        y_axis_label="late, ms",
+        tools="",
+        toolbar_location=None,
+        name="overview",
+        **LOOK,
+    )
+    columns = {"left": edges[:-1], "right": edges[1:], "top": longest}
+    strip.quad("left", "right", "top", source=ColumnDataSource(columns), bottom=0, color=LATE_COLOR)
+    strip.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS)
+    strip.yaxis.ticker.desired_num_ticks = 2
+    strip.ygrid.visible = False
+    frame = RangeTool(x_range=chart.x_range)
+    frame.overlay.fill_color = COLORS["allreduce"]
+    frame.overlay.fill_alpha = 0.18
+    strip.add_tools(frame)
+    return strip
+
+
+def _columns(
+    recording: Recording,
+    arrived: list[Arrival | None],
+    indices: list[int],
+    lanes: list[int],
+    lane_counts: dict[int, int],
+    rows: dict[int, int],
+) -> dict[str, Any]:
+    """Return the columns of the bars; times of places in milliseconds, others in microseconds."""
+    chosen = [recording.operations[index] for index in indices]
+    arrivals = [arrived[index] for index in indices]
+    height = np.array([0.9 / lane_counts[each.rank] for each in chosen])
+    row = np.array([rows[each.rank] for each in chosen], dtype=float)
+    top = row + height * np.array([lanes[index] for index in indices])
+    return {
+        "submitted": np.array([each.submitted for each in chosen]) / 1e3,
+        "started": np.array([each.started for each in chosen]) / 1e3,
+        "finished": np.array([each.finished for each in chosen]) / 1e3,
+        "top": top,
+        "bottom": top + height * 0.92,
+        "name": [each.name for each in chosen],
+        "kind": [each.kind for each in chosen],
+        "rank": np.array([each.rank for each in chosen], dtype=np.int32),
+        "set": [each.process_set for each in chosen],
+        # Floats, as JavaScript has: in a dump, what is not agreed on has numbers above 2**40.
+        "sequence": np.array([each.sequence for each in chosen], dtype=np.float64),
+        "bytes": np.array([each.bytes for each in chosen], dtype=float),
+        "dtype": [each.dtype for each in chosen],
+        "shape": [each.shape for each in chosen],
+        "state": ["" if each.state == "completed" else f"({each.state})" for each in chosen],
+        "error": [each.error for each in chosen],
+        "waited": np.array([each.started - each.submitted for each in chosen], dtype=np.float32),
+        "moved": np.array([each.finished - each.started for each in chosen], dtype=np.float32),
+        "last": ["?" if each is None else str(each.last) for each in arrivals],
+        "lag": np.array(
+            [-1.0 if each is None else each.lag for each in arrivals], dtype=np.float32
+        ),
+    }
+
+
+def _mark_late(
+    chart: Any,
+    recording: Recording,
+    arrived: list[Arrival | None],
+    late_us: float,
+    rows: dict[int, int],
+) -> None:
+    """Draw a red triangle where the last rank came to an operation that waited for it."""
+    late = [
+        (operation.submitted / 1e3, rows[operation.rank] - 0.04)
+        for operation, arrival in zip(recording.operations, arrived, strict=True)
+        if arrival and arrival.last == operation.rank and arrival.lag >= late_us
+    ]
+    columns = {"x": np.array([x for x, _ in late]), "y": np.array([y for _, y in late])}
+    chart.scatter(
+        "x",
+        "y",
+        source=ColumnDataSource(columns),
+        marker="inverted_triangle",
+        size=9,
+        color=LATE_COLOR,
+        legend_label="came last",
+        name="late",
+    )
 
 
 def draw_steps(times: dict[int, list[tuple[int, float]]]) -> Any:

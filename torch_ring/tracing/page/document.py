@@ -11,10 +11,9 @@ from torch_ring.tracing.page.analysis import (
     Lateness,
     arrivals,
     lateness,
-    size_classes,
     step_times,
 )
-from torch_ring.tracing.page.operation import Operation, Recording
+from torch_ring.tracing.page.recording import Operation, Recording
 
 __all__ = ["MissingChartsError", "draw_page"]
 
@@ -41,8 +40,10 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         from bokeh.embed import components
         from bokeh.resources import Resources
 
-        from torch_ring.tracing.page.charts import draw_bandwidth, draw_sizes, draw_steps
-        from torch_ring.tracing.page.timeline_chart import draw_timeline
+        from torch_ring.tracing.page.charts import (
+            draw_steps,
+            draw_timeline,
+        )
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("bokeh", "numpy"):
             raise
@@ -51,11 +52,8 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
             "'torch_ring[trace]', or pip install bokeh"
         ) from None
     arrived = arrivals(recording)
-    classes = size_classes(recording.operations)
     times = step_times(recording)
     figures: dict[str, Any] = {"timeline": draw_timeline(recording, arrived, late_us)}
-    if classes:
-        figures |= {"sizes": draw_sizes(classes), "bandwidth": draw_bandwidth(classes)}
     if times:
         figures["steps"] = draw_steps(times)
     script, places = components(figures)
@@ -72,7 +70,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         late=_late_table(lateness(recording, arrived, late_us), late_us),
         notes="".join(f"<li>{escape(note)}</li>" for note in recording.notes),
         sources=escape(", ".join(recording.sources)),
-        **{name: places.get(name, empty) for name in ("timeline", "sizes", "bandwidth", "steps")},
+        **{name: places.get(name, empty) for name in ("timeline", "steps")},
     )
 
 

@@ -2,18 +2,224 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import math
 import pickle
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ring.tracing.page.dump_reader import is_dump, read_dump
-from torch_ring.tracing.page.operation import Operation, Recording
-from torch_ring.tracing.page.timeline_reader import read_timeline
+__all__ = [
+    "NothingToShowError",
+    "Operation",
+    "Recording",
+    "events_of",
+    "is_dump",
+    "read_dump",
+    "read_recording",
+    "read_timeline",
+    "step_of",
+]
 
-__all__ = ["NothingToShowError", "read_recording"]
+# backward.7, backward.7.weights, gradients.0.7.2.1048576 (csrc/engine/request.h)
+_STEP = re.compile(r"(?:backward|gradients\.\d+)\.(\d+)(?:\.|$)")
+
+
+@dataclass(slots=True)
+class Operation:
+    """A collective on one rank. Times are in microseconds since the recording's beginning.
+
+    It waits for the other ranks between `submitted` and `started`, and moves data between
+    `started` and `finished`. Where a time was not recorded, it is the next one that was; an
+    operation that has not ended, ends with the recording.
+    """
+
+    rank: int
+    kind: str  # allreduce, broadcast, ...
+    name: str
+    process_set: str
+    sequence: int  # of its process set: the same on all ranks; -1: unknown
+    bytes: int
+    submitted: float
+    started: float
+    finished: float
+    dtype: str = ""
+    shape: str = ""
+    state: str = "completed"
+    error: str = ""  # of one that has failed
+
+
+@dataclass
+class Recording:
+    """The operations of all ranks, in the order of their submission, and where they are from."""
+
+    operations: list[Operation]
+    ranks: list[int]
+    sources: list[str]
+    notes: list[str]  # what the reader of the page has to know about the data
+
+
+def step_of(name: str) -> int | None:
+    """Return the number of the backward pass that an operation's name names, from 0 on."""
+    match = _STEP.match(name)
+    return int(match[1]) if match else None
+
+
+_NEGOTIATE = "NEGOTIATE_"
+_FIRST = 1  # the process of rank 0: csrc/timeline/chrome_trace.h
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the events of a Chrome trace: an array, also one without an end, or an object.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        trace = json.loads(text)
+    except ValueError:
+        trace = _unfinished(text)
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError("neither a list of events, nor an object with traceEvents")
+    return events
+
+
+def _unfinished(text: str) -> Any:
+    """Return the events of an array whose writer was killed: each line but the last is whole."""
+    lines = text.rstrip().splitlines()
+    for whole in (lines, lines[:-1]):
+        with contextlib.suppress(ValueError):
+            return json.loads("\n".join(whole).rstrip().rstrip(",") + "]")
+    raise ValueError("no JSON, also not an array that lacks its end")
+
+
+def read_timeline(text: str) -> list[Operation]:
+    """Return the operations of a timeline that torch_ring has written (docs/timeline.md).
+
+    Raises:
+        ValueError: it is no Chrome trace, or an event lacks what it must have.
+    """
+    operations = []
+    negotiated: dict[tuple[Any, ...], float] = {}
+    for event in events_of(text):
+        args = event.get("args")
+        if event.get("ph") != "X" or not isinstance(args, dict) or "tensor" not in args:
+            continue
+        try:
+            name, rank = str(event["name"]), int(event["pid"]) - _FIRST
+            begin, duration = float(event["ts"]), float(event.get("dur", 0))
+            key = (rank, args.get("process_set", 0), args["sequence"], args["tensor"])
+            if name.startswith(_NEGOTIATE):
+                negotiated[key] = begin
+                continue
+            operations.append(
+                Operation(
+                    rank=rank,
+                    kind=name.lower(),
+                    name=str(args["tensor"]).removeprefix(f"{name.lower()}."),
+                    process_set=str(args.get("process_set", 0)),
+                    sequence=int(args["sequence"]),
+                    bytes=int(args.get("bytes", 0)),
+                    submitted=negotiated.pop(key, begin),
+                    started=float(args.get("started", begin)),
+                    finished=begin + duration,
+                    dtype=str(args.get("dtype", "")),
+                    shape=json.dumps(args["shape"]) if "shape" in args else "",
+                    state=str(args.get("state", "completed")),
+                )
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the event {json.dumps(event)[:200]} is wrong: {error!r}") from None
+    return operations
+
+
+# torch's words for collectives, in ours.
+_KINDS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
+    "_all_gather_base": "allgather",
+    "all_to_all": "alltoall",
+    "reduce_scatter": "reducescatter",
+    "_reduce_scatter_base": "reducescatter",
+}
+_BITS = {"Float": 32, "Double": 64, "Half": 16, "BFloat16": 16, "Long": 64, "Int": 32, "Short": 16}
+_NANOSECONDS = 1e-3  # in microseconds
+
+
+def is_dump(value: Any) -> bool:
+    """Return whether this is a dump: an object with entries and the version of their format."""
+    return isinstance(value, Mapping) and "entries" in value and "version" in value
+
+
+def read_dump(dump: Mapping[str, Any], rank: int) -> list[Operation]:
+    """Return the operations of one rank's dump; their times are microseconds since 1970.
+
+    Raises:
+        ValueError: an entry lacks what it must have.
+    """
+    operations: list[Operation] = []
+    last = 0.0
+    for entry in dump["entries"]:
+        try:
+            operation = _operation(entry, rank)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"an entry of the dump is wrong: {error!r}") from None
+        operations.append(operation)
+        known = (operation.submitted, operation.started, operation.finished)
+        last = max(last, *(time for time in known if not math.isnan(time)))
+    for operation in operations:  # what has not ended, ends with the recording
+        if math.isnan(operation.started):
+            operation.started = last if math.isnan(operation.finished) else operation.finished
+        if math.isnan(operation.finished):
+            operation.finished = last
+    return operations
+
+
+def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
+    title = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+    kind = title.split()[0]
+    sizes, dtypes = entry.get("input_sizes") or [[]], entry.get("input_dtypes") or [""]
+    bytes_ = sum(
+        math.prod(size) * _size_of(dtype) for size, dtype in zip(sizes, dtypes, strict=False)
+    )
+    group = entry["process_group"]
+    ours: Mapping[str, Any] = entry.get("ring") or {}  # what torch's recorder does not have
+    started, finished = (
+        entry.get("time_discovered_started_ns"),
+        entry.get("time_discovered_completed_ns"),
+    )
+    has_failed = ours.get("state") == "failed"  # torch has no word for it
+    if has_failed:
+        finished = ours.get("ended_ns")
+    return Operation(
+        rank=rank,
+        kind=_KINDS.get(kind, kind),
+        name=str(ours.get("name") or f"{kind} {entry['collective_seq_id']}"),
+        process_set=str(group[0] if isinstance(group, list | tuple) else group),
+        sequence=int(entry["collective_seq_id"]),
+        bytes=int(ours.get("bytes", bytes_)),
+        submitted=float(entry["time_created_ns"]) * _NANOSECONDS,
+        started=math.nan if started is None else float(started) * _NANOSECONDS,
+        finished=math.nan if finished is None else float(finished) * _NANOSECONDS,
+        dtype=str(dtypes[0]) if dtypes else "",
+        shape=str(sizes[0]) if sizes else "",
+        state="failed" if has_failed else str(entry.get("state", "")),
+        error=str(ours.get("error") or ""),
+    )
+
+
+def _size_of(dtype: str) -> int:
+    """Return the bytes of an element of torch's Float or of our float32."""
+    if dtype in _BITS:
+        return _BITS[dtype] // 8
+    digits = "".join(c for c in dtype.removeprefix("b") if c.isdigit())
+    return int(digits) // 8 if digits else 1
+
 
 _RANK_AT_END = re.compile(r"(\d+)(?:\.json)?$")
 
