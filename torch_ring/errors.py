@@ -20,7 +20,6 @@ __all__ = [
     "TimeoutError",
     "add_to_texts",
     "first_line",
-    "note_for_error",
 ]
 
 

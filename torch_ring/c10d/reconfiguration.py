@@ -19,7 +19,7 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.setup.network import own_address
 
-__all__ = ["MeetingPoint", "ReconfigureHandle", "in_order"]
+__all__ = ["MeetingPoint", "in_order"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch_ring._C import RingBackend
     from torch_ring.c10d.groups import Group
 
-__all__ = ["autoload", "register_backend", "replace_gloo"]
+__all__ = ["autoload", "register_backend"]
 
 _NAME = "ring"
 

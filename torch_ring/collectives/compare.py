@@ -28,7 +28,6 @@ __all__ = [
     "gather_lines",
     "gather_lines_if_different",
     "hyper_parameters_of",
-    "start_digests",
     "start_lines",
     "summary_of",
     "things_of",

@@ -12,24 +12,18 @@ from typing import Any
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
-    "LEVELS",
     "SETTINGS",
     "Config",
     "Setting",
-    "byte_count",
     "count",
-    "disables_stall_check",
     "failpoints",
     "file_path",
-    "horovod_level",
     "let_ddp_ask_for_memory",
     "misspelt",
     "nccl_is_blocking",
     "number",
-    "one_of",
     "switch",
     "threads_are_chosen",
-    "timeline_path",
     "variables_set",
 ]
 

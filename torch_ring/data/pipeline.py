@@ -23,7 +23,7 @@ from torch_ring.data.prefetcher import DevicePrefetcher, default_num_workers
 from torch_ring.data.sampler import ShardedSampler
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
-__all__ = ["MODES", "InputPipeline", "InputReport", "Rates", "WaitLog", "Waits"]
+__all__ = ["MODES", "InputPipeline", "InputReport", "Rates", "Waits"]
 
 _KEPT = 4096  # last steps that are kept at least: enough for a p95, and 32 KiB a rank to gather
 

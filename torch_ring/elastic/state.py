@@ -37,17 +37,12 @@ __all__ = [
     "REMOVED",
     "ModelStateHandler",
     "ObjectState",
-    "OptimizerCopy",
     "OptimizerStateHandler",
-    "SamplerStateHandler",
     "State",
     "StateHandler",
     "StateLostError",
-    "StatefulHandler",
     "TorchState",
     "get_handler_registry",
-    "handler_of",
-    "require_plain",
     "set_handler_registry",
 ]
 

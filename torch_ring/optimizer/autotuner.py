@@ -24,7 +24,6 @@ __all__ = [
     "Autotuner",
     "Backward",
     "BucketLimits",
-    "Prediction",
     "Transfer",
     "TuningTarget",
     "best_limits",

@@ -17,15 +17,7 @@ from torch_ring.optimizer.buckets import Bucket
 from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.stateful_bucket import BucketCompression, Collectives, StatefulBucket
 
-__all__ = [
-    "BucketWire",
-    "CastBucket",
-    "CompressedBucket",
-    "FinishStage",
-    "PlainBucket",
-    "bucket_memory",
-    "wire_maker",
-]
+__all__ = ["BucketWire", "FinishStage", "bucket_memory", "wire_maker"]
 
 FinishStage = Callable[[], bool]
 """Waits for a stage of a reduction; returns whether another one follows: then call it again."""

@@ -76,16 +76,7 @@ from torch_ring.optimizer.participants import Participant, Participants, Pending
 from torch_ring.optimizer.weight_reports import WeightReports
 from torch_ring.world.join import World
 
-__all__ = [
-    "AHEAD",
-    "Entered",
-    "Gradients",
-    "PassHistory",
-    "PlannedReports",
-    "RunAhead",
-    "union_of",
-    "without",
-]
+__all__ = ["AHEAD", "Entered", "Gradients", "PassHistory", "RunAhead", "union_of", "without"]
 
 _LONGEST = 8
 """The longest cycle, in passes: a GAN with seven steps of one network for one of the other."""

@@ -34,14 +34,7 @@ from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
-__all__ = [
-    "Reducer",
-    "coalesced",
-    "device_problem",
-    "has_gradients",
-    "require_same_parameters",
-    "spec_of",
-]
+__all__ = ["Reducer", "coalesced", "has_gradients"]
 
 _ON_NO_DEVICE = ("cpu", "meta")
 

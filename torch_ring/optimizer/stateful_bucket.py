@@ -18,18 +18,7 @@ from torch_ring.compression.stateful import Gather, Reduce, Request, State, Stat
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.optimizer.buckets import Bucket
 
-__all__ = [
-    "BucketCompression",
-    "Collectives",
-    "CompressorRound",
-    "Header",
-    "Layout",
-    "Line",
-    "StatefulBucket",
-    "pack",
-    "state_if_finite",
-    "unpack",
-]
+__all__ = ["BucketCompression", "Collectives", "Layout", "Line", "StatefulBucket", "pack", "unpack"]
 
 
 def state_if_finite(result: Tensor, after: State, before: State) -> State:

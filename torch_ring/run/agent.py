@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
-__all__ = ["GREETING", "Agent", "Frames", "RankProcess", "frame", "main"]
+__all__ = ["GREETING", "Frames", "frame", "main"]
 
 GREETING = b"\0torch_ring agent\n"  # what a shell prints before it is no frame
 

@@ -16,7 +16,7 @@ from torch_ring.run.options import parse_options
 from torch_ring.run.screen import FdSink, say
 from torch_ring.setup.launchers import without_launchers
 
-__all__ = ["build_report", "main", "version"]
+__all__ = ["main", "version"]
 
 
 def version() -> str:

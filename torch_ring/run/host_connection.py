@@ -31,10 +31,6 @@ __all__ = [
     "Ssh",
     "Unread",
     "Unstartable",
-    "agent_command",
-    "agent_source",
-    "event_of",
-    "remote_command",
 ]
 
 # Nothing of a job is on a command line, which every user of a host can read.

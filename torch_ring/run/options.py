@@ -16,13 +16,10 @@ from torch_ring.errors import InvalidArgumentError
 __all__ = [
     "GrowthSettings",
     "Options",
-    "add_growth_options",
     "changes_nothing",
     "count",
-    "count_or_zero",
     "growth_settings",
     "parse_options",
-    "read_config",
     "seconds",
     "start_timeout_of",
 ]

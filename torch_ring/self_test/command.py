@@ -15,7 +15,7 @@ from torch_ring.self_test import machine
 from torch_ring.self_test.rank import run_ranks
 from torch_ring.setup.launchers import discover
 
-__all__ = ["facts_in_words", "main", "run_in_words"]
+__all__ = ["main", "run_in_words"]
 
 Facts = dict[str, Any]
 

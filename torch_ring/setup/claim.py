@@ -32,7 +32,7 @@ from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup.launchers import LAUNCHERS, Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, close_in_child, require_same_user
 
-__all__ = ["Claim", "Start", "ancestors", "is_stopped", "start_of", "started_ms", "starter"]
+__all__ = ["Claim", "Start", "ancestors", "is_stopped", "start_of", "starter"]
 
 Arg = TypeVar("Arg")
 Item = TypeVar("Item")

@@ -52,11 +52,9 @@ from torch_ring.setup.network import (
 from torch_ring.setup.peer_info import PeerInfo, parse_table
 
 __all__ = [
-    "FAREWELL_S",
     "Connections",
     "Queries",
     "abandon_all_in_child",
-    "abandon_in_child",
     "answer_with",
     "before_fork",
     "connect",

@@ -44,7 +44,7 @@ from torch_ring.setup.peer_info import (
 from torch_ring.setup.store import StorePlace
 from torch_ring.setup.store_client import KeyValueStore
 
-__all__ = ["GroupMeeting", "Meeting", "Missed", "SetupExchange", "failing_together", "lacking"]
+__all__ = ["GroupMeeting", "Meeting", "Missed", "failing_together", "lacking"]
 
 Cause = TypeVar("Cause", bound=BaseException)
 

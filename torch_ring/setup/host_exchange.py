@@ -37,7 +37,6 @@ __all__ = [
     "linger",
     "meeting_name",
     "meeting_name_by_store",
-    "store_errors",
 ]
 
 

@@ -27,16 +27,7 @@ from torch_ring.setup.failure import Failure, name_ranks, other_size, two_of_a_r
 from torch_ring.setup.frames import Frame, FrameSocket, Kind
 from torch_ring.setup.network import Deadline, ForeignUserError, close_in_child, require_same_user
 
-__all__ = [
-    "HELLO",
-    "ApartError",
-    "LocalLeader",
-    "LocalMember",
-    "connect",
-    "connect_to",
-    "join",
-    "listen",
-]
+__all__ = ["HELLO", "LocalLeader", "LocalMember", "connect", "connect_to", "join", "listen"]
 
 _log = logging.getLogger("torch_ring")
 

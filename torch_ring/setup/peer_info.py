@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 from torch_ring.errors import MismatchError, RingError
 
 __all__ = [
-    "MOST_BYTES_A_CARD",
     "GroupCard",
     "PeerInfo",
-    "PeerTable",
     "Table",
     "columns",
     "difference",

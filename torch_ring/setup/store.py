@@ -53,9 +53,7 @@ __all__ = [
     "drop_in_child",
     "forget",
     "given_store",
-    "initialized_world",
     "locate_store",
-    "require_world",
 ]
 
 _BUFFER_BYTES = 16_384  # of a broadcast: room for an address, a secret, or the text of an error

@@ -23,7 +23,7 @@ from torch_ring.tracing.stragglers import answer_questions, main_thread_stack
 from torch_ring.world import current
 from torch_ring.world.recorded import recorded_groups
 
-__all__ = ["dump", "handle_signal", "to_torch", "trace_process", "watch_errors"]
+__all__ = ["dump", "trace_process"]
 
 _VERSION = "2.10"  # of the format
 

@@ -22,7 +22,6 @@ __all__ = [
     "main_thread_stack",
     "report",
     "stragglers",
-    "who_is_late",
 ]
 
 

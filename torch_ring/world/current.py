@@ -47,7 +47,6 @@ __all__ = [
     "rank",
     "rejoin",
     "require_own",
-    "set_up_log",
     "shutdown",
     "size",
     "world",

@@ -31,7 +31,7 @@ from torch_ring.world.process_set_table import ProcessSetTable
 from torch_ring.world.ranks import Ranks, ranks_of
 from torch_ring.world.timelines import Timelines
 
-__all__ = ["World", "join_world", "on_join", "static_sets"]
+__all__ = ["World", "join_world", "on_join"]
 
 _log = logging.getLogger("torch_ring")
 

@@ -25,22 +25,7 @@ from bokeh.plotting import figure
 from torch_ring.tracing.page.analysis import Arrival
 from torch_ring.tracing.page.recording import Operation, Recording
 
-__all__ = [
-    "BYTES_IN_WORDS",
-    "COLORS",
-    "LATE_COLOR",
-    "LOOK",
-    "MICROSECONDS_IN_WORDS",
-    "MOST_LANES",
-    "OTHER_COLOR",
-    "RANK_COLORS",
-    "TICK_IN_WORDS",
-    "draw_steps",
-    "draw_timeline",
-    "lanes_of",
-    "new_chart",
-    "put_legend_above",
-]
+__all__ = ["MOST_LANES", "draw_steps", "draw_timeline", "lanes_of"]
 
 # One color a kind, told apart also by those who see no red or no green, on white and on black.
 COLORS = {

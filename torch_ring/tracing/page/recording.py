@@ -13,17 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "NothingToShowError",
-    "Operation",
-    "Recording",
-    "events_of",
-    "is_dump",
-    "read_dump",
-    "read_recording",
-    "read_timeline",
-    "step_of",
-]
+__all__ = ["NothingToShowError", "Operation", "Recording", "events_of", "read_recording", "step_of"]
 
 # backward.7, backward.7.weights, gradients.0.7.2.1048576 (csrc/engine/request.h)
 _STEP = re.compile(r"(?:backward|gradients\.\d+)\.(\d+)(?:\.|$)")
