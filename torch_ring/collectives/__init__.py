@@ -17,4 +17,6 @@ Raised by all of them, on every rank:
 * :class:`MismatchError` when the ranks call different operations, or some have called
   :func:`join` and the operation needs them; the job may go on;
 * :class:`PeerLostError` when a rank is gone or silent, :class:`TimeoutError` when one is late.
+
+Open first: `allreduce`, which the other modules follow; `handle` is the pending result.
 """

@@ -1,4 +1,7 @@
-"""Compression of gradients: the compressors to choose from, and the interface for your own."""
+"""Compression of gradients: the compressors to choose from, and the interface for your own.
+
+Open first: `stateful`, the interface of a compressor with a state; `casts` for one without.
+"""
 
 from torch_ring.compression.casts import (
     BF16Compressor,

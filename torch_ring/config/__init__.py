@@ -1,4 +1,7 @@
-"""The settings, read from the environment here and nowhere else."""
+"""The settings, read from the environment here and nowhere else.
+
+Open first: `settings`, the table of all settings.
+"""
 
 from torch_ring.config.settings import (
     SETTINGS,

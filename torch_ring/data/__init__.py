@@ -1,4 +1,7 @@
-"""Input pipeline: each rank's share of the data, and the time that steps wait for it."""
+"""Input pipeline: each rank's share of the data, and the time that steps wait for it.
+
+Open first: `sampler`, then `pipeline`.
+"""
 
 from torch_ring.data.pipeline import MODES, InputPipeline, InputReport
 from torch_ring.data.prefetcher import DevicePrefetcher, default_num_workers

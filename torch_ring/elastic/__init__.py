@@ -1,6 +1,8 @@
 """Elastic training: ranks may die, and the others go on with the step that failed.
 
 Horovod's names: ``run``, ``State``, ``ObjectState``, ``TorchState``, ``ElasticSampler``.
+
+Open first: `retry` (`run`), then `job` and `state`.
 """
 
 from torch_ring.elastic.retry import run

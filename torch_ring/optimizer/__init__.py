@@ -1,4 +1,7 @@
-"""DistributedOptimizer, and the reduction of gradients behind it."""
+"""DistributedOptimizer, and the reduction of gradients behind it.
+
+Open first: `distributed_optimizer`, `reducer`, then `backward_sync`.
+"""
 
 from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer, _DistributedOptimizer
 

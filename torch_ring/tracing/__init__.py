@@ -1,4 +1,7 @@
-"""Tracing: what the ranks of a job do, and when (docs/tracing.md)."""
+"""Tracing: what the ranks of a job do, and when (docs/tracing.md).
+
+Open first: `flight_recorder`; `stragglers` tells late ranks, `page` draws a recording.
+"""
 
 from __future__ import annotations
 

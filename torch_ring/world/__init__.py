@@ -1,4 +1,7 @@
-"""The current world: joining and leaving it, its ranks, process sets and engines."""
+"""The current world: joining and leaving it, its ranks, process sets and engines.
+
+Open first: `current`, then `join`.
+"""
 
 from torch_ring.world.current import (
     cross_rank,

@@ -1,1 +1,4 @@
-"""The page: timelines and flight-recorder dumps, drawn as one HTML file."""
+"""The page: timelines and flight-recorder dumps, drawn as one HTML file.
+
+Open first: `document`.
+"""
