@@ -25,19 +25,10 @@ __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgath
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start to concatenate the ranks' tensors along their first dimension.
-
-    Args:
-        tensor: at least one dimension; dtype and all dimensions but the first are equal on all
-            ranks, and the first may differ.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `allgather`, without waiting or derivatives.
 
     Returns:
         A handle, whose result has the rows of all tensors, in the order of ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "allgather_async")
     return Handle(engine_of(process_set).allgather(tensor, name or ""))
@@ -91,19 +82,10 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to concatenate the ranks' tensors, those of each place in the list.
-
-    Args:
-        tensors: of one device, as many on every rank; each with at least one dimension, and dtype
-            and all dimensions but the first equal on all ranks.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `grouped_allgather`, without waiting or derivatives.
 
     Returns:
         A handle that is done when all are gathered; its result is the list of gathered tensors.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     tensors = checked_group(tensors)
     return GroupHandle(engine_of(process_set).grouped_allgather(tensors, name or ""))
@@ -114,23 +96,13 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Concatenate the ranks' tensors, those of each place in the list.
+    """As `allgather`, of several tensors that are gathered together.
 
-    Differentiable: the gradients are averaged over the ranks, as in Horovod, and each rank gets its
-    rows of the averages.
-
-    Args:
-        tensors: of one device, as many on every rank; each with at least one dimension, and dtype
-            and all dimensions but the first equal on all ranks.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one among them; by default all.
+    `tensors`: of one device, as many on every rank; each with at least one dimension, and dtype
+    and all dimensions but the first equal on all ranks.
 
     Returns:
         The list of gathered tensors; each has the rows of all ranks, in the order of ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
-        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     return list(_GroupedAllgather.apply(name, process_set, *checked_group(tensors)))
 

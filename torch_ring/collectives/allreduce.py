@@ -43,22 +43,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to reduce `tensor` over the ranks into a new tensor.
-
-    Args:
-        tensor: any shape; the same shape and dtype on every rank.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `allreduce`, without waiting, compression or derivatives.
 
     Returns:
-        A handle, whose result has the shape and dtype of `tensor` and is equal on all ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        A handle, whose result is a new tensor.
     """
     require_tensor(tensor, "allreduce_async")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -75,22 +63,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to reduce `tensor` over the ranks in place.
-
-    Args:
-        tensor: any shape; the same shape and dtype on every rank; may be a leaf that requires grad.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `allreduce_`, without waiting.
 
     Returns:
-        A handle, whose result is `tensor` itself, with the same values on all ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        A handle, whose result is `tensor` itself.
     """
     require_tensor(tensor, "allreduce_async_")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
@@ -172,23 +148,13 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce `tensor` over the ranks in place.
+    """As `allreduce`, in place, without compression or derivatives.
 
-    Args:
-        tensor: any shape; the same shape and dtype on every rank; may be a leaf that requires grad.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    `tensor`: any shape; the same shape and dtype on every rank; may be a leaf that requires
+    grad.
 
     Returns:
         `tensor` itself, with the same values on all ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
-        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "allreduce_")
     op = resolve_op(average, op)
@@ -242,22 +208,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to reduce each of `tensors` over the ranks into a new one.
-
-    Args:
-        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `grouped_allreduce`, without waiting, compression or derivatives.
 
     Returns:
         A handle that is done when all are reduced; its result is the list of new tensors.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     op = resolve_op(average, op)
     tensors = checked_group(tensors)
@@ -276,22 +230,10 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to reduce each of `tensors` over the ranks in place.
-
-    Args:
-        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `grouped_allreduce_`, without waiting.
 
     Returns:
         A handle that is done when all are reduced; its result is the list of `tensors`.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     op = resolve_op(average, op)
     tensors = checked_group(tensors)
@@ -313,24 +255,12 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce each of `tensors` over the ranks into a new one; differentiable.
+    """As `allreduce`, of several tensors that are reduced together.
 
-    Args:
-        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        compression: makes what is sent in place of each tensor, such as ``Compression.fp16``.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    `tensors`: of one device; the same shapes and dtypes, in the same order, on every rank.
 
     Returns:
         The list of results, with the shapes and dtypes of `tensors`; equal on all ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
-        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     op = resolve_op(average, op)
     compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
@@ -351,23 +281,10 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce each of `tensors` over the ranks in place.
-
-    Args:
-        tensors: of one device; the same shapes and dtypes, in the same order, on every rank.
-        average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
-        name: matches the operation between the ranks; None: a running number.
-        op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `grouped_allreduce`, in place, without compression or derivatives.
 
     Returns:
         The list of `tensors`, with the same values on all ranks.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
-        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     result: list[Tensor] = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set

@@ -23,23 +23,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to send some rows of `tensor` to each rank, and to receive some from each.
-
-    Args:
-        tensor: at least one dimension; dtype and all dimensions but the first are equal on all
-            ranks.
-        splits: integers, shape [ranks]: the number of rows for rank 0, 1, ..., together at most
-            those of `tensor`; None: the same number for each.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one among them; by default all.
+    """As `alltoall`, without waiting or derivatives.
 
     Returns:
-        A handle, whose result is the received rows in the order of ranks. With `splits` it is a
-        pair of these rows and the number of rows from each rank (int32, shape [ranks]).
-
-    Raises:
-        TypeError: `tensor` is no tensor.
-        ValueError: `splits` do not fit `tensor`, or `tensor` is a scalar; nothing was sent.
+        A handle, whose result is that of `alltoall`.
     """
     require_tensor(tensor, "alltoall_async")
     engine = engine_of(process_set)

@@ -28,19 +28,10 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to copy the root's `tensor` into a new tensor on every rank.
-
-    Args:
-        tensor: the same shape and dtype on every rank; its values matter on the root only.
-        root_rank: the global rank, even in a process set, whose values all ranks get.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one and the root among them; by default all.
+    """As `broadcast`, without waiting or derivatives.
 
     Returns:
-        A handle, whose result has the shape and dtype of `tensor`.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
+        A handle, whose result is a new tensor.
     """
     require_tensor(tensor, "broadcast_async")
     output = empty_result_like(tensor)
@@ -53,19 +44,10 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to overwrite `tensor` with the root's.
-
-    Args:
-        tensor: the same shape and dtype on every rank; overwritten on all but the root.
-        root_rank: the global rank, even in a process set, whose values all ranks get.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one and the root among them; by default all.
+    """As `broadcast_`, without waiting.
 
     Returns:
         A handle, whose result is `tensor` itself.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "broadcast_async_")
     return written_in_place(
@@ -109,20 +91,12 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Overwrite `tensor` with the root's.
+    """As `broadcast`, in place, without derivatives.
 
-    Args:
-        tensor: the same shape and dtype on every rank; overwritten on all but the root.
-        root_rank: the global rank, even in a process set, whose values all ranks get.
-        name: matches the operation between the ranks; None: a running number.
-        process_set: the ranks that take part, this one and the root among them; by default all.
+    `tensor`: the same shape and dtype on every rank; overwritten on all but the root.
 
     Returns:
         `tensor` itself, with the root's values.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
-        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "broadcast_")
     handle = _broadcast(tensor, tensor, root_rank, name, process_set, blocking=True)

@@ -38,24 +38,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start to reduce `tensor` over the ranks and to give each rank some rows of the result.
-
-    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
-    more each.
-
-    Args:
-        tensor: at least one dimension; the same shape and dtype on every rank.
-        name: matches the operation between the ranks; None: a running number.
-        op: Average or Sum.
-        process_set: the ranks that take part, this one among them; by default all.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
+    """As `reducescatter`, without waiting, compression or derivatives.
 
     Returns:
         A handle, whose result is this rank's rows of the reduction.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     require_tensor(tensor, "reducescatter_async")
     return _reducescatter(
@@ -162,26 +148,11 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> GroupHandle:
-    """Start to reduce each of `tensors`, and to give each rank some rows of each.
-
-    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
-    more each.
-
-    Args:
-        tensors: of one device, each with at least one dimension; the same shapes and dtypes, in the
-            same order, on every rank.
-        name: matches the operation between the ranks; None: a running number.
-        op: Average or Sum.
-        process_set: the ranks that take part, this one among them; by default all.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
+    """As `grouped_reducescatter`, without waiting, compression or derivatives.
 
     Returns:
         A handle that is done when all are reduced; its result is the list of this rank's rows of
         each reduction.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
     """
     return _grouped_reducescatter(
         checked_group(tensors),
@@ -203,30 +174,13 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce each of `tensors`, and give each rank some rows of each result.
+    """As `reducescatter`, of several tensors that are reduced together.
 
-    Rows are dealt out in the order of ranks; if they do not divide evenly, the first ranks get one
-    more each.
-
-    Differentiable: the gradients are the allgathers of the ranks' gradients, times both factors
-    and, for Sum, the number of ranks, as in Horovod.
-
-    Args:
-        tensors: of one device, each with at least one dimension; the same shapes and dtypes, in the
-            same order, on every rank.
-        name: matches the operation between the ranks; None: a running number.
-        compression: makes what is sent in place of each tensor, such as ``Compression.fp16``.
-        op: Average or Sum.
-        process_set: the ranks that take part, this one among them; by default all.
-        prescale_factor: multiplies what each rank gives, before the reduction.
-        postscale_factor: multiplies the result.
+    `tensors`: of one device, each with at least one dimension; the same shapes and dtypes, in
+    the same order, on every rank.
 
     Returns:
         The list of this rank's rows of each reduction, in the dtypes of `tensors`.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong on this rank; nothing was sent.
-        RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
     arguments = (op, prescale_factor, postscale_factor, process_set)
