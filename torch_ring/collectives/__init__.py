@@ -20,3 +20,98 @@ Raised by all of them, on every rank:
 
 Open first: `allreduce`, which the other modules follow; `handle` is the pending result.
 """
+
+from torch_ring.collectives.allgather import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from torch_ring.collectives.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    any_rank,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from torch_ring.collectives.alltoall import alltoall, alltoall_async
+from torch_ring.collectives.barrier import barrier, join
+from torch_ring.collectives.broadcast import (
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+)
+from torch_ring.collectives.compare import verify_consistency
+from torch_ring.collectives.handle import Handle, poll, synchronize
+from torch_ring.collectives.objects import allgather_object, broadcast_object
+from torch_ring.collectives.reduce_op import (
+    Adasum,
+    Average,
+    Band,
+    Bor,
+    Bxor,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
+from torch_ring.collectives.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from torch_ring.collectives.shared_tensors import empty_shared
+from torch_ring.collectives.sparse import sparse_allreduce_async
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Band",
+    "Bor",
+    "Bxor",
+    "Handle",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "any_rank",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "empty_shared",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+    "verify_consistency",
+]

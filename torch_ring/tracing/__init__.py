@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 # The names that need torch, by their modules: a command that draws files needs none.
 _PUBLIC = {
-    "RankReport": "whereabouts",
+    "RankReport": "stragglers",
     "dump": "flight_recorder",
-    "report": "whereabouts",
-    "snapshot": "metrics",
-    "stragglers": "lateness",
+    "report": "stragglers",
+    "snapshot": "snapshot",
+    "stragglers": "stragglers",
 }
 
 __all__ = ["RankReport", "dump", "report", "snapshot", "stragglers"]

@@ -15,16 +15,28 @@ from torch_ring.world.current import (
     shutdown,
     size,
 )
+from torch_ring.world.process_set import (
+    ProcessSet,
+    _basics,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 
 __all__ = [
+    "ProcessSet",
+    "_basics",
+    "add_process_set",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
     "rank",
+    "remove_process_set",
     "shutdown",
     "size",
 ]
