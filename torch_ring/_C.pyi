@@ -607,13 +607,13 @@ class Engine:
         """Return the last 2000 operations, oldest first, also those in flight."""
 
     def totals(self) -> dict[str, Any]:
-        """Return sums over all operations that have ended: torch_ring.tracing.snapshot()."""
+        """Return sums over all operations that have ended: torch_ring.tracing.counters()."""
 
     def messages(self) -> list[MessageRecord]:
         """Return the last 2000 messages, oldest first, also those on their way."""
 
     def message_totals(self) -> dict[str, Any]:
-        """Return sums over all messages that have ended: torch_ring.tracing.snapshot()."""
+        """Return sums over all messages that have ended: torch_ring.tracing.counters()."""
 
     def observe(self, stream: RecordStream | None) -> None:
         """Send the record of each operation that ends from now on to `stream`; None: to nobody."""

@@ -18,7 +18,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import tracing
-from torch_ring.tracing.stragglers import Straggler
+from torch_ring.tracing.lateness import Straggler
 
 LATE_S = 0.2
 STEPS = 20

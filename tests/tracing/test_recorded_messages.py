@@ -15,7 +15,7 @@ from tests.support.slow import on_shm_and_slowly_on_tcp
 from tests.support.worlds import on_both_transports
 from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
-from torch_ring.tracing.snapshot import MessageCounts
+from torch_ring.tracing.counters import MessageCounts
 from torch_ring.world import current
 
 LONG = 100_000  # beyond what is sent before there is a receive

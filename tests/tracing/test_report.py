@@ -20,7 +20,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import tracing
-from torch_ring.tracing.stragglers import RankReport, main_thread_stack
+from torch_ring.tracing.lateness import RankReport, main_thread_stack
 from torch_ring.world import current
 
 

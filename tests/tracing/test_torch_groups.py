@@ -18,7 +18,7 @@ from tests.support.groups import default_group, on_ring
 from tests.support.pool import error_of, run
 from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
-from torch_ring.tracing.stragglers import Straggler
+from torch_ring.tracing.lateness import Straggler
 
 
 def content(folder: Path, rank: int) -> Any:

@@ -1,6 +1,6 @@
 """Tracing: what the ranks of a job do, and when (docs/tracing.md).
 
-Open first: `flight_recorder`; `stragglers` tells late ranks, `page` draws a recording.
+Open first: `flight_recorder`; `lateness` tells late ranks, `page` draws a recording.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_ring.tracing.counters import snapshot as snapshot
     from torch_ring.tracing.flight_recorder import dump as dump
-    from torch_ring.tracing.snapshot import snapshot as snapshot
-    from torch_ring.tracing.stragglers import RankReport as RankReport
-    from torch_ring.tracing.stragglers import report as report
-    from torch_ring.tracing.stragglers import stragglers as stragglers
+    from torch_ring.tracing.lateness import RankReport as RankReport
+    from torch_ring.tracing.lateness import report as report
+    from torch_ring.tracing.lateness import stragglers as stragglers
 
 # The names that need torch, by their modules: a command that draws files needs none.
 _PUBLIC = {
-    "RankReport": "stragglers",
+    "RankReport": "lateness",
     "dump": "flight_recorder",
-    "report": "stragglers",
-    "snapshot": "snapshot",
-    "stragglers": "stragglers",
+    "report": "lateness",
+    "snapshot": "counters",
+    "stragglers": "lateness",
 }
 
 __all__ = ["RankReport", "dump", "report", "snapshot", "stragglers"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.tracing.snapshot import snapshot_of
+from torch_ring.tracing.counters import snapshot_of
 from torch_ring.world import current
 from torch_ring.world.join import World, on_join
 

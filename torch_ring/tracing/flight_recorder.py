@@ -18,8 +18,8 @@ from typing import Any
 
 from torch_ring import errors
 from torch_ring._C import MessageRecord, OperationRecord
+from torch_ring.tracing.lateness import answer_questions, main_thread_stack
 from torch_ring.tracing.operations import RecordedSet, own_rank, recorded_sets
-from torch_ring.tracing.stragglers import answer_questions, main_thread_stack
 from torch_ring.world import current
 from torch_ring.world.recorded import recorded_groups
 

@@ -12,7 +12,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from torch_ring.tracing.snapshot import Histogram, SetMetrics, Snapshot
+from torch_ring.tracing.counters import Histogram, SetMetrics, Snapshot
 
 __all__ = ["metric_families"]
 
