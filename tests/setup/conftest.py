@@ -1,4 +1,4 @@
-"""Every test of connections closes the descriptors that it opens."""
+"""A fixture for tests of connections, which close the descriptors that they open."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _closed_descriptors():
     socket.socketpair()[0].close()  # collects what earlier tests have dropped
     before = open_descriptors()

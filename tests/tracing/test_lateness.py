@@ -64,10 +64,7 @@ def train(late: int | None, init: bool) -> list[Straggler]:
 
 
 def check(found: list[list[Straggler]], late: int, operation: str) -> None:
-    """Check that the late rank is named by all others, and no rank by the late one.
-
-    And that one of the others has seen where in the pass it was.
-    """
+    """Check that the late rank is named by all others, and no rank by the late one."""
     for rank, stragglers in enumerate(found):
         if rank == late:
             assert stragglers == []
@@ -77,13 +74,10 @@ def check(found: list[list[Straggler]], late: int, operation: str) -> None:
         assert straggler.last >= STEPS - 2, found
         assert straggler.median_s > LATE_S / 2, found
         assert operation in straggler.operation, found
-    looked = str(found[1 if late == 0 else 0][0])
-    assert "asleep in " in looked
-    assert re.search(r"before the gradient of '0\.\w+' in bucket \d of optimizer 0", looked), looked
 
 
 @pytest.mark.parametrize("late", [3, slow(0)])
-def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_shared_memory(
+def test_a_rank_that_sleeps_in_backward_is_named_on_shared_memory(
     late: int,
 ) -> None:
     check(run(train, 4, args=(late, False), env=BUCKETS), late, "the end of a backward pass")

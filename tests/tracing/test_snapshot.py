@@ -7,28 +7,28 @@ from pool import run
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.tracing import counters
+from torch_ring.tracing import snapshot
 
 
 def look_at_the_snapshot() -> None:
-    before = counters()
+    before = snapshot()
     for _ in range(5):
         hvd.allreduce(torch.ones(10), name="a")
-    after = counters()
+    after = snapshot()
     assert after.sets[0].rounds >= before.sets[0].rounds + 5
     assert after.connections == before.connections  # those that there are, again
     shared = hvd.empty_shared(1 << 20)
-    during = counters().memory.shared_bytes
+    during = snapshot().memory.shared_bytes
     del shared
     if before.connections == 0:  # shared memory
         assert during >= after.memory.shared_bytes + (4 << 20)
-        assert counters().memory.shared_bytes == after.memory.shared_bytes
+        assert snapshot().memory.shared_bytes == after.memory.shared_bytes
     else:
         assert during == after.memory.shared_bytes == 0
     result = hvd.allreduce(torch.ones(2 << 20), name="large")  # 8 MiB: of the pool
-    in_use = counters().memory.kept_result_bytes
+    in_use = snapshot().memory.kept_result_bytes
     del result
-    assert counters().memory.kept_result_bytes >= in_use + (8 << 20)
+    assert snapshot().memory.kept_result_bytes >= in_use + (8 << 20)
 
 
 @on_both_transports
@@ -44,7 +44,7 @@ def train_with_direct_gradients() -> int:
         model(torch.ones(2, 300)).sum().backward()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return counters().memory.kept_gradient_bytes
+    return snapshot().memory.kept_gradient_bytes
 
 
 def test_the_snapshot_has_the_memory_that_is_kept_for_gradients() -> None:
