@@ -34,6 +34,7 @@ def lose_the_leader() -> tuple[int, list[bool]]:
     """
     name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
     join, call = elastic_job.ElasticJob._join, stores.StoreCall
+    others = {each: getattr(call, each) for each in dir(call) if not each.startswith("_")}
     asked: list[bool] = []
 
     def join_late(self: elastic_job.ElasticJob, group: Group) -> None:
@@ -60,7 +61,9 @@ def lose_the_leader() -> tuple[int, list[bool]]:
 
     with (
         mock.patch.object(elastic_job.ElasticJob, "_join", join_late),
-        mock.patch.object(stores, "StoreCall", SimpleNamespace(connect=connect, serve=serve)),
+        mock.patch.object(
+            stores, "StoreCall", SimpleNamespace(**others | {"connect": connect, "serve": serve})
+        ),
     ):
         train(state)
     return hvd.size(), asked

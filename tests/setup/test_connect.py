@@ -27,14 +27,12 @@ from torch_ring.setup.network import Deadline
 from torch_ring.setup.store import given_store
 from torch_ring.world.engine import make_engine, wait_for_all
 
-pytestmark = pytest.mark.usefixtures("_closed_descriptors")
-
 CONFIG = Config(init_timeout_s=30.0)
 this = threading.local()  # .rank: of the thread
 
 
 @pytest.fixture(autouse=True)
-def _collected():
+def _collected(_closed_descriptors):
     yield
     gc.collect()  # errors of threads, and what their tracebacks hold
 
