@@ -71,7 +71,7 @@ print(torch_ring.allreduce.__name__, torch_ring.elastic.__name__)
 
 
 @pytest.mark.parametrize(
-    "module", slow_after(1, ["elastic.object_state", "world.current", "state", "data"])
+    "module", slow_after(1, ["elastic.state", "world.current", "state", "data"])
 )
 def test_a_module_can_be_the_first_import(module: str) -> None:
     program = f"import torch_ring.{module}; import torch_ring as hvd; print(hvd.Average.name)"

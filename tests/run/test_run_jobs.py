@@ -18,7 +18,7 @@ from scripts import ROOT
 
 from torch_ring.setup.control_groups import usable_cpus
 
-HELLO = str(ROOT / "tests" / "rendezvous" / "hello.py")
+HELLO = str(ROOT / "tests" / "setup" / "hello.py")
 pytestmark = pytest.mark.launcher
 
 

@@ -20,7 +20,7 @@ from scripts import ROOT
 
 from torch_ring.run import job as launched_job
 
-HELLO = str(ROOT / "tests" / "rendezvous" / "hello.py")
+HELLO = str(ROOT / "tests" / "setup" / "hello.py")
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
 PORT = "2214"
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.setup.job_key import read_secret
+from torch_ring.setup.secret_file import read_secret
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from torch_ring.run.hosts import (
     read_hostfile,
 )
 from torch_ring.run.options import GrowthSettings
-from torch_ring.setup.job_key import read_secret
 from torch_ring.setup.launchers import Identity, discover
+from torch_ring.setup.secret_file import read_secret
 
 __all__ = [
     "JobFacts",

@@ -21,9 +21,10 @@ from torch_ring.setup.connect import Connections, Queries, connect
 from torch_ring.setup.control_groups import usable_cpus
 from torch_ring.setup.exchange import Meeting, Missed, failing_together, lacking
 from torch_ring.setup.host_exchange import meeting_name, meeting_name_by_store
-from torch_ring.setup.job_key import JobKey, read_secret
+from torch_ring.setup.job_key import JobKey
 from torch_ring.setup.launchers import Identity, discover, why_not_alone
 from torch_ring.setup.network import Deadline
+from torch_ring.setup.secret_file import read_secret
 from torch_ring.setup.store import StorePlace, drop_connections, given_store, locate_store
 from torch_ring.setup.topology import Topology, cpu_sharers, topology_of
 from torch_ring.world.engine import wait_for_all
