@@ -757,14 +757,11 @@ class RunAhead:
     """
 
     def __init__(self, engine: Engine) -> None: ...
-    def set_plan(self, first: int, passes: Sequence[Sequence[PlannedBucket]]) -> None:
-        """Take a plan: a cycle of passes that begins with pass `first`."""
+    def set_plan(self, buckets: Sequence[PlannedBucket]) -> None:
+        """Take a plan, of no bucket if the next passes are not planned."""
 
-    def open(self, number: int) -> None:
+    def open(self) -> None:
         """Begin a pass: its buckets are launched when they are full."""
-
-    def close(self) -> None:
-        """Drop the plan."""
 
     def has_launched(self) -> bool:
         """Return whether a bucket has been launched in this pass."""

@@ -98,9 +98,8 @@ void bind_gradients(py::module_& module) {
              py::arg("op"), py::arg("prescale"), py::arg("postscale"));
   py::class_<RunAhead, std::shared_ptr<RunAhead>>(module, "RunAhead")
       .def(py::init(&make_run_ahead), py::arg("engine"))
-      .def("set_plan", &RunAhead::set_plan, py::arg("first"), py::arg("passes"), Release())
-      .def("open", &RunAhead::open, py::arg("number"), Release())
-      .def("close", &RunAhead::close, Release())
+      .def("set_plan", &RunAhead::set_plan, py::arg("buckets"), Release())
+      .def("open", &RunAhead::open, Release())
       .def("has_launched", &RunAhead::has_launched, Release())
       .def(
           "add",

@@ -25,7 +25,7 @@ constexpr std::size_t kSent = std::numeric_limits<std::size_t>::max();
 
 constexpr const char* kCameAgain =
     "got another gradient in a backward pass that had already sent its first one, and which hosts "
-    "run ahead of: wrap the optimizer with run_ahead=False (or unset TORCH_RING_RUN_AHEAD), or use "
+    "run ahead of: wrap the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0), or use "
     "torch.utils.checkpoint with use_reentrant=False";
 
 constexpr const char* kSentInVain =

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "bindings/accelerator.h"
-#include "gradients/accumulator_hooks.h"
 #include "gradients/hooked_parameter.h"
 #include "gradients/pass_agreement.h"
 #include "gradients/run_ahead.h"
@@ -90,7 +89,7 @@ inline bool get(const std::string& bitmap, std::size_t i) {
 /// A tensor that the program keeps keeps its value. Where a new gradient would overwrite one, the
 /// bucket gets other memory first (`spare_kept`).
 ///
-/// The hooks (`accumulator_hooks.h`) outlive the object and do nothing once it is gone. A parameter
+/// The hooks (hook_parameter()) outlive the object and do nothing once it is gone. A parameter
 /// is hooked whether it requires grad now or not, so that it can be frozen and unfrozen.
 ///
 /// In a bitmap, parameter i is bit i % 8 of byte i / 8.
@@ -98,9 +97,7 @@ inline bool get(const std::string& bitmap, std::size_t i) {
 /// Thread: any (autograd runs hooks in a thread per device). The mutex is never held while a
 /// callback runs. Callers do not hold the GIL, because dropping a gradient may take it.
 /// Blocking: no. Errors: a hook's come out of backward().
-class GradientHooks final : public AccumulationObserver,
-                            public BucketMemory,
-                            public std::enable_shared_from_this<GradientHooks> {
+class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
  public:
   using Bitmap = std::string;
 
@@ -169,7 +166,8 @@ class GradientHooks final : public AccumulationObserver,
   /// outside its bucket moves there, a missing one becomes zero.
   void move_into_buckets(const Bitmap& touched);
 
-  at::Tensor memory(std::size_t bucket) override;
+  /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
+  at::Tensor memory(std::size_t bucket);
 
   /// A new tensor over a parameter's part of a bucket, with the gradient's shape, strides and
   /// (complex) dtype. Not for a gradient that lies in a block.
@@ -184,7 +182,7 @@ class GradientHooks final : public AccumulationObserver,
   /// Records that the buckets hold the reduced gradients of `touched`.
   void mark_reduced(const Bitmap& touched);
 
-  // Planned passes (run_ahead.h); in planned_gradients.cc.
+  // Planned passes (run_ahead.h).
 
   /// The next passes are planned ones, until it is called again: a bucket goes to RunAhead when all
   /// its gradients of `planned` are there. Without a bitmap: the ranks agree on the next passes.
@@ -232,7 +230,9 @@ class GradientHooks final : public AccumulationObserver,
   /// The same, by parameter: 0 no, 1 yes, 2 yes, and the program may have changed that since.
   std::vector<std::uint8_t> bases();
 
-  const void* kept(std::int64_t number, std::size_t index, std::size_t bytes) override;
+  /// A gradient that was averaged before agreement `number`, the next one here, and is unchanged;
+  /// and a 1 behind its elements. Null if it is not here, or has another size. Until the next call.
+  const void* kept(std::int64_t number, std::size_t index, std::size_t bytes);
 
   /// Scales a reduced gradient to which nothing was added in this pass as one to which something
   /// was: by the scale that held then.
@@ -248,10 +248,12 @@ class GradientHooks final : public AccumulationObserver,
   /// has others now, or is gone. Not during a backward pass of its parameters.
   void disable();
 
-  // For the hooks, in a thread of autograd; as AccumulationObserver says.
-  void before_accumulation(std::size_t index) override;
-  void after_accumulation(std::size_t index, const at::Tensor& gradient) override;
-  bool follow(std::size_t index, const Accumulator& accumulator) override;
+  // For the hooks, in a thread of autograd.
+  void before_accumulation(std::size_t index);
+  void after_accumulation(std::size_t index, const at::Tensor& gradient);
+
+  /// A parameter has another accumulator. Returns whether that is hooked now.
+  bool follow(std::size_t index, const Accumulator& accumulator);
 
  private:
   class PassEnd;  // the callback at the end of a backward pass

@@ -5,6 +5,7 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/requests.h"
+#include "gradients/gradient_hooks.h"
 
 namespace torch_ring {
 
@@ -45,26 +46,23 @@ at::Tensor zeros_for(const PlannedBucket& planned) {
 
 }  // namespace
 
-void RunAhead::set_plan(std::uint64_t first, std::vector<std::vector<PlannedBucket>> passes) {
+void RunAhead::set_plan(std::vector<PlannedBucket> buckets) {
   const std::scoped_lock lock(mutex_);
   states_.clear();  // they point into the old plan
-  first_ = first;
-  passes_ = std::move(passes);
+  plan_ = std::move(buckets);
 }
 
-void RunAhead::open(std::uint64_t number) {
+void RunAhead::open() {
   const std::scoped_lock lock(mutex_);
   states_.clear();
   next_ = 0;
   error_ = nullptr;
-  for (const PlannedBucket& planned : passes_.at((number - first_) % passes_.size())) {
+  for (const PlannedBucket& planned : plan_) {
     states_.push_back({&planned, false, std::nullopt, {}});
   }
 }
 
-void RunAhead::close() { set_plan(0, {}); }
-
-void RunAhead::bucket_full(const BucketMemory& optimizer, std::size_t bucket) {
+void RunAhead::bucket_full(const GradientHooks& optimizer, std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
   State* const state = find(optimizer, bucket);
   if (state == nullptr) return;
@@ -77,7 +75,7 @@ void RunAhead::bucket_full(const BucketMemory& optimizer, std::size_t bucket) {
   }
 }
 
-void RunAhead::wait_for(const BucketMemory& optimizer, std::size_t bucket) {
+void RunAhead::wait_for(const GradientHooks& optimizer, std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
   const State* const state = find(optimizer, bucket);
   if (state == nullptr) return;
@@ -110,10 +108,9 @@ void RunAhead::wait() {
   next_ = 0;
 }
 
-void RunAhead::stand_in(std::uint64_t number) {
+void RunAhead::stand_in() {
   const std::scoped_lock lock(mutex_);
-  if (passes_.empty()) return;
-  for (const PlannedBucket& planned : passes_.at((number - first_) % passes_.size())) {
+  for (const PlannedBucket& planned : plan_) {
     const at::Tensor zeros = zeros_for(planned);
     for (const auto& run : planned.runs) {
       launcher_.allreduce(part_of(zeros, run), planned.op, planned.prescale, planned.postscale);
@@ -121,7 +118,7 @@ void RunAhead::stand_in(std::uint64_t number) {
   }
 }
 
-void RunAhead::add(std::int64_t optimizer, std::weak_ptr<BucketMemory> memory) {
+void RunAhead::add(std::int64_t optimizer, std::weak_ptr<GradientHooks> memory) {
   const std::scoped_lock lock(mutex_);
   std::erase_if(optimizers_, [](const auto& each) { return each.second.expired(); });
   optimizers_.insert_or_assign(optimizer, std::move(memory));
@@ -135,7 +132,7 @@ const void* RunAhead::kept(std::int64_t optimizer, std::int64_t number, std::siz
   return memory ? memory->kept(number, index, bytes) : nullptr;
 }
 
-RunAhead::State* RunAhead::find(const BucketMemory& optimizer, std::size_t bucket) {
+RunAhead::State* RunAhead::find(const GradientHooks& optimizer, std::size_t bucket) {
   for (State& state : states_) {
     const bool is_it =
         state.planned->bucket == bucket && state.planned->optimizer.lock().get() == &optimizer;
@@ -185,7 +182,7 @@ std::function<void*(std::span<const std::int64_t>)> standing_in(
                                                static_cast<std::size_t>(asked[2]),
                                                static_cast<std::size_t>(asked[3])));
     }
-    run_ahead->stand_in(static_cast<std::uint64_t>(asked[0]));
+    run_ahead->stand_in();
     return nullptr;
   };
 }

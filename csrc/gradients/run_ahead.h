@@ -60,23 +60,11 @@ class Launcher {
   const int size_;
 };
 
-/// The buckets of one optimizer.
-class BucketMemory {
- public:
-  /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
-  virtual at::Tensor memory(std::size_t bucket) = 0;
-
-  /// A gradient that was averaged before agreement `number`, the next one here, and is unchanged;
-  /// and a 1 behind its elements. Null if it is not here, or has another size. Until the next call.
-  virtual const void* kept(std::int64_t number, std::size_t index, std::size_t bytes) = 0;
-
- protected:
-  ~BucketMemory() = default;
-};
+class GradientHooks;
 
 /// One bucket of a plan. All ranks have equal ones, but for the tensors.
 struct PlannedBucket {
-  std::weak_ptr<BucketMemory> optimizer;  // which may be gone
+  std::weak_ptr<GradientHooks> optimizer;  // which may be gone
   std::size_t bucket;
   std::vector<std::pair<std::int64_t, std::int64_t>> runs;  // (begin, end), in elements
   at::Tensor memory;  // of the size, dtype and device that are sent
@@ -86,12 +74,11 @@ struct PlannedBucket {
   double postscale;
 };
 
-/// Launches the buckets of a planned backward pass, without the other ranks' hosts. A plan says
-/// which gradients the ranks reduce in each backward pass, as a cycle of passes. In a planned
-/// pass every rank launches the same reductions in the same order, and asks nobody: a bucket as
-/// soon as its gradients and all earlier buckets are there, the rest when the pass ends, with
-/// zeros in the place of missing gradients. torch_ring/optimizer/planned_pass.py decides which
-/// passes are planned.
+/// Launches the buckets of planned backward passes, without the other ranks' hosts. A plan says
+/// which gradients the ranks reduce in each of them. In a planned pass every rank launches the same
+/// reductions in the same order, and asks nobody: a bucket as soon as its gradients and all earlier
+/// buckets are there, the rest when the pass ends, with zeros in the place of missing gradients.
+/// torch_ring/optimizer/planned_pass.py decides which passes are planned.
 ///
 /// Locks are taken in this order: this object's, that of the optimizer's hooks, the engine's.
 ///
@@ -101,20 +88,17 @@ class RunAhead {
  public:
   RunAhead(std::weak_ptr<Engine> engine, int size) : launcher_(std::move(engine), size) {}
 
-  /// Takes a plan. Pass `first` is `passes[0]`, the next one `passes[1]`, and so on in a cycle.
-  void set_plan(std::uint64_t first, std::vector<std::vector<PlannedBucket>> passes);
+  /// Takes a plan, of no bucket if the next passes are not planned.
+  void set_plan(std::vector<PlannedBucket> buckets);
 
-  /// Begins pass `number`: bucket_full() launches from now on. Drops the pass before.
-  void open(std::uint64_t number);
-
-  /// Drops the plan.
-  void close();
+  /// Begins a pass: bucket_full() launches from now on. Drops the pass before.
+  void open();
 
   /// All planned gradients of a bucket have arrived. Call on the last one's stream.
-  void bucket_full(const BucketMemory& optimizer, std::size_t bucket);
+  void bucket_full(const GradientHooks& optimizer, std::size_t bucket);
 
   /// Makes the current stream wait for a bucket, if it has been launched in this pass.
-  void wait_for(const BucketMemory& optimizer, std::size_t bucket);
+  void wait_for(const GradientHooks& optimizer, std::size_t bucket);
 
   /// Whether a bucket has been launched in this pass.
   bool has_launched();
@@ -125,13 +109,13 @@ class RunAhead {
   /// Makes the current stream wait for the pass, and writes the results into the buckets.
   void wait();
 
-  /// Launches zeros for pass `number`, in the place of a rank that has joined.
-  void stand_in(std::uint64_t number);
+  /// Launches zeros for a pass, in the place of a rank that has joined.
+  void stand_in();
 
   /// Takes note of an optimizer, whose gradients kept() gives.
-  void add(std::int64_t optimizer, std::weak_ptr<BucketMemory> memory);
+  void add(std::int64_t optimizer, std::weak_ptr<GradientHooks> memory);
 
-  /// The result of BucketMemory::kept(), on a rank that has joined.
+  /// The result of GradientHooks::kept(), on a rank that has joined.
   const void* kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
                    std::size_t bytes);
 
@@ -145,15 +129,14 @@ class RunAhead {
   };
 
   // Under mutex_:
-  State* find(const BucketMemory& optimizer, std::size_t bucket);
+  State* find(const GradientHooks& optimizer, std::size_t bucket);
   void launch_full();
   void launch(State& state);
 
   std::mutex mutex_;  // guards all below
   Launcher launcher_;
-  std::map<std::int64_t, std::weak_ptr<BucketMemory>> optimizers_;
-  std::uint64_t first_ = 0;
-  std::vector<std::vector<PlannedBucket>> passes_;
+  std::map<std::int64_t, std::weak_ptr<GradientHooks>> optimizers_;
+  std::vector<PlannedBucket> plan_;
   std::vector<State> states_;  // of the current pass, in the order of launches
   std::size_t next_ = 0;       // the first that is not launched
   std::exception_ptr error_;   // of a launch during the pass: the end of the pass throws it

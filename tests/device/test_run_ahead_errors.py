@@ -16,6 +16,7 @@ import pytest
 import torch
 from ahead_programs import Branches, weights_of, wrapped
 from ahead_training import (
+    AHEAD,
     DEADLINE_S,
     PLANNED,
     Quiet,
@@ -33,7 +34,6 @@ from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
-from torch_ring.optimizer.planned_pass import AHEAD
 
 pytestmark = device_double.needed
 

@@ -9,14 +9,13 @@ import device_double
 import pytest
 import torch
 from ahead_programs import Branches, batch_of, planned_passes, wrapped
-from ahead_training import PLANNED, Training, is_planned, on_worlds, run_ahead_on_double
+from ahead_training import AHEAD, PLANNED, Training, is_planned, on_worlds, run_ahead_on_double
 from pool import error_of
 from torch import Tensor, nn
 from torch.optim import SGD
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
-from torch_ring.optimizer.planned_pass import AHEAD
 
 pytestmark = device_double.needed
 
@@ -48,8 +47,8 @@ def compare_moved(clears_first: bool, device: str) -> None:
     first = numbers[0] - PLANNED
     assert numbers[: 8 - PLANNED] == list(range(first + PLANNED, first + 8))
     assert numbers[8 - PLANNED] >= first + 12 + PLANNED, "none on the host"
-    # Each step on the host, and two before the plan, agree on the branch that has no gradient.
-    assert numbers[-1] == first + 23 + 4 + 2
+    # Each step on the host, and one before the plan, agree on the branch that has no gradient.
+    assert numbers[-1] == first + 23 + 4 + 1
     assert_same_on_all_ranks(*ahead)
     for mine, other in zip(ahead, agreed, strict=True):
         assert torch.equal(mine, other)

@@ -185,7 +185,7 @@ class Config:
     kept_result_bytes: int = 256 << 20
     address_space_bytes: int = 32 << 40
     check_every: int = 0
-    run_ahead: bool = False
+    run_ahead: bool = True
     autotune: bool = False
     autotune_log: str = ""
     as_gloo: bool = False
@@ -393,7 +393,7 @@ SETTINGS = (
         "run_ahead",
         "TORCH_RING_RUN_AHEAD",
         switch,
-        "1: backward passes on GPUs end without waiting for other hosts once they repeat "
+        "1: backward passes on GPUs end without waiting for other hosts while they repeat "
         "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
         common=True,
     ),

@@ -241,9 +241,10 @@ class BackwardSync:
     def reduce_pending(self, participant: Participant) -> None:
         """Reduce whatever a rank has for `participant`: accumulated, or set by the program."""
         if participant.nothing_pending:
-            if self.run_ahead.is_planned:  # or every parameter has been reduced
-                participant.refuse_gradients_by_hand()
-            return
+            # Else every parameter has been reduced.
+            if not (self.run_ahead.is_planned and participant.hooks.set_by_hand()):
+                return
+            participant.nothing_pending = False
         self._begin_ending()
         try:
             self._participants.hold()
@@ -397,7 +398,6 @@ class BackwardSync:
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number = self.number
-        self.run_ahead.look()
         require_same_steps([rank.steps for rank in ranks], self.size)
         self.weights.differ(ranks, number)
         self.weights.tell(number)

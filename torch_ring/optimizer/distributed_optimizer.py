@@ -117,9 +117,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
         process_set: the ranks that train this model together; by default all. On other ranks the
             wrapped optimizer steps with its own gradients.
-        run_ahead: whether backward passes on GPUs end without waiting for other hosts once they
+        run_ahead: whether backward passes on GPUs end without waiting for other hosts while they
             repeat themselves (docs/gpu.md). False: the ranks agree on each pass. None: as
-            TORCH_RING_RUN_AHEAD says, which means no. The same on all ranks.
+            TORCH_RING_RUN_AHEAD says, which means yes. The same on all ranks.
 
     Returns:
         `optimizer`.

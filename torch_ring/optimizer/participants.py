@@ -98,9 +98,6 @@ class Participant(Protocol):
     def report(self, everything: bool) -> GradientReport | None:
         """Return which gradients are due here, or with `everything` which exist; None: none."""
 
-    def refuse_gradients_by_hand(self) -> None:
-        """End the job if the program has set a gradient itself that is not reduced."""
-
     def prepare(self, touched: int, sparse: int, number: int) -> None:
         """Take the gradients of parameters that are about to be reduced.
 

@@ -277,17 +277,6 @@ class Reducer:
             order=order,
         )
 
-    def refuse_gradients_by_hand(self) -> None:
-        """See `Participant`."""
-        by_hand = self.hooks.set_by_hand()
-        if by_hand:
-            self._sync.fail(
-                f"rank {current.rank()}: the program has set the gradient of "
-                f"'{self._names[by_hand[0]]}' itself, and this step cannot average it: with "
-                "run_ahead, steps wait for no other rank. Wrap the optimizer with run_ahead=False "
-                "(or unset TORCH_RING_RUN_AHEAD)"
-            )
-
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
         self._started[index] = self._start_wire(

@@ -85,7 +85,7 @@ class ReductionSettings:
     bucket_bytes: int
     direct_bytes: int = 0
     sparse_as_dense: bool = False
-    run_ahead: bool = False
+    run_ahead: bool = True
 
     def __post_init__(self) -> None:
         kind = self.compression
