@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torch_ring import world
 from torch_ring.collectives.broadcast import broadcast_, broadcast_async_
-from torch_ring.collectives.objects import broadcast_object, require_same
+from torch_ring.collectives.compare import require_same
+from torch_ring.collectives.objects import broadcast_object
 from torch_ring.collectives.plain_pickle import PlainData
 from torch_ring.world.process_set import ProcessSet, global_process_set
 

@@ -20,7 +20,7 @@ from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring import errors, tracing
-from torch_ring.collectives.objects import require_same
+from torch_ring.collectives.compare import require_same
 from torch_ring.tracing.page.recording import read_recording
 
 

@@ -1,4 +1,11 @@
-"""Whether ranks have the same model, hyper-parameters and state, bit for bit."""
+"""The one answer to "are all ranks equal?": digest, gather, first difference, text.
+
+Each rank describes its side as lines. A digest of them is gathered, the lines only if the digests
+differ (`gather_lines_if_different`), and `find_difference` names the first line that ranks do not
+have alike. Everything that ranks compare is a view of this: models and optimizers
+(`verify_consistency`), settings and descriptions (`require_same`), a state that was sent
+(`find_damage`), and the weights that travel with backward passes (optimizer/weight_comparison).
+"""
 
 from __future__ import annotations
 
@@ -22,12 +29,15 @@ __all__ = [
     "Difference",
     "Line",
     "Thing",
+    "describe_difference",
     "digests_of",
     "find_damage",
     "find_difference",
     "gather_lines",
     "gather_lines_if_different",
     "hyper_parameters_of",
+    "require_same",
+    "require_same_lines",
     "start_lines",
     "summary_of",
     "things_of",
@@ -261,7 +271,56 @@ def verify_step(
     _compare(things, engine_of(process_set), f"after step {step}: ")
 
 
-def find_damage(root: int, things: Sequence[Thing] | None, engine: Engine) -> str:
+def require_same(
+    lines: Sequence[str], complaint: str, process_set: ProcessSet = global_process_set
+) -> None:
+    """Check that all ranks of the set give the same lines. Cost: an allgather of 32 bytes a rank.
+
+    Args:
+        lines: a description of this rank's state.
+        complaint: the beginning of the error message, before the first difference.
+        process_set: the ranks that take part; this one must be among them.
+
+    Raises:
+        MismatchError: on every rank, if a line differs; names the first difference.
+    """
+    own = [[str(index), line, None] for index, line in enumerate(lines)]
+    _, every = gather_lines_if_different(own, engine_of(process_set), joinable=False)
+    texts = {rank: [line[1] for line in each] for rank, each in every.items()}
+    require_same_lines(texts, complaint)
+
+
+def require_same_lines(
+    every: Mapping[int, Sequence[str]], complaint: str, advice: str = "", *, absent: str = "nothing"
+) -> None:
+    """Check that ranks have given the same lines.
+
+    Args:
+        every: the lines of each rank.
+        complaint: the beginning of the error message, before the first difference.
+        advice: its end.
+        absent: stands for a line that a rank has not given.
+
+    Raises:
+        MismatchError: a line differs.
+    """
+    most = max(map(len, every.values()), default=0)
+    padded = {rank: [*lines, *[absent] * (most - len(lines))] for rank, lines in every.items()}
+    numbered = {
+        rank: [[str(index), line, None] for index, line in enumerate(lines)]
+        for rank, lines in padded.items()
+    }
+    found = find_difference(numbered, min(every, default=None))
+    if found is not None:
+        raise MismatchError(
+            f"{complaint}: rank {found.same[0]}: {found.usual}; rank {found.others[0]}: "
+            f"{found.found}{advice}"
+        )
+
+
+def find_damage(
+    root: int, things: Sequence[Thing] | None, engine: Engine, name: str = ""
+) -> Difference | None:
     """Compare what ranks have with what the root has, from which they have taken it. Collective.
 
     What a rank has besides is no damage.
@@ -273,21 +332,18 @@ def find_damage(root: int, things: Sequence[Thing] | None, engine: Engine) -> st
         root: the rank that the others have copied.
         things: of this rank; None: it only takes part, and is not compared.
         engine: of the ranks.
+        name: matches the operation between the ranks; empty: a running number.
 
     Returns:
-        The first thing that has not arrived as it was sent, and on which ranks, the same text on
-        all ranks; empty if everything has.
+        The first thing that has not arrived as it was sent, and on which ranks, the same on all
+        ranks; None if everything has.
     """
-    if things is None:
-        gathered = _gather(b"", engine)
-        every = {} if len(set(gathered)) == 1 else dict(map(json.loads, _gather(b"", engine)))
-    else:
-        _, every = gather_lines_if_different(start_lines(things)(), engine)
+    lines = None if things is None else start_lines(things)()
+    _, every = gather_lines_if_different(lines, engine, name)
     sent = {name for name, *_ in every.get(root, ())}
-    found = find_difference(
-        {rank: [line for line in lines if line[0] in sent] for rank, lines in every.items()}
+    return find_difference(
+        {rank: [line for line in lines if line[0] in sent] for rank, lines in every.items()}, root
     )
-    return "" if found is None else _in_words(found)
 
 
 class Thing(NamedTuple):
@@ -350,8 +406,8 @@ def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
     found = find_difference(every)
     if found is not None:
         raise MismatchError(
-            f"rank {current.rank()}: {when}the ranks are not consistent: {_in_words(found)}. "
-            + _remedy(found.names[0], found.same[0])
+            f"rank {current.rank()}: {when}the ranks are not consistent: "
+            f"{describe_difference(found)}. {_remedy(found.names[0], found.same[0])}"
         )
 
 
@@ -377,25 +433,35 @@ def summary_of(lines: Sequence[Line], size: int) -> bytes:
 
 
 def gather_lines_if_different(
-    lines: Sequence[Line], engine: Engine, name: str = ""
+    lines: Sequence[Line] | None, engine: Engine, name: str = "", *, joinable: bool = True
 ) -> tuple[int, dict[int, list[Line]]]:
-    """Return how many ranks have not joined, and their lines unless all are alike. Collective."""
-    own = summary_of(lines, _SUMMARY_BYTES)
-    gathered = _gather(own, engine, name)
-    is_different = not all_sent(b"".join(gathered), own)
-    return len(gathered), gather_lines(lines, engine, name) if is_different else {}
+    """Return how many ranks give lines, and the lines of each unless all are alike. Collective.
+
+    Args:
+        lines: of this rank; None: it only takes part.
+        engine: of the ranks.
+        name: matches the operation between the ranks; empty: a running number.
+        joinable: whether ranks that have joined are left out; else they must not have joined.
+    """
+    own = b"" if lines is None else summary_of(lines, _SUMMARY_BYTES)
+    gathered = _gather(own, engine, name, joinable=joinable)
+    if all_sent(b"".join(gathered), own or gathered[0]):
+        return len(gathered), {}
+    return len(gathered), gather_lines(lines, engine, name, joinable=joinable)
 
 
-def gather_lines(lines: Sequence[Line], engine: Engine, name: str = "") -> dict[int, list[Line]]:
-    """Return the lines of each rank that has not joined. Collective."""
-    text = json.dumps([current.rank(), lines]).encode()
-    return dict(map(json.loads, _gather(text, engine, name)))
+def gather_lines(
+    lines: Sequence[Line] | None, engine: Engine, name: str = "", *, joinable: bool = True
+) -> dict[int, list[Line]]:
+    """Return the lines of each rank that gives some. As `gather_lines_if_different`."""
+    own = b"" if lines is None else json.dumps([current.rank(), lines]).encode()
+    return dict(map(json.loads, _gather(own, engine, name, joinable=joinable)))
 
 
-def _gather(own: bytes, engine: Engine, name: str = "") -> list[bytes]:
+def _gather(own: bytes, engine: Engine, name: str, *, joinable: bool) -> list[bytes]:
     """Return what each rank gives that gives something, and has not joined."""
     payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-    work = engine.allgather(payload, name, blocking=True, joinable=True)
+    work = engine.allgather(payload, name, blocking=True, joinable=joinable)
     parts = torch.split(work.wait(), work.received_splits())
     return [bytes(part.numpy()) for part in parts if len(part)]
 
@@ -424,10 +490,13 @@ class Difference(NamedTuple):
         return _ranks(self.others)
 
 
-def find_difference(every: Mapping[int, Sequence[Line]]) -> Difference | None:
+def find_difference(
+    every: Mapping[int, Sequence[Line]], reference: int | None = None
+) -> Difference | None:
     """Return what the ranks do not have alike, by the lines of each, in its order; None: nothing.
 
-    They may be in another order.
+    They may be in another order. The usual thing is that of the rank `reference`; None: the one
+    that most ranks have.
     """
     by_name = {
         rank: {name: tuple(found) for name, *found in lines} for rank, lines in every.items()
@@ -439,14 +508,16 @@ def find_difference(every: Mapping[int, Sequence[Line]]) -> Difference | None:
     if not differing:
         return None
     first = {rank: things.get(differing[0]) for rank, things in by_name.items()}
-    usual = Counter(first.values()).most_common(1)[0][0]  # of the lowest rank, if there are several
+    most = Counter(first.values()).most_common(1)[0][0]  # of the lowest rank, if there are several
+    usual = most if reference is None else first[reference]
     others = [rank for rank, found in first.items() if found != usual]
     same = [rank for rank, found in first.items() if found == usual]
     found = _found(first[others[0]])
     return Difference(differing, len(names), others, same, found, _found(usual))
 
 
-def _in_words(difference: Difference) -> str:
+def describe_difference(difference: Difference) -> str:
+    """Return the difference as messages have it."""
     names, compared, others, same, found, usual = difference
     return (
         f"{names[0]} on {_ranks(others)} ({found}) is not that on {_ranks(same)} ({usual}): "

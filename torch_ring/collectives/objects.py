@@ -1,32 +1,29 @@
-"""broadcast_object, allgather_object, and require_same, which compares the ranks' descriptions.
+"""broadcast_object and allgather_object: any object of a rank, on all ranks.
 
-broadcast_checked_object compares what has arrived with what was sent.
+broadcast_checked_object compares the bytes that have arrived with those that were sent.
 
 Where strangers can have the key of the world, only plain data are taken from other hosts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_ring import world
-from torch_ring._C import all_sent
 from torch_ring.collectives.allgather import allgather
 from torch_ring.collectives.broadcast import broadcast_
-from torch_ring.collectives.compare import digests_of
+from torch_ring.collectives.compare import Thing, find_damage
 from torch_ring.collectives.plain_pickle import dumps, loads_plain
-from torch_ring.errors import MismatchError, StateDamagedError
-from torch_ring.world.process_set import ProcessSet, global_process_set
+from torch_ring.errors import StateDamagedError
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
-__all__ = ["allgather_object", "broadcast_checked_object", "broadcast_object", "require_same"]
+__all__ = ["allgather_object", "broadcast_checked_object", "broadcast_object"]
 
 
 def broadcast_object(
@@ -63,7 +60,7 @@ def broadcast_checked_object(
 ) -> Any:
     """Return the root's object on every rank, as `broadcast_object` does, once it has been checked.
 
-    Cost besides: a digest of the pickle on each rank, and an allgather of 8 bytes a rank.
+    Cost besides: a digest of the pickle on each rank, and an allgather of 32 bytes a rank.
 
     Raises:
         StateDamagedError: on all ranks: the bytes that a rank has got are not those that were sent.
@@ -117,31 +114,6 @@ def allgather_object(
     return list(_unpickled(dict(zip(ranks, parts, strict=True)), name, process_set).values())
 
 
-def require_same(
-    lines: Sequence[str], complaint: str, process_set: ProcessSet = global_process_set
-) -> None:
-    """Check that all ranks of the set give the same lines. Cost: an allgather of 32 bytes a rank.
-
-    Args:
-        lines: a description of this rank's state.
-        complaint: the beginning of the error message, before the first difference.
-        process_set: the ranks that take part; this one must be among them.
-
-    Raises:
-        MismatchError: on every rank, if a line differs; names the first difference.
-    """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    digests = allgather(own, process_set=process_set)
-    if all_sent(bytes(digests.numpy()), digest):
-        return
-    (rank, first), *others = allgather_object((world.rank(), list(lines)), None, process_set)
-    for other_rank, other in others:
-        for left, right in zip_longest(first, other, fillvalue="nothing"):
-            if left != right:
-                raise MismatchError(f"{complaint}: rank {rank}: {left}; rank {other_rank}: {right}")
-
-
 # Sent after a failure: a pickle has a byte or more.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -178,14 +150,12 @@ def _require_pickled(ranks: Sequence[int], sizes: Tensor, failure: Exception | N
 def _require_undamaged(
     payload: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> None:
-    digests = allgather(digests_of([payload]), name and f"{name}.digest", process_set).tolist()
-    found = dict(zip(process_set.ranks or [], digests, strict=True))
-    damaged = [rank for rank, digest in found.items() if digest != found[root_rank]]
-    if damaged:
+    engine, key = engine_of(process_set), f"{name}.digest" if name else ""
+    damage = find_damage(root_rank, [Thing("payload", payload)], engine, key)
+    if damage is not None:
         raise StateDamagedError(
             f"rank {world.rank()}: {name or 'an object'} of rank {root_rank} ({len(payload)} bytes "
-            f"here) has not arrived as it was sent on rank{'s' if len(damaged) > 1 else ''} "
-            f"{', '.join(map(str, damaged))}"
+            f"here) has not arrived as it was sent on {damage.others_in_words}"
         )
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
 from torch_ring import world
-from torch_ring.collectives.compare import Thing, find_damage, things_of
+from torch_ring.collectives.compare import Thing, describe_difference, find_damage, things_of
 from torch_ring.collectives.objects import (
     allgather_object,
     broadcast_checked_object,
@@ -776,10 +776,10 @@ class TorchState(ObjectState):
             for part, value in handler.contents().items()
         ]
         damage = find_damage(root, things if is_compared else None, world.current.engine())
-        if damage:
+        if damage is not None:
             raise StateDamagedError(
                 f"rank {world.rank()}: the state of rank {root} has not arrived as it was sent: "
-                + damage
+                + describe_difference(damage)
             )
 
     def _in_order(self) -> list[StateHandler]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from torch_ring._C import backward_name
 from torch_ring.collectives.allreduce import grouped_allreduce
-from torch_ring.collectives.compare import verify_step
-from torch_ring.collectives.objects import require_same
+from torch_ring.collectives.compare import require_same, verify_step
 from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor

@@ -18,7 +18,7 @@ from torch_ring._C import (
     bucket_name,
     device_in_use,
 )
-from torch_ring.collectives.objects import require_same
+from torch_ring.collectives.compare import require_same
 from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression

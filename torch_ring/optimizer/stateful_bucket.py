@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import Engine, GradientHooks, Work, all_sent, empty_result_like
+from torch_ring.collectives.compare import require_same_lines
 from torch_ring.collectives.reduce_op import ReduceOp
 from torch_ring.compression.stateful import Gather, Reduce, Request, State, StatefulCompressor
-from torch_ring.errors import MismatchError, RingError
+from torch_ring.errors import RingError
 from torch_ring.optimizer.buckets import Bucket
 
 __all__ = ["BucketCompression", "Collectives", "Layout", "Line", "StatefulBucket", "pack", "unpack"]
@@ -248,14 +249,14 @@ def _require_same_requests(headers: Sequence[Header]) -> None:
     for rank, header in enumerate(headers):
         if header.failure:
             raise RingError(f"the compressor failed on rank {rank}: {header.failure}")
-    first, *others = headers
-    for rank, other in enumerate(others, start=1):
-        for left, right in zip_longest(first.lines, other.lines, fillvalue="nothing more"):
-            if str(left) != str(right):
-                raise MismatchError(
-                    f"the compressor asks for different things: rank 0: {left}; rank {rank}: "
-                    f"{right}. What it yields must not depend on one rank's gradient"
-                )
+    if len(set(map(id, headers))) == 1:  # the usual case: all have sent the same bytes
+        return
+    require_same_lines(
+        {rank: [str(line) for line in header.lines] for rank, header in enumerate(headers)},
+        "the compressor asks for different things",
+        ". What it yields must not depend on one rank's gradient",
+        absent="nothing more",
+    )
 
 
 @dataclass(frozen=True)
