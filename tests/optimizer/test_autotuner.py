@@ -13,7 +13,7 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer import autotuner
-from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, TuningTarget
+from torch_ring.optimizer.autotuner import Autotuner, BucketLimits
 from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
 
 MIB = 1 << 20
@@ -65,10 +65,16 @@ class Job:
                 specs, range(COUNT - 1, -1, -1), limits.capacity_bytes, limits.last_bytes
             )
 
-        target = TuningTarget(
-            self.network, "tuning", self.parameters, plan_of, self.rebuild, True, str(self.log)
+        self.tuner = Autotuner(
+            self.network,
+            "tuning",
+            self.parameters,
+            DEFAULT,
+            plan_of=plan_of,
+            rebuild=self.rebuild,
+            tells=True,
+            log_path=str(self.log),
         )
-        self.tuner = Autotuner(target, DEFAULT)
 
     def rebuild(self, limits: BucketLimits) -> None:
         self.limits = limits

@@ -6,21 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ring.optimizer.autotuner import (
-    Backward,
-    BucketLimits,
-    Transfer,
-    best_limits,
-    exposed_s,
-    predictions,
-)
+from torch_ring.optimizer.autotuner import BucketLimits, Transfer, exposed_s, predict
 from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 SPECS = [TensorSpec(MIB // 4, torch.float32, CPU)] * 32  # 1 MiB each
 ORDER = range(31, -1, -1)  # the last one is ready first
-BACKWARD = Backward([(31 - index) / 31 for index in range(32)], 1.0)  # one after the other
+READY_S = [(31 - index) / 31 for index in range(32)]  # one after the other
 DEFAULT = BucketLimits(25 * MIB, MIB)
 
 
@@ -47,29 +40,30 @@ def test_what_is_left_when_backward_ends():
     transfer = Transfer(0.0, 100 * MIB)
     ends = 24 / 31 + 0.25
     assert [bucket.numel * 4 // MIB for bucket in plan_of(DEFAULT)] == [25, 6, 1]
-    left = exposed_s(plan_of(DEFAULT), BACKWARD, transfer)
+    left = exposed_s(plan_of(DEFAULT), READY_S, transfer)
     assert left == pytest.approx(max(ends, 30 / 31) + 0.06 + 0.01 - 1)
-    assert exposed_s(plan_of(DEFAULT), BACKWARD, Transfer(0.0, 1e15)) == pytest.approx(0, abs=1e-6)
+    assert exposed_s(plan_of(DEFAULT), READY_S, Transfer(0.0, 1e15)) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_slow_network_wants_small_buckets_and_a_late_one_large_ones():
     def best(transfer):
-        return best_limits(predictions(DEFAULT, plan_of, BACKWARD, transfer))
+        predicted = predict(DEFAULT, plan_of, READY_S, transfer)
+        return min(predicted.items(), key=lambda each: each[1])
 
-    slow = best(Transfer(1e-5, 40 * MIB))  # 32 MiB in 0.8 s: it should begin early
-    assert slow.limits.capacity_bytes < 8 * MIB
-    assert slow.exposed_s < exposed_s(plan_of(DEFAULT), BACKWARD, Transfer(1e-5, 40 * MIB)) / 2
-    late = best(Transfer(1.0, 1e12))  # each bucket costs a second: two of 16 MiB are the fewest
-    assert len(plan_of(late.limits)) == 2
-    assert late.exposed_s == pytest.approx(15 / 31 + 2 - 1, abs=1e-3)
+    slow, left_s = best(Transfer(1e-5, 40 * MIB))  # 32 MiB in 0.8 s: it should begin early
+    assert slow.capacity_bytes < 8 * MIB
+    assert left_s < exposed_s(plan_of(DEFAULT), READY_S, Transfer(1e-5, 40 * MIB)) / 2
+    late, left_s = best(
+        Transfer(1.0, 1e12)
+    )  # each bucket costs a second: two of 16 MiB are the fewest
+    assert len(plan_of(late)) == 2
+    assert left_s == pytest.approx(15 / 31 + 2 - 1, abs=1e-3)
 
 
 def test_where_all_are_equal_the_default_stays():
-    found = predictions(DEFAULT, plan_of, BACKWARD, Transfer(0.0, 1e18))
-    assert found[0].limits == DEFAULT
-    assert best_limits([found[0], *found[1:]]).exposed_s <= found[0].exposed_s
-    nothing = [each for each in found if each.exposed_s == found[0].exposed_s]
-    assert best_limits(nothing).limits == DEFAULT
+    found = predict(DEFAULT, plan_of, [0.0] * 32, Transfer(0.0, 1e18))
+    assert next(iter(found)) == DEFAULT
+    assert len({f"{left_s:.9f}" for left_s in found.values()}) == 1
 
 
 @given(
@@ -80,13 +74,12 @@ def test_where_all_are_equal_the_default_stays():
 )
 def test_it_is_the_model_of_the_benchmarks(ready_s, capacity_mib, latency_s, bytes_per_s):
     """That of benchmarks/scaling_model.py, whose step is the backward pass here."""
-    backward = Backward(ready_s, max(ready_s))
     transfer = Transfer(latency_s, bytes_per_s)
     plan = plan_of(BucketLimits(capacity_mib * MIB, MIB))
     buckets = [
         steps.Bucket(bucket.numel * 4, max(ready_s[slot.parameter] for slot in bucket.slots))
         for bucket in plan
     ]
-    step = steps.Step(backward.end_s, tuple(buckets))
-    expected = step.time_s(transfer.time_s) - backward.end_s
-    assert exposed_s(plan, backward, transfer) == pytest.approx(expected, abs=1e-9)
+    step = steps.Step(max(ready_s), tuple(buckets))
+    expected = step.time_s(transfer.time_s) - max(ready_s)
+    assert exposed_s(plan, ready_s, transfer) == pytest.approx(expected, abs=1e-9)

@@ -7,9 +7,9 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,35 +20,37 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.buckets import LAST_BUCKET_BYTES, Bucket
 from torch_ring.optimizer.settings import ReductionSettings
 
-__all__ = [
-    "Autotuner",
-    "Backward",
-    "BucketLimits",
-    "Transfer",
-    "TuningTarget",
-    "best_limits",
-    "exposed_s",
-    "predictions",
-    "untunable",
-]
+__all__ = ["Autotuner", "BucketLimits", "PlanOf", "Transfer", "exposed_s", "predict", "untunable"]
 
-_CAPACITIES_BYTES = [1 << power for power in range(20, 29)]  # 1 to 256 MiB
+_log = logging.getLogger("torch_ring")
+
+_CAPACITIES_BYTES = [1 << power for power in range(28, 19, -1)]  # 256 to 1 MiB
 _LAST_BYTES = [1 << power for power in range(16, 25, 2)]  # 64 KiB to 16 MiB
 
+_MEASURED_PASSES = 5  # whose gradients are timed; of the first, hooks are warming up
+_BLOCK = 5  # passes with the same buckets in the trial; the first one is not counted
+_TURNS = 2  # of the default and the better limits: 20 passes
+_LEAST_GAIN = 0.01  # of a step's time: less is noise
+_TIMED_BYTES = 4 << 10, 8 << 20  # of allreduces
+_REPEATS = 5
+_COLUMNS = ["optimizer", "bucket_bytes", "last_bucket_bytes", "exposed_s", "step_s"]
 
-@dataclass(frozen=True)
-class BucketLimits:
+
+class BucketLimits(NamedTuple):
     """The most bytes of a bucket, and of the last one."""
 
     capacity_bytes: int
     last_bytes: int = LAST_BUCKET_BYTES
 
     def __str__(self) -> str:
-        return f"{_mib(self.capacity_bytes)}, the last {_mib(self.last_bytes)}"
+        capacity, last = (f"{size_bytes / (1 << 20):g} MiB" for size_bytes in self)
+        return f"{capacity}, the last {last}"
 
 
-@dataclass(frozen=True)
-class Transfer:
+PlanOf = Callable[[BucketLimits], Sequence[Bucket]]
+
+
+class Transfer(NamedTuple):
     """An allreduce of S bytes takes latency_s + S / bytes_per_s seconds."""
 
     latency_s: float
@@ -60,80 +62,37 @@ class Transfer:
 
     @classmethod
     def through(cls, small: tuple[int, float], large: tuple[int, float]) -> Transfer:
-        """Return what two measurements say, each bytes and seconds; of more bytes the second."""
+        """Return the line through two measurements, each bytes and seconds."""
         (small_bytes, small_s), (large_bytes, large_s) = small, large
         per_byte_s = max(large_s - small_s, 1e-12) / (large_bytes - small_bytes)
         return cls(max(small_s - small_bytes * per_byte_s, 0.0), 1.0 / per_byte_s)
 
 
-@dataclass(frozen=True)
-class Backward:
-    """A backward pass in time.
+def exposed_s(plan: Sequence[Bucket], ready_s: Sequence[float], transfer: Transfer) -> float:
+    """Return the seconds that sending the buckets of a plan takes after backward has ended.
 
-    Attributes:
+    Args:
+        plan: the buckets, in the order in which they are sent.
         ready_s: by parameter, seconds from the first gradient until this one is ready.
-        end_s: seconds from the first gradient to the last.
+        transfer: of the network.
     """
-
-    ready_s: Sequence[float]
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """How long a step takes after backward with such buckets, in seconds."""
-
-    limits: BucketLimits
-    exposed_s: float
-
-
-def exposed_s(plan: Sequence[Bucket], backward: Backward, transfer: Transfer) -> float:
-    """Return the seconds that sending the buckets of a plan takes after backward has ended."""
     sent_s = 0.0
     for bucket in plan:
-        ready_s = max(backward.ready_s[slot.parameter] for slot in bucket.slots)
-        sent_s = max(sent_s, ready_s) + transfer.time_s(bucket.numel * bucket.dtype.itemsize)
-    return max(sent_s - backward.end_s, 0.0)
+        bucket_ready_s = max(ready_s[slot.parameter] for slot in bucket.slots)
+        sent_s = max(sent_s, bucket_ready_s) + transfer.time_s(bucket.numel * bucket.dtype.itemsize)
+    return max(sent_s - max(ready_s), 0.0)
 
 
-def predictions(
-    default: BucketLimits,
-    plan_of: Callable[[BucketLimits], Sequence[Bucket]],
-    backward: Backward,
-    transfer: Transfer,
-) -> list[Prediction]:
-    """Return what the model says of the default limits, first, and of others."""
-    return [
-        Prediction(limits, exposed_s(plan_of(limits), backward, transfer))
-        for limits in _candidates(default)
-    ]
+def predict(
+    default: BucketLimits, plan_of: PlanOf, ready_s: Sequence[float], transfer: Transfer
+) -> dict[BucketLimits, float]:
+    """Return the exposed seconds with the default limits, first, and with others.
 
-
-def best_limits(predicted: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the least exposed time; of equal ones the first."""
-    return min(predicted, key=lambda each: each.exposed_s)
-
-
-def _candidates(default: BucketLimits) -> Iterator[BucketLimits]:
-    yield default
-    for capacity in reversed(_CAPACITIES_BYTES):  # of equal ones that with fewer buckets
-        for last in _LAST_BYTES:
-            if last <= capacity and BucketLimits(capacity, last) != default:
-                yield BucketLimits(capacity, last)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 20):g} MiB"
-
-
-_log = logging.getLogger("torch_ring")
-
-_MEASURED_PASSES = 5  # whose gradients are timed; of the first, hooks are warming up
-_BLOCK = 5  # passes with the same buckets in the trial; the first one is not counted
-_TURNS = 2  # of the default and the better limits: 20 passes
-_LEAST_GAIN = 0.01  # of a step's time: less is not told from noise
-_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 20  # of allreduces that are timed
-_REPEATS = 5
+    Of equal ones the first is the best: it has the fewest buckets.
+    """
+    others = [BucketLimits(most, last) for most in _CAPACITIES_BYTES for last in _LAST_BYTES]
+    candidates = [default, *(each for each in others if each.last_bytes <= each.capacity_bytes)]
+    return {limits: exposed_s(plan_of(limits), ready_s, transfer) for limits in candidates}
 
 
 def untunable(settings: ReductionSettings, plan: Sequence[Bucket], overlaps: bool) -> str | None:
@@ -153,29 +112,6 @@ def untunable(settings: ReductionSettings, plan: Sequence[Bucket], overlaps: boo
     return None
 
 
-@dataclass(frozen=True)
-class TuningTarget:
-    """The optimizer whose buckets are tuned.
-
-    Attributes:
-        engine: of its process set.
-        name: of operations on it; the same on all ranks, and no other's.
-        parameters: those that have buckets.
-        plan_of: returns the buckets within some limits.
-        rebuild: makes those buckets, on all ranks in the same pass.
-        tells: whether this rank logs.
-        log_path: of a CSV file that this rank writes; empty: none.
-    """
-
-    engine: Engine
-    name: str
-    parameters: Sequence[Tensor]
-    plan_of: Callable[[BucketLimits], Sequence[Bucket]]
-    rebuild: Callable[[BucketLimits], None]
-    tells: bool
-    log_path: str = ""
-
-
 class Autotuner:
     """Measures, computes the best limits of buckets, and tries them against the default.
 
@@ -189,27 +125,47 @@ class Autotuner:
 
     Thread: the one that ends backward passes. Blocking: where passes end; for two allreduces once.
 
+    Args:
+        engine: of the optimizer's process set.
+        name: of operations on it; the same on all ranks, and no other's.
+        parameters: those that have buckets.
+        default: the limits of the buckets now.
+        plan_of: returns the buckets within some limits.
+        rebuild: makes those buckets, on all ranks in the same pass.
+        tells: whether this rank logs the decision.
+        log_path: of a CSV file to which it adds the sizes that it has considered; empty: none.
+
     Attributes:
-        predicted: what the model says of the default, first, and of other limits; empty before.
         is_done: whether the buckets stay as they are.
     """
 
-    def __init__(self, target: TuningTarget, default: BucketLimits) -> None:
-        self._target = target
-        self._default = default
-        self._ready: list[float | None] = [None] * len(target.parameters)
-        self._passes: list[Backward] = []
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        parameters: Sequence[Tensor],
+        default: BucketLimits,
+        *,
+        plan_of: PlanOf,
+        rebuild: Callable[[BucketLimits], None],
+        tells: bool,
+        log_path: str,
+    ) -> None:
+        self._engine, self._name, self._default = engine, name, default
+        self._plan_of, self._rebuild = plan_of, rebuild
+        self._tells, self._log_path = tells, log_path
+        self._ready_at: list[float | None] = [None] * len(parameters)
+        self._passes: list[list[float]] = []  # by measured pass, when each gradient was ready
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(self._note, index)
             )
-            for index, parameter in enumerate(target.parameters)
+            for index, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
-        self.predicted: list[Prediction] = []
-        self._transfer = Transfer(0.0, float("inf"))
+        self._predicted: dict[BucketLimits, float] = {}
         self._schedule: list[BucketLimits] = []  # of the passes of the trial that are still to come
-        self._durations: dict[BucketLimits, list[float]] = {}
+        self._durations_s: dict[BucketLimits, list[float]] = {}
         self._operations = 0
         self._ended_at = 0.0
         self._seen = 0  # passes since the start
@@ -218,149 +174,133 @@ class Autotuner:
     def pass_ended(self) -> None:
         """Note that a pass in which the optimizer took part has ended, on all ranks."""
         now = time.perf_counter()
-        if not self.is_done:
-            if self._schedule:
-                self._try(now)
-            else:
-                self._measure()
+        if self._schedule:
+            self._try(now)
+        elif not self.is_done:
+            self._measure()
         self._ended_at = time.perf_counter()
 
     def stop(self) -> None:
         """Go back to the default limits, for good: a rank may have missed passes, and decisions."""
-        self._finish(self._default)
+        self._finish(self._default, {})
 
     # --- measurements
 
     def _note(self, index: int, _parameter: Tensor) -> None:
-        self._ready[index] = time.perf_counter()
+        self._ready_at[index] = time.perf_counter()
 
     def _measure(self) -> None:
-        found = [at for at in self._ready if at is not None]
+        found = [at for at in self._ready_at if at is not None]
         if found:
             first, last = min(found), max(found)
-            ready = [last - first if at is None else at - first for at in self._ready]
-            self._passes.append(Backward(ready, last - first))
-        self._ready = [None] * len(self._ready)
+            self._passes.append([(last if at is None else at) - first for at in self._ready_at])
+        self._ready_at = [None] * len(self._ready_at)
         self._seen += 1
         if self._seen == _MEASURED_PASSES:
             self._remove_hooks()
-            self._transfer = self._timed_transfer()
-            self._plan(self._common_backward())
+            self._plan(self._timed_transfer(), self._common_ready_s())
 
-    def _common_backward(self) -> Backward:
-        """Return the pass of all ranks: the mean of their medians."""
-        count = len(self._ready)
-        rows = [[*each.ready_s, each.end_s] for each in self._passes[1:]]
-        columns = zip(*rows, strict=True) if rows else [[0.0]] * (count + 1)
-        medians = torch.tensor([statistics.median(each) for each in columns], dtype=torch.float64)
-        *ready_s, end_s = self._reduced(medians, Average).tolist()
-        return Backward(ready_s, end_s)
+    def _common_ready_s(self) -> list[float]:
+        """Return when gradients are ready on all ranks: the mean of their medians."""
+        rows = self._passes[1:] or [[0.0] * len(self._ready_at)]
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        return self._reduced(medians, Average)
 
     def _timed_transfer(self) -> Transfer:
-        medians = []
-        for size_bytes in (_SMALL_BYTES, _LARGE_BYTES):
-            tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
-            times = []
+        medians_s = []
+        for size_bytes in _TIMED_BYTES:
+            values = torch.zeros(size_bytes // 4, dtype=torch.float32, device="cpu")
+            times_s = []
             for _ in range(1 + _REPEATS):
                 began = time.perf_counter()
-                self._reduced(tensor, Sum)
-                times.append(time.perf_counter() - began)
-            medians.append(statistics.median(times[1:]))
-        of_slowest = self._reduced(torch.tensor(medians, dtype=torch.float64), Max).tolist()
-        return Transfer.through((_SMALL_BYTES, of_slowest[0]), (_LARGE_BYTES, of_slowest[1]))
+                self._reduce(values, Sum)
+                times_s.append(time.perf_counter() - began)
+            medians_s.append(statistics.median(times_s[1:]))
+        small, large = zip(_TIMED_BYTES, self._reduced(medians_s, Max), strict=True)
+        return Transfer.through(small, large)
 
-    def _reduced(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """Reduce a tensor in place over the ranks."""
-        name = f"{self._target.name}.{self._operations}"
+    def _reduced(self, values: Sequence[float], op: ReduceOp) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._reduce(tensor, op)
+        reduced: list[float] = tensor.tolist()
+        return reduced
+
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        name = f"{self._name}.{self._operations}"
         self._operations += 1
-        work = self._target.engine.allreduce(tensor, tensor, name, op, 1.0, 1.0, blocking=True)
-        work.wait()
-        return tensor
+        self._engine.allreduce(tensor, tensor, name, op, 1.0, 1.0, blocking=True).wait()
 
     # --- the decision
 
-    def _plan(self, backward: Backward) -> None:
-        self.predicted = predictions(self._default, self._target.plan_of, backward, self._transfer)
-        default, best = self.predicted[0], best_limits(self.predicted)
-        gain_s = default.exposed_s - best.exposed_s
-        if gain_s <= _LEAST_GAIN * (backward.end_s + default.exposed_s):
+    def _plan(self, transfer: Transfer, ready_s: Sequence[float]) -> None:
+        self._transfer = transfer
+        self._predicted = predict(self._default, self._plan_of, ready_s, transfer)
+        default_s = self._predicted[self._default]
+        best = min(self._predicted, key=lambda limits: self._predicted[limits])
+        gain_s = default_s - self._predicted[best]
+        if gain_s <= _LEAST_GAIN * (max(ready_s) + default_s):
             self._say(
-                f"buckets of {self._default} stay: of {1e3 * backward.end_s:.3g} ms in which "
-                f"gradients come, others would save {1e3 * max(gain_s, 0.0):.2g} ms"
+                f"buckets of {self._default} stay: of {1e3 * max(ready_s):.3g} ms in which "
+                f"gradients come, others would save {1e3 * gain_s:.2g} ms"
             )
-            self._finish(self._default)
+            self._finish(self._default, {})
             return
-        block = [self._default] * _BLOCK + [best.limits] * _BLOCK
-        self._schedule = block * _TURNS
-        self._durations = {self._default: [], best.limits: []}
+        self._schedule = ([self._default] * _BLOCK + [best] * _BLOCK) * _TURNS
+        self._durations_s = {self._default: [], best: []}
 
     def _try(self, now: float) -> None:
         """End a pass of the trial. `now`: when it ended, in seconds."""
         limits = self._schedule.pop(0)
         is_first_of_block = len(self._schedule) % _BLOCK == _BLOCK - 1
         if not is_first_of_block:
-            self._durations[limits].append(now - self._ended_at)
-        if self._schedule:
-            if self._schedule[0] != limits:
-                self._target.rebuild(self._schedule[0])
-            return
-        self._decide()
+            self._durations_s[limits].append(now - self._ended_at)
+        if not self._schedule:
+            self._decide()
+        elif self._schedule[0] != limits:
+            self._rebuild(self._schedule[0])
 
     def _decide(self) -> None:
-        default, better = self._durations
-        medians = [statistics.median(self._durations[limits]) for limits in (default, better)]
-        default_s, better_s = self._reduced(torch.tensor(medians).double(), Max).tolist()
+        default, better = self._durations_s
+        medians_s = [statistics.median(each) for each in self._durations_s.values()]
+        default_s, better_s = self._reduced(medians_s, Max)
         wins = better_s < (1 - _LEAST_GAIN) * default_s
-        exposed = {each.limits: each.exposed_s for each in self.predicted}
         self._say(
             f"buckets of {better} {'replace' if wins else 'do not replace'} those of {default}: a "
             f"step takes {1e3 * better_s:.4g} ms, not {1e3 * default_s:.4g}; predicted were "
-            f"{1e3 * exposed[better]:.3g} and {1e3 * exposed[default]:.3g} ms after backward, with "
-            f"{1e3 * self._transfer.latency_s:.2g} ms an allreduce and "
+            f"{1e3 * self._predicted[better]:.3g} and {1e3 * self._predicted[default]:.3g} ms "
+            f"after backward, with {1e3 * self._transfer.latency_s:.2g} ms an allreduce and "
             f"{self._transfer.bytes_per_s / 1e9:.3g} GB/s"
         )
-        self._write({default: default_s, better: better_s})
-        self._finish(better if wins else default)
+        self._finish(better if wins else default, {default: default_s, better: better_s})
 
-    def _finish(self, limits: BucketLimits) -> None:
+    def _finish(self, limits: BucketLimits, step_s: Mapping[BucketLimits, float]) -> None:
+        if not self.is_done:
+            self._write(step_s)
         self.is_done = True
         self._remove_hooks()
-        if not self._durations:
-            self._write({})
         self._schedule = []
-        self._target.rebuild(limits)
+        self._rebuild(limits)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    # --- reports
-
     def _say(self, text: str) -> None:
-        if self._target.tells:
+        if self._tells:
             _log.info("autotune: %s", text)
 
-    def _write(self, step_s: dict[BucketLimits, float]) -> None:
-        """Write what was predicted, and measured, as CSV; bytes and seconds."""
-        if not (self._target.log_path and self._target.tells and self.predicted):
+    def _write(self, step_s: Mapping[BucketLimits, float]) -> None:
+        """Write the predictions and measurements as CSV; bytes and seconds."""
+        if not (self._tells and self._log_path and self._predicted):
             return
         try:
-            with Path(self._target.log_path).open("a", newline="") as file:
+            with Path(self._log_path).open("a", newline="") as file:
                 writer = csv.writer(file)
                 if file.tell() == 0:
-                    writer.writerow(
-                        ["optimizer", "bucket_bytes", "last_bucket_bytes", "exposed_s", "step_s"]
-                    )
-                for each in self.predicted:
-                    writer.writerow(
-                        [
-                            self._target.name,
-                            each.limits.capacity_bytes,
-                            each.limits.last_bytes,
-                            f"{each.exposed_s:.6g}",
-                            f"{step_s[each.limits]:.6g}" if each.limits in step_s else "",
-                        ]
-                    )
+                    writer.writerow(_COLUMNS)
+                for limits, left_s in self._predicted.items():
+                    measured = f"{step_s[limits]:.6g}" if limits in step_s else ""
+                    writer.writerow([self._name, *limits, f"{left_s:.6g}", measured])
         except OSError as error:
-            _log.warning("autotune: %s cannot be written: %s", self._target.log_path, error)
+            _log.warning("autotune: %s cannot be written: %s", self._log_path, error)

@@ -23,7 +23,7 @@ from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, TuningTarget, untunable
+from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, untunable
 from torch_ring.optimizer.backward_sync import BackwardSync
 from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
@@ -395,16 +395,16 @@ class Reducer:
             if tells:
                 _log.info("autotune: the buckets stay: %s", problem)
             return None
-        target = TuningTarget(
+        return Autotuner(
             self._engine,
             f"gradients.{self.index}.tuning",
             self._parameters,
-            self._planned_within,
-            self._set_limits,
-            tells,
-            config.autotune_log,
+            self._limits,
+            plan_of=self._planned_within,
+            rebuild=self._set_limits,
+            tells=tells,
+            log_path=config.autotune_log,
         )
-        return Autotuner(target, self._limits)
 
     def _set_limits(self, limits: BucketLimits) -> None:
         self._limits = limits
